@@ -1,8 +1,8 @@
-"""The optional extra `report`: a sheet as the bytes of a picture, by matplotlib.
+"""Pictures of sheets, drawn by matplotlib (the optional extra `report`).
 
-The same sheet gives the same bytes: no date, no random ids, nothing of the user's own settings.
-
-Where a picture goes: refused before anything is computed, and written whole or not at all.
+Equal sheets give equal bytes: a picture has no date and no random ids, and ignores the user's
+matplotlib settings. A picture's path is checked before anything is computed, and the file is
+written completely or not at all.
 """
 
 from __future__ import annotations
@@ -25,17 +25,27 @@ MISSING = Fault(
     finding="needs matplotlib, which is not installed",
     remedy="Run `pip install 'ptrain[report]'`.",
 )
-_POINTS, _DOTS = 72, 150  # an inch
+_POINTS, _DOTS = 72, 150  # per inch: units of a sheet, and pixels of a PNG
 
 
 class Format(StrEnum):
+    """A file format of pictures."""
+
     PNG = "png"
     SVG = "svg"
 
 
 def painted(sheet: Sheet, form: Format) -> bytes:
-    """PNG at 150 dots an inch; SVG with its text as outlines, so that it fits wherever it is
-    shown."""
+    """Return a sheet as the bytes of a picture.
+
+    Args:
+        sheet: The rectangles and texts.
+        form: PNG, with 150 dots per inch, or SVG. An SVG has its text as outlines, so that its
+            width does not depend on the viewer's fonts.
+
+    Raises:
+        SpecError: If matplotlib is not installed.
+    """
     try:
         import matplotlib
         from matplotlib.collections import PolyCollection
@@ -43,12 +53,13 @@ def painted(sheet: Sheet, form: Format) -> bytes:
     except ImportError as error:
         raise SpecError(MISSING) from error
     settings = {**matplotlib.rcParamsDefault, "svg.hashsalt": "ptrain", "svg.fonttype": "path"}
-    settings.pop("backend", None)  # no window is opened, and to set it would choose one
+    settings.pop("backend", None)  # setting it would select a backend, and no window is opened
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(sheet.width / _POINTS, sheet.height / _POINTS), dpi=_DOTS)
+        # One axes over the full figure, in points, with y downwards as on a sheet.
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, sheet.width), ylim=(sheet.height, 0))
         axes.set_axis_off()
-        for (colour, edge, width), corners in _alike(sheet).items():
+        for (colour, edge, width), corners in _corners_by_style(sheet).items():
             axes.add_collection(
                 PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=width),
                 autolim=False,
@@ -63,7 +74,7 @@ def painted(sheet: Sheet, form: Format) -> bytes:
                 weight="bold" if text.is_bold else "normal",
                 horizontalalignment=text.align,
                 verticalalignment="center_baseline",
-                parse_math=False,
+                parse_math=False,  # a `$` in a name is text
             )
         image = BytesIO()
         figure.savefig(
@@ -72,18 +83,24 @@ def painted(sheet: Sheet, form: Format) -> bytes:
     return image.getvalue()
 
 
-def _alike(sheet: Sheet) -> dict[tuple[str, str, float], list[list[tuple[float, float]]]]:
-    """Rectangles by colour, edge and width of the edge: one collection each, or thousands of boxes
-    take minutes."""
-    alike: defaultdict[tuple[str, str, float], list[list[tuple[float, float]]]] = defaultdict(list)
+def _corners_by_style(
+    sheet: Sheet,
+) -> dict[tuple[str, str, float], list[list[tuple[float, float]]]]:
+    """Return the corners of rectangles, grouped by colour, edge colour and edge width.
+
+    Each group becomes one collection. Thousands of separate patches would take minutes.
+    """
+    corners_of: defaultdict[tuple[str, str, float], list[list[tuple[float, float]]]] = defaultdict(
+        list
+    )
     for box in sheet.rectangles:
         right, lower = box.x + box.width, box.y + box.height
         corners = [(box.x, box.y), (right, box.y), (right, lower), (box.x, lower)]
-        alike[box.colour, box.edge, box.edge_width].append(corners)
-    return alike
+        corners_of[box.colour, box.edge, box.edge_width].append(corners)
+    return corners_of
 
 
-# A picture has no date and names no program, so that the same sheet gives the same bytes.
+# None removes the date and the program's name, so that equal sheets give equal bytes.
 _METADATA: Mapping[Format, Mapping[str, None]] = {
     Format.PNG: {"Software": None},
     Format.SVG: {"Creator": None, "Date": None},
@@ -92,22 +109,29 @@ _METADATA: Mapping[Format, Mapping[str, None]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChartFile:
-    """A file for a picture, which an `option` named, and which may be written."""
+    """A file for a picture, named by an `option` and checked to be writable."""
 
     path: Path
     form: Format
     option: str
 
     def draw(self, sheet: Sheet) -> str:
-        """Write the picture of a sheet; return the line that says so."""
+        """Write the picture of a sheet; return a line that names the file."""
         write_whole(self.path, painted(sheet, self.form), self.option)
         return f"chart    {self.path}"
 
 
 def chart_file(path: Path | None, option: str = "--chart") -> ChartFile | None:
-    """Return the file of a picture, in the format that the name's ending asks for; None where none
-    is wanted. Raises SpecError for another ending, a folder in place of a file, a folder that is
-    not there or may not be written, and where the extra is not installed."""
+    """Return the file of a picture, with the format of its ending; None without a path.
+
+    Args:
+        path: The path that the user gave.
+        option: The option that gave it, for error messages.
+
+    Raises:
+        SpecError: If the ending is not .png or .svg, the path is a folder, its folder is missing or
+            not writable, or matplotlib is not installed.
+    """
     if path is None:
         return None
     ending = path.suffix.lower().removeprefix(".")
@@ -124,7 +148,7 @@ def chart_file(path: Path | None, option: str = "--chart") -> ChartFile | None:
         if path.is_dir():
             raise refused(option, f"{path} is a folder", "Add a file name to the path.")
     except OSError as error:
-        raise _cannot(path, error, option) from None
+        raise _write_error(path, error, option) from None
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise refused(option, f"the folder {path.parent} is not writable", "Use another folder.")
     if find_spec("matplotlib") is None:
@@ -133,17 +157,28 @@ def chart_file(path: Path | None, option: str = "--chart") -> ChartFile | None:
 
 
 def write_whole(path: Path, content: bytes, option: str = "--chart") -> None:
-    """Into a temporary neighbour, then renamed. Raises SpecError at the `option` that names it."""
+    """Write a file completely or not at all: to a temporary file next to it, which is then renamed.
+
+    Args:
+        path: The file, which is replaced if it exists.
+        content: Its bytes.
+        option: The option that named the file, for the error message.
+
+    Raises:
+        SpecError: If the file cannot be written.
+    """
+    # In the same folder, since a rename is atomic only within a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
-        raise _cannot(path, error, option) from None
+        raise _write_error(path, error, option) from None
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def _cannot(path: Path, error: OSError, option: str) -> PtrainError:
+def _write_error(path: Path, error: OSError, option: str) -> PtrainError:
+    """Return the error for a file that cannot be written."""
     return refused(option, f"{path}: cannot write: {error.strerror}", "Use another file.")

@@ -1,5 +1,7 @@
-"""Memory and time of candidates as a picture: every one that was derived a dot, those that no other
-is better than in both in colour, and what a device has as a line."""
+"""The picture of a search: candidates by time and memory, and the usable memory of a device.
+
+Each derived candidate is a dot. The Pareto front is in colour, and usable memory is a line.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from ptrain.units import format_memory
 _WIDTH, _HEIGHT, _MARGIN, _DOT = 620.0, 300.0, 60.0, 5.0
 _SIZE, _TITLE = 8.0, 11.0
 _ON_FRONT, _OTHER, _ROOM = "#c1272d", "#9aa7b4", "#555555"
-_STEPS = 4  # of a scale
+_STEPS = 4  # numbers on each scale
 
 
 def front_sheet(selection: PlacementRanking) -> Sheet:
-    """Return the picture; of an unknown time nominal seconds."""
+    """Return the picture of a ranking; without step times it shows nominal seconds."""
     job, cluster = selection.job, selection.job.base.cluster
     sheet = Sheet(title=f"{job.base.name} on {job.devices} devices", width=_WIDTH + 2 * _MARGIN)
     what = "nominal seconds (time is unknown)" if selection.unknown else "seconds per step"
@@ -30,7 +32,7 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     top = sheet.height + _TITLE
     room = float(cluster.usable_memory) if cluster else 0.0
     rows = [*selection.ranking, *selection.front]
-    slowest = 1.05 * max(map(_seconds, rows), default=1.0)
+    slowest = 1.05 * max(map(_seconds_of, rows), default=1.0)
     plane = _Plane(sheet, top, max(room * 1.05, *(row.peak_bytes for row in rows)), slowest)
     plane.frame(room)
     plane.dots(selection.ranking, _OTHER)
@@ -38,7 +40,8 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     sheet.height = top + _HEIGHT + 2 * _TITLE
     sheet.write(
         Label(
-            text=f"{_seconds(row):.3g} s, {format_memory(row.peak_bytes)}: {described(row.spec)}",
+            text=f"{_seconds_of(row):.3g} s, {format_memory(row.peak_bytes)}: "
+            f"{described(row.spec)}",
             x=_MARGIN,
             y=0,
             size=_SIZE,
@@ -49,47 +52,51 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     return sheet
 
 
-def _seconds(row: Ranked) -> float:
+def _seconds_of(row: Ranked) -> float:
+    """Return the step time of a row, or its nominal seconds if it has none."""
     return row.closed.seconds if row.seconds is None else row.seconds
 
 
 class _Plane:
-    """Where a size and a time are on the sheet; both begin at nothing."""
+    """The plane of memory and time on a sheet; both scales begin at 0."""
 
     def __init__(self, sheet: Sheet, top: float, most: float, slowest: float) -> None:
         self.sheet, self.top, self.most, self.slowest = sheet, top, most, slowest
 
     def x(self, size: float) -> float:
+        """Return the horizontal position of a memory size in bytes."""
         return _MARGIN + _WIDTH * size / self.most
 
     def y(self, seconds: float) -> float:
+        """Return the vertical position of a step time in seconds."""
         return self.top + _HEIGHT * (1 - seconds / self.slowest)
 
     def frame(self, room: float) -> None:
-        """Axes with their scales, and the line of what a device has."""
+        """Draw the axes with their scales, and the line of usable memory."""
         line, bottom = 0.7, self.top + _HEIGHT
-        self._fill(_MARGIN, self.top, line, _HEIGHT, GREY)
-        self._fill(_MARGIN, bottom, _WIDTH, line, GREY)
+        self._add_rectangle(_MARGIN, self.top, line, _HEIGHT, GREY)
+        self._add_rectangle(_MARGIN, bottom, _WIDTH, line, GREY)
         for step in range(1, _STEPS + 1):
             part = step / _STEPS
-            self._fill(_MARGIN, self.y(part * self.slowest), _WIDTH, line / 2, LIGHT)
-            self._text(f"{part * self.slowest:.3g} s", _MARGIN - 4, self.y(part * self.slowest))
-            self._text(
+            self._add_rectangle(_MARGIN, self.y(part * self.slowest), _WIDTH, line / 2, LIGHT)
+            self._add_text(f"{part * self.slowest:.3g} s", _MARGIN - 4, self.y(part * self.slowest))
+            self._add_text(
                 format_memory(part * self.most),
                 self.x(part * self.most),
                 bottom + _SIZE,
             )
         if room:
-            self._fill(self.x(room), self.top, line, _HEIGHT, _ROOM)
-            self._text("usable memory", self.x(room) - 3, self.top + _SIZE)
+            self._add_rectangle(self.x(room), self.top, line, _HEIGHT, _ROOM)
+            self._add_text("usable memory", self.x(room) - 3, self.top + _SIZE)
 
     def dots(self, rows: Iterable[Ranked] | Sequence[Ranked], colour: str) -> None:
+        """Draw a dot for each row."""
         for row in rows:
-            x, y = self.x(row.peak_bytes), self.y(_seconds(row))
-            self._fill(x - _DOT / 2, y - _DOT / 2, _DOT, _DOT, colour)
+            x, y = self.x(row.peak_bytes), self.y(_seconds_of(row))
+            self._add_rectangle(x - _DOT / 2, y - _DOT / 2, _DOT, _DOT, colour)
 
-    def _fill(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+    def _add_rectangle(self, x: float, y: float, width: float, height: float, colour: str) -> None:
         self.sheet.rectangles.append(Rectangle(x=x, y=y, width=width, height=height, colour=colour))
 
-    def _text(self, text: str, x: float, y: float) -> None:
+    def _add_text(self, text: str, x: float, y: float) -> None:
         self.sheet.texts.append(Label(text=text, x=x, y=y, size=_SIZE, align="right"))

@@ -1,10 +1,13 @@
-"""Time as sheets: a pipeline's schedule, one row per rank, one box per action, idle time left
-white; and a predicted step, a row for the rank (of a pipeline for every rank) and one for each lane
-of communication. Torch-free.
+"""Pictures of time: a pipeline's schedule, and the timeline of a predicted step.
 
-Time runs to the right and the first rank is on top. The two halves of a combined forward-backward
-action run side by side and are drawn above each other at half height. A unit of time is as wide as
-the numbers in the boxes need; beyond `_MOST` units the boxes shrink and drop the numbers.
+A schedule has a row for each rank and a box for each action; idle time is white. A step has a row
+for the rank (in a pipeline, for every rank) and one for each lane of communication. This module
+does not import torch.
+
+Time runs to the right, and the first rank is on top. The two halves of a combined forward-backward
+action run concurrently and are drawn above each other at half height. A unit of time is as wide as
+the numbers in the boxes need. Beyond `_MOST` points of width, the boxes shrink and lose their
+numbers.
 """
 
 from __future__ import annotations
@@ -38,8 +41,15 @@ from ptrain.units import format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Of one action: from `start` to `end` in the simulation's units of time, from `top` to
-    `bottom` in rows. `shade` is its stage's place among those of its rank, forward."""
+    """The box of one action.
+
+    Attributes:
+        shade: The position of the action's stage among the stages of its rank.
+        start: The start in the simulation's units of time.
+        end: The end in the same units.
+        top: The upper edge in rows.
+        bottom: The lower edge in rows.
+    """
 
     action: Action
     rank: int
@@ -51,21 +61,27 @@ class Box:
 
     @property
     def length(self) -> float:
+        """The duration in the simulation's units of time."""
         return self.end - self.start
 
     @property
     def area(self) -> float:
-        """Rank-units of time; what is left of a row is idle."""
+        """The duration times the height in rows; the rest of a row is idle."""
         return self.length * (self.bottom - self.top)
 
     @property
     def is_half(self) -> bool:
-        """Of a pair."""
+        """True if the action is half of a combined action."""
         return self.bottom - self.top < 1
 
 
 def boxes(schedule: Schedule, simulation: Simulation) -> Iterator[Box]:
-    """Rank by rank, in the order in which they run."""
+    """Yield the boxes of a schedule, rank by rank in the order of execution.
+
+    Args:
+        schedule: The schedule, for the stages of each rank.
+        simulation: Its simulation, for the start and the end of each action.
+    """
     for rank, spans in enumerate(simulation.timeline):
         stages = schedule.stages_of(rank)
         for span in spans:
@@ -82,48 +98,63 @@ def boxes(schedule: Schedule, simulation: Simulation) -> Iterator[Box]:
                 )
 
 
-_LEAST, _MOST = 560.0, 2880.0  # the width of the rows: 8 inches, 40 inches
-_ROW, _GAP = 30.0, 3.0  # a rank's row, and what of it is between two ranks
-_TALLEST = 14400.0  # all rows together; a PNG ends at 65535 dots
-_LARGEST, _WANTED, _SMALLEST = 9.0, 7.0, 5.0  # sizes of the numbers in boxes
-_STAGE = 0.75  # size of the stage's number over the micro-batch's
-_AIR = 2.0  # beside a number, both sides together
-_TICK = 34.0  # from one number of the axis to the next, at least
+_LEAST, _MOST = 560.0, 2880.0  # limits of the rows' width: 8 inches, 40 inches
+_ROW, _GAP = 30.0, 3.0  # the height of a rank's row, and the blank part of it
+_TALLEST = 14400.0  # the height of all rows: 30000 dots, and a PNG may have 65535 (matplotlib)
+_LARGEST, _WANTED, _SMALLEST = 9.0, 7.0, 5.0  # font sizes of the numbers in boxes
+_STAGE = 0.75  # font size of the stage's number over the micro-batch's
+_AIR = 2.0  # blank on both sides of a number, in total
+_TICK = 34.0  # the smallest distance between numbers of the axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heading:
-    """What a picture says above the rows: the spec, and its schedule's name."""
+    """The heading of a picture: the names of the spec and of its schedule."""
 
     spec: str
     schedule: str
 
 
 def schedule_sheet(heading: Heading, schedule: Schedule) -> Sheet:
-    """Return the sheet, with equal stages, F = I = W = 1 and B = 2 as in the text that is drawn."""
+    """Return the picture of a schedule.
+
+    All stages take the same time: F = I = W = 1 and B = 2, like the drawing of the schedule as
+    text.
+
+    Args:
+        heading: The names for the title.
+        schedule: The schedule to simulate and draw.
+    """
     simulation = simulate(schedule)
-    every = tuple(boxes(schedule, simulation))
-    scale = _Scale.of(schedule, simulation, every)
+    all_boxes = tuple(boxes(schedule, simulation))
+    scale = _Scale.of(schedule, simulation, all_boxes)
     makespan = simulation.makespan
     sheet = Sheet(title=heading.spec, width=scale.right(makespan) + EDGE, height=EDGE)
-    sheet.write(_heading(heading, schedule, simulation))
+    sheet.write(_heading_labels(heading, schedule, simulation))
     sheet.height += HEAD
     top = sheet.height
-    sheet.rectangles += _lines(schedule.ranks, scale, top, makespan)
+    sheet.rectangles += _row_lines(schedule.ranks, scale, top, makespan)
     sheet.texts += _row_names(schedule, scale, top)
-    for box in every:
-        sheet.rectangles.append(_rectangle(box, scale, top))
-        sheet.texts += _numbers(box, scale, top)
+    for box in all_boxes:
+        sheet.rectangles.append(_box_rectangle(box, scale, top))
+        sheet.texts += _number_labels(box, scale, top)
     sheet.height += schedule.ranks * scale.row
-    _add_axis(sheet, scale, makespan, _kinds(every))
-    _add_legend(sheet, scale, every)
+    _add_axis(sheet, scale, makespan, _used_kinds(all_boxes))
+    _add_legend(sheet, scale, all_boxes)
     sheet.height += EDGE
     return sheet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """`left` is where time begins, `unit` what one takes; `size` is that of the numbers."""
+    """The scale of a picture of a schedule, in points.
+
+    Attributes:
+        left: The horizontal position of time 0.
+        unit: The width of a unit of time.
+        row: The height of a rank's row.
+        size: The font size of the numbers in boxes.
+    """
 
     left: float
     unit: float
@@ -133,9 +164,11 @@ class _Scale:
 
     @classmethod
     def of(cls, schedule: Schedule, simulation: Simulation, every: Sequence[Box]) -> _Scale:
+        """Return the scale on which the widest number fits its box, within limits of the width."""
         several = schedule.stages > schedule.ranks
         letters = max(_label_width(box, 1, several=several) / box.length for box in every)
         makespan = simulation.makespan
+        # As wide as numbers of the wanted size need, within the limits of the rows' width.
         unit = min(max(letters * _WANTED + _AIR, _LEAST / makespan), _MOST / makespan)
         return cls(
             left=EDGE + max(_name_width(schedule, rank) for rank in range(schedule.ranks)) + 6,
@@ -147,13 +180,18 @@ class _Scale:
 
     @property
     def several(self) -> bool:
+        """True if ranks have several stages."""
         return self.shades > 1
 
     def right(self, time: float) -> float:
+        """Return the horizontal position of a time."""
         return self.left + time * self.unit
 
 
-def _heading(heading: Heading, schedule: Schedule, simulation: Simulation) -> Iterator[Label]:
+def _heading_labels(
+    heading: Heading, schedule: Schedule, simulation: Simulation
+) -> Iterator[Label]:
+    """Yield the lines above the rows."""
     yield Label(text=heading.spec, x=EDGE, y=0, size=TITLE, is_bold=True)
     sizes = (
         heading.schedule,
@@ -165,8 +203,8 @@ def _heading(heading: Heading, schedule: Schedule, simulation: Simulation) -> It
     yield Label(text=f"bubble {bubble_text(simulation)}", x=EDGE, y=0, size=HEAD, colour=GREY)
 
 
-def _lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[Rectangle]:
-    """Between the rows and around them: a rank that waits has a row too."""
+def _row_lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[Rectangle]:
+    """Yield a line above each row and below the last, so that idle ranks have a visible row."""
     for rank in range(ranks + 1):
         yield Rectangle(
             x=scale.left,
@@ -178,34 +216,37 @@ def _lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[R
 
 
 def _row_names(schedule: Schedule, scale: _Scale, top: float) -> Iterator[Label]:
-    every = max(1, round(HEAD * 2 * LINE / scale.row))
-    for rank in range(0, schedule.ranks, every):
+    """Yield the names of the rows, as many as there is space for."""
+    interval = max(1, round(HEAD * 2 * LINE / scale.row))
+    for rank in range(0, schedule.ranks, interval):
         middle = top + (rank + 0.5) * scale.row
         x = scale.left - 6
         if not scale.several:
             yield Label(text=f"rank {rank}", x=x, y=middle, size=HEAD, align="right")
             continue
         yield Label(text=f"rank {rank}", x=x, y=middle - 5, size=HEAD, align="right")
-        stages = _stages(schedule, rank)
+        stages = _stages_text(schedule, rank)
         yield Label(text=stages, x=x, y=middle + 6, size=SMALL, colour=GREY, align="right")
 
 
 def _name_width(schedule: Schedule, rank: int) -> float:
+    """Return the width of a row's name."""
     name = width_of(f"rank {rank}", HEAD)
     if schedule.stages == schedule.ranks:
         return name
-    return max(name, width_of(_stages(schedule, rank), SMALL))
+    return max(name, width_of(_stages_text(schedule, rank), SMALL))
 
 
-def _stages(schedule: Schedule, rank: int) -> str:
-    """`stages 0, 4`, `stages 0, 4 … 28`."""
+def _stages_text(schedule: Schedule, rank: int) -> str:
+    """Return the stages of a rank as text: `stages 0, 4`, or `stages 0, 4 … 28`."""
     names = [str(stage) for stage in schedule.stages_of(rank)]
     if len(names) > 4:
         names = [*names[:1], f"{names[1]} … {names[-1]}"]
     return f"stages {', '.join(names)}"
 
 
-def _rectangle(box: Box, scale: _Scale, top: float) -> Rectangle:
+def _box_rectangle(box: Box, scale: _Scale, top: float) -> Rectangle:
+    """Return the rectangle of a box."""
     above, below = top + box.rank * scale.row, top + (box.rank + 1) * scale.row
     gap = _GAP * scale.row / _ROW
     high = (below - above - gap) * (box.bottom - box.top)
@@ -219,13 +260,17 @@ def _rectangle(box: Box, scale: _Scale, top: float) -> Rectangle:
     )
 
 
-def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
-    """The micro-batch, and the stage where ranks have several: below it, or behind it in half a
-    box. Nothing where they do not fit."""
-    place = _rectangle(box, scale, top)
-    lines = _label(box, scale.size, several=scale.several)
+def _number_labels(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
+    """Yield the micro-batch in a box, and the stage if ranks have several.
+
+    The stage is below the micro-batch, or next to it in half a box. A box that is too small has no
+    text.
+    """
+    place = _box_rectangle(box, scale, top)
+    lines = _box_label(box, scale.size, several=scale.several)
     widest = max(width_of(text, size) for text, size in lines)
     heights = [size * 1.1 for _, size in lines]
+    # 1e-6 allows for rounding: the scale makes the widest number fit exactly.
     if widest + _AIR > place.width + 1e-6 or sum(heights) > place.height:
         return
     y = place.y + (place.height - sum(heights)) / 2
@@ -241,8 +286,14 @@ def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
         y += height
 
 
-def _label(box: Box, size: float, *, several: bool) -> list[tuple[str, float]]:
-    """Lines and their sizes."""
+def _box_label(box: Box, size: float, *, several: bool) -> list[tuple[str, float]]:
+    """Return the lines of text in a box, with their font sizes.
+
+    Args:
+        box: The box.
+        size: The font size of the micro-batch.
+        several: Ranks have several stages, so the stage is named.
+    """
     microbatch, stage = str(box.action.microbatch), f"s{box.action.stage}"
     if not several:
         return [(microbatch, size)]
@@ -252,17 +303,20 @@ def _label(box: Box, size: float, *, several: bool) -> list[tuple[str, float]]:
 
 
 def _label_width(box: Box, size: float, *, several: bool) -> float:
-    return max(width_of(text, font) for text, font in _label(box, size, several=several))
+    """Return the width of the text in a box."""
+    return max(width_of(text, font) for text, font in _box_label(box, size, several=several))
 
 
-def _kinds(every: Sequence[Box]) -> list[Kind]:
+def _used_kinds(every: Sequence[Box]) -> list[Kind]:
+    """Return the kinds of actions that a schedule has."""
     used = {box.action.kind for box in every}
     return [kind for kind in Kind if kind in used]
 
 
 def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind]) -> None:
+    """Add the axis of time, with the durations of the kinds of actions."""
     top = sheet.height
-    step = _tick(_TICK / scale.unit)
+    step = _round_tick(_TICK / scale.unit)  # units of time between numbers
     for time in range(0, int(makespan) + 1, step):
         x = scale.right(time)
         sheet.rectangles.append(
@@ -278,8 +332,8 @@ def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind
     sheet.height += SMALL
 
 
-def _tick(least: float) -> int:
-    """The next of 1, 2, 5, 10, 20, 50 …"""
+def _round_tick(least: float) -> int:
+    """Return the smallest of 1, 2, 5, 10, 20, 50 … that is not less than a number."""
     power = 1
     while True:
         for digit in (1, 2, 5):
@@ -289,8 +343,8 @@ def _tick(least: float) -> int:
 
 
 def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
-    """Samples with their meanings, side by side as far as they fit; then what numbers mean."""
-    samples = [(shades(kind, scale.shades), MEANINGS[kind]) for kind in _kinds(every)]
+    """Add the legend: samples of colours with their meanings, then the meaning of the numbers."""
+    samples = [(shades(kind, scale.shades), MEANINGS[kind]) for kind in _used_kinds(every)]
     samples.append(((WHITE,), "idle"))
     x, wide, high = EDGE, 14.0, 9.0
     sheet.height += high
@@ -314,25 +368,26 @@ def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
         sheet.texts.append(Label(text=meaning, x=x + len(colours) * wide + 4, y=y, size=SMALL))
         x += long + 16
     sheet.height += high
-    notes = " · ".join(_notes(sheet, scale, every))
+    notes = " · ".join(_note_texts(sheet, scale, every))
     sheet.write([Label(text=notes, x=EDGE, y=0, size=SMALL, colour=GREY)])
 
 
-def _notes(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:
+def _note_texts(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:
+    """Yield the meaning of the numbers and of half boxes."""
     yield "number: micro-batch"
     if scale.several:
         yield "s: stage; later stages of a rank are lighter"
     if any(box.is_half for box in every):
         yield "two in one box: side by side"
-    if not all(any(_numbers(box, scale, 0)) for box in every):
+    if not all(any(_number_labels(box, scale, 0)) for box in every):
         yield "narrow boxes have no number"
 
 
 _RIGHT, _LANES_WIDTH, _LANE, _BETWEEN = 30.0, 900.0, 30.0, 6.0
 _TICKS = 8
-_NARROWEST = 0.15  # points: what is narrower is not drawn by itself
+_NARROWEST = 0.15  # points; narrower spans are not drawn
 
-# Okabe and Ito's colours (2008); grey for what is no computation of the model.
+# Okabe and Ito's colours (2008); grey for wrappers and other collectives.
 _MEANINGS = {
     "forward": "#56b4e9",
     "backward": "#e8d020",
@@ -347,7 +402,13 @@ _REDUCTIONS = (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
 
 
 def step_sheet(title: str, note: str, spans: Sequence[LaneSpan]) -> Sheet:
-    """Return the sheet of a step with these spans."""
+    """Return the timeline of a step.
+
+    Args:
+        title: The name of the spec.
+        note: A line below the title.
+        spans: The spans of all lanes, in order of time within a lane.
+    """
     lanes = [*dict.fromkeys(span.lane for span in spans)]
     lanes.sort(key=lambda lane: (lane is not None, lane if isinstance(lane, int) else -1))
     end = max(span.end for span in spans)
@@ -363,7 +424,7 @@ def step_sheet(title: str, note: str, spans: Sequence[LaneSpan]) -> Sheet:
         sheet.texts.append(
             Label(text=_lane_name(lane), x=left - 6, y=middle, size=HEAD, align="right")
         )
-        sheet.rectangles += _row([s for s in spans if s.lane == lane], left, y, scale)
+        sheet.rectangles += _lane_rectangles([s for s in spans if s.lane == lane], left, y, scale)
     sheet.height += len(lanes) * _LANE
     _add_clock(sheet, left, end)
     _add_lane_legend(sheet, spans)
@@ -372,6 +433,7 @@ def step_sheet(title: str, note: str, spans: Sequence[LaneSpan]) -> Sheet:
 
 
 def _lane_name(lane: Hashable) -> str:
+    """Return the name of a lane: a rank, a place along pp, or the axes of communication."""
     match lane:
         case None:
             return "rank"
@@ -383,9 +445,19 @@ def _lane_name(lane: Hashable) -> str:
             return str(lane)
 
 
-def _row(spans: Sequence[LaneSpan], left: float, y: float, scale: float) -> Iterator[Rectangle]:
+def _lane_rectangles(
+    spans: Sequence[LaneSpan], left: float, y: float, scale: float
+) -> Iterator[Rectangle]:
+    """Yield the rectangles of a lane.
+
+    Args:
+        spans: The spans of the lane in order.
+        left: The horizontal position of time 0.
+        y: The upper edge of the lane.
+        scale: Points per second.
+    """
     yield Rectangle(x=left, y=y + _LANE - 0.25, width=_LANES_WIDTH, height=0.5, colour=LIGHT)
-    for start, end, meaning in _merged(spans):
+    for start, end, meaning in _merge_spans(spans):
         if (end - start) * scale >= _NARROWEST:
             yield Rectangle(
                 x=left + start * scale,
@@ -396,24 +468,24 @@ def _row(spans: Sequence[LaneSpan], left: float, y: float, scale: float) -> Iter
             )
 
 
-def _merged(spans: Sequence[LaneSpan]) -> Iterator[tuple[float, float, str]]:
-    """Yield (start, end, meaning) of what follows each other and means the same, once."""
+def _merge_spans(spans: Sequence[LaneSpan]) -> Iterator[tuple[float, float, str]]:
+    """Yield the start, end and meaning of spans; consecutive spans with one meaning are merged."""
     start = end = 0.0
     meaning: str | None = None
     for span in spans:
-        own = _meaning(span)
-        if own == meaning and span.start <= end:
+        span_meaning = _span_meaning(span)
+        if span_meaning == meaning and span.start <= end:
             end = max(end, span.end)
             continue
         if meaning is not None:
             yield start, end, meaning
-        start, end, meaning = span.start, span.end, own
+        start, end, meaning = span.start, span.end, span_meaning
     if meaning is not None:
         yield start, end, meaning
 
 
-def _meaning(span: LaneSpan) -> str | None:
-    """None of the rank's own waiting, which is white."""
+def _span_meaning(span: LaneSpan) -> str | None:
+    """Return the meaning of a span; None for the waiting of a rank, which is white."""
     key = span.key
     is_own = span.lane is None or isinstance(span.lane, int)
     match key.spent:
@@ -424,10 +496,11 @@ def _meaning(span: LaneSpan) -> str | None:
         case Spent.WRAPPERS:
             return "wrappers"
         case _:
-            return None if is_own else _moves(key)
+            return None if is_own else _traffic_meaning(key)
 
 
-def _moves(key: TimeKey) -> str:
+def _traffic_meaning(key: TimeKey) -> str:
+    """Return the meaning of a span of communication."""
     if key.spent is Spent.COPIES:
         return "copy"
     if key.collective in _REDUCTIONS:
@@ -436,6 +509,7 @@ def _moves(key: TimeKey) -> str:
 
 
 def _add_clock(sheet: Sheet, left: float, end: float) -> None:
+    """Add the axis of time in seconds."""
     top = sheet.height
     for part in range(_TICKS + 1):
         x = left + _LANES_WIDTH * part / _TICKS
@@ -448,7 +522,8 @@ def _add_clock(sheet: Sheet, left: float, end: float) -> None:
 
 
 def _add_lane_legend(sheet: Sheet, spans: Sequence[LaneSpan]) -> None:
-    used = {_meaning(span) for span in spans} | {"waiting"}
+    """Add the legend of the meanings that occur."""
+    used = {_span_meaning(span) for span in spans} | {"waiting"}
     meanings = {**_MEANINGS, "waiting": WHITE}
     names = {colour: meaning for meaning, colour in meanings.items() if meaning in used}
     sheet.add_legend(EDGE, names, SMALL)

@@ -1,13 +1,12 @@
-"""What a picture is made of, with nothing that draws: rectangles and lines of text on a sheet.
+"""Sheets of rectangles and lines of text, independent of a drawing library, and their colours.
 
-Lengths are in points (1/72 inch), from the upper left corner; colours are `#rrggbb`. Text is as
-wide as DejaVu Sans at most makes it, so what fits here fits where it is drawn.
+Lengths are in points (1/72 inch) from the upper left corner, and colours are `#rrggbb`. The assumed
+width of text is an upper bound for DejaVu Sans, so text that fits here fits when it is drawn.
 
-Colours of the kinds of action that the colour-blind tell apart, and their shades by stage.
-
-Okabe and Ito's sky blue, yellow and vermillion (2008, https://jfly.uni-koeln.de/color/), the yellow
-darker, so that its shades are seen on white; and grey, farther from the three than their other
-colours are once white is mixed in.
+Kinds of actions have colours that colour-blind readers can distinguish, with a shade for each
+stage: Okabe and Ito's sky blue, yellow and vermillion (2008, https://jfly.uni-koeln.de/color/), and
+grey. The yellow is darker, so that its shades are visible on white. Grey remains farther from the
+three than their other colours do when white is mixed in.
 """
 
 from __future__ import annotations
@@ -21,30 +20,32 @@ from typing import Literal
 from ptrain.timeline import Kind
 
 BLACK, GREY, LIGHT, WHITE = "#000000", "#555555", "#cccccc", "#ffffff"
-# the blank around a picture, and the sizes of its title, its head lines and its small text
+# The margin of a picture, and the font sizes of its title, head lines and small text.
 EDGE, TITLE, HEAD, SMALL = 14.0, 12.0, 9.0, 8.0
-LINE = 1.35  # from one line of text to the next, in sizes of the font
+LINE = 1.35  # distance between lines of text, in font sizes
 
-# Advance widths of DejaVu Sans over the size: a digit has 0.636, a line of prose 0.57 a letter at
-# most, bold prose 0.7 where few letters are capitals.
+# Advance widths of DejaVu Sans over the font size: a digit has 0.636, a line of prose at most 0.57
+# per letter, bold prose 0.7 if few letters are capitals.
 _DIGIT, _PROSE, _BOLD = 0.64, 0.58, 0.8
-_FEW = 10  # letters; a line of fewer may be all digits
+_FEW = 10  # letters; a shorter line may consist of digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
+    """A filled rectangle; `x` and `y` are its upper left corner."""
+
     x: float
     y: float
     width: float
     height: float
     colour: str
     edge: str = WHITE
-    edge_width: float = 0  # half of it lies within
+    edge_width: float = 0  # half of it is inside the rectangle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """`x` is where `align` says, `y` the middle of the line."""
+    """A line of text; `x` is its left, centre or right by `align`, and `y` is its middle."""
 
     text: str
     x: float
@@ -56,16 +57,18 @@ class Label:
 
     @property
     def width(self) -> float:
+        """The width in points, an upper bound."""
         return width_of(self.text, self.size, is_bold=self.is_bold)
 
     @property
     def left(self) -> float:
+        """The horizontal position of the first letter."""
         return self.x - self.width * {"left": 0, "center": 0.5, "right": 1}[self.align]
 
 
 @dataclass(slots=True, kw_only=True)
 class Sheet:
-    """Grows downwards while it is filled; the later lies over the earlier."""
+    """A drawing that grows downwards as parts are added; later parts cover earlier ones."""
 
     title: str
     width: float
@@ -74,14 +77,20 @@ class Sheet:
     texts: list[Label] = field(default_factory=list)
 
     def add_below(self, other: Sheet) -> None:
-        """Put another sheet at the lower end."""
+        """Append another sheet at the bottom."""
         below = self.height
         self.rectangles += [replace(r, y=r.y + below) for r in other.rectangles]
         self.texts += [replace(text, y=text.y + below) for text in other.texts]
         self.width, self.height = max(self.width, other.width), below + other.height
 
     def add_legend(self, x: float, names: Mapping[str, str], size: float) -> None:
-        """Add one line at the lower end: a square of each colour with its name."""
+        """Append a line of coloured squares with names at the bottom.
+
+        Args:
+            x: The left edge of the first square.
+            names: The name of each colour.
+            size: The size of the squares and of the text.
+        """
         y = self.height + size * LINE / 2
         for colour, name in names.items():
             box = Rectangle(
@@ -100,7 +109,7 @@ class Sheet:
         self.height += size * LINE
 
     def write(self, lines: Iterable[Label]) -> None:
-        """Line under line at the lower end, as many as each needs."""
+        """Append lines of text at the bottom; a line that is too wide is wrapped."""
         for line in lines:
             for text in wrapped(line, self.width - line.x):
                 self.height += line.size * LINE
@@ -117,67 +126,98 @@ class Sheet:
 
 
 def width_of(text: str, size: float, *, is_bold: bool = False) -> float:
-    """Return the width in points, not less than what is drawn of digits and of prose."""
+    """Return an upper bound of a text's width in points.
+
+    Args:
+        text: A line of text.
+        size: The font size in points.
+        is_bold: The text is bold, which is wider.
+    """
     letter = _BOLD if is_bold else _DIGIT if len(text) < _FEW else _PROSE
     return len(text) * letter * size
 
 
 def wrapped(text: Label, width: float) -> Iterator[str]:
-    """The lines of a text that may be `width` wide."""
+    """Yield the lines of a text, none wider than `width`."""
     letters = int(width / width_of("x", text.size, is_bold=text.is_bold))
     yield from textwrap.wrap(text.text, max(1, letters))
 
 
-_OF = {
+_COLOUR_OF_KIND = {
     Kind.FORWARD: "#56b4e9",
     Kind.BACKWARD: "#e8d020",
     Kind.INPUT: "#d55e00",
     Kind.WEIGHT: "#777777",
 }
-_LIGHTEST = 0.45  # how much white is in the last stage's
+_LIGHTEST = 0.45  # share of white in the last stage's colour
 
 
 @cache
 def shades(kind: Kind, number: int) -> tuple[str, ...]:
-    """Return the colours of the rank's stages, from the first to the last, darker to lighter."""
+    """Return the colours of a rank's stages, from the first to the last, darker to lighter.
+
+    Args:
+        kind: The kind of action, which has a colour.
+        number: The number of stages of a rank.
+    """
     steps = max(1, number - 1)
-    return tuple(_lightened(_OF[kind], _LIGHTEST * place / steps) for place in range(number))
+    return tuple(
+        _lighten_colour(_COLOUR_OF_KIND[kind], _LIGHTEST * place / steps) for place in range(number)
+    )
 
 
-# Okabe and Ito's other colours; of more places the same again, with more white.
-_OF_PLACES = "#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#b8a000", "#777777"
+# Okabe and Ito's other colours. Further places repeat them with more white.
+_PLACE_COLOURS = (
+    "#56b4e9",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#0072b2",
+    "#d55e00",
+    "#b8a000",
+    "#777777",
+)
 _FADED = 0.3
 
 
 @cache
 def of_place(place: int) -> str:
-    """Return the colour of a rank by its place along an axis; eight that follow each other are
-    told apart."""
-    turn, number = divmod(place, len(_OF_PLACES))
-    return _lightened(_OF_PLACES[number], _FADED * (turn % 3))
+    """Return the colour of a rank by its place along an axis; eight neighbours differ."""
+    # The eight colours with 0, 30 and 60 % of white; then they repeat.
+    turn, number = divmod(place, len(_PLACE_COLOURS))
+    return _lighten_colour(_PLACE_COLOURS[number], _FADED * (turn % 3))
 
 
 @cache
 def ink_on(colour: str) -> str:
-    """Black or white, whichever contrasts more: 4.5 to 1 at least, as WCAG 2.1 asks of text."""
+    """Return black or white, the one with more contrast to a colour.
+
+    Its contrast is at least 4.5 to 1, which WCAG 2.1 requires for text.
+    """
     light = luminance(colour)
     return BLACK if (light + 0.05) / 0.05 >= 1.05 / (light + 0.05) else WHITE
 
 
 def luminance(colour: str) -> float:
-    """Return the luminance: 0 for black to 1 for white (WCAG 2.1, relative luminance of sRGB)."""
-    red, green, blue = (_linear(value / 255) for value in _parts(colour))
+    """Return the luminance of a colour: 0 for black to 1 for white.
+
+    It is the relative luminance of sRGB by WCAG 2.1.
+    """
+    red, green, blue = (_linear_channel(value / 255) for value in _rgb_channels(colour))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def _linear(value: float) -> float:
+def _linear_channel(value: float) -> float:
+    """Return the linear intensity of an sRGB channel, both from 0 to 1."""
     return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
 
 
-def _lightened(colour: str, white: float) -> str:
-    mixed = (round(value + (255 - value) * white) for value in _parts(colour))
+def _lighten_colour(colour: str, white: float) -> str:
+    """Return a colour mixed with a share of white."""
+    mixed = (round(value + (255 - value) * white) for value in _rgb_channels(colour))
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def _parts(colour: str) -> tuple[int, ...]:
+def _rgb_channels(colour: str) -> tuple[int, ...]:
+    """Return the red, green and blue of a colour, from 0 to 255."""
     return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))

@@ -1,12 +1,12 @@
-"""Tokens as sheets: shards of the tokens over cp, and tokens per expert over the steps of a run.
+"""Pictures of tokens: token shards over cp, and tokens per expert over the steps of a run.
 
-Shards: who has which tokens of a sample, which block of scores whose queries compute at which hop,
-and whose keys and values each place of the ring has then. Scores are a square of all tokens,
-queries downwards and keys to the right; white is left out by the causal mask. Where tokens are
-exchanged for heads the ranks of a group compute the same blocks, each of its own heads.
+Shards: a band shows each rank's tokens of a sample. A square shows the blocks of attention scores,
+with queries downwards and keys to the right, by the rank and hop that compute them; the causal mask
+leaves white. A table shows whose keys and values each place of the ring has at each hop. If tokens
+are exchanged for heads, all ranks of a group compute the same blocks, each for its heads.
 
-Experts: a field for each layer, with a column for every step that was logged and a row for every
-expert, the darker the more tokens went there.
+Experts: each layer has a field with a column for every logged step and a row for every expert. The
+more tokens an expert received, the darker its cell.
 """
 
 from __future__ import annotations
@@ -37,15 +37,20 @@ from ptrain.steps.step import ContextParallel
 from ptrain.units import summed
 
 _WIDTH = 560.0
-_BAND, _GAP = 26.0, 12.0  # a band of heads; between two parts of the sheet
-_SQUARE = 420.0  # the scores
-_ROW, _LEAST_ROW, _TALLEST = 30.0, 8.0, 840.0  # a place of the ring; all of them
-_STAIR = 5.0  # of a causal block, at least
+_BAND, _GAP = 26.0, 12.0  # the height of a band of tokens; the distance between parts
+_SQUARE = 420.0  # the side of the square of scores
+_ROW, _LEAST_ROW, _TALLEST = 30.0, 8.0, 840.0  # heights of a ring place's row, and of all rows
+_STAIR = 5.0  # the smallest step along the diagonal of a causal block
 _AIR = 3.0
 
 
 def tokens_sheet(title: str, step: ContextParallel) -> Sheet:
-    """Return the sheet of a spec's context axis."""
+    """Return the picture of a spec's context axis.
+
+    Args:
+        title: The name of the spec.
+        step: The plan's step of context parallelism.
+    """
     left = EDGE + _widest_name(step) + 6
     sheet = Sheet(title=title, width=left + _WIDTH + EDGE, height=EDGE)
     sheet.write([Label(text=title, x=EDGE, y=0, size=TITLE, is_bold=True)])
@@ -65,22 +70,26 @@ def tokens_sheet(title: str, step: ContextParallel) -> Sheet:
 
 
 def _add_part(sheet: Sheet, text: str) -> None:
+    """Add the heading of a part of the picture."""
     sheet.height += _GAP
     sheet.write([Label(text=text, x=EDGE, y=0, size=HEAD, is_bold=True)])
     sheet.height += 3
 
 
-# -- who has which tokens
+# -- the tokens of each rank
 
 
 def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
-    """All heads of the tokens that a rank has; where they are exchanged, then those of its heads of
-    the tokens of its group."""
+    """Add a band with each rank's tokens.
+
+    If tokens are exchanged for heads, further bands show a group's tokens, which each of its ranks
+    has within attention for a part of the heads.
+    """
     _add_part(sheet, "tokens per rank outside attention, for all heads")
-    own = [*all_spans(step)]
-    for rank, spans in enumerate(own):
+    spans_of_rank = [*all_spans(step)]
+    for rank, spans in enumerate(spans_of_rank):
         for span in spans:
-            _fill(sheet, _of_tokens(step, span, left), f"{rank}", of_place(rank))
+            _add_box(sheet, _span_geometry(step, span, left), f"{rank}", of_place(rank))
     sheet.height += _BAND
     _add_ticks(sheet, step, left)
     if step.ulysses == 1:
@@ -88,18 +97,26 @@ def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
     _add_part(sheet, "tokens per rank within attention: all tokens of its group, for its heads")
     for member in range(step.ulysses):
         name = f"heads {member + 1}/{step.ulysses}"
-        _name(sheet, name, left, sheet.height + _BAND / 2)
+        _add_row_name(sheet, name, left, sheet.height + _BAND / 2)
         for place in range(step.ring):
             rank = place * step.ulysses + member
-            for span in _stretches(own, step, place):
-                _fill(sheet, _of_tokens(step, span, left), f"{rank}", of_place(rank))
+            for span in _group_spans(spans_of_rank, step, place):
+                _add_box(sheet, _span_geometry(step, span, left), f"{rank}", of_place(rank))
         sheet.height += _BAND
 
 
-def _stretches(own: Sequence[Sequence[Span]], step: ContextParallel, place: int) -> list[Span]:
-    """Return the stretches of all ranks of a group, those that touch as one."""
+def _group_spans(
+    spans_of_rank: Sequence[Sequence[Span]], step: ContextParallel, place: int
+) -> list[Span]:
+    """Return the spans of a group's tokens; spans that touch are merged.
+
+    Args:
+        spans_of_rank: The spans of each rank's tokens.
+        step: The plan's step of context parallelism.
+        place: The place of the group in the ring.
+    """
     first = place * step.ulysses
-    spans = sorted(span for spans in own[first : first + step.ulysses] for span in spans)
+    spans = sorted(span for spans in spans_of_rank[first : first + step.ulysses] for span in spans)
     merged = spans[:1]
     for span in spans[1:]:
         if span[0] == merged[-1][1]:
@@ -109,16 +126,17 @@ def _stretches(own: Sequence[Sequence[Span]], step: ContextParallel, place: int)
     return merged
 
 
-def _of_tokens(step: ContextParallel, span: Span, left: float) -> tuple[float, float, float]:
-    """Return x and width of a stretch, and the height of a band."""
-    first, behind = span
+def _span_geometry(step: ContextParallel, span: Span, left: float) -> tuple[float, float, float]:
+    """Return the horizontal position and the width of a span, and the height of a band."""
+    first, last = span
     unit = _WIDTH / step.sequence
-    return left + first * unit, (behind - first) * unit, _BAND
+    return left + first * unit, (last - first) * unit, _BAND
 
 
 def _add_ticks(sheet: Sheet, step: ContextParallel, left: float) -> None:
+    """Add the token numbers at the edges of shards, without numbers that would overlap."""
     edges = sorted({edge for spans in all_spans(step) for span in spans for edge in span})
-    last = -_WIDTH
+    last = -_WIDTH  # left of the drawing, so that the first number is always shown
     for edge in edges:
         x = left + edge * _WIDTH / step.sequence
         if x - last >= width_of(str(edge), SMALL) + _AIR:
@@ -129,13 +147,14 @@ def _add_ticks(sheet: Sheet, step: ContextParallel, left: float) -> None:
     sheet.height += 7 + SMALL
 
 
-# -- which block meets which
+# -- the blocks of attention scores
 
 
 def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
+    """Add the square of attention scores."""
     has_hops = step.ring > 1 and not step.gathers
-    whose = "group of ranks" if step.ulysses > 1 else "rank"
-    _add_part(sheet, f"scores computed per {whose}: queries downwards, keys to the right")
+    owner = "group of ranks" if step.ulysses > 1 else "rank"
+    _add_part(sheet, f"scores computed per {owner}: queries downwards, keys to the right")
     unit = _SQUARE / step.sequence
     top = sheet.height
     sheet.rectangles.append(
@@ -145,9 +164,9 @@ def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
     for place in range(step.ring):
         colour = of_place(place * step.ulysses)
         for block in blocks_of(step, place):
-            sheet.rectangles += _drawn(block, left, top, unit, colour)
+            sheet.rectangles += _block_rectangles(block, left, top, unit, colour)
             if has_hops:
-                sheet.texts += _hop(block, left, top, unit, colour)
+                sheet.texts += _hop_label(block, left, top, unit, colour)
     for place in range(step.ring):
         _name_rows(sheet, step, place, left, top)
     sheet.height += _SQUARE + 4
@@ -157,12 +176,21 @@ def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
     sheet.write([Label(text=note, x=left, y=0, size=SMALL, colour=GREY)] if notes else [])
 
 
-def _drawn(
+def _block_rectangles(
     block: MetBlock, left: float, top: float, unit: float, colour: str
 ) -> Iterator[Rectangle]:
-    """Yield a block: whole, or as stairs what a causal mask leaves."""
+    """Yield the rectangles of a block: one, or steps along the diagonal if the block is causal.
+
+    Args:
+        block: The queries and keys of the block, in tokens.
+        left: The left edge of the square of scores.
+        top: Its upper edge.
+        unit: Points per token.
+        colour: The colour of the rank.
+    """
     (first_row, last_row), (first, behind) = block.queries, block.keys
     rows = last_row - first_row
+    # Rectangles are the only shapes of a sheet, so a triangle is drawn as stairs.
     stairs = max(2, int(rows * unit / _STAIR)) if block.is_causal else 1
     edges = [first_row + rows * stair / stairs for stair in range(stairs + 1)]
     for above, below in pairwise(edges):
@@ -173,16 +201,20 @@ def _drawn(
             width=(end - first) * unit,
             height=(below - above) * unit,
             colour=colour,
+            # White edges between stairs would make stripes.
             edge=colour if block.is_causal else WHITE,
             edge_width=0 if block.is_causal else min(0.6, 0.06 * (behind - first) * unit),
         )
 
 
-def _hop(block: MetBlock, left: float, top: float, unit: float, colour: str) -> Iterator[Label]:
+def _hop_label(
+    block: MetBlock, left: float, top: float, unit: float, colour: str
+) -> Iterator[Label]:
+    """Yield the number of a block's hop, if it fits."""
     size, text = SMALL, str(block.hop)
     width = (block.keys[1] - block.keys[0]) * unit
     height = (block.queries[1] - block.queries[0]) * unit
-    share = 0.33 if block.is_causal else 0.5  # within the triangle
+    share = 0.33 if block.is_causal else 0.5  # a third of each side is within the triangle
     if min(width, height) * 2 * share >= width_of(text, size) + _AIR:
         yield Label(
             text=text,
@@ -195,20 +227,24 @@ def _hop(block: MetBlock, left: float, top: float, unit: float, colour: str) -> 
 
 
 def _name_rows(sheet: Sheet, step: ContextParallel, place: int, left: float, top: float) -> None:
+    """Add the name of a place to the rows of its queries."""
     unit = _SQUARE / step.sequence
     spans = {block.queries for block in blocks_of(step, place)}
     for first, behind in spans:
         if (behind - first) * unit >= SMALL:
             middle = top + (first + behind) / 2 * unit
-            _name(sheet, _place_name(step, place), left, middle)
+            _add_row_name(sheet, _place_name(step, place), left, middle)
 
 
-# -- whose keys are where
+# -- the keys of each hop
 
 
 def _add_hops(sheet: Sheet, step: ContextParallel, left: float) -> None:
-    """A row for each place of the ring, a column for each hop: whose keys and values it has, and
-    what it computes with them, as a part of the most that any does."""
+    """Add a table with a row for each place of the ring and a column for each hop.
+
+    A cell names the place whose keys and values are there. It is filled by the share of scores that
+    are computed with them, relative to the largest number of any cell.
+    """
     _add_part(sheet, "keys and values per hop, and the share of scores computed (filled)")
     hops = 1 if step.gathers else step.ring
     row = min(_ROW, max(_LEAST_ROW, _TALLEST / step.ring))
@@ -228,7 +264,7 @@ def _add_hops(sheet: Sheet, step: ContextParallel, left: float) -> None:
     sheet.height += SMALL + 4
     for place in range(step.ring):
         if row >= SMALL:
-            _name(sheet, _place_name(step, place), left, sheet.height + row / 2)
+            _add_row_name(sheet, _place_name(step, place), left, sheet.height + row / 2)
         for column in range(columns):
             source = column if step.gathers else source_at(step, place, column)
             share = scores[place].get(source, 0) / most
@@ -244,7 +280,16 @@ def _add_cell(
     step: ContextParallel,
     source: int,
 ) -> None:
-    """Filled from below as far as scores are computed; white where keys only pass by."""
+    """Add a cell, filled from below by `share`; white where keys only pass by.
+
+    Args:
+        sheet: The sheet; the cell is at its lower end.
+        x: The left edge.
+        size: The width and the height.
+        share: The scores computed with these keys, relative to the largest number of any cell.
+        step: The plan's step of context parallelism.
+        source: The place of the ring whose keys and values the cell has.
+    """
     width, height = size
     colour, y = of_place(source * step.ulysses), sheet.height
     sheet.rectangles += [
@@ -254,7 +299,7 @@ def _add_cell(
     ]  # fmt: skip
     text, high = f"from {_place_name(step, source)}", height * max(share, 1 - share)
     if width_of(text, SMALL) + _AIR <= width and high >= SMALL * 1.2:
-        is_within = share >= 0.5  # the larger part has the text
+        is_within = share >= 0.5  # the text is in the larger part
         label = Label(
             text=text,
             x=x + width / 2,
@@ -266,10 +311,11 @@ def _add_cell(
         sheet.texts.append(label)
 
 
-# -- what all of it has
+# -- shared parts
 
 
-def _fill(sheet: Sheet, place: tuple[float, float, float], text: str, colour: str) -> None:
+def _add_box(sheet: Sheet, place: tuple[float, float, float], text: str, colour: str) -> None:
+    """Add a rectangle at the bottom of the sheet, with a text in it if that fits."""
     x, width, height = place
     y = sheet.height
     sheet.rectangles.append(
@@ -282,18 +328,20 @@ def _fill(sheet: Sheet, place: tuple[float, float, float], text: str, colour: st
         )  # fmt: skip
 
 
-def _name(sheet: Sheet, text: str, left: float, middle: float) -> None:
+def _add_row_name(sheet: Sheet, text: str, left: float, middle: float) -> None:
+    """Add the name of a row, left of the drawing."""
     sheet.texts.append(Label(text=text, x=left - 6, y=middle, size=SMALL, align="right"))
 
 
 def _place_name(step: ContextParallel, place: int) -> str:
-    """`cp 3`, or of a group `cp 4-5`."""
+    """Return the name of a place of the ring: `cp 3`, or `cp 4-5` for a group."""
     first = place * step.ulysses
     last = first + step.ulysses - 1
     return f"{step.axis} {first}" if first == last else f"{step.axis} {first}-{last}"
 
 
 def _widest_name(step: ContextParallel) -> float:
+    """Return the width of the widest row name."""
     names = [_place_name(step, place) for place in range(step.ring)]
     if step.ulysses > 1:
         names.append(f"heads {step.ulysses}/{step.ulysses}")
@@ -304,9 +352,9 @@ _FIELD_WIDTH, _FIELD_HEIGHT, _EXPERT_ROW = (
     150.0,
     96.0,
     12.0,
-)  # of a field, and of an expert's row at most
-_COLUMNS, _FIELD_GAP = 4, 44.0  # fields side by side
-_MOST = 2.0  # times the mean, from which on a colour grows no darker
+)  # a layer's field, and the largest height of an expert's row
+_COLUMNS, _FIELD_GAP = 4, 44.0  # fields per row, and the distance between them
+_MOST = 2.0  # tokens over the mean; more tokens do not get a darker colour
 _DARK = (0, 66, 128)
 _SCALE = (0.0, 0.5, 1.0, 1.5, 2.0)
 
@@ -314,14 +362,25 @@ Steps = Mapping[int, Mapping[str, Sequence[int]]]  # by step, layer and expert
 
 
 def logged_tokens(metrics: Path) -> Steps:
-    """Return the tokens per expert of the steps in a run's metrics, the last that was said of a
-    step: a run that goes on from a checkpoint says some anew."""
+    """Return the tokens per expert of each step in a run's metrics.
+
+    A run that continues from a checkpoint may log a step again; the last entry counts.
+
+    Args:
+        metrics: The metrics file of a run, with a JSON object on each line.
+    """
     rows = (json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line)
     return {row["step"]: row["tokens_per_expert"] for row in rows if "tokens_per_expert" in row}
 
 
 def routing_sheet(name: str, steps: Steps) -> Sheet:
-    """Return the picture; of a run of which nothing was logged its title alone."""
+    """Return the picture of a run's routing.
+
+    Args:
+        name: The name of the spec.
+        steps: The tokens per expert by step and layer. If there are none, the picture has only a
+            title.
+    """
     layers = [*dict.fromkeys(layer for of_step in steps.values() for layer in of_step)]
     width = 2 * EDGE + min(_COLUMNS, max(1, len(layers))) * (_FIELD_WIDTH + _FIELD_GAP)
     sheet = Sheet(title=f"{name}: tokens per expert", width=width, height=EDGE)
@@ -342,6 +401,7 @@ def routing_sheet(name: str, steps: Steps) -> Sheet:
 
 
 def _add_legend(sheet: Sheet) -> None:
+    """Add the legend of the colours."""
     y, x = sheet.height + SMALL, EDGE
     for times in _SCALE:
         sheet.rectangles.append(
@@ -350,7 +410,7 @@ def _add_legend(sheet: Sheet) -> None:
                 y=y - SMALL / 2,
                 width=SMALL,
                 height=SMALL,
-                colour=_colour(times),
+                colour=_load_colour(times),
                 edge=LIGHT,
                 edge_width=0.5,
             )
@@ -362,24 +422,28 @@ def _add_legend(sheet: Sheet) -> None:
 
 
 def _add_fields(sheet: Sheet, layers: Sequence[str], steps: Steps) -> None:
-    """Add a row of them."""
+    """Add one row of fields."""
     top, heights = sheet.height + 2 * SMALL, [0.0]
     for place, layer in enumerate(layers):
         left = EDGE + _FIELD_GAP / 2 + place * (_FIELD_WIDTH + _FIELD_GAP)
         sheet.texts.append(Label(text=layer, x=left, y=top - SMALL, size=SMALL))
-        heights.append(_add_field(sheet, left, top, [its[layer] for its in steps.values()]))
+        heights.append(
+            _add_field(
+                sheet, left, top, [tokens_of_step[layer] for tokens_of_step in steps.values()]
+            )
+        )
     sheet.height = top + max(heights) + SMALL
 
 
 def _add_field(sheet: Sheet, left: float, top: float, columns: Sequence[Sequence[int]]) -> float:
-    """Add one layer's and return its height."""
+    """Add the field of one layer and return its height."""
     experts, width = len(columns[0]), _FIELD_WIDTH / len(columns)
     height = min(_EXPERT_ROW, _FIELD_HEIGHT / experts)
     for place, tokens in enumerate(columns):
         mean = sum(tokens) / experts
         for expert, number in enumerate(tokens):
             x, y = left + place * width, top + expert * height
-            colour = _colour(number / mean)
+            colour = _load_colour(number / mean)
             sheet.rectangles.append(Rectangle(x=x, y=y, width=width, height=height, colour=colour))
     for expert in sorted({0, experts - 1}):
         middle = top + (expert + 0.5) * height
@@ -391,8 +455,8 @@ def _add_field(sheet: Sheet, left: float, top: float, columns: Sequence[Sequence
     return experts * height
 
 
-def _colour(times: float) -> str:
-    """Return white for nothing, and the darkest for twice the mean and more."""
+def _load_colour(times: float) -> str:
+    """Return the colour of tokens over the mean: white for 0, darkest from twice the mean."""
     share = min(times, _MOST) / _MOST
     red, green, blue = (round(255 - share * (255 - part)) for part in _DARK)
     return f"#{red:02x}{green:02x}{blue:02x}"

@@ -13,13 +13,13 @@ from ptrain.commands import COMMANDS, add_arguments
 from ptrain.errors import PtrainError
 from ptrain.spec.names import names
 
-# Options of launchers and other tools whose value is the number of ranks.
+# Options of launchers and other tools that set the number of ranks.
 _RANKS = {"nproc", "nproc_per_node", "num_processes", "num_gpus", "gpus", "ranks", "world_size"}
-_ALMOST = 0.85  # similarity of an option and a slip of it, as --step and --steps
+_ALMOST = 0.85  # difflib similarity of an option and a misspelling such as --step for --steps
 
 
 class CommandParser(ArgumentParser):
-    """The parser of one command. A mistake is a PtrainError with one message."""
+    """The parser of one command, which reports a mistake as a PtrainError with one message."""
 
     def __init__(self, verb: str) -> None:
         command = COMMANDS[verb]
@@ -41,32 +41,43 @@ class CommandParser(ArgumentParser):
         self.verb = verb
 
     def read(self, words: Iterable[str]) -> Namespace:
-        """Return the parsed arguments, with the command as typed. Raises PtrainError for a
-        mistake."""
+        """Parse arguments, and add the command as typed.
+
+        Args:
+            words: The arguments after the command.
+
+        Returns:
+            The options; `typed` has the full command.
+
+        Raises:
+            PtrainError: If an argument is wrong.
+        """
         typed = ("ptrain", self.verb, *words)
         arguments = list(_as_overrides(typed[2:]))
+        # Checked before parsing, because argparse would take the value of an unknown option for a
+        # positional argument and report that instead.
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
             if word == "--":
                 break
             name = word.partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
-                self.error(f"unknown option {name}. {_hint(self.verb, word, following)}")
+                self.error(f"unknown option {name}. {_suggest_option(self.verb, word, following)}")
         try:
             parsed, unknown = self.parse_known_intermixed_args(arguments)
         except ArgumentError as error:
-            self.error(self._explain(error))
+            self.error(self._explain_error(error))
         if unknown:
             self.error(f"unknown argument {unknown[0]}")
         parsed.typed = typed
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Raise PtrainError, in place of printing the usage and leaving."""
+        """Raise PtrainError; argparse would print the usage and exit."""
         message = message.replace("the following arguments are required:", "missing")
         more = "" if message.endswith((".", "?")) else f". Run `{self.prog} --help`."
         raise PtrainError(f"{self.prog}: {message}{more}")
 
-    def _explain(self, error: ArgumentError) -> str:
+    def _explain_error(self, error: ArgumentError) -> str:
         """Return the message for a wrong value, with the accepted values."""
         for action in self._actions:
             names = "/".join(action.option_strings) or action.metavar
@@ -84,8 +95,17 @@ def options_of(verb: str) -> Iterator[str]:
                     yield from flags
 
 
-def _hint(verb: str, word: str, following: str) -> str:
-    """Return what to write in place of an unknown option."""
+def _suggest_option(verb: str, word: str, following: str) -> str:
+    """Return a suggestion for an unknown option.
+
+    Candidates are tried from the most certain: a misspelled option, the number of ranks, a key of
+    the spec, a key of another tool, a less similar option, an option of another command.
+
+    Args:
+        verb: The command.
+        word: The option as typed, perhaps with `=VALUE`.
+        following: The next argument, which may be the option's value.
+    """
     from ptrain.spec.check import for_foreign, of_any_section
     from ptrain.spec.schema import reference
     from ptrain.spec.slips import NEAR, close
@@ -93,8 +113,9 @@ def _hint(verb: str, word: str, following: str) -> str:
     name, _, value = word.partition("=")
     key = name.lstrip("-").replace("-", "_")
     value = value or ("" if following.startswith("-") else following)
-    own = tuple(options_of(verb))
-    if near := close(name, own, cutoff=_ALMOST):
+    options = tuple(options_of(verb))
+    # A nearly exact option comes before keys: `--step` means --steps, not a key named step.
+    if near := close(name, options, cutoff=_ALMOST):
         return f"Did you mean `{near}`?"
     with_keys = "key=value" in " ".join(COMMANDS[verb].usage)
     if with_keys and key in _RANKS:
@@ -113,7 +134,7 @@ def _hint(verb: str, word: str, following: str) -> str:
             return answer
         if answer := of_any_section(key):
             return f"{answer[0].upper()}{answer[1:]}"
-    if near := close(name, own, cutoff=NEAR):
+    if near := close(name, options, cutoff=NEAR):
         return f"Did you mean `{near}`?"
     if others := [f"`ptrain {other}`" for other in COMMANDS if name in options_of(other)]:
         return f"{name} is an option of {', '.join(others)}."
@@ -121,7 +142,7 @@ def _hint(verb: str, word: str, following: str) -> str:
 
 
 def _as_overrides(arguments: Iterable[str]) -> Iterator[str]:
-    """Yield `mesh.dp_shard=4` for `--mesh.dp_shard=4` and `--mesh.dp_shard 4`."""
+    """Yield `mesh.dp_shard=4` for `--mesh.dp_shard=4` and for `--mesh.dp_shard 4`."""
     remaining = iter(arguments)
     for argument in remaining:
         if not re.match(r"--\w+(\.[\w-]+)+(=|$)", argument):

@@ -1,4 +1,6 @@
-"""`ptrain cache`: the traces that predictions have left in the user's folder of caches."""
+"""The command `ptrain cache`: show or clear the traces that predictions left in the cache
+folder.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from ptrain.units import format_bytes
 
 
 def run(args: Namespace) -> int:
-    """Print where the traces are, how many and how large; with --clear remove them."""
+    """Print the folder, the number and the size of traces; with `--clear`, remove them.
+
+    Raises:
+        PtrainError: If the folder cannot be read or cleared, or another process clears it.
+    """
     if cache.is_off():
         if args.json:
             print_json({"folder": None, "traces": 0, "bytes": 0, "cleared": False})
@@ -23,7 +29,7 @@ def run(args: Namespace) -> int:
         size = sum(path.stat().st_size for path in files)
         for path in files if args.clear else ():
             path.unlink()
-    except FileNotFoundError as error:
+    except FileNotFoundError as error:  # removed between listing and stat or unlink
         raise PtrainError(f"error: another process clears the cache: {error}") from error
     except OSError as error:
         raise PtrainError(f"error: the cache cannot be read or cleared: {error}") from error

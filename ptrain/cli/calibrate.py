@@ -1,8 +1,7 @@
-"""`ptrain calibrate [CLUSTER] [--ranks 1,2,4] [--out FILE]`: measure this machine's rates, and
-write a cluster's file that has them.
+"""The command `ptrain calibrate [CLUSTER]`: measure this machine's rates and write a cluster file.
 
-Like the parent of a training, this process stays free of torch and starts the ranks itself; under
-a launcher it becomes a rank.
+Like the parent of a training, this process does not import torch, and starts the ranks itself.
+Under a launcher it becomes a rank.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from ptrain.train import environment
 
 
 def run(args: Namespace) -> int:
+    """Calibrate this machine, or become a rank of a calibration; return the exit code."""
     choices = write.from_arguments(args)
     require_torch()
     if environment.launched():

@@ -1,4 +1,7 @@
-"""`ptrain compare BASE HEAD`: two records side by side, as for a pull request. Torch-free."""
+"""The command `ptrain compare BASE HEAD`: compare two records, for example for a pull request.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _SIDES = "a run folder, a JSON file that a command printed, or a spec"
 
 
 def run(args: Namespace) -> int:
-    """Return 0, or 1 where a limit is exceeded."""
+    """Compare two sides; return 0, or 1 if a limit is exceeded."""
     sides, overrides = split_arguments(args.arguments)
     if len(sides) != 2:
         raise refused(
@@ -42,13 +45,13 @@ def run(args: Namespace) -> int:
     if args.markdown and args.json:
         raise refused("--markdown", "cannot be combined with --json", "Remove one of them.")
     allowed = limits(args.fail_on) if args.fail_on is not None else ()
-    if overrides and all(_records_of(side) for side in sides):
+    if overrides and all(_records_file(side) for side in sides):
         raise refused(
             overrides[0],
             "overrides apply to specs, and neither BASE nor HEAD is a spec",
             "Remove it, or name a spec.",
         )
-    read = partial(_side, words=tuple(overrides), allow_import=args.allow_import)
+    read = partial(_read_side, words=tuple(overrides), allow_import=args.allow_import)
     comparison = compare_records(*map(read, sides), names=(sides[0], sides[1]))
     failures = exceeded(comparison, allowed) if allowed else []
     if args.json:
@@ -63,16 +66,20 @@ def run(args: Namespace) -> int:
     return VerdictFailed.exit_code if failures else 0
 
 
-def _side(source: str, *, words: tuple[str, ...], allow_import: bool) -> dict[str, Recorded]:
-    if (file := _records_of(source)) is not None:
-        return recorded(_documents(file, source), source)
+def _read_side(source: str, *, words: tuple[str, ...], allow_import: bool) -> dict[str, Recorded]:
+    """Return the trainings of one side: read from its records, or predicted from a spec."""
+    if (file := _records_file(source)) is not None:
+        return recorded(_read_documents(file, source), source)
     prediction = predicted(source, words, allow_import=allow_import)
     return recorded([predicted_record(prediction)], source)
 
 
-def _records_of(source: str) -> Path | None:
-    """Return the file that has the records of a side; None of a spec. Raises SpecError for a folder
-    that is no run's, and for a file that is not there."""
+def _records_file(source: str) -> Path | None:
+    """Return the file with the records of a side; None if the side is a spec.
+
+    Raises:
+        SpecError: If a folder is not a finished run, or a JSON file does not exist.
+    """
     path = Path(source)
     if path.is_dir():
         summary = RunFolder(path).summary
@@ -87,16 +94,21 @@ def _records_of(source: str) -> Path | None:
         return None
     if path.suffix == ".json" and not path.is_file():
         raise refused(source, "no such file", f"Name {_SIDES}.")
+    # A built-in spec's name wins over a file of the same name.
     is_spec = path.suffix in _SPECS or source in listing(*SPEC_FOLDERS)
-    return path if path.exists() and not is_spec else None  # a pipe of the shell's too
+    # A pipe of the shell, `<(ptrain predict … --json)`, exists but is not a file.
+    return path if path.exists() and not is_spec else None
 
 
-def _documents(file: Path, place: str) -> list[object]:
-    """Return the records of one JSON document after the other; a list is its elements."""
+def _read_documents(file: Path, place: str) -> list[object]:
+    """Return the records of a file with one or more JSON documents; a list counts as its
+    elements.
+    """
     try:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise refused(place, f"cannot be read: {error}", f"Name {_SIDES}.") from None
+    # raw_decode and not json.load: `--json` output of several commands may be in one file.
     decoder, documents = json.JSONDecoder(), []
     while text:
         try:

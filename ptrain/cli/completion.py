@@ -84,33 +84,35 @@ complete -c ptrain -n __ptrain_files -F
 
 
 def run(args: Namespace) -> int:
-    """Print the script."""
-    rules = list(_rules())
+    """Print the script of a shell."""
+    rules = list(_completion_rules())
     if args.shell == "fish":
-        print(_FISH.replace("@RULES@", "\n".join(map(_in_fish, rules))), end="")
+        print(_FISH.replace("@RULES@", "\n".join(map(_fish_clause, rules))), end="")
     else:
         script = _BASH if args.shell == "bash" else _ZSH
-        print(script.replace("@RULES@", "\n".join(map(_in_case, rules))), end="")
+        print(script.replace("@RULES@", "\n".join(map(_case_clause, rules))), end="")
     return 0
 
 
-def _in_case(rule: Rule) -> str:
+def _case_clause(rule: Rule) -> str:
     """Return a rule as a clause of `case` in bash and zsh."""
     patterns, words = rule
     text = "|".join(pattern.replace(" ", "\\ ") for pattern in patterns)
-    given = "\n".join(words)
-    return f"    {text})\n        echo '{given}' ;;" if words else f"    {text}) ;;"
+    output = "\n".join(words)
+    return f"    {text})\n        echo '{output}' ;;" if words else f"    {text}) ;;"
 
 
-def _in_fish(rule: Rule) -> str:
+def _fish_clause(rule: Rule) -> str:
     """Return a rule as a clause of `switch` in fish."""
     patterns, words = rule
     text = " ".join(f"'{pattern}'" for pattern in patterns)
-    given = "\n".join(words)
-    return f"    case {text}\n        echo '{given}'" if words else f"    case {text}\n        true"
+    output = "\n".join(words)
+    return (
+        f"    case {text}\n        echo '{output}'" if words else f"    case {text}\n        true"
+    )
 
 
-def _rules() -> Iterator[Rule]:
+def _completion_rules() -> Iterator[Rule]:
     """Yield the rules, the most specific first."""
     specs, models, clusters = (
         list(listing(*folders)) for folders in (SPEC_FOLDERS, ("models",), ("clusters",))
@@ -122,12 +124,13 @@ def _rules() -> Iterator[Rule]:
     pairs |= {key: [*listing("strategies")] for key in pairs if _is_placement(key)}
     keys = [f"{key}=" for key in pairs]
     values = [f"{key}={word}" for key, words in pairs.items() for word in words]
+    # The first matching pattern wins, so options with values come before the rules of commands.
     yield [" *"], [*VERBS]
     yield ["* --cluster *"], clusters
     yield ["* --against *"], specs
     files = []
     for verb in COMMANDS:
-        for name, words in _choices(verb):
+        for name, words in _option_values(verb):
             if words:
                 yield [f"{verb} {name} *"], words
             else:
@@ -154,8 +157,8 @@ def _is_placement(key: str) -> bool:
     return key == "placement" or (key.startswith("placement.") and key.count(".") == 1)
 
 
-def _choices(verb: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option that has a value, and the accepted words; none for any text."""
+def _option_values(verb: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option that takes a value, with the accepted words; any text has none."""
     for options in COMMANDS[verb].groups.values():
         for item in options:
             for names, how in [item] if isinstance(item, tuple) else item:
@@ -166,7 +169,11 @@ def _choices(verb: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def keys_of_schema(schema: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the keys of a spec that take a value, with the accepted words, from its schema."""
+    """Yield the keys of a spec that take a value, with the accepted words.
+
+    Args:
+        schema: The JSON Schema of specs.
+    """
 
     def variants(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield node

@@ -1,4 +1,4 @@
-"""`ptrain export RUN --to FOLDER`: a checkpoint as a folder that transformers loads."""
+"""The command `ptrain export RUN --to FOLDER`: write a checkpoint as a Transformers folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ptrain.units import format_bytes
 
 
 def run(args: Namespace) -> int:
-    """Write the folder, and say what is in it."""
+    """Write the folder and print its contents."""
     require_torch()
     from ptrain.convert.export import Adapters, export
 

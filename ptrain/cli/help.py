@@ -1,11 +1,10 @@
-"""`ptrain help`: list the topics of the docs. `ptrain help TOPIC`: print a section, a page or a key
-of a spec, or the lines that mention a word.
+"""The command `ptrain help [TOPIC]`: list the topics, or print a section, a page, or a key.
 
 A topic is a section's anchor: `docs/writing-a-spec.md#options` and `ptrain help options` are the
-same text. A page's file name and title are topics, too. A wheel carries the pages of `docs/` as
-`ptrain/_docs`, of `specs/` as `ptrain/_specs`.
-Pages are Markdown, which rich renders; of the comments in it those that mark a generated block are
-left out, and a link's target is written as the topic that it leads to.
+same text. A page's file name and title are topics, too. For other words the command prints the
+lines that mention them. A wheel has the pages of `docs/` in `ptrain/_docs`, and of `specs/` in
+`ptrain/_specs`. Pages are Markdown, which rich renders, without comments. A link is printed with
+the topic that it leads to.
 """
 
 from __future__ import annotations
@@ -84,18 +83,19 @@ _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A second heading of a page with all that stands below it, up to the next one."""
+    """A section of a page: a second-level heading and the text up to the next one."""
 
     title: str
     text: str
 
     @property
     def anchor(self) -> str:
+        """The topic of the section."""
         return anchor(self.title)
 
 
 class _Code(CodeBlock):
-    """Code whose lines are kept as they are, so that they can be copied."""
+    """A code block whose lines are never wrapped, so that they can be copied."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = textwrap.indent(str(self.text).rstrip(), "  ")
@@ -103,8 +103,10 @@ class _Code(CodeBlock):
 
 
 class _Table(TableElement):
-    """A table whose words are whole: rich would write a long key as `optimizer.sched…`, or fold it.
-    Where the longest words of the columns are too wide together, each row is a paragraph."""
+    """A table that does not break words: rich would shorten a long key, or fold it.
+
+    If the longest words of the columns are too wide together, each row is printed as a paragraph.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         assert self.header is not None and self.header.row is not None and self.body is not None
@@ -114,20 +116,21 @@ class _Table(TableElement):
             assert isinstance(table, Table)
             for column, cells in zip(table.columns, zip(heads, *rows, strict=True), strict=True):
                 column.min_width = max(map(_longest_word, cells))
-            # a column that rich has to widen to its longest word makes the whole too wide
+            # rich widens a column to its longest word even if the table then exceeds the width
             text = "".join(segment.text for segment in console.render(table, options))
             if max(cell_len(line.rstrip()) for line in text.splitlines()) <= options.max_width:
                 yield table
             else:
-                yield from (line for row in rows for line in _paragraph(heads, row))
+                yield from (line for row in rows for line in _row_paragraph(heads, row))
 
 
 def _longest_word(cell: Text) -> int:
+    """Return the number of characters of the longest word of a cell."""
     return max(map(len, cell.plain.split()), default=0)
 
 
-def _paragraph(heads: Sequence[Text], row: Sequence[Text]) -> Iterator[RenderableType]:
-    """Yield the first cell of a row and below it, indented, each other one behind its title."""
+def _row_paragraph(heads: Sequence[Text], row: Sequence[Text]) -> Iterator[RenderableType]:
+    """Yield the first cell of a row, and below it the other cells, indented, with their titles."""
     yield row[0]
     for head, cell in zip(heads[1:], row[1:], strict=True):
         if cell.plain not in ("", "–"):
@@ -136,26 +139,33 @@ def _paragraph(heads: Sequence[Text], row: Sequence[Text]) -> Iterator[Renderabl
 
 
 class _Page(Markdown):
+    """A Markdown page with these code blocks and tables."""
+
     elements = Markdown.elements | {"fence": _Code, "table_open": _Table}
 
 
 def run(args: Namespace) -> int:
-    """Print what a word names: a section, a page, a key or a command; else where it is mentioned.
-    A word that only one section mentions prints this section.
-    Raises PtrainError for a word that no page mentions."""
+    """Print the text for a word: a section, a page, a key, a command, or lines that mention it.
+
+    A word that only one section mentions prints that section.
+
+    Raises:
+        PtrainError: If no page mentions the word.
+    """
     word = " ".join(args.topic).strip()
-    print(_answer(word) if word else _listing())
+    print(_topic_text(word) if word else _topic_list())
     return 0
 
 
-def _answer(word: str) -> str:
+def _topic_text(word: str) -> str:
+    """Return the text for a word."""
     pages = {page: read_page(page) for page in PAGES}
     topic = "-".join(word.lower().split())
-    topics = _topics(pages)
+    topics = _find_topics(pages)
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     section = topics.get(topic)
-    rows = _of_key(word, topics["keys"])
-    hits = {} if section else _hits(word, pages, finds_titles_only=bool(rows))
+    rows = _key_rows(word, topics["keys"])
+    hits = {} if section else _find_mentions(word, pages, finds_titles_only=bool(rows))
     if len(hits) == 1 and "glossary" not in hits and not rows and topic not in VERBS:
         section = topics[next(iter(hits))]
     parts = [section.title if section else word]
@@ -166,7 +176,7 @@ def _answer(word: str) -> str:
         parts.append(f"Next: ptrain {topic} --help")
     if not section:
         if not (hits or rows):
-            raise PtrainError(_unknown(word, (*topics, *(row.place for row in reference()))))
+            raise PtrainError(_unknown_topic(word, (*topics, *(row.place for row in reference()))))
         size = max(map(len, hits), default=0)
         room = width - size - 4
         lines = [
@@ -179,8 +189,11 @@ def _answer(word: str) -> str:
     return "\n\n".join(parts)
 
 
-def _topics(pages: Mapping[str, str]) -> dict[str, PageSection]:
-    """Return all sections by anchor, and all pages by file name and by title. Sections win."""
+def _find_topics(pages: Mapping[str, str]) -> dict[str, PageSection]:
+    """Return all sections by anchor, and all pages by file name and title.
+
+    A section takes precedence over a page.
+    """
     topics = {}
     for page, text in pages.items():
         title, _, rest = text.removeprefix("# ").partition("\n")
@@ -191,9 +204,15 @@ def _topics(pages: Mapping[str, str]) -> dict[str, PageSection]:
     }
 
 
-def _hits(word: str, pages: Mapping[str, str], *, finds_titles_only: bool) -> dict[str, str]:
-    """Return the topics that mention a word or phrase, each with the line that does: titles first,
-    then the glossary, then by the number of mentions. Case and plural do not matter."""
+def _find_mentions(
+    word: str, pages: Mapping[str, str], *, finds_titles_only: bool
+) -> dict[str, str]:
+    """Return the topics that mention a word or phrase, each with the line that mentions it.
+
+    Titles come first, then the glossary, then the sections with the most mentions. Case and plural
+    are ignored.
+    """
+    # A plural ending, a hyphen instead of a space, and a digit (`zero3`) match too.
     stems = [re.escape(part.removesuffix("s")) for part in word.split()]
     pattern = re.compile(rf"(?<!\w){'s?[ -]'.join(stems)}s?\d?(?!\w)", re.IGNORECASE)
     ranked = []
@@ -201,7 +220,9 @@ def _hits(word: str, pages: Mapping[str, str], *, finds_titles_only: bool) -> di
         for section in sections(text):
             is_title = bool(pattern.search(section.title))
             prose = _CODE.sub("", section.text).splitlines() if is_title else []
-            lines = filter(None, (_mention(pattern, line) for line in section.text.splitlines()))
+            lines = filter(
+                None, (_find_mention(pattern, line) for line in section.text.splitlines())
+            )
             mentions = [*filter(None, map(_without_markup, prose[:1])), *lines]
             order = 0 if is_title else 1 if page == _GLOSSARY else 2
             if mentions and (is_title or not finds_titles_only):
@@ -210,9 +231,11 @@ def _hits(word: str, pages: Mapping[str, str], *, finds_titles_only: bool) -> di
     return {name: line for _, _, name, line in ranked[:_MOST_HITS]}
 
 
-def _mention(pattern: re.Pattern[str], line: str) -> str:
-    """Return the part of a line that begins shortly before the word; of a table's row the first
-    cell and the cell with the word. Return "" for a line without the word."""
+def _find_mention(pattern: re.Pattern[str], line: str) -> str:
+    """Return the part of a line that begins shortly before the word; empty if the word is missing.
+
+    In a table row, the first cell and the cell with the word are returned.
+    """
     first, *cells = (_without_markup(cell) for cell in line.strip("| ").split("|"))
     cell = next(filter(pattern.search, (first, *cells)), "")
     if not (match := pattern.search(cell)):
@@ -223,40 +246,46 @@ def _mention(pattern: re.Pattern[str], line: str) -> str:
 
 
 def _without_markup(line: str) -> str:
-    """Return a line of Markdown as plain words."""
+    """Return a line of Markdown as plain text."""
     text = _LINK.sub(r"\1", _COMMENT.sub("", f"{line}\n")).replace("\\", "")
     return " ".join(re.sub(r"[`*#]|^\s*[-–>]+ |-{3,}|<.*?>", "", text).split())
 
 
 def as_text(markdown: str, width: int) -> str:
-    """Return the text for a standard output of so many columns: with colours on a terminal, where
-    NO_COLOR does not forbid them, and plain elsewhere. Code keeps its lines."""
+    """Render Markdown for a terminal.
+
+    Args:
+        markdown: The text of a page.
+        width: The number of columns. Code is not wrapped.
+
+    Returns:
+        The text, with colours if standard output is a terminal and NO_COLOR is not set.
+    """
     console = Console(width=width, theme=Theme({"markdown.code": "bold cyan"}))
     text = _PICTURE.sub(r"\\[picture: \1]", _COMMENT.sub("", markdown))
-    page = _Page(_LINK.sub(_linked, text), hyperlinks=False)
+    page = _Page(_LINK.sub(_link_text, text), hyperlinks=False)
     with console.capture() as capture:
         console.print(page, crop=False)
     lines = map(str.rstrip, capture.get().splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
-def _linked(link: re.Match[str]) -> str:
-    """Return what a link is called and, in brackets, the topic that it leads to."""
+def _link_text(link: re.Match[str]) -> str:
+    """Return a link's text, with its topic in brackets."""
     _, _, topic = link[2].partition("#")
     is_said = not topic or topic == anchor(link[1])
     return link[1] if is_said else f"{link[1]} \\[{topic}]"
 
 
 def anchor(title: str) -> str:
-    """Return what a forge calls a heading in a link: small letters, hyphens, no other sign."""
+    """Return the anchor of a heading in a link: lower case, hyphens, and no other punctuation."""
     return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
 
 
 def sections(page: str) -> list[PageSection]:
-    """Return the sections of a page in their order; what stands before the first one is not in
-    them."""
+    """Return the sections of a page in order, without the text before the first heading."""
     parts: list[tuple[str, list[str]]] = []
-    is_code = False
+    is_code = False  # `## ` in a code block is a comment, not a heading
     for line in page.splitlines():
         is_code ^= line.startswith(_FENCE)
         if line.startswith("## ") and not is_code:
@@ -266,27 +295,28 @@ def sections(page: str) -> list[PageSection]:
     return [PageSection(title, "\n".join(lines).strip() + "\n") for title, lines in parts]
 
 
-def _of_key(key: str, table: PageSection) -> str:
-    """The rows of a key and of those below it, with the table's head; nothing for another word."""
+def _key_rows(key: str, table: PageSection) -> str:
+    """Return the table rows of a key and of the keys below it; empty for another word."""
     head, rule, *rows = (line for line in table.text.splitlines() if line.startswith("|"))
     rows = [row for row in rows if row.startswith((f"| `{key}` |", f"| `{key}."))]
     return "\n".join([head, rule, *rows]) if rows else ""
 
 
 def page_sections(page: str) -> list[PageSection]:
-    """Return the sections of a page, in the wheel or in the checkout."""
+    """Return the sections of a page of the wheel or the checkout."""
     return sections(read_page(page))
 
 
 def read_page(page: str) -> str:
-    """Return the text of a page, in the wheel or in the checkout."""
+    """Return the text of a page of the wheel or the checkout."""
     folder, _, name = page.partition("/")
     packed = _PACKAGE / f"_{folder}" / name
     path = packed if packed.is_file() else _PACKAGE.parent / page
     return path.read_text(encoding="utf-8")
 
 
-def _listing() -> str:
+def _topic_list() -> str:
+    """Return the list of pages and topics."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     lines = ["Usage: ptrain help TOPIC", "", "Pages and their topics:"]
     for page in PAGES:
@@ -310,7 +340,8 @@ def _listing() -> str:
     )
 
 
-def _unknown(word: str, known: Sequence[str]) -> str:
+def _unknown_topic(word: str, known: Sequence[str]) -> str:
+    """Return the message for a word that no page mentions, with the nearest topics."""
     near = [name for name in known if word.lower() in name.split("-")] or get_close_matches(
         word.lower(), known, cutoff=0.6
     )

@@ -1,7 +1,7 @@
-"""The command line: one module per verb, imported when its verb is called.
+"""The command line: one module per command, imported only when its command runs.
 
-A verb's module has `run(args) -> int`; its options are in `ptrain.commands`. A `PtrainError` ends
-as its message on standard error and its exit code.
+A command's module has `run(args) -> int`; its options are in `ptrain.commands`. A `PtrainError`
+ends the command: its message is printed to standard error, and it has an exit code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from importlib import import_module
 
 from ptrain.version import VERSION
 
-TYPE_CHECKING = False  # not typing's: what neither `--version` nor `--help` needs is imported below
+# Not typing.TYPE_CHECKING: `--version` and `--help` would have to import typing.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -48,7 +49,7 @@ GROUPS = {
     },
 }
 VERBS = {verb: about for commands in GROUPS.values() for verb, about in commands.items()}
-# Words of other tools, and the command that is meant.
+# Commands of other tools, and the equivalent command here.
 _OTHER_WORDS = {
     "convert": "export",
     "estimate": "predict",
@@ -61,27 +62,39 @@ _OTHER_WORDS = {
     "show": "specs",
     "test": "verify",
 }
+# Commands whose module imports torch at the top. Other commands that need torch import it in `run`.
 OF_TORCH = (
     "simulate",
     "tokenize",
-)  # verbs whose module imports it; the others that need it do when they run
-PURE = ("predict", "select")  # verbs without tensors, whose objects form few cycles
+)
+PURE = ("predict", "select")  # commands without tensors, whose objects form few reference cycles
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code (0, 1 a verdict failed, 2 wrong input, 3 a rank failed,
-    4 a check stopped the training, 130 interrupted). Without `argv` the process is this command's,
-    and what it imports is kept to its end."""
+    """Run one command and return its exit code.
+
+    Args:
+        argv: The arguments after `ptrain`. None: read `sys.argv`, and tune garbage collection for a
+            process that runs one command.
+
+    Returns:
+        0 for success, 1 if a verdict fails, 2 for wrong input, 3 if a rank fails, 4 if a check
+        stops the training, 130 if interrupted, 141 if the reader of a pipe has closed it.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return _answer(arguments, is_process=argv is None)
+            return _run_command(arguments, is_process=argv is None)
         finally:
-            print(end="", flush=True)  # here and not at exit; argparse exits after --help
+            # Flush here, so that a closed pipe or a full disk raises inside the handlers below, not
+            # at interpreter exit. `finally`, because argparse exits after --help.
+            print(end="", flush=True)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, a pager) has read enough: no flush at exit may fail
+    except BrokenPipeError:
+        # The reader (head, a pager) has closed the pipe. The streams go to /dev/null, so that the
+        # interpreter's flush at exit does not fail again.
         for stream in filter(None, (sys.stdout, sys.stderr)):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return BROKEN_PIPE
@@ -95,10 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_INPUT
 
 
-def _answer(arguments: list[str], *, is_process: bool) -> int:
+def _run_command(arguments: list[str], *, is_process: bool) -> int:
+    """Print the usage or the version, or run a command."""
     match arguments:
         case [] | ["-h" | "--help"]:
-            print(_usage())
+            print(_usage_text())
             return 0
         case ["--version" | "-V"]:
             print(f"ptrain {VERSION}")
@@ -108,16 +122,21 @@ def _answer(arguments: list[str], *, is_process: bool) -> int:
     try:
         return _dispatch(*arguments, is_process=is_process)
     except PtrainError as error:
-        return _refuse(error, as_json="--json" in arguments)
+        return _report_error(error, as_json="--json" in arguments)
 
 
 def _dispatch(verb: str, *arguments: str, is_process: bool) -> int:
+    """Import and run the module of a command.
+
+    Raises:
+        PtrainError: If the command is unknown or its input is wrong.
+    """
     from ptrain.errors import PtrainError
 
     if verb not in VERBS:
         raise PtrainError(_unknown_command(verb))
     if is_process:
-        gc.disable()  # nothing that is imported is garbage
+        gc.disable()  # imported modules live to the end, so collecting during imports is wasted
     from ptrain.cli.arguments import CommandParser
 
     args = CommandParser(verb).read(arguments)
@@ -125,10 +144,11 @@ def _dispatch(verb: str, *arguments: str, is_process: bool) -> int:
         _require_torch()
     module = import_module(f"ptrain.cli.{verb}")
     if is_process:
-        gc.freeze()  # a tenth of predict: collections would visit all that was imported
+        # Without this, collections would visit all imported objects: a tenth of predict's time.
+        gc.freeze()
         gc.enable()
         if verb in PURE:
-            gc.set_threshold(100_000)  # objects, in place of 700
+            gc.set_threshold(100_000)  # allocated objects per collection; Python's default is 700
     code = int(module.run(args))
     if is_process and verb in PURE:
         gc.freeze()  # the interpreter's end collects once more
@@ -136,12 +156,14 @@ def _dispatch(verb: str, *arguments: str, is_process: bool) -> int:
 
 
 def _require_torch() -> None:
+    """Raise an error with an installation hint if torch is missing."""
     from ptrain.installed import require_torch
 
     require_torch()
 
 
 def _unknown_command(word: str) -> str:
+    """Return the message for an unknown command, with a suggestion."""
     from ptrain.spec.leaf import nearest
 
     meant = _OTHER_WORDS.get(word) or nearest(word, tuple(VERBS))
@@ -151,7 +173,8 @@ def _unknown_command(word: str) -> str:
     return f"ptrain: unknown command {word!r}. {hint}"
 
 
-def _usage() -> str:
+def _usage_text() -> str:
+    """Return the text of `ptrain --help`."""
     width = max(map(len, VERBS))
     lines = []
     for title, commands in GROUPS.items():
@@ -172,8 +195,11 @@ def _usage() -> str:
     )
 
 
-def _refuse(error: PtrainError, *, as_json: bool) -> int:
-    """Return the exit code of an error, which one rank says where a launcher started many."""
+def _report_error(error: PtrainError, *, as_json: bool) -> int:
+    """Report an error as JSON if requested, and return its exit code.
+
+    If a launcher has started several ranks, only the first one prints the record.
+    """
     import json
 
     from ptrain.errors import SpecError
@@ -181,6 +207,7 @@ def _refuse(error: PtrainError, *, as_json: bool) -> int:
     from ptrain.train.rank_start import code_of
 
     code = code_of(error)
+    # Under a launcher every rank meets the same error, and one record is enough.
     if as_json and environment.is_first():
         faults = error.faults if isinstance(error, SpecError) else ()
         record = {

@@ -1,5 +1,7 @@
-"""`ptrain plan`: what will be done to the model, as text, and a pipeline's schedule as a picture.
-Torch-free for built-in models."""
+"""The command `ptrain plan`: show the changes to the model as text, and a schedule as a picture.
+
+This module does not import torch for built-in models.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from ptrain.steps.step import Plan
 
 
 def run(args: Namespace) -> int:
-    """The steps of every SPEC, in the order of execution."""
+    """Print the steps of every spec in the order of execution; return 0."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise missing_spec("plan")
@@ -41,8 +43,8 @@ def run(args: Namespace) -> int:
             "Run `ptrain plan` once for each spec.",
         )
     chart = chart_file(args.chart)
-    plans = [_derived(source, overrides, args.allow_import) for source in sources]
-    drawn = [_draw(*plans[0], chart)] if chart else []
+    plans = [_derive_source(source, overrides, args.allow_import) for source in sources]
+    chart_lines = [_draw_charts(*plans[0], chart)] if chart else []
     if args.json:
         more = {"chart": str(args.chart)} if chart else {}
         records = [as_record(spec, derivation) | more for spec, derivation in plans]
@@ -50,19 +52,19 @@ def run(args: Namespace) -> int:
     else:
         texts = [as_text(spec, derivation) for spec, derivation in plans]
         words = command_line("predict", args.arguments, allow_import=args.allow_import)
-        show("\n\n".join([*texts, *drawn, next_line(words, "ptrain predict --help")]))
+        show("\n\n".join([*texts, *chart_lines, next_line(words, "ptrain predict --help")]))
     return 0
 
 
 def as_text(spec: Spec, derivation: Derivation) -> str:
-    """The plan, and what to know before it runs."""
+    """Return the plan of a spec as text, with its batch and its warnings."""
     warnings = [f"warning: {warning}" for warning in derivation.exact.warnings]
     lines = batch_lines(spec.batch, spec.data_degree)
     return "\n".join([plan_text(spec, derivation.plan), *lines, *warnings])
 
 
 def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
-    """The steps as plain data, each with its kind."""
+    """Return the steps of a plan as plain data, each with its kind."""
     plan = derivation.plan
     steps = [{"step": type(step).__name__, **asdict(step)} for step in plan.steps]
     return {
@@ -75,8 +77,13 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
     }
 
 
-def _draw(spec: Spec, derivation: Derivation, chart: ChartFile) -> str:
-    sheets = [*_sheets(spec, derivation.plan)]
+def _draw_charts(spec: Spec, derivation: Derivation, chart: ChartFile) -> str:
+    """Draw the pipeline schedule and the token shards in one file.
+
+    Raises:
+        SpecError: If the spec has neither a pipeline nor context parallelism.
+    """
+    sheets = [*_make_sheets(spec, derivation.plan)]
     if not sheets:
         raise refused(
             "--chart",
@@ -89,7 +96,8 @@ def _draw(spec: Spec, derivation: Derivation, chart: ChartFile) -> str:
     return chart.draw(first)
 
 
-def _sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
+def _make_sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
+    """Yield the pictures that a spec has: its schedule, and its token shards."""
     if pipeline_of(spec) is not None:
         heading = Heading(spec=spec.name, schedule=str(spec.pipeline.schedule))
         yield schedule_sheet(heading, schedule_of(spec))
@@ -97,8 +105,13 @@ def _sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
         yield tokens_sheet(spec.name, plan.context)
 
 
-def _derived(source: str, overrides: list[str], allow_import: bool) -> tuple[Spec, Derivation]:
-    """A plan of a built-in model is of its shape: what its ranks allocate is not traced for it."""
+def _derive_source(
+    source: str, overrides: list[str], allow_import: bool
+) -> tuple[Spec, Derivation]:
+    """Return a resolved spec and its derivation.
+
+    The facts of a built-in model come from its shape: a plan does not need the traced allocations.
+    """
     spec = resolve_auto(load(source, overrides))
     is_of_shape = isinstance(spec.model, ModelShape) and spec.data.function is None
     facts = own_facts(spec) if is_of_shape else facts_of(spec, allow_import=allow_import)

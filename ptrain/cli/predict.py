@@ -1,6 +1,7 @@
-"""`ptrain predict`: what specs will take, before anything runs. Torch-free for built-in models.
+"""The command `ptrain predict`: predict memory, traffic and step time, without running anything.
 
-What only several specs or a record need is imported there: half of a prediction's time are imports.
+Built-in models need no torch. Modules that only several specs, a record or a chart need are
+imported where they are used, because imports take half of a prediction's time.
 """
 
 from __future__ import annotations
@@ -35,14 +36,19 @@ from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
 
-# The job that a model name stands for: FSDP2 with bf16 mixed precision, no recomputation, and about
+# The job of a model name: FSDP2 with bf16 mixed precision, no recomputation, and about
 # as many tokens per step as `ptrain select` assumes.
 _SPEC_OF_MODELS = "fsdp-mixed"
 _JOB = ("batch.sequence=4096", "batch.micro=1", "batch.global=4M tokens")
 
 
-def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: bool) -> Reserving:
-    """By a simulation of the rank that is predicted to need most."""
+def _simulate_reserved(
+    label: str, derivation: Derivation, spec: Spec, *, allow_import: bool
+) -> Reserving:
+    """Return the memory that CUDA would reserve on the rank with the highest predicted peak.
+
+    That rank is simulated, which needs torch.
+    """
     if not spec.is_for_cuda:
         return Reserving(lines=("", f"{label}: nothing is reserved: not for GPUs"), record=None)
     from ptrain.derivation.workspaces import workspaces
@@ -53,26 +59,26 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
     from ptrain.simulation.choice import chosen
     from ptrain.simulation.execute import simulate
 
-    rank = chosen(spec, derivation.exact)[-1]
+    rank = chosen(spec, derivation.exact)[-1]  # the last one has the highest predicted peak
     segments = simulate(spec, rank, allow_import=allow_import).reserved(spec)
-    within = workspaces(spec)
-    whose = (
+    internal = workspaces(spec)
+    description = (
         f"{label}: rank {rank} of {spec.world_size}, the first of those predicted to need most, "
         "simulated with a processor's operators, which allocate what is known of CUDA's"
     )
     return Reserving(
-        lines=("", whose, *reserved_lines(segments, within), ""),
+        lines=("", description, *reserved_lines(segments, internal), ""),
         record={
             "rank": rank,
             **encode(segments),
-            "workspaces": encode(within),
+            "workspaces": encode(internal),
         },
     )
 
 
 def run(args: Namespace) -> int:
-    """Print the figures of one spec, the differences of two, or a row for each of several."""
-    sources, overrides, model = _job(args)
+    """Print one spec's figures, the differences of two, or a row for each of several; return 0."""
+    sources, overrides, model = _resolve_sources(args)
     is_sweep = len(list(sweeps(overrides))) > 1
     is_table = bool(args.csv or args.chart or args.sort)
     if args.timeline and is_table:
@@ -106,7 +112,7 @@ def run(args: Namespace) -> int:
         records = [as_record(prediction) for prediction in predictions]
         print_json(records if len(records) > 1 else records[0])
     elif len(predictions) == 1:
-        drawn = [f"timeline {args.timeline}"] if args.timeline else []
+        remarks = [f"timeline {args.timeline}"] if args.timeline else []
         (prediction,) = predictions
         commands = next_commands(prediction)
         if model:
@@ -114,8 +120,8 @@ def run(args: Namespace) -> int:
             search = ["select", model, "--cluster", args.cluster, "--devices", devices]
             commands = [shlex.join(["ptrain", *search])]
             job = shlex.join(["ptrain", "predict", *sources, *overrides])
-            drawn.append(f"Assumed: fully sharded, bf16 mixed precision, as in `{job}`.")
-        show(one(prediction, explain=args.explain), *drawn, "", next_line(*commands))
+            remarks.append(f"Assumed: fully sharded, bf16 mixed precision, as in `{job}`.")
+        show(one(prediction, explain=args.explain), *remarks, "", next_line(*commands))
     else:
         from ptrain.report.sweep import pair
 
@@ -125,8 +131,7 @@ def run(args: Namespace) -> int:
 
 
 def _is_model(source: str, args: Namespace) -> bool:
-    """Return True if a word names a model, as `ptrain select` takes it. Files are read only if
-    --cluster is given."""
+    """Return True if a word names a model. Files are read only if `--cluster` is given."""
     if args.cluster is None:
         return source in listing("models")
     from ptrain.selection.job import is_model
@@ -134,9 +139,12 @@ def _is_model(source: str, args: Namespace) -> bool:
     return is_model(source)
 
 
-def _job(args: Namespace) -> tuple[list[str], list[str], str]:
-    """Return the specs, the overrides and the model name, if one is given. A model name stands for
-    a spec. Raises PtrainError if the arguments do not fit together."""
+def _resolve_sources(args: Namespace) -> tuple[list[str], list[str], str]:
+    """Return the specs, the overrides, and the name of a model if one is given instead of a spec.
+
+    Raises:
+        SpecError: If the arguments contradict each other.
+    """
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise missing_spec("predict")
@@ -166,7 +174,10 @@ def _job(args: Namespace) -> tuple[list[str], list[str], str]:
 
 
 def _overrides_of_model(model: str, overrides: list[str], args: Namespace) -> list[str]:
-    """Return the overrides that make a model's job, without keys that the user sets."""
+    """Return the overrides that turn the default spec into a model's job, and the user's overrides.
+
+    A default whose key the user sets is left out.
+    """
     written = {override.partition("=")[0] for override in overrides}
     words = [f"model.preset={model}", f"cluster.preset={args.cluster}", *_JOB]
     if (devices := args.devices) is None:
@@ -182,12 +193,19 @@ def _overrides_of_model(model: str, overrides: list[str], args: Namespace) -> li
 def facts_of(
     spec: Spec, *, allow_import: bool, runs_fakes: bool = True, is_quiet: bool = False
 ) -> ModelFacts:
-    """A built-in model's from its shape, where tables tell what it allocates or it cannot be
-    traced; else, and any other model's, from the cache, or they are read off the model, which needs
-    torch. `runs_fakes`: whether the model does not run on real tensors in this process later;
-    `is_quiet`: whether a trace that may take minutes is not announced."""
-    if (known := facts_from_shape(spec)) is not None:
-        return known
+    """Return the facts of a spec's model.
+
+    The facts of a built-in model come from its shape if tables have its allocations, or if it
+    cannot be traced. Other facts come from the cache, or from a trace, which needs torch.
+
+    Args:
+        spec: The resolved spec.
+        allow_import: Allow the import of the user's code.
+        runs_fakes: The process will not run the model on real tensors later.
+        is_quiet: Do not announce a trace that may take minutes.
+    """
+    if (facts := facts_from_shape(spec)) is not None:
+        return facts
     from ptrain.facts.cache import kept
 
     return kept(
@@ -203,7 +221,7 @@ def facts_of(
 
 
 def announce(line: str) -> None:
-    """Print a line of progress, which is no part of the answer."""
+    """Print a line of progress to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -212,7 +230,7 @@ def ignore(line: str) -> None:
 
 
 def as_record(prediction: Prediction) -> dict[str, object]:
-    """The result record, with what the text shows besides."""
+    """Return the result record of a prediction, with the figures that only the screen has."""
     from ptrain.report.record import record
 
     derivation, fitting = prediction.derivation, prediction.fit
@@ -238,12 +256,13 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     spec, plan = prediction.spec, derivation.plan
     result["conditions"] = encode(all_conditions(spec, plan))
     result["balance"] = balance_rows(plan.context) if plan.context else []
-    result["cheaper"] = [_change(variant) for variant in prediction.advice.variants]
-    result["faster"] = [_change(variant) for variant in prediction.faster]
+    result["cheaper"] = [_change_record(variant) for variant in prediction.advice.variants]
+    result["faster"] = [_change_record(variant) for variant in prediction.faster]
     return result
 
 
-def _change(variant: Variant) -> dict[str, object]:
+def _change_record(variant: Variant) -> dict[str, object]:
+    """Return a suggested change as plain data."""
     return {
         "overrides": list(variant.overrides),
         "peak_bytes": variant.fit.peak_bytes,
@@ -264,9 +283,19 @@ def predicted(
     is_quiet: bool = False,
     explain: bool = False,
 ) -> Prediction:
-    """The prediction of what `words` make of a source; its label is the spec's name where there is
-    no other. `offer` and `explain` as of `prediction_of`. `with_reserved`: what CUDA's
-    allocator would reserve is found by a simulation. `is_quiet` as of `facts_of`."""
+    """Load a spec and predict it.
+
+    Args:
+        source: The name or file of the spec.
+        words: Overrides.
+        label: The name of the prediction; by default the spec's.
+        offer: Search for changes with which the spec fits, or for faster ones; warn of useless
+            modes.
+        allow_import: Allow the import of the user's code.
+        with_reserved: Simulate the memory that CUDA's allocator would reserve.
+        is_quiet: Do not announce traces.
+        explain: Search for faster changes of pipelines too.
+    """
     spec = resolve_auto(load(source, words))
     label = label or spec.name
     derivation = derive(spec, facts_of(spec, allow_import=allow_import, is_quiet=is_quiet))
@@ -282,7 +311,7 @@ def predicted(
         reload=lambda more: load(source, (*words, *more)),
         words=(source, *words),
         allow_import=allow_import,
-        reserving=_reserved(label, derivation, spec, allow_import=allow_import)
+        reserving=_simulate_reserved(label, derivation, spec, allow_import=allow_import)
         if with_reserved
         else None,
     )

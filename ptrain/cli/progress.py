@@ -1,5 +1,7 @@
-"""Progress of commands that take longer than two seconds: a line on standard error that states what
-runs, how much of it is done and the time left. It is for terminals, and rich draws it."""
+"""Progress of commands that take longer than two seconds: a line on standard error, for terminals.
+
+The line states the current activity, the completed share and the time left. It is drawn by rich.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,19 @@ from contextlib import contextmanager
 from threading import Timer
 from typing import Any
 
-_SILENT = 2.0  # seconds before the line is drawn
+_SILENT = 2.0  # seconds before the line is drawn; importing rich takes a tenth of a second
 
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[..., None]]:
-    """Temporarily show what runs, from the third second on. Importing rich takes a tenth of one.
+    """Temporarily show the progress of an activity, starting after two seconds.
+
+    Args:
+        what: The activity, in words.
 
     Yields:
-        The function to call with the parts that are done, all parts, and what runs now.
+        A function that updates the line. Its arguments are the number of completed parts, the
+        number of all parts, and the current activity.
 
     Example:
         >>> with progress("deriving") as step:
@@ -55,6 +61,7 @@ def progress(what: str) -> Iterator[Callable[..., None]]:
         yield step
     finally:
         timer.cancel()
+        # A timer that has fired may still draw: wait, so that its bar is stopped below.
         if timer.is_alive():
             timer.join()
         for bar in bars:

@@ -1,4 +1,4 @@
-"""`ptrain sample RUN [PROMPT]`: what a trained model writes, and how well it foresees a text."""
+"""The command `ptrain sample RUN [PROMPT]`: generate text from a checkpoint, or score a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ptrain.installed import require_torch
 
 
 def run(args: Namespace) -> int:
-    """Print the texts, or the score of one."""
+    """Print generated texts, or the score of a given text."""
     require_torch()
     import torch
 
@@ -45,11 +45,11 @@ def run(args: Namespace) -> int:
             )
         return 0
     generator = torch.Generator().manual_seed(args.seed)
-    how = {"tokens": args.tokens, "temperature": args.temperature, "generator": generator}
-    texts = [writer.written(args.prompt, **how) for _ in range(args.samples)]
+    options = {"tokens": args.tokens, "temperature": args.temperature, "generator": generator}
+    texts = [writer.written(args.prompt, **options) for _ in range(args.samples)]
     if args.json:
         print_json({"step": writer.step, "prompt": args.prompt, "texts": texts})
     else:
-        begun = "" if args.chat else args.prompt
-        print("\n\n".join(f"{begun}{text}" for text in texts))
+        prefix = "" if args.chat else args.prompt
+        print("\n\n".join(f"{prefix}{text}" for text in texts))
     return 0

@@ -1,4 +1,4 @@
-"""`ptrain schema`: the JSON Schema of specs, printed or written to a file."""
+"""The command `ptrain schema`: print the JSON Schema of specs, or write it to a file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from ptrain.spec.schema import schema_text
 
 
 def run(args: Namespace) -> int:
+    """Print or write the schema.
+
+    Raises:
+        PtrainError: If the file cannot be written.
+    """
     if args.out is None:
         print(schema_text(), end="")
         return 0

@@ -1,5 +1,7 @@
-"""`ptrain select`: which placement of a model, or of a spec with `auto` in it, on so many devices.
-Torch-free."""
+"""The command `ptrain select`: find the placement of a model, or of a spec with `auto` in it.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ _THRESHOLDS = "0.7,0.3"  # the paper's
 
 
 def run(args: Namespace) -> int:
-    """Exit code 2 where nothing fits."""
+    """Search placements and print the ranking; return 0, or 2 if nothing fits."""
     sources, overrides = split_arguments(args.arguments)
     if len(sources) != 1:
         number = f"takes one MODEL or SPEC; got {len(sources)}"
         raise PtrainError(f"ptrain select: {number}. `ptrain specs` lists the names.")
-    _require_uses(args)
+    _require_effects(args)
     chart = chart_file(args.chart)
     if args.out is not None and not args.out.parent.is_dir():
         raise refused(
@@ -59,25 +61,25 @@ def run(args: Namespace) -> int:
             deadline=args.deadline,
             budget=args.budget,
             margin=args.margin,
-            read=partial(_read, allow_import=args.allow_import),
+            read=partial(_trace_facts, allow_import=args.allow_import),
             watch=lambda done, count: step(done, count, "deriving the best candidates"),
         )
-    advice = _advice(selection, args) if args.by == "algorithm1" else None
-    files = _written(selection, args, chart)
+    advice = _ask_algorithm1(selection, args) if args.by == "algorithm1" else None
+    files = _write_files(selection, args, chart)
     if args.json:
         by = {} if advice is None else {"algorithm1": advice_record(advice)}
         print_json(as_record(selection, args.top) | by)
     elif args.csv:
         print(as_csv(selection, args.top), end="")
     else:
-        said = [] if advice is None else [*advice_lines(advice), ""]
+        advice_text = [] if advice is None else [*advice_lines(advice), ""]
         text = selection_text(selection, args.top or TOP)
-        show(*said, text, *files, "", next_line(*_next_commands(selection, args)))
+        show(*advice_text, text, *files, "", next_line(*_next_commands(selection, args)))
     return 0 if selection.best else _NOTHING_FITS
 
 
 def _next_commands(selection: PlacementRanking, args: Namespace) -> list[str]:
-    """Return the commands that write and train the best, the shortest last."""
+    """Return the commands that write and train the best placement, the shortest last."""
     if selection.best is None or args.out is not None:
         return [f"ptrain train {args.out}" if selection.best else "ptrain select --help"]
     command = f"{shlex.join(args.typed)} --out best.yaml"
@@ -86,8 +88,11 @@ def _next_commands(selection: PlacementRanking, args: Namespace) -> list[str]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Temporarily disable garbage collection: a search makes millions of values and few cycles,
-    and looking for cycles takes up to a third of its time."""
+    """Temporarily disable garbage collection.
+
+    A search creates millions of values and few reference cycles; collections take up to a third of
+    its time.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -97,14 +102,21 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _read(spec: Spec, *, allow_import: bool) -> ModelFacts:
-    """The facts of a model that no table tells of: said beforehand, for it takes seconds."""
+def _trace_facts(spec: Spec, *, allow_import: bool) -> ModelFacts:
+    """Return the facts of a model that has no table of allocations.
+
+    The trace is announced on standard error, because it takes seconds.
+    """
     print(f"tracing {spec.name} as in {placement_text(spec)}", file=sys.stderr, flush=True)
     return facts_of(spec, allow_import=allow_import)
 
 
-def _require_uses(args: Namespace) -> None:
-    """Raises SpecError for an option that would do nothing."""
+def _require_effects(args: Namespace) -> None:
+    """Check that every option has an effect.
+
+    Raises:
+        SpecError: If one has none.
+    """
     is_of_devices = args.objective == SearchGoal.DEVICES
     for name in ("tokens", "deadline", "budget"):
         if getattr(args, name) is not None and not is_of_devices:
@@ -113,16 +125,18 @@ def _require_uses(args: Namespace) -> None:
         raise refused("--thresholds", "needs the method algorithm1", "Add `--by algorithm1`.")
 
 
-def _advice(selection: PlacementRanking, args: Namespace) -> Answer:
-    """The paper's, for the job that was searched."""
+def _ask_algorithm1(selection: PlacementRanking, args: Namespace) -> Answer:
+    """Return the answer of the paper's Algorithm 1 for the job that was searched."""
     base = selection.job.base
     assert base.cluster is not None, "a job that is searched for has a cluster"
     required = requirements(own_facts(selection.job.sized), base.cluster, selection.job.devices)
     return algorithm1(required, thresholds_of(args.thresholds))
 
 
-def _written(selection: PlacementRanking, args: Namespace, chart: ChartFile | None) -> list[str]:
-    """Write the files that are asked for; return a line for each."""
+def _write_files(
+    selection: PlacementRanking, args: Namespace, chart: ChartFile | None
+) -> list[str]:
+    """Write the requested files of the best placement; return a line for each."""
     lines: list[str] = []
     if selection.best is None:
         return lines

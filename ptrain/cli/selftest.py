@@ -1,9 +1,9 @@
-"""`ptrain selftest`: run the built-in specs on this machine's devices, and write a page of results.
+"""The command `ptrain selftest`: run the built-in specs here and write a page of results.
 
-Each spec trains four steps in processes of its own: memory and traffic are compared with the
-prediction, and the losses with those of one device. A spec that hangs ends by its own timeouts, and
-the next one runs. On GPUs, a calibration and the MFU of three model sizes follow. The page is
-written after every spec, so that an interrupted test leaves what it has.
+Each spec trains four steps in separate processes. Memory and traffic are compared with the
+prediction, and losses with a single-device training. A spec that hangs ends by its timeouts, and
+the next spec runs. On GPUs, a calibration and the MFU of three model sizes follow. The page is
+written after every spec, so that an interrupted test leaves the results so far.
 """
 
 from __future__ import annotations
@@ -40,21 +40,24 @@ from ptrain.train.notebook import run as train
 from ptrain.units import counted
 
 _FOLDERS = ("strategies", "experts")
-_STEPS = 4  # two settle (buckets, optimizer state), the third is measured
-_BRIEFLY = (
+# DDP rebuilds its buckets after the first step and optimizers create their state in it; memory and
+# traffic are measured in the third step.
+_STEPS = 4
+_SHORT_RUN = (
     f"train.steps={_STEPS}",
     "eval.every=0",
     "checkpoint.at_end=false",
     "checkpoint.every=0",
-    "cluster=null",  # that of a built-in spec is a laptop
+    "cluster=null",  # built-in specs name a laptop
     "timeout.init=60",
     "timeout.step=60",
 )
-# What decides the losses; where the states are does not.
-_OF_LOSSES = ("model", "precision", "batch", "optimizer", "data", "train", "device")
-# Relative. Sums in another order differ by some units in the last place, which the first steps of
-# AdamW, whose update is near the sign of the gradient, make larger.
-_LIMITS = {2: 2e-2, 4: 1e-4, 8: 1e-9}  # by bytes of an element
+# Sections of a spec that determine the losses. Mesh and placement do not.
+_LOSS_SECTIONS = ("model", "precision", "batch", "optimizer", "data", "train", "device")
+# Allowed relative differences of a loss, by bytes per parameter element. Sums in another order
+# differ by some units in the last place. AdamW's first updates are near the sign of the gradient,
+# which makes such differences larger.
+_LIMITS = {2: 2e-2, 4: 1e-4, 8: 1e-9}
 _CALIBRATION_SECONDS = 100
 _SIZES = (
     ("gpt2-124m", "batch.micro=8", "batch.sequence=1024"),
@@ -62,13 +65,20 @@ _SIZES = (
     ("llama3.2-1b", "batch.micro=2", "batch.sequence=2048"),
 )
 _SIZE_STEPS = 12
-_SETTLED = 4  # steps that the seconds of a step are not taken from
+_SETTLED = 4  # warm-up steps, left out of the median step time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one spec gave. `apart`: the largest relative difference of a loss from one device's;
-    None if it was not compared. `error`: why it did not run to its end."""
+    """The result of one spec.
+
+    Attributes:
+        holds: The verdict on memory and traffic.
+        seconds: The wall time of the training and of a new reference.
+        apart: The largest relative difference of a loss from the reference; None if not compared.
+        limit: The allowed relative difference of a loss.
+        error: The reason why the training failed; empty if it ended.
+    """
 
     name: str
     ranks: int
@@ -80,12 +90,12 @@ class Result:
 
     @property
     def passes(self) -> bool:
-        """Whether the verdict holds and the losses are within the limit."""
+        """True if the verdict holds and the losses are within the limit."""
         return not self.error and self.holds and (self.apart is None or self.apart <= self.limit)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of the page."""
+        """The cells of the page's row."""
         measured = self.error or ("as predicted" if self.holds else "differ from the prediction")
         apart = "" if self.apart is None else f"{self.apart:.1e} (limit {self.limit:.0e})"
         verdict = "ok" if self.passes else "FAIL"
@@ -97,8 +107,15 @@ _HEADS = ("", "spec", "ranks", "memory and traffic", "largest loss difference", 
 
 @dataclass(slots=True, kw_only=True)
 class Page:
-    """The page, as far as the test is. `left_out`: specs that need more ranks, with the number.
-    `sizes`: a row per model size; `rates`: what the calibration printed."""
+    """The page of results, as far as the test has run.
+
+    Attributes:
+        planned: The number of specs to run.
+        left_out: The specs that need more ranks, with their number of ranks.
+        rates: The output of the calibration.
+        sizes: A row for each model size.
+        errors: Failures of the calibration and of the model sizes.
+    """
 
     path: Path
     ranks: int
@@ -111,7 +128,11 @@ class Page:
     errors: list[str] = field(default_factory=list)
 
     def write(self) -> None:
-        """Write the file. Raises SpecError if that is impossible."""
+        """Write the file.
+
+        Raises:
+            SpecError: If the file cannot be written.
+        """
         try:
             self.path.write_text(self.text, encoding="utf-8")
         except OSError as error:
@@ -122,7 +143,7 @@ class Page:
 
     @property
     def passed(self) -> str:
-        """How many specs passed, and how many did not run."""
+        """A sentence with the number of specs that passed, and that did not run."""
         number = sum(result.passes for result in self.results)
         waiting = self.planned - len(self.results)
         more = f"; interrupted before {waiting} more" * bool(waiting)
@@ -138,8 +159,8 @@ class Page:
             "result": self.passed,
         }
         rows = (result.cells for result in self.results)
-        lines = ["# ptrain selftest", "", *_table(("", ""), about.items())]
-        lines += ["", "## Built-in specs", "", *_table(_HEADS, rows), "", _LOSSES]
+        lines = ["# ptrain selftest", "", *_markdown_table(("", ""), about.items())]
+        lines += ["", "## Built-in specs", "", *_markdown_table(_HEADS, rows), "", _LOSSES]
         if self.ranks == 1:
             lines += ["", _ONE_RANK]
         if self.left_out:
@@ -147,7 +168,12 @@ class Page:
             lines += ["", f"Not run, because they need more ranks: {listed}."]
         if self.sizes:
             heads = ("model", "step", "tokens/s/GPU", "MFU")
-            lines += ["", "## Model sizes, FSDP2 in bf16, eager", "", *_table(heads, self.sizes)]
+            lines += [
+                "",
+                "## Model sizes, FSDP2 in bf16, eager",
+                "",
+                *_markdown_table(heads, self.sizes),
+            ]
         if self.rates:
             lines += ["", "## Calibration", "", "```", self.rates, "```"]
         lines += [f"\nFailed: {error}" for error in self.errors]
@@ -194,22 +220,25 @@ def run(args: Namespace) -> int:
                 _measure_speed(page, Path(folder))
     finally:
         page.write()
-        _print(page)
+        _print_results(page)
     fails = page.errors or not all(result.passes for result in page.results)
     return VerdictFailed.exit_code if fails else 0
 
 
-def _print(page: Page) -> None:
+def _print_results(page: Page) -> None:
+    """Print the results: failed specs if there are any, else all."""
     failed = [result for result in page.results if not result.passes]
     following = f"ptrain verify {failed[0].name}" if failed else "ptrain train"
-    table = [_screen(failed or page.results), ""] if page.results else []
+    table = [_results_table(failed or page.results), ""] if page.results else []
     failures = [f"failed: {error}" for error in page.errors]
     show(*table, page.passed, *failures, f"page: {page.path}", "", next_line(following))
 
 
 def _usable_gpus() -> int:
-    """Return how many GPUs torch can use, which CUDA_VISIBLE_DEVICES may limit. Another process
-    asks: here torch stays unloaded."""
+    """Return the number of GPUs that torch can use, which CUDA_VISIBLE_DEVICES may limit.
+
+    A subprocess counts them, because this process does not import torch.
+    """
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     counted_gpus = subprocess.run(command, capture_output=True, text=True, check=False)
     number = counted_gpus.stdout.strip()
@@ -217,13 +246,22 @@ def _usable_gpus() -> int:
 
 
 def _cases(ranks: int, device: str, chosen: Iterable[str]) -> tuple[list[Spec], dict[str, int]]:
-    """Return the specs for so many ranks, and the names of those that need more, with the number.
-    A mesh of one axis spans as many ranks as it can; any other mesh stays as it is written."""
+    """Return the specs for a number of ranks, and the number of ranks of specs that need more.
+
+    A mesh of one axis is extended to as many of the ranks as is legal. Other meshes stay as
+    written.
+
+    Args:
+        ranks: The number of ranks of this test.
+        device: `cpu` or `cuda`.
+        chosen: The names of specs.
+    """
     specs, left_out = [], {}
     for name in chosen:
-        words = [*_BRIEFLY, f"device={device}"]
+        words = [*_SHORT_RUN, f"device={device}"]
         spec = load(name, words).spec
         axes = [factor.axis for factor in spec.factors]
+        # The largest legal degree wins. The batch grows to a multiple of what the ranks need.
         for degree in range(ranks, spec.world_size, -1) if len(axes) == 1 else ():
             samples = math.lcm(spec.batch.global_samples, spec.batch.micro * degree)
             more = [f"mesh.{axes[0]}={degree}", f"batch.global={samples}"]
@@ -240,7 +278,7 @@ def _cases(ranks: int, device: str, chosen: Iterable[str]) -> tuple[list[Spec], 
 
 
 def _run_specs(specs: Sequence[Spec], page: Page, folder: Path) -> None:
-    """Run each spec. One device's losses are computed once for all specs that have the same."""
+    """Run each spec. Specs with the same reference share one single-device run."""
     alone: dict[str, list[float]] = {}
     with progress("running the built-in specs") as step:
         for index, spec in enumerate(specs):
@@ -250,16 +288,23 @@ def _run_specs(specs: Sequence[Spec], page: Page, folder: Path) -> None:
 
 
 def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
+    """Run one spec and compare its losses with the reference.
+
+    Args:
+        spec: The spec to run.
+        folder: The folder of all runs.
+        alone: The losses of references so far, by the settings that determine them.
+    """
     start = time.monotonic()
-    holds, apart, error = False, None, ""
+    holds, loss_difference, error = False, None, ""
     try:
-        reference = {key: spec.resolved[key] for key in _OF_LOSSES if key in spec.resolved}
+        reference = {key: spec.resolved[key] for key in _LOSS_SECTIONS if key in spec.resolved}
         key = json.dumps(reference, sort_keys=True, default=str)
         if key not in alone:
             one = {**reference, "name": "one-device", "mesh": {}, "placement": {}}
-            alone[key] = _losses(one, folder)[1]
-        holds, losses = _losses(spec.resolved, folder)
-        apart = largest_difference(losses, alone[key])
+            alone[key] = _train_losses(one, folder)[1]
+        holds, losses = _train_losses(spec.resolved, folder)
+        loss_difference = largest_difference(losses, alone[key])
     except PtrainError as failure:
         error = str(failure).strip().splitlines()[0]
     return Result(
@@ -267,34 +312,43 @@ def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
         ranks=spec.world_size,
         holds=holds,
         seconds=time.monotonic() - start,
-        apart=apart,
+        apart=loss_difference,
         limit=_LIMITS[spec.precision.effective.parameters.itemsize],
         error=error,
     )
 
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest relative difference; infinite if a loss is missing or not finite."""
+    """Return the largest relative difference; infinity if a loss is missing or not finite.
+
+    Args:
+        losses: The losses of each step.
+        others: The losses of the reference, by which differences are divided.
+    """
     if len(losses) != len(others) or not all(map(math.isfinite, (*losses, *others))):
         return math.inf
+    # 1e-12 avoids a division by zero.
     pairs = zip(losses, others, strict=True)
     return max(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
 
 
-def _losses(written: Mapping[str, Any], folder: Path) -> tuple[bool, list[float]]:
+def _train_losses(written: Mapping[str, Any], folder: Path) -> tuple[bool, list[float]]:
     """Train a spec; return its verdict and the loss of every step."""
-    ran = _trained(dict(written), folder)
+    ran = _train_in_new_folder(dict(written), folder)
     return ran.holds, [line["loss"] for line in ran.metrics]
 
 
-def _trained(spec: Any, folder: Path) -> Run:
-    """Train in a folder of its own: a training that failed leaves one that is not empty."""
+def _train_in_new_folder(spec: Any, folder: Path) -> Run:
+    """Train a spec in a new folder, because a failed training leaves a folder that is not empty."""
     return train(spec, run_dir=Path(tempfile.mkdtemp(dir=folder), "run"))
 
 
 def _measure_speed(page: Page, folder: Path) -> None:
-    """Calibrate this machine, and measure by model size the seconds of a step, tokens per second
-    and GPU, and the share of the calibrated speed of matrix products (MFU)."""
+    """Calibrate this machine, and measure the speed of each model size.
+
+    A row has the step time, tokens/s/GPU, and MFU: the share of the calibrated matrix-product
+    speed.
+    """
     cluster = folder / "cluster.yaml"
     words = ["calibrate", "--ranks", str(page.ranks), "--seconds", str(_CALIBRATION_SECONDS)]
     ended = run_command(*words, "--out", str(cluster), "--force")
@@ -311,11 +365,17 @@ def _measure_speed(page: Page, folder: Path) -> None:
 
 
 def size_spec(size: Sequence[str], ranks: int, cluster: Path | str) -> Spec:
-    """Return the training of one model size."""
+    """Return the spec that trains one model size.
+
+    Args:
+        size: The preset of the model, and overrides of the micro-batch and the sequence.
+        ranks: The number of ranks, all on the axis dp_shard.
+        cluster: The file of a calibrated cluster, or a preset.
+    """
     model, micro, sequence = size
     samples = int(micro.partition("=")[2]) * ranks
     words = (
-        *_BRIEFLY, f"train.steps={_SIZE_STEPS}", f"model.preset={model}", micro, sequence,
+        *_SHORT_RUN, f"train.steps={_SIZE_STEPS}", f"model.preset={model}", micro, sequence,
         f"batch.global={samples}", f"mesh.dp_shard={ranks}", "precision.layout=fsdp-mixed",
         f"cluster={{preset: {cluster}}}", "device=cuda",
     )  # fmt: skip
@@ -323,8 +383,19 @@ def size_spec(size: Sequence[str], ranks: int, cluster: Path | str) -> Spec:
 
 
 def _size_row(size: Sequence[str], ranks: int, cluster: Path, folder: Path) -> tuple[str, ...]:
+    """Train one model size and return its row.
+
+    Args:
+        size: The preset of the model, and overrides of the micro-batch and the sequence.
+        ranks: The number of ranks.
+        cluster: The file with this machine's calibrated rates.
+        folder: The folder of all runs.
+
+    Returns:
+        The model, the median step time, tokens/s/GPU, and the MFU.
+    """
     spec = size_spec(size, ranks, cluster)
-    ran = _trained(spec, folder)
+    ran = _train_in_new_folder(spec, folder)
     seconds = median(line["seconds"] for line in ran.metrics[_SETTLED:])
     facts, shape = own_facts(spec), spec.model
     assert isinstance(shape, ModelShape), "presets are built-in models"
@@ -335,7 +406,8 @@ def _size_row(size: Sequence[str], ranks: int, cluster: Path, folder: Path) -> t
     return size[0], f"{seconds * 1e3:.1f} ms", f"{tokens:,.0f}", mfu
 
 
-def _screen(results: Sequence[Result]) -> str:
+def _results_table(results: Sequence[Result]) -> str:
+    """Return the results as a table for the terminal."""
     cells = zip(*(result.cells for result in results), strict=True)
     first, name, *others = (list(column) for column in cells)
     columns = [TableColumn(_HEADS[0], Importance.NAME, first), name_column(_HEADS[1], name)]
@@ -346,6 +418,7 @@ def _screen(results: Sequence[Result]) -> str:
     return render(columns)
 
 
-def _table(heads: Sequence[str], rows: Any) -> list[str]:
+def _markdown_table(heads: Sequence[str], rows: Any) -> list[str]:
+    """Return the lines of a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]

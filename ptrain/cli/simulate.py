@@ -1,4 +1,7 @@
-"""`ptrain simulate`: the program that trains, on fake ranks and fake tensors, at any size."""
+"""The command `ptrain simulate`: run the training program on fake ranks and fake tensors.
+
+A job of any size can be simulated.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,12 @@ from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
 
-_CONFIRMED = ("90", "2.11")  # by an H100 (benchmarks/results, gpu): capability, torch
+# Compute capability and torch version whose kernels an H100 confirmed (benchmarks/results, gpu).
+_CONFIRMED = ("90", "2.11")
 
 
 def run(args: Namespace) -> int:
-    """0 when all was simulated: it is no verdict."""
+    """Simulate ranks of every spec; return 0, since a simulation has no verdict."""
     require_supported()
     chart = chart_file(args.chart)
     sources, overrides = split_arguments(args.arguments)
@@ -55,18 +59,20 @@ def run(args: Namespace) -> int:
         require_ranks(spec, args.rank)
     lacking = pretence.lacking() or "specs for several kinds of GPU, or from a pipe: one file each"
     are_files = all(Path(source).is_file() or not Path(source).exists() for source in sources)
-    if not args.rehearse and are_files and (sm := _pretended(specs)):  # a pipe is read once
+    # A new process pretends to have the GPUs, so that torch selects CUDA's kernels. It reads the
+    # specs again, which is not possible for a pipe.
+    if not args.rehearse and are_files and (sm := _pretended(specs)):
         try:
             return pretence.run(["-m", "ptrain", "simulate", *_words(args)], sm)
         except pretence.Uncompiled as error:
             lacking = str(error)
     records = []
     for spec in specs:
-        simulations = list(_of_spec(spec, args, lacking))
+        simulations = list(_simulate_ranks(spec, args, lacking))
         records.append(as_record(spec, simulations))
-        drawn = [_draw(simulations, chart)] if chart else []
+        chart_lines = [_draw_memory(simulations, chart)] if chart else []
         if not args.json:
-            show(*drawn, _host(), GARBAGE, *[""] * (len(specs) > 1))
+            show(*chart_lines, _host_memory_line(), GARBAGE, *[""] * (len(specs) > 1))
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     else:
@@ -76,8 +82,12 @@ def run(args: Namespace) -> int:
 
 
 def _pretended(specs: list[Spec]) -> int | None:
-    """The compute capability of the GPUs that all these are for, where this process has to be left
-    to ask their kernels, and can be."""
+    """Return the compute capability of the GPUs, if a new process can use their kernels.
+
+    Returns:
+        None if the specs are for different GPUs or none, if this process already pretends to have a
+        GPU, or if that is not possible here.
+    """
     for_gpus = [spec for spec in specs if spec.is_for_cuda]
     capabilities = {spec.sm for spec in for_gpus}
     if len(capabilities) != 1 or pretence.is_on() or pretence.lacking():
@@ -86,7 +96,7 @@ def _pretended(specs: list[Spec]) -> int | None:
 
 
 def _words(args: Namespace) -> list[str]:
-    """What was asked, as it is typed."""
+    """Return the arguments of this command as typed, for the new process."""
     flags = {
         "--every-block": args.every_block,
         "--allow-import": args.allow_import,
@@ -97,22 +107,28 @@ def _words(args: Namespace) -> list[str]:
     return [*args.arguments, *ranks, *chart, *(name for name, is_on in flags.items() if is_on)]
 
 
-def _kernels(spec: Spec, simulated: Simulated, lacking: str) -> str:
-    """Whose they are, of a spec for GPUs; `lacking`: why not CUDA's."""
+def _kernels_sentence(spec: Spec, simulated: Simulated, lacking: str) -> str:
+    """Return a sentence on the kernels that were simulated; empty for a spec that is not for GPUs.
+
+    Args:
+        spec: The simulated spec.
+        simulated: The result of the simulation.
+        lacking: The reason why CUDA's kernels were not used.
+    """
     if not spec.is_for_cuda:
         return ""
     if pretence.is_on():
         attention = ", ".join(simulated.run.attention) or "attention operator by operator"
         sm, torch = pretence.capability(), torch_minor()
-        whose = "an H100" if (sm, torch) == _CONFIRMED else "no GPU"
-        return f"CUDA's for sm {sm} and torch {torch}, which {whose} confirmed: {attention}"
+        confirmed_by = "an H100" if (sm, torch) == _CONFIRMED else "no GPU"
+        return f"CUDA's for sm {sm} and torch {torch}, which {confirmed_by} confirmed: {attention}"
     if spec.sm is None:
         return "a CPU's: no cluster.sm says the compute capability of the GPUs (90: H100)"
     return f"a CPU's: {lacking}"
 
 
-def _draw(simulations: list[tuple[Derivation, RankReport]], chart: ChartFile) -> str:
-    """Of the rank that needs most; says so."""
+def _draw_memory(simulations: list[tuple[Derivation, RankReport]], chart: ChartFile) -> str:
+    """Draw the memory of the rank with the highest peak; return a line that names the file."""
     course = max(
         (report.course for _, report in simulations),
         key=lambda drawn: drawn.peak.total,
@@ -121,9 +137,21 @@ def _draw(simulations: list[tuple[Derivation, RankReport]], chart: ChartFile) ->
     return f"chart {chart.path} (rank {course.rank})"
 
 
-def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Derivation, RankReport]]:
-    """Each chosen rank, printed as soon as it is there. `lacking`: why kernels are a CPU's."""
-    if args.rehearse:  # before anything runs; derived is what that device's kernels allocate
+def _simulate_ranks(
+    spec: Spec, args: Namespace, lacking: str
+) -> Iterator[tuple[Derivation, RankReport]]:
+    """Simulate the chosen ranks of a spec, and print each one as soon as it is done.
+
+    Args:
+        spec: The spec to simulate.
+        args: The options of the command.
+        lacking: The reason why a CPU's kernels are used.
+
+    Yields:
+        The derivation of the spec, and the report of one rank.
+    """
+    # The prediction is for the device of the rehearsal, whose kernels may allocate differently.
+    if args.rehearse:
         spec = replace(spec, device=rehearsal_device(spec).type)
     facts = facts_of(
         spec,
@@ -132,7 +160,7 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
         is_quiet=args.json,
     )
     derivation = derive(spec, facts)
-    alike = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
+    equal_ranks = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
         lines = batch_lines(spec.batch, spec.data_degree)
         show(heading(spec, facts.numel), *lines)
@@ -150,13 +178,13 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
         report = RankReport(
             rank=rank,
             device=simulated.device if args.rehearse else "",
-            alike=alike[rank],
+            alike=equal_ranks[rank],
             exact=derivation.exact.of_rank(rank),
             simulated=simulated.estimate,
             course=simulated.course,
             seconds=simulated.seconds,
             replayed=simulated.replayed,
-            kernels=_kernels(spec, simulated, lacking) if not args.rehearse else "",
+            kernels=_kernels_sentence(spec, simulated, lacking) if not args.rehearse else "",
             reserved=simulated.reserved(spec) if not args.rehearse else {},
             workspaces=workspaces(spec) if not args.rehearse else (),
         )
@@ -166,8 +194,14 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
 
 
 def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> dict[str, Any]:
-    """The result record with the column `simulated`, and beside it what the peaks are made of; of
-    ranks that were not simulated there are no rows. Nothing is checked, and the verdict is null."""
+    """Return the result record with the column `simulated`, and the contents of each peak.
+
+    Ranks that were not simulated have no rows. Nothing is checked, so the verdict is null.
+
+    Args:
+        spec: The simulated spec.
+        simulations: The derivation, which is the same for all ranks, and the report of each rank.
+    """
     derivation = simulations[0][0]
     simulated = join_estimates([report.simulated for _, report in simulations])
     devices = ", ".join(dict.fromkeys(report.device for _, report in simulations))
@@ -217,15 +251,19 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
 
 
 def host_bytes() -> int:
-    """The most that this process had in memory, by the operating system. Where it is asked through
-    `getrusage`, a process that was forked begins with what its parent had."""
+    """Return the most memory that this process has held, in bytes.
+
+    On Linux it is VmHWM of /proc/self/status. `getrusage` would not do: the peak of a forked
+    process begins with its parent's.
+    """
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _host() -> str:
+def _host_memory_line() -> str:
+    """Return the line on the host memory of this process."""
     return f"host memory of this process: {format_memory(host_bytes())}"

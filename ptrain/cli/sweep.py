@@ -1,7 +1,7 @@
-"""The rows of `ptrain predict`, for a sweep or several specs: a table, CSV, JSON or a chart; and
-the picture of a step.
+"""The rows of `ptrain predict` for a sweep or several specs, as a table, CSV, JSON or a chart.
 
-In a sweep, batch and cluster follow the mesh, and an invalid point is a row with its reason.
+In a sweep, batch and cluster follow the mesh. An invalid point has a row with its reason. The
+module also draws the timeline of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AsRecord = Callable[[Prediction], Mapping[str, object]]
 
 
 class Predict(Protocol):
-    """What a source with overrides takes; without a label it bears the spec's name."""
+    """A function that predicts a source with overrides; the default label is the spec's name."""
 
     def __call__(
         self, source: str, words: tuple[str, ...], *, label: str = "", offer: bool = False
@@ -47,14 +47,24 @@ def run_sweep(
     predict: Predict,
     as_record: AsRecord,
 ) -> int:
-    """Print a row for each point, and draw them where a file is named. Raises SpecError with all
-    faults where no point can be."""
+    """Print a row for each point, and draw them if a file is named; return 0.
+
+    Args:
+        args: The options of the command.
+        sources: The specs.
+        overrides: The overrides, some of which list several values.
+        predict: Predicts one point.
+        as_record: Returns the result record of one point.
+
+    Raises:
+        SpecError: With the faults of all points, if no point is valid.
+    """
     chart = chart_file(args.chart)
     choices = len(list(sweeps(overrides))) * len(sources)
     points: list[SweepPoint] = []
     with progress("predicting") as step:
         for source in sources:
-            for point in _points(source, overrides, predict, is_named=len(sources) > 1):
+            for point in _predict_points(source, overrides, predict, is_named=len(sources) > 1):
                 points.append(point)
                 step(len(points), choices, f"predicting {point.label}")
     predictions = [point.prediction for point in points if point.prediction is not None]
@@ -63,23 +73,31 @@ def run_sweep(
     if args.reserved:
         require_cuda(predictions)
     points = ordered(points, args.sort)
-    drawn = [chart.draw(sweep_sheet(points))] if chart else []
+    chart_lines = [chart.draw(sweep_sheet(points))] if chart else []
     if args.json:
-        print_json([_record(point, as_record) for point in points])
+        print_json([_point_record(point, as_record) for point in points])
     elif args.csv:
         print(as_csv(points))
     else:
         chosen = fastest_that_fits(predictions) or predictions[0]
         words = command_line("predict", chosen.words, allow_import=args.allow_import)
-        show(table(points, explain=args.explain), *drawn, "", next_line(words, _LISTS))
+        show(table(points, explain=args.explain), *chart_lines, "", next_line(words, _LISTS))
     return 0
 
 
-def _points(
+def _predict_points(
     source: str, overrides: list[str], predict: Predict, *, is_named: bool
 ) -> Iterator[SweepPoint]:
-    """Yield one point as it is written, whose faults are raised, or one for each combination of the
-    lists among the overrides, whose labels hold the source's name too where it `is_named`."""
+    """Yield the points of one source: one for each combination of the values that overrides list.
+
+    Faults of a single point are raised; in a sweep they are kept in the point.
+
+    Args:
+        source: The spec.
+        overrides: The overrides, some of which list several values.
+        predict: Predicts one point.
+        is_named: Labels contain the source, because there are several.
+    """
     choices = list(sweeps(overrides))
     if len(choices) == 1:
         prediction = predict(source, choices[0])
@@ -93,20 +111,24 @@ def _points(
             words = (*choice, *(follower.override for follower in follows))
             prediction = predict(source, words, label=point.label)
         except PtrainError as error:
-            yield replace(point, faults=_faults(error))
+            yield replace(point, faults=_point_faults(error))
         else:
             yield replace(point, follows=follows, prediction=prediction)
 
 
-def _faults(error: PtrainError) -> tuple[Fault, ...]:
-    """Return what is wrong with a point. Raises what is not the user's input."""
+def _point_faults(error: PtrainError) -> tuple[Fault, ...]:
+    """Return the faults of a rejected point.
+
+    Raises:
+        PtrainError: If the error is not about the user's input.
+    """
     if error.exit_code != PtrainError.exit_code:
-        raise error
+        raise error  # a failed check or rank ends the command
     return error.faults if isinstance(error, SpecError) else (Fault(place="", finding=str(error)),)
 
 
-def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
-    """The result record, with what makes it a point of a sweep; of one that is refused why."""
+def _point_record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
+    """Return the result record of a point with its settings; for a rejected point, its faults."""
     settings = {"overrides": point.settings, "refused": point.refusal or None}
     if point.prediction is None:
         return {"spec": point.label, **settings, "faults": encode(point.faults)}
@@ -114,12 +136,24 @@ def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
 
 
 def step_file(path: Path) -> ChartFile | None:
-    """Return the file of a step's lanes. Raises SpecError for one that cannot be written."""
+    """Return the file for a timeline.
+
+    Raises:
+        SpecError: If the file cannot be written.
+    """
     return chart_file(path, _OPTION)
 
 
 def draw_step(derivation: Derivation, file: ChartFile) -> None:
-    """Draw the lanes of a step. Raises SpecError where its time is not predicted."""
+    """Draw the timeline of a step: its lanes of computing, communication and copies.
+
+    Args:
+        derivation: A derivation with a step time.
+        file: The file of the picture.
+
+    Raises:
+        SpecError: If no step time is predicted.
+    """
     step, spec = derivation.exact.step, derivation.spec
     if step is None:
         why = derivation.exact.undefined["step_seconds"]
@@ -130,5 +164,5 @@ def draw_step(derivation: Derivation, file: ChartFile) -> None:
         )
     number = spec.batch.accumulate
     is_short = derivation.plan.pipeline is None and number > 3
-    alike = f"; of {number} micro-batches those between the first and the last once" * is_short
-    file.draw(step_sheet(spec.name, f"{critical_path(step)}{alike}", step_lanes(derivation)))
+    repetition = f"; of {number} micro-batches those between the first and the last once" * is_short
+    file.draw(step_sheet(spec.name, f"{critical_path(step)}{repetition}", step_lanes(derivation)))

@@ -1,5 +1,7 @@
-"""`ptrain tokenize TEXT… --out FILE.npy`: documents as the token file that a training reads, or
-chats as the rows that it learns answers from."""
+"""The command `ptrain tokenize TEXT… --out FILE.npy`: write the token file of a training.
+
+The file has documents, or with `--chat` rows of chats whose answers are learned.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary, m
 from ptrain.errors import refused
 from ptrain.spec.resolve_sections import CONFIG
 
-_SECONDS = 5.0  # between two lines of progress
-_OF_CHATS = ("sequence", "alone", "separator")
+_SECONDS = 5.0  # interval between two lines of progress
+_CHAT_OPTIONS = ("sequence", "alone", "separator")
 
 
 def run(args: Namespace) -> int:
-    """Write the file, and say what is in it."""
-    record, lines = _of_chats(args) if args.chat else _of_documents(args)
+    """Write the token file and print its contents."""
+    record, lines = _tokenize_chats(args) if args.chat else _tokenize_documents(args)
     if args.json:
         print_json(record)
     else:
@@ -31,9 +33,9 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _of_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Return what was made of texts, as a record and in words."""
-    for option in _OF_CHATS:
+def _tokenize_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Tokenize documents; return the record and its lines of text."""
+    for option in _CHAT_OPTIONS:
         if getattr(args, option):
             raise refused(f"--{option}", "applies to chats only", "Add `--chat`, or remove it.")
     vocabulary: Vocabulary
@@ -47,18 +49,18 @@ def _of_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
         )
     else:
         vocabulary = ByteVocabulary()
-    out, texts, teller = Path(args.out), [Path(text) for text in args.texts], _Teller(args)
+    out, texts, teller = Path(args.out), [Path(text) for text in args.texts], _ProgressPrinter(args)
     done = tokenize(texts, out, vocabulary, field=args.field or "text", tell=teller.tell)
     record = {"path": str(out), "documents": done.documents, "tokens": done.tokens}
-    keys = {"data.path": str(out), **_key_of_model(vocabulary.path, vocabulary.size)}
+    keys = {"data.path": str(out), **_model_setting(vocabulary.path, vocabulary.size)}
     return {**record, "vocab": vocabulary.size}, [
         f"{out}: {done.documents:,} documents, {done.tokens:,} tokens of {vocabulary.size:,}",
-        _advice(keys),
+        _advice_line(keys),
     ]
 
 
-def _of_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Return what was made of chats, as a record and in words."""
+def _tokenize_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Tokenize chats; return the record and its lines of text."""
     if args.tokenizer is None:
         raise refused(
             "--chat",
@@ -73,7 +75,7 @@ def _of_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
         )
     if args.end is not None:
         raise refused("--end", "the chat template ends a chat", "Remove it.")
-    out, teller = Path(args.out), _Teller(args)
+    out, teller = Path(args.out), _ProgressPrinter(args)
     template = ChatTemplate(Path(args.tokenizer))
     packing = ChatPacking(
         sequence=args.sequence, is_packed=not args.alone, separator=args.separator
@@ -90,39 +92,45 @@ def _of_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     keys["batch.sequence"] = args.sequence
     if packing.is_packed:
         keys["model.document_end"] = done.separator
-    keys |= _key_of_model(template.path, template.size)
+    keys |= _model_setting(template.path, template.size)
     counts = {"chats": done.documents, "cut": done.cut, "left_out": done.left_out}
-    counts |= {why: number for why, (number, _) in _left_out(done).items()}
+    counts |= {why: number for why, (number, _) in _omitted_chats(done).items()}
     sizes = {"rows": done.entries, "tokens": done.tokens, "targets": done.targets}
-    return {"path": str(out), **counts, **sizes, "keys": keys}, _in_words(args, done, keys)
+    return {"path": str(out), **counts, **sizes, "keys": keys}, _chat_lines(args, done, keys)
 
 
-def _in_words(args: Namespace, done: TokenizingProgress, keys: dict[str, Any]) -> list[str]:
-    share = done.tokens / (done.entries * (args.sequence + 1))
+def _chat_lines(args: Namespace, done: TokenizingProgress, keys: dict[str, Any]) -> list[str]:
+    """Return the lines of text about tokenized chats."""
+    share = done.tokens / (
+        done.entries * (args.sequence + 1)
+    )  # a row has inputs and the last target
     lines = [
         f"{args.out}: {done.documents:,} chats in {done.entries:,} rows of {args.sequence:,} "
         f"tokens, {share:.0%} full; {done.targets:,} of {done.tokens:,} tokens are learned"
     ]
     if done.cut:
         lines.append(f"cut behind the last answer that fits: {done.cut:,}")
-    lines += [f"left out, {why}: {n:,}" for n, why in _left_out(done).values() if n]
-    return [*lines, _advice(keys)]
+    lines += [f"left out, {why}: {n:,}" for n, why in _omitted_chats(done).values() if n]
+    return [*lines, _advice_line(keys)]
 
 
-def _key_of_model(tokenizer: Path | None, size: int) -> dict[str, object]:
-    """Return the key of a model for tokens of so many words: one that stands beside the tokenizer
-    begins a training."""
+def _model_setting(tokenizer: Path | None, size: int) -> dict[str, object]:
+    """Return the setting that gives a model this vocabulary.
+
+    If a model's config is in the tokenizer's folder, the setting starts from that model.
+    """
     if tokenizer is not None and (tokenizer.parent / CONFIG).is_file():
         return {"model.pretrained": str(tokenizer.parent)}
     return {"model.vocab": size}
 
 
-def _advice(keys: Mapping[str, object]) -> str:
+def _advice_line(keys: Mapping[str, object]) -> str:
+    """Return a sentence with the overrides for a training on the file."""
     return f"train on it with {' '.join(f'{key}={value}' for key, value in keys.items())}"
 
 
-def _left_out(done: TokenizingProgress) -> dict[str, tuple[int, str]]:
-    """Return how many chats are left out, by why, which has a name and words."""
+def _omitted_chats(done: TokenizingProgress) -> dict[str, tuple[int, str]]:
+    """Return the number of chats left out, by the name of the reason, with the reason in words."""
     return {
         "unanswered": (done.unanswered, "without an answer"),
         "too_long": (done.too_long, "without an answer that fits"),
@@ -130,13 +138,17 @@ def _left_out(done: TokenizingProgress) -> dict[str, tuple[int, str]]:
     }
 
 
-class _Teller:
-    """Says where it begins, if another call broke off, and from time to time how far it is."""
+class _ProgressPrinter:
+    """A printer of the progress of tokenizing to standard error, at most every few seconds.
+
+    The first line states the position if the call continues an interrupted one.
+    """
 
     def __init__(self, args: Namespace) -> None:
         self._files, self._last = len(args.texts), 0.0
 
     def tell(self, progress: TokenizingProgress) -> None:
+        """Print a line if enough time has passed since the last one."""
         is_first, now = not self._last, time.monotonic()
         if is_first:
             self._last = now

@@ -1,8 +1,8 @@
-"""`ptrain train [SPEC] [a.b=c …]`: check the spec, make the run folder, start the ranks.
+"""The command `ptrain train [SPEC] [a.b=c …]`: check the spec, and start the ranks.
 
-This process stays free of torch: it answers wrong input in a blink, and its ranks are plain
-processes. Where a launcher has started it already, or torch's own launcher is asked for, it
-becomes that process.
+This process does not import torch, so wrong input is reported at once; its ranks are plain
+processes. If a launcher has started it, or torch's elastic launcher is requested, it replaces
+itself by that process.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def run(arguments: Namespace) -> int:
             "Remove it, or train on one machine.",
         )
     if environment.launched():
-        own = load(choices.spec, choices.overrides, world_size=environment.world_size()).spec
-        environment.become(module_of(own), options.to_argv(choices))
+        spec = load(choices.spec, choices.overrides, world_size=environment.world_size()).spec
+        environment.become(module_of(spec), options.to_argv(choices))
     spec = checked(choices)
     if arguments.chart is not None and not routes(spec):
         raise refused(
@@ -62,20 +62,25 @@ def run(arguments: Namespace) -> int:
         environment.become("ptrain.train.elastic", argv)
     if not choices.force:
         _require_one_node(spec)
-    if not (choices.json or choices.quiet):  # the ranks read a spec that says what became of it
+    if not (choices.json or choices.quiet):  # the ranks read a resolved spec, which has no choices
         for line in chosen_lines(spec.batch, spec.data_degree):
             print(line, flush=True)
-    return start(spec, choices, lambda folder: _draw(spec, folder, chart))
+    return start(spec, choices, lambda folder: _draw_routing(spec, folder, chart))
 
 
-def _draw(spec: Spec, folder: RunFolder, chart: ChartFile | None) -> None:
+def _draw_routing(spec: Spec, folder: RunFolder, chart: ChartFile | None) -> None:
+    """Draw the logged tokens per expert, if a chart is requested."""
     if chart is not None:
         chart.draw(routing_sheet(spec.name, logged_tokens(folder.metrics)))
 
 
 def checked(choices: Options) -> Spec:
-    """Return the spec that will run. Raises what is wrong with it, or with the options, before any
-    rank starts and anything is written."""
+    """Load the spec that will run, and check it before any rank starts and anything is written.
+
+    Raises:
+        SpecError: If the spec or an option is wrong, or the job does not fit the devices or this
+            host.
+    """
     require_torch()
     spec = resolve_auto(load(choices.spec, choices.overrides))
     require_reachable(spec)
@@ -83,7 +88,7 @@ def checked(choices: Options) -> Spec:
     require_leave(spec, allow_import=choices.allow_import)
     require_transformers(spec.model)
     if isinstance(spec.model, ModelShape) and not choices.force:
-        exact = derive(spec).exact  # any other model's sizes are known to its code only
+        exact = derive(spec).exact  # the sizes of other models need a trace, which imports torch
         require_fit(
             spec, exact, reload=lambda more: load(choices.spec, (*choices.overrides, *more))
         )
@@ -95,8 +100,13 @@ def checked(choices: Options) -> Spec:
 
 
 def _require_one_node(spec: Spec) -> None:
-    """Raises SpecError for ranks of several nodes of GPUs, which would all start on this machine. A
-    cluster of processors may be played anywhere, as may any cluster with `device: cpu`."""
+    """Check that the ranks of a job on several GPU nodes do not all start on this machine.
+
+    CPU clusters, and any cluster with `device: cpu`, may run on one machine.
+
+    Raises:
+        SpecError: If the job needs several nodes.
+    """
     cluster, size = spec.cluster, spec.world_size
     if (
         cluster is not None
@@ -104,6 +114,7 @@ def _require_one_node(spec: Spec) -> None:
         and spec.device != "cpu"
         and size > cluster.devices_per_node
     ):
+        # The fewest nodes whose number divides the ranks: every node starts as many.
         fewest = -(-size // cluster.devices_per_node)
         nodes = next(nodes for nodes in range(fewest, size + 1) if size % nodes == 0)
         raise refused(
@@ -117,7 +128,13 @@ def _require_one_node(spec: Spec) -> None:
 
 
 def start(spec: Spec, choices: Options, after: Callable[[RunFolder], None]) -> int:
-    """One process per rank on this machine; `after` is called when all have ended."""
+    """Run one process per rank on this machine, and return the exit code.
+
+    Args:
+        spec: The resolved spec.
+        choices: The options of the command.
+        after: Called with the run folder when all ranks have ended.
+    """
     claim = open_run(
         spec,
         given=choices.run_dir,
@@ -132,10 +149,11 @@ def start(spec: Spec, choices: Options, after: Callable[[RunFolder], None]) -> i
         prepared=True,
     )
     try:
-        code = _attempts(spec, prepared, claim)
+        code = _launch_with_restarts(spec, prepared, claim)
         after(claim.folder)
         return code
     except PtrainError as error:
+        # Wrong input: the run folder is restored, unless a step was done.
         if error.exit_code == PtrainError.exit_code:
             claim.withdraw()
         raise
@@ -143,9 +161,20 @@ def start(spec: Spec, choices: Options, after: Callable[[RunFolder], None]) -> i
         claim.lock.release()
 
 
-def _attempts(spec: Spec, prepared: Options, claim: Claim) -> int:
-    """The exit code of the first attempt whose ranks end in good order. Raises RankFailed where
-    that of the last restart fails too."""
+def _launch_with_restarts(spec: Spec, prepared: Options, claim: Claim) -> int:
+    """Start the ranks, and restart them if a rank fails.
+
+    Args:
+        spec: The resolved spec.
+        prepared: The options for the ranks, with the run folder and the number of restarts.
+        claim: The claim on the run folder; the ranks inherit its lock.
+
+    Returns:
+        The exit code of the first attempt in which no rank fails.
+
+    Raises:
+        RankFailed: If a rank of the last allowed attempt fails.
+    """
     parts = parts_of_ranks(spec)
     for restart in count(1):
         try:
@@ -155,6 +184,7 @@ def _attempts(spec: Spec, prepared: Options, claim: Claim) -> int:
                 folder=claim.folder,
                 parts=parts,
                 module=module_of(spec),
+                # Ranks inherit the lock: the run folder stays locked while any of them lives.
                 inherited=(claim.lock.descriptor,),
             )
         except RankFailed as error:

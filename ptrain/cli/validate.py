@@ -1,4 +1,4 @@
-"""`ptrain validate`: run a few steps with the meters on, and compare `exact` with `measured`."""
+"""The command `ptrain validate`: run four measured steps, and compare them with the prediction."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from ptrain.train.notebook import Run, load_trainable
 from ptrain.train.notebook import run as train
 from ptrain.train.options import require_reachable
 
-_STEADY = 3  # two steps settle (buckets, optimizer state), the third is measured
-_BRIEFLY = (
+# DDP rebuilds its buckets after the first step and optimizers create their state in it; memory and
+# traffic are measured in the third step.
+_STEADY = 3
+_SHORT_RUN = (
     "train.steps=4",
     "eval.every=0",
     "checkpoint.at_end=false",
@@ -30,23 +32,23 @@ _BRIEFLY = (
 
 
 def run(args: Namespace) -> int:
-    """0 when every verdict holds, 1 when one fails."""
+    """Validate every spec; return 0 if every verdict holds, else 1."""
     require_torch()
     sources, overrides = split_arguments(args.arguments)
     jobs = [
         (source, choice)
         for source in sources or [names().default]
-        for choice in sweeps([*_BRIEFLY, *overrides])
+        for choice in sweeps([*_SHORT_RUN, *overrides])
     ]
     for source, choice in jobs:
         _require_steady_step(source, choice)
     runs: list[Run] = []
     for source, choice in jobs:
-        with progress(f"running four steps of {_title(source, choice)}") as step:
+        with progress(f"running four steps of {_spec_title(source, choice)}") as step:
             step(len(runs), len(jobs))
-            runs.append(_validate(source, choice, allow_import=args.allow_import))
+            runs.append(_validate_spec(source, choice, allow_import=args.allow_import))
         if not args.json:
-            title = [_title(source, choice)] if len(jobs) > 1 else []
+            title = [_spec_title(source, choice)] if len(jobs) > 1 else []
             between = [""] if len(runs) > 1 else []
             head = (runs[-1].heading, runs[-1].preflight)
             show(*between, *title, *head, str(runs[-1]))
@@ -60,9 +62,12 @@ def run(args: Namespace) -> int:
 
 
 def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
-    """Raises SpecError for a spec that is wrong, too large for this host, or too short to have a
-    verdict."""
-    spec = load_trainable(source, overrides, words=_title(source, overrides))
+    """Check a spec before anything runs.
+
+    Raises:
+        SpecError: If the spec is wrong, too large for this host, or too short for a measured step.
+    """
+    spec = load_trainable(source, overrides, words=_spec_title(source, overrides))
     require_reachable(spec)
     steps = spec.train.steps
     if steps < _STEADY:
@@ -73,16 +78,18 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
         )
 
 
-def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:
-    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # stays, with its logs, when a rank fails
+def _validate_spec(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:
+    """Run one spec in a temporary folder, which is kept with its logs if a rank fails."""
+    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # kept, with its logs, if a rank fails
     try:
         result = train(source, overrides, run_dir=folder / "run", allow_import=allow_import)
     finally:
-        with suppress(OSError):  # not empty: something has started
+        with suppress(OSError):  # a folder that is not empty has the logs of ranks that started
             folder.rmdir()
     shutil.rmtree(folder)
     return result
 
 
-def _title(source: str, overrides: tuple[str, ...]) -> str:
-    return " ".join([source, *(override for override in overrides if override not in _BRIEFLY)])
+def _spec_title(source: str, overrides: tuple[str, ...]) -> str:
+    """Return the source and the overrides of a spec, without the overrides of this command."""
+    return " ".join([source, *(override for override in overrides if override not in _SHORT_RUN)])

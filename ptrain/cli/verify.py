@@ -1,7 +1,7 @@
-"""`ptrain verify SPEC… [a.b=c …]`: run specs against one device; on failure name the root cause.
+"""The command `ptrain verify SPEC… [a.b=c …]`: compare specs with a single-device reference.
 
-Like the parent of a training, this process stays free of torch and starts the ranks of each spec
-itself; under a launcher it becomes a rank.
+If a comparison fails, the command names the root cause. Like the parent of a training, this process
+does not import torch, and starts the ranks of each spec itself. Under a launcher it becomes a rank.
 """
 
 from __future__ import annotations
@@ -37,34 +37,36 @@ from ptrain.train.launch import launch
 from ptrain.verification import options
 from ptrain.verification.options import VerifyOptions, source_of, to_argv
 
-# Parameters, gradients and their sum, two moments: what the reference has in fp64 beside each rank.
+# Bytes per parameter of a reference: parameters, gradients, their sum and two moments in fp64. Each
+# rank has a reference.
 _REFERENCE_BYTES = 5 * 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TitledSpec:
-    """One spec of the command: how it was written, and what it is."""
+    """A spec of the command, with the source and the overrides as its title."""
 
     title: str
     spec: Spec
 
 
 def run(args: Namespace) -> int:
-    """0 when every verdict holds, 1 when one fails."""
+    """Verify every spec; return 0 if every verdict holds, else 1."""
     options.require_steps(args.steps)
     if environment.launched():
         _become_rank(args)
     require_torch()
     sources, overrides = split_arguments(args.arguments)
     jobs = [
-        _checked(source, choice, allow_import=args.allow_import)
+        _load_checked(source, choice, allow_import=args.allow_import)
         for source in sources or [names().default]
         for choice in sweeps(overrides)
     ]
-    other = _other(args, jobs, overrides)
-    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # 0700; stays, with its logs, if a rank fails
+    other = _load_against(args, jobs, overrides)
+    # mkdtemp creates it with mode 0700. It stays, with its logs, if a rank fails.
+    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))
     try:
-        records = _started(jobs, other, args, folder)
+        records = _verify_all(jobs, other, args, folder)
     except Interrupted as interrupted:
         shutil.rmtree(folder)
         return interrupted.code
@@ -79,37 +81,53 @@ def run(args: Namespace) -> int:
     return 0 if holds else VerdictFailed.exit_code
 
 
-def _started(
+def _verify_all(
     jobs: Sequence[TitledSpec], other: TitledSpec | None, args: Namespace, folder: Path
 ) -> list[dict[str, Any]]:
-    """The records of all jobs, one after the other; the other mesh goes first."""
-    every = replace(_options(args), references=folder / "references")
+    """Verify all jobs one after the other, and return their records.
+
+    Args:
+        jobs: The specs to verify.
+        other: The spec of `--against`. It runs first, and the jobs are compared with its account.
+        args: The options of the command.
+        folder: A new private folder.
+    """
+    common_options = replace(_verify_options(args), references=folder / "references")
     (folder / "references").mkdir(mode=0o700)
     if other is not None:
         account = folder / "account.pt"
-        start(other.spec, replace(every, account=account), folder / "other")
-        every = replace(every, compare=account)
+        start(other.spec, replace(common_options, account=account), folder / "other")
+        common_options = replace(common_options, compare=account)
     records = []
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
             print(*[""] * bool(number), job.title, sep="\n", flush=True)
-        records.append(start(job.spec, every, folder / str(number)))
+        records.append(start(job.spec, common_options, folder / str(number)))
     return records
 
 
-def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> TitledSpec:
-    """Raises what is wrong with the spec, before any rank starts and anything is written."""
+def _load_checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> TitledSpec:
+    """Load a spec and check it before any rank starts and anything is written.
+
+    Raises:
+        SpecError: If the spec is wrong, needs an extra that is missing, or exceeds the host's
+            memory.
+    """
     spec = resolve_auto(load(source_of(source), overrides))
     require_leave(spec, allow_import=allow_import)
     require_transformers(spec.model)
     require_file_tier(spec)
     if isinstance(spec.model, ModelShape):
-        _require_room(spec, own_facts(spec).numel)
+        _require_reference_memory(spec, own_facts(spec).numel)
     return TitledSpec(title=" ".join([source, *overrides]), spec=spec)
 
 
-def _require_room(spec: Spec, numel: int) -> None:
-    """Raises SpecError for a model whose references, one for each rank, this host cannot hold."""
+def _require_reference_memory(spec: Spec, numel: int) -> None:
+    """Check that this host can hold the references of a model, one for each rank.
+
+    Raises:
+        SpecError: If it cannot.
+    """
     require_host_memory(
         spec.world_size * numel * _REFERENCE_BYTES,
         f"{spec.world_size} references in fp64, one for each rank,",
@@ -117,9 +135,18 @@ def _require_room(spec: Spec, numel: int) -> None:
     )
 
 
-def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) -> TitledSpec | None:
-    """What is of the training and not of its mesh holds for both; of a list of values the first,
-    so that the others are refused."""
+def _load_against(
+    args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]
+) -> TitledSpec | None:
+    """Return the spec of `--against`; None without the option.
+
+    Overrides of the training (model, batch, data) apply to both specs, and overrides of the mesh
+    only to the jobs. If an override lists several values, the other spec gets the first one, so
+    that jobs with the others are rejected.
+
+    Raises:
+        SpecError: If the two specs differ in more than mesh and placement.
+    """
     if args.against is None:
         return None
     keys = common(jobs[0].spec)
@@ -127,38 +154,39 @@ def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) ->
     shared = [
         override
         for override, route in routes.items()
-        if any(".".join(route[: key.count(".") + 1]) == key for key in keys)  # it, or below it
+        if any(".".join(route[: key.count(".") + 1]) == key for key in keys)  # the key or below it
     ]
-    other = _checked(args.against, next(sweeps(shared)), allow_import=args.allow_import)
-    there = common(other.spec)
-    for key, here in chain.from_iterable(common(job.spec).items() for job in jobs):
-        if there[key] != here:
+    other = _load_checked(args.against, next(sweeps(shared)), allow_import=args.allow_import)
+    settings = common(other.spec)
+    for key, setting in chain.from_iterable(common(job.spec).items() for job in jobs):
+        if settings[key] != setting:
             raise refused(
                 f"--against {args.against}",
-                f"{key} is {there[key][:120]} there, and {here[:120]} here",
+                f"{key} is {settings[key][:120]} there, and {setting[:120]} here",
                 "Use a spec that differs only in mesh and placement.",
             )
     return other
 
 
-def _options(args: Namespace) -> VerifyOptions:
-    """Return what the command says of every spec."""
+def _verify_options(args: Namespace) -> VerifyOptions:
+    """Return the options that apply to every spec."""
     return VerifyOptions(steps=args.steps, **{flag: getattr(args, flag) for flag in options.FLAGS})
 
 
 def _become_rank(args: Namespace) -> None:
+    """Replace this process by a rank of the verification."""
     if args.against is not None:
         raise refused(
             "--against",
             "starts the ranks of both specs, and torchrun has started ranks already",
             "Run `ptrain verify` without torchrun.",
         )
-    words = [*args.arguments, *options.said(_options(args))]
+    words = [*args.arguments, *options.said(_verify_options(args))]
     environment.become("ptrain.verification", words)
 
 
 def common(spec: Spec) -> dict[str, str]:
-    """Return what another spec must have in common with this one, as text, by key of the spec."""
+    """Return the settings that a spec for `--against` must share, as text by key."""
     shape = {"model": spec.model, "optimizer": spec.optimizer, "data": spec.data}
     batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.window}
     rest = {"train.seed": spec.train.seed}
@@ -166,7 +194,7 @@ def common(spec: Spec) -> dict[str, str]:
 
 
 class Interrupted(Exception):
-    """By a signal; `code` is what the command ends with."""
+    """The error raised when a signal ends a verification; `code` is the command's exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"interrupted, exit code {code}")
@@ -174,10 +202,20 @@ class Interrupted(Exception):
 
 
 def start(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
-    """Verify `spec` in a new private `folder`; return the record, empty where only an account was
-    asked for. `options` say how; `spec` and `folder` take the place of theirs.
+    """Verify a spec in a private folder and return its record.
 
-    Raises RankFailed, PtrainError in a rank's words, Interrupted.
+    Args:
+        spec: The resolved spec; it replaces `options.spec`.
+        options: The options of the verification.
+        folder: A folder for logs and results; it replaces `options.folder`.
+
+    Returns:
+        The result record; empty if only an account was requested.
+
+    Raises:
+        RankFailed: If a rank fails.
+        PtrainError: If a rank reports wrong input.
+        Interrupted: If a signal ended the ranks.
     """
     (folder / "logs").mkdir(mode=0o700, parents=True)
     written = folder / "spec.resolved.yaml"

@@ -1,14 +1,14 @@
-"""The user's cache: facts of models that had to be traced, so that the next prediction of the same
-one needs neither the seconds nor an import of torch.
+"""The user's cache of traced model facts: a later prediction of the same model needs no torch.
 
-A trace is kept under what it depends on: the part of the spec that shapes it, the versions of
-torch, of transformers and of what that takes its kernels from, the kind of processor, and this very
-ptrain, file by file. What an editable or a development version of these gave is never kept: their
-code may have changed where nobody sees it. The trace of a `target:` is kept with the files that it
-read: the modules that were loaded, the data that its Python code opened, and the folder of the
-target. It is valid as long as they are what they were. Not noticed: environment variables, files in
-other folders that native code reads, patches of an installed package, and the instructions that a
-processor has.
+The key of a trace has everything that it depends on: the part of the spec that shapes it; the
+versions of torch, of transformers and of its kernel packages; the kind of processor; and all source
+files of ptrain. Traces of editable or development versions of these packages are not cached,
+because their code may change without a new version.
+
+The trace of a `target:` is stored with the files that it read: the loaded modules, the data that
+its Python code opened, and the target's folder. It is valid as long as these are unchanged. The
+cache does not notice changes of environment variables, of files in other folders that native code
+reads, of patched installed packages, and of a processor's instruction set.
 """
 
 from __future__ import annotations
@@ -42,62 +42,67 @@ from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 
-_OFF = "off"  # as the value of PTRAIN_CACHE
-_STARTED = time.time()  # of this process, nearly: a file that is younger may not be what it runs
-_LARGE = 2**20  # bytes of a file, from which on its size and date stand for its content
-_LISTED = 300  # files of a folder whose size and date count
+_OFF = "off"  # value of PTRAIN_CACHE
+_STARTED = time.time()  # about the start of this process; younger files may differ from loaded code
+_LARGE = 2**20  # bytes; the signature of a larger file is its size and date, not its content
+_LISTED = 300  # files of a folder that its signature covers, in order of name
 _INSTALLED = "-packages"  # site-packages, and Debian's dist-packages
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
 _SUFFIX = ".json.gz"
 _OURS = re.compile(r"[0-9a-f]{32}\.json\.gz\w*")
-# from where transformers takes operators, if it is there
+# Packages from which transformers takes operators if they are installed.
 _KERNELS = ("kernels", "flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The facts of a model, and the files that they depend on with a signature of each."""
+    """The facts of a model, and the files that they depend on with their signatures."""
 
     facts: ModelFacts
     files: tuple[tuple[str, str], ...] = ()
 
 
 def kept(spec: Spec, read: Callable[[], ModelFacts], *, allow_import: bool = False) -> ModelFacts:
-    """Return the facts of a spec that the cache has, else read them and put them there. A cache
-    that cannot be written is none.
+    """Return the facts of a spec from the cache, or read them and add them to it.
+
+    A cache that cannot be written is ignored.
 
     Args:
-        spec: The spec whose model is read.
+        spec: The spec of the model.
         read: Reads the facts.
-        allow_import: The spec may import the user's code, without which its trace is not used.
+        allow_import: The spec may import the user's code. Otherwise a trace of such code is not
+            used.
     """
     is_theirs = bool(spec.user_functions)
-    path = None if is_theirs and not allow_import else _path(spec)
+    path = None if is_theirs and not allow_import else _cache_path(spec)
     if path is None:
         return read()
-    if (known := _read(path)) is not None and all(_signature(f) == s for f, s in known.files):
-        return known.facts
+    if (trace := _read_trace(path)) is not None and all(
+        _file_signature(f) == s for f, s in trace.files
+    ):
+        return trace.facts
     if is_theirs:
         with _opened_files() as opened:
             facts = read()
-        files = _files_of({*opened, *_module_files(), *_folders(spec)})
+        files = _file_signatures({*opened, *_module_files(), *_target_folders(spec)})
     else:
         facts, files = read(), ()
     if not facts.untraced and files is not None:
         with suppress(OSError):
-            _write(path, Trace(facts=facts, files=files))
+            _write_trace(path, Trace(facts=facts, files=files))
     return facts
 
 
-_OPENED: list[set[str]] = []  # of the traces that run now
+_OPENED: list[set[str]] = []  # the opened files of each running trace
 
 
 @cache
 def _watch_opened() -> None:
-    """Note the files that are opened to be read. A hook cannot be removed."""
+    """Add an audit hook that records the files opened for reading. It cannot be removed again."""
 
     def note(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open" and (newest := _OPENED[-1:]):  # another thread may end a trace
+        # A slice and not _OPENED[-1], which fails if another thread ends a trace in between.
+        if event == "open" and (newest := _OPENED[-1:]):
             path, _, flags = arguments
             is_written = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
             if isinstance(path, str | bytes | os.PathLike) and not is_written:
@@ -108,7 +113,7 @@ def _watch_opened() -> None:
 
 @contextmanager
 def _opened_files() -> Iterator[set[str]]:
-    """Collect the files that are opened meanwhile."""
+    """Temporarily record the files that are opened."""
     _watch_opened()
     _OPENED.append(set())
     try:
@@ -118,29 +123,36 @@ def _opened_files() -> Iterator[set[str]]:
 
 
 def _module_files() -> Iterator[str]:
-    """Yield the files of loaded modules; of an installed package its first."""
+    """Yield the files of loaded modules; for an installed package, only its top-level module."""
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and not (_INSTALLED in file and "." in name):
             yield os.path.abspath(file)
 
 
-def _files_of(paths: Iterable[str]) -> tuple[tuple[str, str], ...] | None:
-    """Return files with their signatures, without those of Python, ptrain and installed packages;
-    None if one of them is younger than this process."""
-    stdlib, own = sysconfig.get_path("stdlib"), str(Path(ptrain.__file__).parent)
+def _file_signatures(paths: Iterable[str]) -> tuple[tuple[str, str], ...] | None:
+    """Return files with their signatures.
+
+    Files of the standard library, of ptrain and of virtual file systems, and bytecode are left out.
+
+    Returns:
+        None if a file is younger than this process, which may have loaded an older version of it.
+    """
+    stdlib, package = sysconfig.get_path("stdlib"), str(Path(ptrain.__file__).parent)
     files = []
     for path in sorted(paths):
-        is_ignored = path.startswith((*_SYSTEM, f"{stdlib}/", f"{own}/")) or path.endswith(".pyc")
+        is_ignored = path.startswith((*_SYSTEM, f"{stdlib}/", f"{package}/")) or path.endswith(
+            ".pyc"
+        )
         if not is_ignored and os.path.exists(path):
             if any(os.path.getmtime(file) >= _STARTED for file in _listed_files(path)):
                 return None
-            files.append((path, _signature(path)))
+            files.append((path, _file_signature(path)))
     return tuple(files)
 
 
-def _signature(path: str) -> str:
-    """Return a text that changes with a file, or with the files of a folder; empty without one."""
+def _file_signature(path: str) -> str:
+    """Return a text that changes with a file, or a folder's files; empty if it is missing."""
     try:
         if os.path.isdir(path):
             return _folder_signature(path)
@@ -152,19 +164,19 @@ def _signature(path: str) -> str:
         return ""
 
 
-def _folders(spec: Spec) -> set[str]:
+def _target_folders(spec: Spec) -> set[str]:
     """Return the folders of the files that the user's functions are imported from."""
     folders = set()
     for function in spec.user_functions:
         module = sys.modules.get(function.target.partition(":")[0])
-        for file in (getattr(module, "__file__", None), *_origins(function)):
+        for file in (getattr(module, "__file__", None), *_module_origins(function)):
             if isinstance(file, str) and os.path.isfile(file):
                 folders.add(os.path.dirname(os.path.abspath(file)))
     return folders
 
 
 def _listed_files(path: str) -> list[str]:
-    """Return a file, or the first files of a folder by name, without those of folders in it."""
+    """Return a file, or the first files of a folder by name, without subfolders."""
     if not os.path.isdir(path):
         return [path]
     with os.scandir(path) as entries:
@@ -173,8 +185,10 @@ def _listed_files(path: str) -> list[str]:
 
 
 def _folder_signature(path: str) -> str:
-    """Return a digest of the names, sizes and dates of a folder's files: native code may read them,
-    and no audit event names the files that it opens."""
+    """Return a digest of the names, sizes and dates of a folder's files.
+
+    Native code may read these files, and no audit event reports the files that it opens.
+    """
     digest = hashlib.sha256()
     for file in _listed_files(path):
         status = os.stat(file)
@@ -188,8 +202,11 @@ def is_off() -> bool:
 
 
 def folder() -> Path:
-    """Return where traces are kept: what PTRAIN_CACHE names (`off`: no trace is read or kept), else
-    `ptrain` in the user's folder of caches."""
+    """Return the folder of the cache.
+
+    It is the value of PTRAIN_CACHE (`off`: nothing is read or kept), or else the folder `ptrain` in
+    the user's cache folder.
+    """
     if chosen := os.environ.get("PTRAIN_CACHE"):
         return Path(chosen)
     if chosen := os.environ.get("XDG_CACHE_HOME"):
@@ -199,8 +216,11 @@ def folder() -> Path:
 
 
 def files() -> list[Path]:
-    """Return the files of the cache, by their names, and what a process left half written. Raises
-    PtrainError where the user has no home."""
+    """Return the files of the cache by name, including unfinished files of interrupted processes.
+
+    Raises:
+        PtrainError: If the user has no home folder.
+    """
     try:
         listed = folder().glob(f"*{_SUFFIX}*")
     except RuntimeError as error:
@@ -208,8 +228,8 @@ def files() -> list[Path]:
     return [path for path in sorted(listed) if _OURS.fullmatch(path.name)]
 
 
-def _path(spec: Spec) -> Path | None:
-    """Return the file of a spec's facts; None where none are kept."""
+def _cache_path(spec: Spec) -> Path | None:
+    """Return the cache file of a spec's facts; None if they cannot be cached."""
     if is_off():
         return None
     is_theirs = isinstance(spec.model, HuggingFaceModel)
@@ -218,7 +238,8 @@ def _path(spec: Spec) -> Path | None:
         kernels = [_version(name, "none") for name in _KERNELS]
         part = to_mapping(traced_part(spec), sync_is_written=False)
         hub = os.environ.get("USE_HUB_KERNELS")
-        origins = [_origins(function) for function in spec.user_functions]
+        origins = [_module_origins(function) for function in spec.user_functions]
+        # The compute kernels of a CPU, and so the traced allocations, depend on its architecture.
         depends = [part, versions, kernels, hub, platform.machine(), _sources(), origins]
         home = folder()
     except (RuntimeError, OSError, metadata.PackageNotFoundError):
@@ -226,8 +247,8 @@ def _path(spec: Spec) -> Path | None:
     return home / f"{hashlib.sha256(repr(depends).encode()).hexdigest()[:32]}{_SUFFIX}"
 
 
-def _origins(function: UserFunction) -> list[str | None]:
-    """Return the files that a function's module may be imported from."""
+def _module_origins(function: UserFunction) -> list[str | None]:
+    """Return the files that a function's top-level module may be imported from."""
     top = function.target.partition(":")[0].partition(".")[0]
     folders = None if function.folder is None else [function.folder]
     modules = [PathFinder.find_spec(top, path) for path in (None, folders)]
@@ -235,9 +256,16 @@ def _origins(function: UserFunction) -> list[str | None]:
 
 
 def _version(package: str, otherwise: str | None = None) -> str:
-    """Return the version of a package. Raises PackageNotFoundError where it has none that says what
-    its code is: one that is not installed (unless that is `otherwise`), editable, or in
-    development."""
+    """Return the version of a package that identifies its code.
+
+    Args:
+        package: The name of the package.
+        otherwise: The result if the package is not installed.
+
+    Raises:
+        PackageNotFoundError: If the package is missing without `otherwise`, editable, or a
+            development version.
+    """
     try:
         distribution = metadata.distribution(package)
     except metadata.PackageNotFoundError:
@@ -252,7 +280,7 @@ def _version(package: str, otherwise: str | None = None) -> str:
 
 @cache
 def _sources() -> str:
-    """Return what changes with this ptrain: a digest of its files."""
+    """Return a digest of ptrain's source files."""
     root, digest = Path(ptrain.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         if path.is_file():  # editors leave links that lead nowhere
@@ -261,8 +289,8 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> Trace | None:
-    """Return the trace of a file; None where there is none, or none that can be read."""
+def _read_trace(path: Path) -> Trace | None:
+    """Return the trace in a file; None if it is missing or unreadable."""
     try:
         trace: Trace = decode(json.loads(gzip.decompress(path.read_bytes())), Trace)
     except (OSError, EOFError, zlib.error, ValueError, TypeError):
@@ -270,15 +298,15 @@ def _read(path: Path) -> Trace | None:
     return trace
 
 
-def _write(path: Path, trace: Trace) -> None:
-    """Put a trace into a file, whole or not at all; it is its owner's alone."""
+def _write_trace(path: Path, trace: Trace) -> None:
+    """Write a trace completely or not at all, readable by its owner only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps(encode(trace, Trace), separators=(",", ":"))
-    descriptor, new = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # 0o600
+    descriptor, new = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(gzip.compress(text.encode(), mtime=0))
-        os.replace(new, path)
+            file.write(gzip.compress(text.encode(), mtime=0))  # mtime=0: equal traces, equal bytes
+        os.replace(new, path)  # atomic, because both are in one folder
     except OSError:
         os.unlink(new)
         raise

@@ -1,13 +1,12 @@
-"""What a prediction must know of a model, without torch: its tensors by unit in order, what a step
-computes operator by operator, and what each pass of a stage allocates.
+"""Facts that a prediction needs of a model: tensors, operators, and allocations by pass.
 
-Built-in families state their tensors as formulas (`facts.parameters`); for any other model the
-facts are read off the module and traced. An operator has a kind, a dtype and the dimensions that
-its time depends on; a pass is a list of operators and of the collectives between them, in order. A
-stage's pass leaves out what crosses its boundaries: hidden states and the output's gradient were
-alive before, its own output and the input's gradient stay alive. Where sizes depend on routing, a
-timeline is a formula of the rows that the experts of each layer get: a storage has a fixed size or
-is proportional to the rows of one layer, which the tracer verifies.
+Built-in families state their tensors as formulas (`facts.parameters`); the facts of other models
+are read from the module and traced. An operator has a kind, a dtype and the dimensions that its
+time depends on. A pass is a list of operators and the collectives between them, in order. A stage's
+pass leaves out memory that crosses its boundaries: hidden states and the output's gradient are
+allocated before it, and its output and the input's gradient outlive it. If sizes depend on routing,
+a timeline is a formula of the rows that the experts of each layer get: a storage has a fixed size
+or is proportional to the rows of one layer, which the tracer verifies.
 """
 
 from __future__ import annotations
@@ -31,35 +30,38 @@ NO_LAYER = -1
 
 
 class RowsSize(NamedTuple):
-    """`number` bytes, or as many of each row that the experts of a layer get: one of those that
-    have experts, first to last."""
+    """A size in bytes: fixed, or proportional to the rows that the experts of one layer get.
+
+    `number` is the bytes, or the bytes per row. `layer` is the index among the layers with experts,
+    or NO_LAYER.
+    """
 
     number: int
     layer: int = NO_LAYER
 
     def at(self, rows: Sequence[int]) -> int:
-        """Return the bytes where the layers get so many rows."""
+        """Return the bytes, given the rows of each layer."""
         return self.number if self.layer == NO_LAYER else self.number * rows[self.layer]
 
     def behind(self, layers: int) -> RowsSize:
-        """Return it of a layer so many further on."""
+        """Return the size for a layer that is `layers` layers later."""
         return self if self.layer == NO_LAYER else self._replace(layer=self.layer + layers)
 
 
 class StorageEvent(NamedTuple):
-    """A storage is allocated, or `is_freed`."""
+    """The allocation of a storage, or its release if `is_freed`."""
 
     size: RowsSize
     is_freed: bool
 
 
 class StorageEvents(NamedTuple):
-    """What is allocated and freed between two boundaries, in order."""
+    """The allocations and releases between two boundaries, in order."""
 
     events: tuple[StorageEvent, ...]
 
     def at(self, rows: Sequence[int]) -> Run:
-        """Return it in bytes."""
+        """Return the events in bytes, given the rows of each layer."""
         deltas = ((-1 if event.is_freed else 1) * event.size.at(rows) for event in self.events)
         known = run(deltas)
         assert known is not None, "something happens"
@@ -70,7 +72,7 @@ RowsItem = Boundary | Complete | StorageEvents
 
 
 class RowsTimeline(NamedTuple):
-    """One micro-batch, as a `Timeline`."""
+    """The timeline of one micro-batch as a formula of the rows of each layer."""
 
     forward: tuple[RowsItem, ...]
     backward: tuple[RowsItem, ...]
@@ -78,16 +80,17 @@ class RowsTimeline(NamedTuple):
     repeated: tuple[tuple[str, int], ...] = ()
 
     def at(self, rows: Sequence[int]) -> Timeline:
-        """Return the timeline where the experts of each layer get so many rows."""
+        """Return the timeline, given the rows that the experts of each layer get."""
         return Timeline(
-            forward=tuple(_at(self.forward, rows)),
-            backward=tuple(_at(self.backward, rows)),
+            forward=tuple(_evaluate_items(self.forward, rows)),
+            backward=tuple(_evaluate_items(self.backward, rows)),
             moved=tuple((tier, size.at(rows)) for tier, size in self.moved),
             repeated=self.repeated,
         )
 
 
-def _at(items: Sequence[RowsItem], rows: Sequence[int]) -> Iterator[Item]:
+def _evaluate_items(items: Sequence[RowsItem], rows: Sequence[int]) -> Iterator[Item]:
+    """Yield the items in bytes."""
     for item in items:
         yield item.at(rows) if isinstance(item, StorageEvents) else item
 
@@ -96,8 +99,15 @@ Items = tuple[Item, ...]
 
 
 class Passes(NamedTuple):
-    """Of one micro-batch on one stage: the items of each kind of pass; bytes of what it hands on
-    (hidden states, or logits) and of hidden states. `moved` and `repeated` as a timeline's."""
+    """The passes of one micro-batch on one stage.
+
+    Attributes:
+        items: The items of each kind of pass.
+        output: Bytes of the stage's output: hidden states, or logits.
+        hidden: Bytes of the hidden states that the stage receives; 0 for the first stage.
+        moved: As in `Timeline`.
+        repeated: As in `Timeline`.
+    """
 
     items: Mapping[Kind, Items]
     output: int
@@ -107,12 +117,12 @@ class Passes(NamedTuple):
 
     @property
     def loss(self) -> int:
-        """Bytes of one micro-batch that outlive its whole backward pass and cross no boundary."""
-        return _left(self, Kind.BACKWARD)
+        """The bytes of one micro-batch that outlive its backward pass and cross no boundary."""
+        return _remaining_bytes(self, Kind.BACKWARD)
 
     @property
     def timeline(self) -> Timeline:
-        """Forward and whole backward."""
+        """The timeline of the forward pass and the full backward pass."""
         return Timeline(
             forward=self.items[Kind.FORWARD],
             backward=self.items[Kind.BACKWARD],
@@ -124,8 +134,16 @@ class Passes(NamedTuple):
 def passes_of(
     whole: Timeline, halves: Timeline | None, *, is_first: bool, output: int, hidden: int
 ) -> Passes:
-    """Return the passes of a stage by the timelines of its whole passes and, behind the first one
-    and where backward passes are in halves, of these."""
+    """Return the passes of a stage from the timelines of its trace.
+
+    Args:
+        whole: The timeline of the forward pass and the full backward pass.
+        halves: The timeline of the backward pass in halves, for input and for weight gradients;
+            None if the schedule does not split it. The first stage ignores it.
+        is_first: True for the first stage.
+        output: Bytes of the stage's output.
+        hidden: Bytes of the hidden states that the stage receives.
+    """
     items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
     if is_first:
         passes = of_first_stage(items, output=output)
@@ -137,7 +155,7 @@ def passes_of(
 
 
 class RowsPasses(NamedTuple):
-    """The same as a formula of the rows that the experts of its `layers` get."""
+    """The passes of a stage as a formula of the rows that the experts of its `layers` get."""
 
     layers: tuple[str, ...]
     whole: RowsTimeline
@@ -147,7 +165,7 @@ class RowsPasses(NamedTuple):
     hidden: int
 
     def at(self, rows: Sequence[int]) -> Passes:
-        """Return the passes where the layers get so many rows."""
+        """Return the passes, given the rows of each layer."""
         return passes_of(
             self.whole.at(rows),
             self.halves.at(rows) if self.halves else None,
@@ -158,31 +176,44 @@ class RowsPasses(NamedTuple):
 
 
 def of_first_stage(items: Mapping[Kind, Items], *, output: int) -> Passes:
-    """Nobody waits for gradients of tokens, and the half of the weights is the whole."""
+    """Return the passes of the first stage.
+
+    Tokens have no gradients, so the half for input gradients is empty, and the half for weight
+    gradients is the full backward pass.
+    """
     whole = {**items, Kind.INPUT: (), Kind.WEIGHT: items[Kind.BACKWARD]}
     return Passes(items=whole, output=output, hidden=0)
 
 
 def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> Passes:
-    """Return the passes of a stage behind the first. What both halves leave of the graph goes in
-    the end of the second."""
+    """Return the passes of a stage after the first.
+
+    Parts of the autograd graph that neither half frees are freed at the end of the second half.
+
+    Args:
+        items: The items of each kind of pass, with both halves of the backward pass or without.
+        output: Bytes of the stage's output.
+        hidden: Bytes of the hidden states that the stage receives.
+    """
     passes = Passes(items=items, output=output, hidden=hidden)
     if Kind.WEIGHT not in items:
         return passes
-    left = _left(passes, Kind.INPUT, Kind.WEIGHT) - passes.loss
+    # The halves keep parts of the graph that the full backward pass frees: the difference of what
+    # remains after each of them.
+    left = _remaining_bytes(passes, Kind.INPUT, Kind.WEIGHT) - passes.loss
     assert left >= 0, "halves of a backward pass that free what is not there"
     ended = {**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))}
     return Passes(items=ended, output=output, hidden=hidden)
 
 
-def _left(passes: Passes, *backward: Kind) -> int:
+def _remaining_bytes(passes: Passes, *backward: Kind) -> int:
     """Return the bytes of one micro-batch that outlive these passes and cross no boundary."""
     items = (item for kind in (Kind.FORWARD, *backward) for item in passes.items[kind])
     return sum(map(net, items)) - passes.output - passes.hidden
 
 
 def net(item: Item) -> int:
-    """Bytes that stay, but for gradients, which are the wrap's."""
+    """Return the bytes that remain after an item, except gradients, which the wrapper owns."""
     match item:
         case Run():
             return item.net
@@ -195,8 +226,11 @@ def net(item: Item) -> int:
 
 
 class Operator(NamedTuple):
-    """`times` operators of one kind, dtype and size: `dimensions` are its kind's. `is_whole`: of
-    fused attention, no mask leaves out half of the scores."""
+    """A number of equal operators (`times`).
+
+    `dimensions` are the sizes of its kind that its time depends on. `is_whole` marks fused
+    attention without a causal mask, which would skip half of the scores.
+    """
 
     kind: OperatorKind
     dtype: DType
@@ -206,9 +240,11 @@ class Operator(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of one of them, two for a multiplication and its addition: of
-        fused attention two products forward and five backward (`models.work`), whole as if nothing
-        were masked; 0 of what is bound by memory."""
+        """The floating-point operations of one operator; 0 for operators that memory bounds.
+
+        A multiplication and its addition count as two. Fused attention has two products forward and
+        five backward (`models.work`), counted in full, as if nothing were masked.
+        """
         match self.kind:
             case OperatorKind.PRODUCT:
                 return 2 * math.prod(self.dimensions)
@@ -221,9 +257,14 @@ class Operator(NamedTuple):
 
 
 class InnerCollective(NamedTuple):
-    """A collective within a pass, over the axis that cuts operators or over one that is named, of
-    so many neighbouring `ranks` of it (0: of all): bytes of the whole tensor. `beside`: how many
-    entries of the pass behind it run before it is awaited."""
+    """A collective within a pass.
+
+    Attributes:
+        payload: Bytes of the full tensor.
+        axis: The mesh axis; empty for the axis that shards operators.
+        ranks: The number of neighbouring ranks of the axis; 0 for all.
+        beside: The number of following entries of the pass that overlap with it.
+    """
 
     collective: Collective
     payload: int
@@ -237,9 +278,11 @@ PassWork = tuple[Operator | InnerCollective, ...]
 
 
 class LayerWork(NamedTuple):
-    """What one layer, or what stands in front of the layers or behind them, computes of one
-    micro-batch. `backward` holds what it computes again of forward; `inputs` and `weights` are its
-    halves, where these are computed apart."""
+    """The computation of one layer for one micro-batch, or of the modules around the layers.
+
+    `backward` includes recomputed forward operators. `inputs` and `weights` are the halves of
+    backward, if these are computed separately.
+    """
 
     forward: PassWork
     backward: PassWork
@@ -247,7 +290,10 @@ class LayerWork(NamedTuple):
     weights: PassWork = ()
 
     def then(self, other: LayerWork) -> LayerWork:
-        """Return both as one, the other behind it: in backward before it."""
+        """Return the work of both as one, with the other after this one.
+
+        Backward passes run in reverse, except the half for weight gradients, which keeps the order.
+        """
         return LayerWork(
             forward=self.forward + other.forward,
             backward=other.backward + self.backward,
@@ -257,8 +303,10 @@ class LayerWork(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """What a rank computes of one micro-batch, by layer (of all layers of the model, in their
-    order). `front` is the embedding; `behind` the last norm, the head and the loss."""
+    """The computation of a rank for one micro-batch, by layer of the full model.
+
+    `front` is the embedding; `behind` is the last norm, the head and the loss.
+    """
 
     front: LayerWork
     layers: tuple[LayerWork, ...]
@@ -266,7 +314,7 @@ class ModelWork(NamedTuple):
 
 
 class WorkByKind(NamedTuple):
-    """A model's work with each kind of layer once: `order` says of which kind each layer is."""
+    """A model's work that stores each kind of layer once; `order` is the kind of each layer."""
 
     front: LayerWork
     kinds: tuple[LayerWork, ...]
@@ -275,23 +323,23 @@ class WorkByKind(NamedTuple):
 
     @classmethod
     def of(cls, work: ModelWork) -> WorkByKind:
-        """Return the same as a model's work."""
+        """Return a model's work by kind of layer."""
         numbers: dict[LayerWork, int] = {}
         order = tuple([numbers.setdefault(layer, len(numbers)) for layer in work.layers])
         return cls(front=work.front, kinds=tuple(numbers), order=order, behind=work.behind)
 
     @property
     def model(self) -> ModelWork:
-        """The work of all layers; those that are alike share theirs."""
+        """The work of all layers; equal layers share an object."""
         layers = tuple([self.kinds[number] for number in self.order])
         return ModelWork(front=self.front, layers=layers, behind=self.behind)
 
 
-# Attention of a model that is not built in: the modules that compute it, and of what heads.
+# Attention of a model that is not built in: the modules that compute it, and their heads.
 
 
 class AttentionHeads(NamedTuple):
-    """Heads of queries, heads of keys and values, and the features of a head."""
+    """The number of query heads, of key and value heads, and the features of a head."""
 
     heads: int
     kv_heads: int
@@ -299,16 +347,20 @@ class AttentionHeads(NamedTuple):
 
 
 class AttendingModule(NamedTuple):
-    """A module whose own code attends, once in a forward pass; by its name in the model."""
+    """A module that computes attention in its forward, once per forward pass of the model."""
 
     name: str
     heads: AttentionHeads
 
 
 class Attending(NamedTuple):
-    """What slices of the tokens need of a model: its modules that attend, in the order of a forward
-    pass, and the argument by which its forward takes the tokens' positions, int64 [1, T]; "" where
-    it takes none. `dropping`: the modules whose own code drops out something, outside of attention.
+    """The facts that context parallelism needs of a model.
+
+    Attributes:
+        modules: The modules that compute attention, in the order of a forward pass.
+        positions: The argument of the model's forward that takes token positions, int64 [1, T];
+            empty if there is none.
+        dropping: The modules whose forward uses dropout outside of attention.
     """
 
     modules: tuple[AttendingModule, ...]
@@ -317,17 +369,22 @@ class Attending(NamedTuple):
 
     @property
     def heads(self) -> tuple[AttentionHeads, ...]:
-        """Of what heads each is."""
+        """The heads of each module."""
         return tuple(module.heads for module in self.modules)
 
 
-# What is known of a model's layers with experts, of which ranks may have some each.
+# The layers with experts of a model, for expert parallelism.
 
 
 class ExpertLayers(NamedTuple):
-    """All layers with experts of a model, which are alike: `modules` hold those of a layer, first
-    to last, a `number` of them; of these a token chooses so many (`chosen`), each of which gets a
-    row of `features` elements."""
+    """The layers with experts of a model, which are equal.
+
+    Attributes:
+        modules: The module of each layer that holds its experts, first to last.
+        number: The number of experts of a layer.
+        chosen: The number of experts that a token goes to.
+        features: The elements of a row, which an expert gets for each token.
+    """
 
     modules: tuple[str, ...]
     number: int
@@ -336,9 +393,15 @@ class ExpertLayers(NamedTuple):
 
 
 class TensorFacts(NamedTuple):
-    """A parameter or buffer: canonical dotted name and shape in elements. `cut_over`: it is one
-    rank's slice of it along these axes; `is_copy`: a stage's own copy of what another stage has;
-    `is_frozen`: it is trained by nobody, so that it has neither a gradient nor optimizer state."""
+    """A parameter or buffer.
+
+    Attributes:
+        name: The canonical dotted name.
+        shape: The shape in elements; for a sharded tensor, of one rank's shard.
+        cut_over: The axes that the tensor is sharded over.
+        is_copy: True for a stage's copy of a tensor that another stage has, as for tied weights.
+        is_frozen: True if it is not trained, so that it has no gradient and no optimizer state.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -352,27 +415,32 @@ class TensorFacts(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is one rank's slice."""
+        """True if the tensor is one rank's shard."""
         return bool(self.cut_over)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
-    """What is gathered, reduced and freed together: a block, or the root with all that is left.
-    `modules` are dotted names, "" for the root. Tied tensors appear once, in the root. `trained`
-    are those of its tensors that are not frozen."""
+    """A unit of tensors that are all-gathered, reduced and freed together: a block, or the root.
+
+    Attributes:
+        modules: The dotted names of its modules; "" for the root, which has all remaining tensors.
+        tensors: The tensors in order. Tied tensors appear once, in the root.
+        trained: The tensors that are not frozen.
+        trained_numel: The elements of tensors that have gradients and optimizer state.
+    """
 
     modules: tuple[str, ...]
     tensors: tuple[TensorFacts, ...]
-    # of the tensors, once: they are read often
+    # Computed once, because they are read often.
     shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     numel: int = field(init=False, repr=False, compare=False)
     trained: tuple[TensorFacts, ...] = field(init=False, repr=False, compare=False)
     trained_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    # elements of what has gradients and optimizer state
     trained_numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # object.__setattr__, because the dataclass is frozen.
         shapes = tuple([tensor.shape for tensor in self.tensors])
         object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "numel", sum(map(math.prod, shapes)))
@@ -383,53 +451,65 @@ class UnitFacts:
 
     @property
     def frozen(self) -> tuple[TensorFacts, ...]:
-        """Its tensors that nobody trains."""
+        """The tensors that are not trained."""
         if len(self.trained) == len(self.tensors):
             return ()
         return tuple([tensor for tensor in self.tensors if tensor.is_frozen])
 
     @property
     def name(self) -> str:
-        """What the unit is called; "" for the root."""
+        """The name of the unit; empty for the root."""
         first, *others = self.modules
         return f"{first} … {others[-1]}" if others else first
 
     @property
     def is_root(self) -> bool:
-        """Whether it is what no other unit has."""
+        """True for the unit of all tensors that no other unit has."""
         return self.modules == ("",)
 
     def is_hidden(self, tensor: TensorFacts) -> bool:
-        """Return whether one of its tensors is a matrix within the model: no embedding, no head."""
+        """Return True if a tensor is a matrix inside the model, not an embedding or a head."""
         return len(tensor.shape) == 2 and not self.is_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """`units` in the order in which fully_shard wraps them: blocks first to last, then the root.
-    `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
-    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
-    micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
-    model that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in
-    its fused projections; `chain` is what the pipeline axis cuts, and `stage_passes` what was
-    traced of each stage, by the places of ranks along the cutting axes: without pp of one stage,
-    the model. `stage_rows` are the same as formulas of where tokens go, empty where that changes no
-    size or there is no formula; `work` is what that micro-batch computes and `part_works` what it
-    does on the ranks at each place along tp, of all their stages together; `blocks` are the names
-    of what repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
-    `sample_bytes` are those of a sample that is not tokens; `ignored` are fields of a config that
-    have no influence, each with the reason; `vocabulary` is how many logits a token has, where it
-    has run. `untraced` says why there is no trace of a model that should have one,
-    `unknown_attention` of what attention nobody knows what the spec's GPUs would keep. `by_data`
-    says what selects by data, as a router does, so that sizes depend on it: then the traces are
-    those of one extent of what is selected, and `others` are the facts at other extents; figures
-    lie between the least and the largest of all. `attending` is what slices of the tokens over cp
-    need of a model that is not built in, `experts` its layers with experts where ranks have some
-    each. `unvisited` are parameters that have no gradient where nothing is selected for them.
-    `built_whole` says why each rank builds the full model before it keeps its part; it is empty
-    where a rank draws or reads its part alone. `stops` are modules whose inputs have no gradient,
-    for nothing trained comes before them. `model` is there where they are of another one than the
-    spec's.
+    """All facts of a model that a prediction needs.
+
+    Attributes:
+        units: In the order in which fully_shard wraps them: blocks first to last, then the root.
+        buffers: The name and the bytes of each buffer.
+        gradient_order: The parameters in the order in which a backward pass completes their
+            gradients. DDP fills its buckets in this order.
+        timeline: One micro-batch, traced at the spec's shape and dtypes; None if a committed table
+            has it.
+        roles: The roles of modules on the tensor axis, for a model that is not built in.
+        fusions: The lengths of the parts of fused projections, for such a model.
+        chain: The sequence of layers that the pipeline axis divides.
+        blocks: The names of repeated modules, first to last.
+        stage_passes: The traced passes of each stage, by the places of ranks along axes that shard
+            the model. Without pp the model is one stage.
+        stage_rows: The passes as formulas of the rows of experts; empty if routing changes no size,
+            or no formula holds.
+        work: The operators of one micro-batch.
+        part_works: The operators on ranks at each place along tp, of all their stages together.
+        draws: True if the forward pass draws random numbers, for example for dropout.
+        sample_bytes: The bytes of a sample that does not consist of tokens.
+        ignored: Fields of a config without an effect, each with the reason.
+        vocabulary: The number of logits of a token, if the model has run.
+        untraced: The reason why a trace is missing that the model should have.
+        unknown_attention: The attention whose memory on the spec's GPUs is unknown.
+        model: The model of these facts, if it is not the spec's.
+        by_data: The modules that select by data, such as a router, so that sizes depend on data.
+            The traces then have one extent of the selection.
+        attending: The facts for context parallelism, for a model that is not built in.
+        experts: The layers with experts, if they are sharded over ranks.
+        others: The facts at other extents of the selection. Figures lie between the smallest and
+            the largest of all.
+        unvisited: Parameters without a gradient if nothing is selected for them.
+        stops: Modules whose inputs have no gradient, because nothing before them is trained.
+        built_whole: The reason why each rank builds the full model before it keeps its part; empty
+            if a rank draws or reads its part alone.
     """
 
     units: tuple[UnitFacts, ...]
@@ -460,22 +540,28 @@ class ModelFacts:
     built_whole: str = field(default="", compare=False)
 
     def __hash__(self) -> int:
-        """Of little: what is equal has units of equal sizes, and to go through all their tensors
-        costs milliseconds."""
+        """Return a hash of unit sizes and buffers only.
+
+        Equal facts have equal unit sizes, and hashing all tensors would take milliseconds.
+        """
         return hash((tuple(unit.numel for unit in self.units), self.buffers, self.chain is None))
 
     @classmethod
     def of_units(cls, units: Units, roles: Roles = ()) -> Self:
-        """Return those of a model of which only the modules of each unit are known."""
+        """Return the facts of a model of which only the modules of each unit are known."""
         return cls(units=tuple(UnitFacts(modules=own, tensors=()) for own in units), roles=roles)
 
     def as_one_unit(self) -> ModelFacts:
-        """Return the same model with its root for its only unit; its trace knows others."""
+        """Return the facts with the root as the only unit.
+
+        They have no trace, because the trace has other units.
+        """
         units = (UnitFacts(modules=("",), tensors=self.tensors),)
         return replace(self, units=units, timeline=None, stage_passes=(), stage_rows=())
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:
+        """All tensors, unit by unit."""
         return tuple(tensor for unit in self.units for tensor in unit.tensors)
 
     @property
@@ -485,12 +571,14 @@ class ModelFacts:
 
     @property
     def trained_numel(self) -> int:
-        """Elements of what has gradients and optimizer state: P where nothing is frozen."""
+        """The elements of all tensors with gradients and optimizer state."""
         return sum(unit.trained_numel for unit in self.units)
 
     def is_passed_by(self, unit: UnitFacts) -> bool:
-        """Return whether no gradient comes to what a unit gives; what is trained is within the
-        root."""
+        """Return True if no gradient reaches the output of a unit that has nothing to train.
+
+        The root is never passed by.
+        """
         is_idle = bool(unit.tensors) and not unit.trained and not unit.is_root
         return is_idle and unit.modules[0] in self.stops
 
@@ -501,11 +589,11 @@ class ModelFacts:
 
     @property
     def numel(self) -> int:
-        """P, the number of parameters."""
+        """The number of parameters, P."""
         return sum(unit.numel for unit in self.units)
 
 
 def prefixes(name: str) -> Iterator[str]:
-    """The dotted names of the modules around a name, and itself, outermost first."""
+    """Yield the dotted names of the modules that contain a name, outermost first, then the name."""
     parts = name.split(".")
     return accumulate(parts, "{}.{}".format)

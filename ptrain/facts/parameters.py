@@ -1,6 +1,6 @@
-"""The tensors of built-in models as formulas: names, shapes, units, order of gradients.
+"""The tensors of built-in models as formulas: names, shapes, units, and the order of gradients.
 
-Pure: no torch. Tests compare every fact with the module itself.
+This module is pure and does not import torch. Tests compare every fact with the module itself.
 """
 
 from __future__ import annotations
@@ -17,35 +17,42 @@ from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec
 
-EXPERTS = "experts"  # the module of a block that has all of them
-LOCAL = "window_"  # in front of the names of tables that layers with a window have of their own
-_FP32, _INT64 = 4, 8  # bytes: reals are fp32 (fp64 under compute fp64), whatever the layout
+EXPERTS = "experts"  # the module of a block that has all of its experts
+LOCAL = "window_"  # prefix of the tables that only layers with a window use
+_FP32, _INT64 = 4, 8  # bytes; buffers of reals are fp32 in every layout (fp64 under compute fp64)
 
 Shape = tuple[int, ...]
 Table = tuple[tuple[str, Shape], ...]
 
 
-@lru_cache(maxsize=2**5)  # who looks for what fits changes everything but the model
+@lru_cache(maxsize=2**5)  # a search for changes that fit varies everything except the model
 def facts(
     shape: ModelShape,
     sequence: int,
     unit: UnitSize | None = None,
     apart: tuple[str, ...] = (),
 ) -> ModelFacts:
-    """Return what derivation knows of a built-in model that takes `sequence` tokens and is wrapped
-    in units of this size (one block, where it is not given), modules that are kept `apart` in units
-    of their own."""
-    blocks = {f"blocks.{layer}": _block(shape, layer) for layer in range(shape.layers)}
-    units = _units(unit or UnitSize(), blocks, _root(shape, sequence))
+    """Return the facts of a built-in model.
+
+    Args:
+        shape: The model.
+        sequence: The number of tokens of a sample, for learned positions and tables.
+        unit: The size of a unit; by default one block.
+        apart: Modules that are separate units, such as experts.
+    """
+    blocks = {f"blocks.{layer}": _block_tensors(shape, layer) for layer in range(shape.layers)}
+    units = _make_units(unit or UnitSize(), blocks, _root_tensors(shape, sequence))
     return ModelFacts(
-        units=tuple(own for whole in units for own in _parted(whole, apart)) if apart else units,
-        buffers=_buffers(shape, sequence),
+        units=tuple(part for unit_facts in units for part in _separate_units(unit_facts, apart))
+        if apart
+        else units,
+        buffers=_buffer_sizes(shape, sequence),
         gradient_order=_gradient_order(shape, blocks),
     )
 
 
 def expert_modules(spec: Spec) -> tuple[str, ...]:
-    """Return the modules that hold a layer's experts, where ranks have experts of their own."""
+    """Return the modules that hold each layer's experts, if ranks have different experts."""
     shape = spec.model
     if not isinstance(shape, ModelShape) or not spec.is_cut_over(EXPERT_AXES):
         return ()
@@ -54,7 +61,7 @@ def expert_modules(spec: Spec) -> tuple[str, ...]:
 
 
 def expert_layers(spec: Spec) -> ExpertLayers | None:
-    """Return a built-in model's layers with experts, where ranks have experts of their own."""
+    """Return the layers with experts of a built-in model, if ranks have different experts."""
     shape, modules = spec.model, expert_modules(spec)
     if not modules or not isinstance(shape, ModelShape) or shape.experts is None:
         return None
@@ -66,26 +73,31 @@ def expert_layers(spec: Spec) -> ExpertLayers | None:
     )
 
 
-def _parted(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts]:
-    """Yield the units of the modules within a unit that are kept apart, then what is left."""
+def _separate_units(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts]:
+    """Yield the units of separate modules within a unit, then the rest of the unit."""
     left = unit.tensors
     for name in apart:
-        own = tuple(tensor for tensor in left if tensor.name.startswith(f"{name}."))
-        if own:
-            yield UnitFacts(modules=(name,), tensors=own)
-            left = tuple(tensor for tensor in left if tensor not in own)
+        tensors = tuple(tensor for tensor in left if tensor.name.startswith(f"{name}."))
+        if tensors:
+            yield UnitFacts(modules=(name,), tensors=tensors)
+            left = tuple(tensor for tensor in left if tensor not in tensors)
     yield replace(unit, tensors=left) if len(left) < len(unit.tensors) else unit
 
 
-def _units(
+def _make_units(
     size: UnitSize, blocks: Mapping[str, Table], root: tuple[Table, Table]
 ) -> tuple[UnitFacts, ...]:
-    """Inner before outer; an outer unit has what its inner ones leave. `root` are the tensors in
-    front of the blocks and behind them."""
-    ends = tuple(_tensors(table, "") for table in root)
+    """Return the units of a model, inner before outer; an outer unit has the remaining tensors.
+
+    Args:
+        size: The size of a unit.
+        blocks: The tensors of each block by name.
+        root: The tensors before the blocks and after them.
+    """
+    ends = tuple(_tensor_facts(table, "") for table in root)
     inner: list[UnitFacts] = []
     names = tuple(blocks)
-    within = {name: _tensors(block, f"{name}.") for name, block in blocks.items()}
+    within = {name: _tensor_facts(block, f"{name}.") for name, block in blocks.items()}
     match size.kind:
         case UnitKind.BLOCK | UnitKind.BLOCKS:
             for start in range(0, len(names), size.count):
@@ -96,149 +108,196 @@ def _units(
             for name, block in blocks.items():
                 inner += _sub_units(name, block)
         case UnitKind.MODEL:
-            whole = tuple(tensor for name in names for tensor in within[name])
-            return (UnitFacts(modules=("",), tensors=(*ends[0], *whole, *ends[1])),)
+            tensors_of_blocks = tuple(tensor for name in names for tensor in within[name])
+            return (UnitFacts(modules=("",), tensors=(*ends[0], *tensors_of_blocks, *ends[1])),)
         case kind:
             assert_never(kind)
     return (*inner, UnitFacts(modules=("",), tensors=(*ends[0], *ends[1])))
 
 
 def _sub_units(name: str, block: Table) -> Iterator[UnitFacts]:
-    """Attention and mlp are modules of modules: `attention.query.weight` lies two deep. The norms
-    stay with the block."""
+    """Yield the units of a block's attention and mlp, then the block's unit with its norms.
+
+    Attention and mlp contain modules: `attention.query.weight` is two levels deep.
+    """
     by_part: dict[str, list[tuple[str, Shape]]] = {}
     for path, dims in block:
         part, _, rest = path.partition(".")
         by_part.setdefault(part if "." in rest else "", []).append((path, dims))
     left = by_part.pop("")
     for part, table in by_part.items():
-        yield UnitFacts(modules=(f"{name}.{part}",), tensors=_tensors(tuple(table), f"{name}."))
-    yield UnitFacts(modules=(name,), tensors=_tensors(tuple(left), f"{name}."))
+        yield UnitFacts(
+            modules=(f"{name}.{part}",), tensors=_tensor_facts(tuple(table), f"{name}.")
+        )
+    yield UnitFacts(modules=(name,), tensors=_tensor_facts(tuple(left), f"{name}."))
 
 
-def _tensors(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
+def _tensor_facts(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
+    """Return the facts of a table's tensors."""
     return tuple(TensorFacts(name=prefix + name, shape=dims) for name, dims in table)
 
 
-def _block(shape: ModelShape, layer: int) -> Table:
+def _block_tensors(shape: ModelShape, layer: int) -> Table:
+    """Return the tensors of a block."""
     hidden = shape.hidden
     has_post, has_own = shape.post_norm, not shape.parallel
     return (
-        *_norm(shape, "attention_norm", hidden),
-        *(_latent_attention(shape) if shape.is_latent else _attention(shape)),
-        *(_norm(shape, "attention_post_norm", hidden) if has_post else ()),
-        *(_norm(shape, "mlp_norm", hidden) if has_own else ()),
-        *(_moe(shape) if shape.has_experts(layer) else _feed_forward(shape, "mlp", shape.ffn)),
-        *(_norm(shape, "mlp_post_norm", hidden) if has_post else ()),
+        *_norm_tensors(shape, "attention_norm", hidden),
+        *(_latent_attention_tensors(shape) if shape.is_latent else _attention_tensors(shape)),
+        *(_norm_tensors(shape, "attention_post_norm", hidden) if has_post else ()),
+        *(_norm_tensors(shape, "mlp_norm", hidden) if has_own else ()),
+        *(
+            _moe_tensors(shape)
+            if shape.has_experts(layer)
+            else _feed_forward_tensors(shape, "mlp", shape.ffn)
+        ),
+        *(_norm_tensors(shape, "mlp_post_norm", hidden) if has_post else ()),
     )
 
 
-def _attention(shape: ModelShape) -> Table:
+def _attention_tensors(shape: ModelShape) -> Table:
+    """Return the tensors of attention."""
     hidden, head_dim, all_have_bias = shape.hidden, shape.head_dim, shape.bias is Bias.ALL
     qkv_has_bias = shape.bias is not Bias.NONE
     return (
-        *_linear("attention.query", shape.query_width, hidden, has_bias=qkv_has_bias),
-        *(_norm(shape, "attention.query_norm", head_dim) if shape.qk_norm else ()),
-        *_linear("attention.key", shape.kv_width, hidden, has_bias=qkv_has_bias),
-        *(_norm(shape, "attention.key_norm", head_dim) if shape.qk_norm else ()),
-        *_linear("attention.value", shape.kv_width, hidden, has_bias=qkv_has_bias),
-        *_linear("attention.output", hidden, shape.query_width, has_bias=all_have_bias),
+        *_linear_tensors("attention.query", shape.query_width, hidden, has_bias=qkv_has_bias),
+        *(_norm_tensors(shape, "attention.query_norm", head_dim) if shape.qk_norm else ()),
+        *_linear_tensors("attention.key", shape.kv_width, hidden, has_bias=qkv_has_bias),
+        *(_norm_tensors(shape, "attention.key_norm", head_dim) if shape.qk_norm else ()),
+        *_linear_tensors("attention.value", shape.kv_width, hidden, has_bias=qkv_has_bias),
+        *_linear_tensors("attention.output", hidden, shape.query_width, has_bias=all_have_bias),
     )
 
 
-def _latent_attention(shape: ModelShape) -> Table:
-    """Queries by way of latent features, or of the stream; keys and values of theirs, but for the
-    one key that turns."""
+def _latent_attention_tensors(shape: ModelShape) -> Table:
+    """Return the tensors of latent attention (MLA).
+
+    Queries are projected from latent features, or directly from hidden states. Keys and values are
+    projected from latent features, except for the shared rotary key.
+    """
     assert shape.kv_lora_rank is not None, "there are latent features"
+    # As in DeepSeek-V2: a down-projection to latent features, a norm, and an up-projection.
     hidden, rank, latent = shape.hidden, shape.q_lora_rank, shape.kv_lora_rank
-    own = shape.qk_nope_head_dim + shape.v_head_dim
+    width_per_head = shape.qk_nope_head_dim + shape.v_head_dim
     down = (
         ()
         if rank is None
         else (
-            *_linear("attention.query_down", rank, hidden, has_bias=False),
-            *_norm(shape, "attention.query_norm", rank),
+            *_linear_tensors("attention.query_down", rank, hidden, has_bias=False),
+            *_norm_tensors(shape, "attention.query_norm", rank),
         )
     )
     return (
         *down,
-        *_linear("attention.query_up", shape.query_width, rank or hidden, has_bias=False),
-        *_linear("attention.kv_down", latent + shape.qk_rope_head_dim, hidden, has_bias=False),
-        *_norm(shape, "attention.kv_norm", latent),
-        *_linear("attention.kv_up", shape.heads * own, latent, has_bias=False),
-        *_linear("attention.output", hidden, shape.value_width, has_bias=False),
+        *_linear_tensors("attention.query_up", shape.query_width, rank or hidden, has_bias=False),
+        *_linear_tensors(
+            "attention.kv_down", latent + shape.qk_rope_head_dim, hidden, has_bias=False
+        ),
+        *_norm_tensors(shape, "attention.kv_norm", latent),
+        *_linear_tensors("attention.kv_up", shape.heads * width_per_head, latent, has_bias=False),
+        *_linear_tensors("attention.output", hidden, shape.value_width, has_bias=False),
     )
 
 
-def _feed_forward(shape: ModelShape, name: str, width: int) -> Table:
+def _feed_forward_tensors(shape: ModelShape, name: str, width: int) -> Table:
+    """Return the tensors of a feed-forward module."""
     has_bias = shape.bias is Bias.ALL
     return (
         *(
             row
-            for part in _inner(shape)
-            for row in _linear(f"{name}.{part}", width, shape.hidden, has_bias=has_bias)
+            for part in _inner_projections(shape)
+            for row in _linear_tensors(f"{name}.{part}", width, shape.hidden, has_bias=has_bias)
         ),
-        *_linear(f"{name}.down", shape.hidden, width, has_bias=has_bias),
+        *_linear_tensors(f"{name}.down", shape.hidden, width, has_bias=has_bias),
     )
 
 
-def _inner(shape: ModelShape) -> tuple[str, ...]:
-    """Return the projections to the inside of a feed-forward part."""
+def _inner_projections(shape: ModelShape) -> tuple[str, ...]:
+    """Return the names of the projections from hidden states to the inner features."""
     return ("gate", "up") if shape.activation.is_gated else ("up",)
 
 
-def _moe(shape: ModelShape) -> Table:
-    """The router, all experts in a tensor for each projection, and the shared ones as one."""
+def _moe_tensors(shape: ModelShape) -> Table:
+    """Return the tensors of a layer with experts: router, stacked experts, and shared experts.
+
+    Each projection of all experts is one tensor. Shared experts are one feed-forward module.
+    """
     assert shape.experts is not None, "the layer has some"
     experts, width, hidden = shape.experts, shape.width_of_expert, shape.hidden
     shared = shape.shared_experts * width
     return (
         ("mlp.router.weight", (experts, hidden)),
-        *((f"mlp.{EXPERTS}.{part}.weight", (experts, width, hidden)) for part in _inner(shape)),
+        *(
+            (f"mlp.{EXPERTS}.{part}.weight", (experts, width, hidden))
+            for part in _inner_projections(shape)
+        ),
         (f"mlp.{EXPERTS}.down.weight", (experts, hidden, width)),
-        *(_feed_forward(shape, "mlp.shared", shared) if shared else ()),
+        *(_feed_forward_tensors(shape, "mlp.shared", shared) if shared else ()),
     )
 
 
 def is_of_experts(name: str) -> bool:
-    """Return whether a tensor is of experts that a router chooses from."""
+    """Return True if a tensor belongs to experts that a router chooses from."""
     return EXPERTS in name.split(".")
 
 
 def elements_met(shape: ModelShape, name: str, numel: int) -> int:
-    """Return of how many of a tensor's elements a token makes use: of the experts' those of the
-    ones that it goes to, of any other all."""
+    """Return the number of a tensor's elements that one token uses.
+
+    Args:
+        shape: The model.
+        name: The name of the tensor.
+        numel: The number of its elements.
+
+    Returns:
+        For a tensor of experts, the elements of the experts that a token is routed to; else all.
+    """
     if shape.experts is None or not is_of_experts(name):
         return numel
     return numel // shape.experts * shape.experts_per_token
 
 
-def _norm(shape: ModelShape, name: str, features: int) -> Table:
+def _norm_tensors(shape: ModelShape, name: str, features: int) -> Table:
+    """Return the tensors of a norm."""
     return tuple((f"{name}.{tensor}", (features,)) for tensor in shape.norm.tensors)
 
 
-def _linear(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Table:
+def _linear_tensors(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Table:
+    """Return the tensors of a linear module."""
     bias: Table = ((f"{name}.bias", (outputs,)),) if has_bias else ()
     return ((f"{name}.weight", (outputs, inputs)), *bias)
 
 
-def _root(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
-    """The tensors in front of the blocks, and those behind them."""
+def _root_tensors(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
+    """Return the tensors before the blocks and after them."""
     hidden = shape.hidden
     front: Table = (("embed.weight", (shape.vocab, hidden)),)
     if shape.positions is Positions.LEARNED:
         front = (*front, ("positions.weight", (sequence, hidden)))
-    head = () if shape.tied else _linear("head", shape.vocab, hidden, has_bias=shape.head_bias)
-    return front, (*_norm(shape, "norm", hidden), *head)
+    # A tied head has no tensor: `named_parameters` yields a shared tensor once, by its first name.
+    head = (
+        () if shape.tied else _linear_tensors("head", shape.vocab, hidden, has_bias=shape.head_bias)
+    )
+    return front, (*_norm_tensors(shape, "norm", hidden), *head)
 
 
-OF_TOKENS = "_TK"  # ends the name of a table with a row for each token
-BIAS, COUNTS = "bias_E", "load_E"  # of a router's buffers: of its experts, and how often chosen
+OF_TOKENS = "_TK"  # suffix of tables with a row for each token
+BIAS, COUNTS = (
+    "bias_E",
+    "load_E",
+)  # a router's buffers: the bias and the number of choices per expert
 
 
 def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
-    """Return name and sizes of each table of reals that a model has beside its parameters, in its
-    order: of rotations, and of what a window hides."""
+    """Return the tables of reals that a model has as buffers: rotations, and the mask of a window.
+
+    Args:
+        shape: The model.
+        sequence: The number of tokens of a sample.
+
+    Returns:
+        The rows and columns of each table by name, in the model's order.
+    """
     pairs = shape.rotary_dim // 2
     names = ["cos_TK", "sin_TK"] if pairs else []
     if shape.window_rope_base is not None:
@@ -250,33 +309,41 @@ def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
     return tables
 
 
-def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
+def _buffer_sizes(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
+    """Return the name and the bytes of each buffer."""
     tables = tables_of(shape, sequence).items()
-    own = [(name, rows * columns * _FP32) for name, (rows, columns) in tables]
+    buffers = [(name, rows * columns * _FP32) for name, (rows, columns) in tables]
     if shape.experts is not None and shape.bias_update_rate is not None:
         for layer in filter(shape.has_experts, range(shape.layers)):
             router = f"blocks.{layer}.mlp.router"
-            own.append((f"{router}.{BIAS}", shape.experts * _FP32))
-            own.append((f"{router}.{COUNTS}", shape.experts * _INT64))
-    return tuple(own)
+            buffers.append((f"{router}.{BIAS}", shape.experts * _FP32))
+            buffers.append((f"{router}.{COUNTS}", shape.experts * _INT64))
+    return tuple(buffers)
 
 
 def _gradient_order(shape: ModelShape, blocks: Mapping[str, Table]) -> tuple[str, ...]:
-    """Last used, first complete. A tied embedding is complete only where it was used first."""
-    front, behind = (tuple(name for name, _ in table) for table in _root(shape, 0))
+    """Return the parameters in the order in which a backward pass completes their gradients.
+
+    It is the reverse order of use. A tied embedding is complete only at its first use.
+    """
+    front, behind = (tuple(name for name, _ in table) for table in _root_tensors(shape, 0))
     within = (
         f"{block_name}.{name}"
         for block_name, block in reversed([*blocks.items()])
-        for name in _completed(tuple(name for name, _ in block))
+        for name in _completion_order(tuple(name for name, _ in block))
     )
-    return (*_completed(behind), *within, *reversed(front))
+    return (*_completion_order(behind), *within, *reversed(front))
 
 
-def _completed(names: tuple[str, ...]) -> Iterator[str]:
-    """Modules backwards. A linear layer's bias comes first, for its weight is transposed on the
-    way; a norm hands over both at once, in the order of its arguments."""
+def _completion_order(names: tuple[str, ...]) -> Iterator[str]:
+    """Yield the tensors of modules in the order in which their gradients are complete.
+
+    Modules come in reverse. A linear's bias is before its weight, whose gradient passes another
+    autograd node, a transpose. A norm's gradients are complete together, in the order of its
+    arguments.
+    """
     of_module: dict[str, list[str]] = {}
     for name in names:
         of_module.setdefault(name.rpartition(".")[0], []).append(name)
-    for module, own in reversed(of_module.items()):
-        yield from own if module.endswith("norm") else reversed(own)
+    for module, parameters in reversed(of_module.items()):
+        yield from parameters if module.endswith("norm") else reversed(parameters)

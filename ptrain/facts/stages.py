@@ -1,7 +1,7 @@
-"""Where a model is cut into stages: contiguous layers, the embedding in front of the first ones and
-norm and head behind the last ones.
+"""Division of a model into pipeline stages of contiguous layers.
 
-A rank is as slow as its stages and as full, so a cut is balanced by what its largest stage weighs.
+The first stage has the embedding, the last one the norm and the head. The slowest and fullest stage
+decides, so a division is balanced by the weight of its largest stage.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ Units = tuple[tuple[str, ...], ...]  # the modules of each, as a plan has them
 
 
 class Ends(NamedTuple):
-    """A model's modules in front of its layers and behind them, and parameters that belong to none
-    of them."""
+    """The modules and separate parameters before a model's layers, and after them."""
 
     front: tuple[str, ...]
     behind: tuple[str, ...]
 
 
 class Chain(NamedTuple):
-    """A model as stages are cut from it: its layers' names, first to last, what surrounds them, and
-    `hidden`, the features of what goes from layer to layer. `tied`: tensors in front that are used
-    behind too, each with its name there. A layer gives hidden states alone, or `returns` things in
-    a tuple, hidden states first. `is_written`: the model writes into what its modules in front
-    give, or its layers. `positions`: the dimensions between samples and features, where these
-    are not the tokens."""
+    """The sequence of a model's layers that the pipeline axis divides.
+
+    Attributes:
+        layers: The names of the layers, first to last.
+        ends: The modules before and after the layers.
+        hidden: The number of features of the hidden states between layers.
+        tied: Tensors before the layers that are used after them too, each with its name there.
+        returns: The number of values in the tuple that a layer returns, hidden states first; 0 if
+            it returns hidden states alone.
+        is_written: True if the model writes in place into outputs of the modules before the layers,
+            or of layers.
+        positions: The dimensions between samples and features; None if these are the tokens.
+    """
 
     layers: tuple[str, ...]
     ends: Ends
@@ -42,34 +48,40 @@ class Chain(NamedTuple):
     positions: tuple[int, ...] | None = None
 
     def sample_shape(self, sequence: int, slices: int = 1) -> tuple[int, ...]:
-        """Return the shape of the hidden states of a sample of so many tokens, of whose positions a
-        rank of tp has one of `slices`."""
+        """Return the shape of the hidden states of one sample, without the dimension of samples.
+
+        Args:
+            sequence: The number of tokens of a sample.
+            slices: The number of tp ranks over which the positions are sharded.
+        """
         positions = (sequence,) if self.positions is None else self.positions
         return (*(size // slices for size in positions[:1]), *positions[1:], self.hidden)
 
     def lacking(self, stage: Stage) -> tuple[str, ...]:
-        """Modules and parameters that a stage does not have: other stages' layers, and ends."""
+        """Return the modules and parameters that a stage does not have: other layers, and ends."""
         foreign = tuple(name for name in self.layers if name not in stage.layers)
         front, behind = self.absent_ends(stage)
         return (*foreign, *front, *behind)
 
     def absent_ends(self, stage: Stage) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What a stage does not have of what is in front of the layers, and of what is behind."""
+        """Return the modules before the layers and after them that a stage does not have."""
         is_last = stage.layers[-1] == self.layers[-1]
         return self.ends.front if stage.index else (), () if is_last else self.ends.behind
 
 
 def is_within(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a tensor or module is one of `modules`, or in one."""
+    """Return True if a tensor or module is one of `modules`, or inside of one."""
     return f"{name}.".startswith(tuple([f"{module}." for module in modules]))
 
 
-# Of the built-in families.
+# The modules of the built-in families.
 ENDS = Ends(front=("embed", "scale", "positions", "dropout"), behind=("norm", "head"))
 FRONT = ENDS.front
 
 
 class Tensor(Protocol):
+    """The interface of a tensor that stages hold, like `facts.model.TensorFacts`."""
+
     @property
     def name(self) -> str: ...
     @property
@@ -79,7 +91,7 @@ class Tensor(Protocol):
 
 
 class Unit(Protocol):
-    """`facts.model.UnitFacts`, in units of one block."""
+    """The interface of one block's unit, like `facts.model.UnitFacts`."""
 
     @property
     def name(self) -> str: ...
@@ -90,9 +102,14 @@ class Unit(Protocol):
 
 
 class Layers(NamedTuple):
-    """What is cut: layers first to last, and the tensors in front of them and behind them.
-    `tied`: those in front that the last stage uses too, each with the name of the copy that it has
-    of them."""
+    """The parts of a model that stages are made of.
+
+    Attributes:
+        layers: The layers, first to last.
+        front: The tensors before the layers.
+        behind: The tensors after the layers.
+        tied: The tensors of `front` that the last stage uses too, each with the name of its copy.
+    """
 
     layers: tuple[Unit, ...]
     front: tuple[Tensor, ...]
@@ -101,12 +118,15 @@ class Layers(NamedTuple):
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Parameters of each layer."""
+        """The number of parameters of each layer."""
         return tuple(layer.numel for layer in self.layers)
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Parameters that the first stage has beside its layers, and the last; tied ones both."""
+        """The parameters of the first and of the last stage besides their layers.
+
+        Tied tensors count in both.
+        """
         tied = dict(self.tied)
         copies = sum(tensor.numel for tensor in self.front if tensor.name in tied)
         behind = sum(tensor.numel for tensor in self.behind)
@@ -115,9 +135,18 @@ class Layers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage's part of the model. `shared` are its tensors that another stage has too, there
-    perhaps by another name: their gradients are summed over both. Each is a unit of its own, so
-    that both stages cut it alike whatever else they have."""
+    """The part of a model that one pipeline stage has.
+
+    Attributes:
+        index: The number of the stage.
+        layers: The names of its layers.
+        tensors: The names of its tensors.
+        shared: The tensors that another stage has too, perhaps by another name. Their gradients are
+            summed over both stages. Each is a separate unit, so that both stages shard it in the
+            same way.
+        numel: The number of its parameters.
+        copied: The tied tensors of the last stage: the original's name, and the copy's.
+    """
 
     index: int
     layers: tuple[str, ...]
@@ -127,8 +156,10 @@ class Stage:
     copied: tuple[tuple[str, str], ...] = ()
 
     def units(self, units: Units) -> Units:
-        """Those of a model that this stage has, inner before outer; its modules' names are the
-        model's."""
+        """Return the units of a model that this stage has, inner before outer.
+
+        The names of their modules are the model's.
+        """
         inner = tuple(modules for modules in units if is_within(modules[0], self.layers))
         shared = tuple((name.rpartition(".")[0],) for name in self.shared)
         return (*inner, *shared, ("",))
@@ -140,36 +171,47 @@ def layers_of(
     front: Sequence[str] = FRONT,
     tied: Sequence[tuple[str, str]] = (),
 ) -> Layers:
-    """Return the layers of a model's units, blocks first to last and then the root; `front` names
-    the root's modules in front of the blocks, `tied` the tensors that a tied head takes from there,
-    with its own name of them."""
+    """Return the layers of a model from its units.
+
+    Args:
+        units: The blocks first to last, then the root.
+        front: The root's modules before the blocks.
+        tied: The tensors before the blocks that a tied head uses, each with its name in the head.
+    """
     *layers, root = units
     assert root.name == "", "the last unit is the root"
     names = {layer.name for layer in layers}
     assert not any(name.rpartition(".")[0] in names for name in names), "units of less than a block"
-    ahead = tuple(tensor for tensor in root.tensors if is_within(tensor.name, front))
-    behind = tuple(t for t in root.tensors if t not in ahead)
-    assert {*dict(tied)} <= {tensor.name for tensor in ahead}, (
+    before = tuple(tensor for tensor in root.tensors if is_within(tensor.name, front))
+    after = tuple(t for t in root.tensors if t not in before)
+    assert {*dict(tied)} <= {tensor.name for tensor in before}, (
         f"{tied} are not all before the blocks"
     )
-    return Layers(layers=tuple(layers), front=ahead, behind=behind, tied=tuple(tied))
+    return Layers(layers=tuple(layers), front=before, behind=after, tied=tuple(tied))
 
 
 def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
-    """Return the stages with `counts` layers each. Raises SpecError where these are not the
-    model's."""
+    """Divide the layers of a model into stages.
+
+    Args:
+        model: The layers, and the tensors before and after them.
+        counts: The number of layers of each stage.
+
+    Raises:
+        SpecError: If the numbers do not sum to the model's layers, or one is 0.
+    """
     problems = tuple(unlike(counts, len(model.layers)))
     if problems:
         raise SpecError(*problems)
     starts = accumulate(counts, initial=0)
     return tuple(
-        _stage(model, (index, len(counts)), model.layers[start : start + count])
+        _make_stage(model, (index, len(counts)), model.layers[start : start + count])
         for index, (start, count) in enumerate(zip(starts, counts, strict=False))
     )
 
 
 def unlike(counts: Sequence[int], layers: int) -> Iterator[Fault]:
-    """Why stages with `counts` layers each are not those of a model of `layers`."""
+    """Yield a fault if numbers of layers per stage do not divide a model of `layers` layers."""
     listed = ", ".join(map(str, counts))
     finding = ""
     if min(counts, default=0) < 1:
@@ -184,46 +226,76 @@ def unlike(counts: Sequence[int], layers: int) -> Iterator[Fault]:
 
 
 def evenly(layers: int, stages: int) -> tuple[int, ...]:
-    """Give each stage as many layers; where they do not divide, the middle stages have one more:
-    the ends have the embedding and the head. Raises SpecError for more stages than layers."""
+    """Return an even number of layers for each stage.
+
+    Remaining layers go to the middle stages, because the first has the embedding and the last the
+    head.
+
+    Args:
+        layers: The number of layers.
+        stages: The number of stages.
+
+    Raises:
+        SpecError: If there are more stages than layers.
+    """
     _require_enough(layers, stages)
     share, more = divmod(layers, stages)
-    before = (stages - more) // 2
+    before = (stages - more) // 2  # stages with the smaller share before the middle ones
     return tuple(share + (before <= index < before + more) for index in range(stages))
 
 
 def balanced(
     weights: Sequence[float], stages: int, ends: tuple[float, float] = (0, 0)
 ) -> tuple[int, ...]:
-    """Layers of each stage, so that the heaviest weighs least, and of such cuts the most even one
-    (least sum of squares). `weights` of the layers in any one unit, parameters or seconds; `ends`:
-    what is in front of the first layer and behind the last. O(stages * layers * layers of a
-    stage). Raises SpecError for more stages than layers."""
+    """Return the number of layers of each stage, with the lightest possible heaviest stage.
+
+    Among such divisions the one with the least sum of squares is taken. The time is O(stages ·
+    layers · layers of a stage).
+
+    Args:
+        weights: The weight of each layer, in any unit, for example parameters or seconds.
+        stages: The number of stages.
+        ends: The weights before the first layer and after the last, in the same unit.
+
+    Raises:
+        SpecError: If there are more stages than layers.
+    """
     _require_enough(len(weights), stages)
     heavy = [*weights]
     heavy[0] += ends[0]
     heavy[-1] += ends[1]
-    return _balanced(tuple(heavy), stages)
+    return _balance_layers(tuple(heavy), stages)
 
 
 @lru_cache(maxsize=2**6)
-def _balanced(heavy: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """The same of weights with the ends: specs that are offered in place of another have its
-    stages."""
+def _balance_layers(heavy: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """Return the balanced division of layers whose first and last weights include the ends.
+
+    The result is cached, since specs offered as alternatives have equal stages.
+    """
     sums = [0.0, *accumulate(heavy)]  # of the first 0, 1, 2 … layers
-    return _most_even(sums, stages, _lightest(sums, stages))
+    return _most_even(sums, stages, _lightest_maximum(sums, stages))
 
 
-def _lightest(sums: Sequence[float], stages: int) -> float:
-    """The weight of the heaviest stage of the best cut. With more layers in front of a stage the
-    heaviest before it weighs no less, and the stage itself no more: the best is where they
-    cross."""
+def _lightest_maximum(sums: Sequence[float], stages: int) -> float:
+    """Return the weight of the heaviest stage in the best division.
+
+    Dynamic programming over stages. With more layers before a stage, the heaviest stage before it
+    gets no lighter, and the stage itself no heavier: the best division is where the two weights
+    cross.
+
+    Args:
+        sums: The weights of the first 0, 1, 2 … layers.
+        stages: The number of stages.
+    """
     layers = len(sums) - 1
-    costs = [0.0] + [float("inf")] * layers  # of the first n layers in the stages so far
+    costs = [0.0] + [float("inf")] * layers  # heaviest stage of the first n layers, so far
     for stage in range(1, stages + 1):
         following = [float("inf")] * (layers + 1)
-        at = stage - 1  # where they cross: no earlier with more layers
+        at = stage - 1  # the crossing, which only moves to later layers as `end` grows
         for end in range(stage, layers + 1):
+            # costs[at] grows with `at` and total - sums[at] shrinks: the smaller of the two maxima
+            # around the crossing is the best.
             total = sums[end]
             while at < end and costs[at] < total - sums[at]:
                 at += 1
@@ -234,8 +306,15 @@ def _lightest(sums: Sequence[float], stages: int) -> float:
 
 
 def _most_even(sums: Sequence[float], stages: int, heaviest: float) -> tuple[int, ...]:
-    """The cut with the least sum of squares, none of whose stages weighs more than `heaviest`: a
-    stage begins with no layer before those that it can bear."""
+    """Return the division with the least sum of squares whose stages weigh at most `heaviest`.
+
+    Dynamic programming over stages.
+
+    Args:
+        sums: The weights of the first 0, 1, 2 … layers.
+        stages: The number of stages.
+        heaviest: The weight of the heaviest stage, from `_lightest`.
+    """
     layers = len(sums) - 1
     costs = [0.0] + [float("inf")] * layers
     cuts: list[list[int]] = []
@@ -260,6 +339,11 @@ def _most_even(sums: Sequence[float], stages: int, heaviest: float) -> tuple[int
 
 
 def _require_enough(layers: int, stages: int) -> None:
+    """Check that each stage can have a layer.
+
+    Raises:
+        SpecError: If there are more stages than layers.
+    """
     if stages > layers:
         raise SpecError(
             Fault(
@@ -270,8 +354,14 @@ def _require_enough(layers: int, stages: int) -> None:
         )
 
 
-def _stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> Stage:
-    """`position`: the stage's index, and how many stages there are."""
+def _make_stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> Stage:
+    """Return one stage.
+
+    Args:
+        model: The layers, and the tensors before and after them.
+        position: The stage's index, and the number of stages.
+        layers: The layers of the stage.
+    """
     index, stages = position
     is_first, is_last = index == 0, index == stages - 1
     tied = dict(model.tied) if stages > 1 else {}

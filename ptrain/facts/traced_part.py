@@ -13,10 +13,16 @@ from ptrain.spec.spec import Spec
 
 
 def traced_part(spec: Spec) -> Spec:
-    """Return what a trace depends on, and nothing else, so that specs which differ elsewhere have
-    the same."""
-    cutting = tuple(_cut(factor) for factor in spec.factors if factor.axis not in DATA_AXES)
-    times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
+    """Return a spec with only the settings that a trace depends on.
+
+    Specs that differ in other settings have equal parts, so they share a cached trace.
+    """
+    cutting = tuple(
+        _traced_factor(factor) for factor in spec.factors if factor.axis not in DATA_AXES
+    )
+    # The number of micro-batches matters only to a pipeline's schedule.
+    times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1
+    # Expert parallelism exchanges tokens of several ranks: the trace covers their samples.
     samples = times * spec.batch.micro * math.prod(spec.degree(axis) for axis in EXPERT_AXES)
     batch = replace(spec.batch, global_samples=samples, accumulate=times)
     return Spec(
@@ -37,24 +43,28 @@ def traced_part(spec: Spec) -> Spec:
         loss=spec.loss,
         data=spec.data if spec.data.function else DataSpec(),
         device="cuda" if spec.is_for_cuda else "cpu",
-        cluster=_gpus(spec.cluster, math.prod(factor.degree for factor in cutting))
+        cluster=_minimal_cluster(spec.cluster, math.prod(factor.degree for factor in cutting))
         if spec.is_for_cuda and spec.cluster
         else None,
     )
 
 
-def _cut(factor: Factor) -> Factor:
-    """Return the factor as far as a trace depends on it: on an axis that cuts tokens, or gives
-    ranks experts, states are placed as on a data axis."""
+def _traced_factor(factor: Factor) -> Factor:
+    """Return a factor without the placements that a trace does not depend on.
+
+    On an axis that shards tokens or experts, states are placed as on a data axis.
+    """
     if factor.axis not in (*TOKEN_AXES, *EXPERT_AXES):
         return factor
     placement = replace(factor.placement, parameters=R, optimizer=R, gradients=R)
     return factor._replace(placement=placement)
 
 
-def _gpus(cluster: Cluster, ranks: int) -> Cluster:
-    """Return a cluster for so many ranks, of which nothing else is said but the compute capability
-    of its devices."""
+def _minimal_cluster(cluster: Cluster, ranks: int) -> Cluster:
+    """Return a cluster with this number of ranks and the devices' compute capability only.
+
+    Other figures are placeholders, since a trace does not depend on them.
+    """
     return Cluster(
         devices=ranks,
         devices_per_node=ranks,

@@ -1,10 +1,11 @@
-"""What a clock asks a machine for: seconds of operators, collectives, copies, updates and hooks;
-and the time of a collective by the published figures of its links: α + hops · α_hop + bytes ·
-factor / bandwidth.
+"""The interface of a machine's rates (`Pace`), and collective times from published link rates.
 
-Bandwidths are bus bandwidths, as nccl-tests define them by these factors, so they compare between
-collectives and numbers of ranks. Hops are those of NCCL's rings and trees. Ranks that span nodes
-send through as many network cards as they have ranks on a node.
+A pace gives the seconds of operators, collectives, copies, updates and hooks. By published figures
+a collective takes α + hops · α_hop + bytes · factor / bandwidth.
+
+Bandwidths are bus bandwidths, which nccl-tests defines by these factors, so they compare between
+collectives and numbers of ranks. The number of hops is that of NCCL's rings and trees. Ranks on
+several nodes use as many network cards as they have ranks on a node.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from ptrain.timeline import Kind
 
 
 class LinkRate(NamedTuple):
-    """Seconds of any call, seconds of a hop, and bytes per second of one device."""
+    """The rates of a link.
+
+    Attributes:
+        call: Seconds of any call.
+        hop: Seconds of each hop.
+        bandwidth: Bytes per second of one device.
+    """
 
     call: float
     hop: float
@@ -30,7 +37,14 @@ class LinkRate(NamedTuple):
 
 
 def bus_factor(collective: Collective, ranks: int) -> float:
-    """How many times the full tensor a rank's link carries (nccl-tests, PERFORMANCE.md)."""
+    """Return the bytes on a rank's link over the bytes of the full tensor.
+
+    nccl-tests defines the factors (PERFORMANCE.md).
+
+    Args:
+        collective: The kind of collective.
+        ranks: The number of ranks of the group.
+    """
     match collective:
         case Collective.ALL_REDUCE:
             return 2 * (ranks - 1) / ranks
@@ -50,98 +64,161 @@ def link_seconds(
     nodes: int,
     payload: int,
 ) -> float:
-    """Seconds of one collective; `links` has the tiers that its ranks span."""
+    """Return the seconds of one collective by published link rates.
+
+    Args:
+        links: The rates of the tiers that the group spans.
+        collective: The kind of collective.
+        ranks: The number of ranks of the group.
+        nodes: The number of nodes of the group.
+        payload: The bytes of the full tensor.
+    """
     slowest = links[LinkTier.BETWEEN if nodes > 1 else LinkTier.WITHIN]
     within = links.get(LinkTier.WITHIN, slowest)
-    here, across = _hops(collective, ranks, nodes)
+    here, across = _count_hops(collective, ranks, nodes)
     latency = slowest.call + here * within.hop + across * slowest.hop
-    return latency + _transfer(links, collective, ranks, nodes, payload)
+    return latency + _transfer_seconds(links, collective, ranks, nodes, payload)
 
 
-def _hops(collective: Collective, ranks: int, nodes: int) -> tuple[int, int]:
-    """Within nodes and between them: one of a send, of all others a ring's, or of an all-reduce
-    those of a tree of nodes, whichever is shorter."""
+def _count_hops(collective: Collective, ranks: int, nodes: int) -> tuple[int, int]:
+    """Return the number of hops within nodes, and between nodes.
+
+    A send has one hop. Other collectives have the hops of a ring. An all-reduce has twice the hops
+    of a ring, or of a tree of nodes if that is shorter, because it reduces and then broadcasts.
+
+    Args:
+        collective: The kind of collective.
+        ranks: The number of ranks of the group.
+        nodes: The number of nodes of the group, each with as many ranks.
+    """
     if collective is Collective.SEND:
         return (0, 1) if nodes > 1 else (1, 0)
-    ring = ranks - nodes, nodes - 1
+    ring = ranks - nodes, nodes - 1  # one hop enters each further node
     if collective is not Collective.ALL_REDUCE:
         return ring
-    tree = ranks // nodes - 1, (nodes - 1).bit_length()
+    tree = ranks // nodes - 1, (nodes - 1).bit_length()  # a chain in each node, a tree of nodes
     here, across = min(ring, tree, key=sum)
     return 2 * here, 2 * across
 
 
-def _transfer(
+def _transfer_seconds(
     links: Mapping[LinkTier, LinkRate],
     collective: Collective,
     ranks: int,
     nodes: int,
     payload: int,
 ) -> float:
+    """Return the seconds that the bytes of a collective take, without latency.
+
+    Args:
+        links: The rates of the tiers that the group spans.
+        collective: The kind of collective.
+        ranks: The number of ranks of the group.
+        nodes: The number of nodes of the group.
+        payload: The bytes of the full tensor.
+    """
     bus_bytes = payload * bus_factor(collective, ranks)
     if nodes == 1:
         return bus_bytes / links[LinkTier.WITHIN].bandwidth
     card = links[LinkTier.BETWEEN].bandwidth
     if collective is Collective.SEND:
         return bus_bytes / card
-    if collective is Collective.ALL_TO_ALL:  # each rank's own bytes leave by its own card
+    if collective is Collective.ALL_TO_ALL:  # each rank sends its bytes by its network card
         return payload * (1 - 1 / nodes) / card
-    # Rings enter and leave a node by all the cards of its ranks, and pass through it in between.
+    # NCCL's rings enter and leave a node by all network cards of its ranks, and pass through the
+    # node in between: the slower of the two bounds them.
     cards = card * (ranks // nodes)
     within = links.get(LinkTier.WITHIN)
     return bus_bytes / (min(cards, within.bandwidth) if within and ranks > nodes else cards)
 
 
 class UnknownRate(Exception):
-    """The machine's rates do not say it; the text says what they lack and who gives it."""
+    """The error for a rate that a machine's file lacks, with the remedy."""
 
 
 class Pace(Protocol):
-    """One machine's rates, of ranks that all compute at once. Each raises UnknownRate for what
-    was not measured."""
+    """The rates of one machine while all ranks of a node compute. Methods raise UnknownRate.
 
-    overlaps: bool  # whether what is sent moves while the rank computes: not on a processor's cores
+    A rate is unknown if the machine's file has no measurement from which it can be interpolated.
+    """
+
+    overlaps: bool  # communication overlaps with computing: True on GPUs, False on CPU cores
 
     def operator_seconds(self, operator: Operator) -> float:
-        """Seconds of all `operator.times` of them."""
+        """Return the seconds of all `operator.times` operators."""
         ...
 
     def collective_seconds(
         self, collective: Collective, *, ranks: int, nodes: int, payload: int
     ) -> float:
-        """Seconds of one collective of `ranks` ranks on `nodes` nodes, of a full tensor of
-        `payload` bytes; of a send between two ranks, of its bytes."""
+        """Return the seconds of one collective.
+
+        Args:
+            collective: The kind of collective.
+            ranks: The number of ranks of the group.
+            nodes: The number of nodes of the group.
+            payload: The bytes of the full tensor; of a send, the bytes sent.
+        """
         ...
 
     def late_seconds(self, computed: float) -> float:
-        """Seconds that a collective takes longer where its ranks computed for so long since the one
-        before, than where that was the little that lies between those that are measured."""
+        """Return the additional seconds of a collective after its ranks computed for a while.
+
+        Ranks arrive at different times after computing. The collectives of `collective_seconds` are
+        measured with almost no computing between them.
+
+        Args:
+            computed: The seconds of computing since the previous collective.
+        """
         ...
 
     def copy_seconds(self, copy: Collective, size: int) -> float:
-        """Seconds of a copy of `size` bytes between two tiers."""
+        """Return the seconds of a copy between two tiers.
+
+        Args:
+            copy: The kind of copy.
+            size: The bytes.
+        """
         ...
 
     def update_seconds(
         self, optimizer: str, layout: Layout, *, elements: int, tensors: int
     ) -> float:
-        """Seconds of an optimizer's step over `tensors` tensors with together `elements`, what is
-        cast before and after it included."""
+        """Return the seconds of an optimizer step, with the casts before and after it.
+
+        Args:
+            optimizer: The name of the optimizer.
+            layout: The dtypes of parameters, gradients and optimizer state.
+            elements: The number of elements of all tensors.
+            tensors: The number of tensors.
+        """
         ...
 
     def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
-        """Seconds of the norm of so many gradients, and of their scaling; not of the all-reduce of
-        the norm."""
+        """Return the seconds of the gradients' norm and scaling, without the norm's all-reduce.
+
+        Args:
+            layout: The dtypes; gradients have the layout's.
+            elements: The number of elements of all gradients.
+            tensors: The number of gradients.
+        """
         ...
 
     def hook_seconds(self, hook: Hook) -> float:
-        """Seconds of the host's for one of a wrapper's own parts."""
+        """Return the host's seconds for one execution of a hook."""
         ...
 
 
 def around(kept: Kept, kind: Kind) -> Hook:
-    """Return what the host does around the operators of a layer's pass, by how its activations are
-    kept."""
+    """Return the kind of host work per operator in a layer's pass.
+
+    It depends on how the layer keeps its activations: with selective recomputation a dispatch mode
+    handles every operator, and offloaded activations are copied.
+
+    Args:
+        kept: The placement of the layer's activations.
+        kind: The kind of pass.
+    """
     if kept.policy is not None:
         return Hook.SELECTED_OPERATOR if kept.policy.keep else Hook.RECOMPUTED_OPERATOR
     if kept.tier is not Tier.DEVICE:
@@ -156,30 +233,36 @@ def around(kept: Kept, kind: Kind) -> Hook:
 
 
 def cut_seconds(pace: Pace, work: PassWork) -> float:
-    """Return the seconds of the host's for products with cut operands."""
+    """Return the host's seconds for matrix products with sharded operands.
+
+    Args:
+        pace: The rates of the machine.
+        work: A pass of a rank on the tensor axis.
+    """
     number = sum(
         item.times
         for item in work
         if isinstance(item, Operator)
         and item.kind is OperatorKind.PRODUCT
-        and item.dimensions[0] == 1  # several matrices are attention's, of heads that are whole
+        and item.dimensions[0] == 1  # batched products are attention's: each rank has full heads
     )
     return number * pace.hook_seconds(Hook.CUT_PRODUCT) if number else 0.0
 
 
 class TimedOperators:
-    """The seconds of operators, each of which is one object in many passes: asked once for it."""
+    """A cache of operator times: many passes share an operator object."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._known: dict[int, tuple[Operator, float]] = {}  # by identity, and so kept alive
+        # By id(); the operator is stored too, so that its id is not reused.
+        self._known: dict[int, tuple[Operator, float]] = {}
 
     def seconds(self, operator: Operator) -> float:
-        """Return those of one of them."""
-        known = self._known.get(id(operator))
-        if known is None:
-            known = self._known[id(operator)] = operator, self._pace.operator_seconds(operator)
-        return known[1]
+        """Return the seconds of an operator."""
+        timed = self._known.get(id(operator))
+        if timed is None:
+            timed = self._known[id(operator)] = operator, self._pace.operator_seconds(operator)
+        return timed[1]
 
 
 def operators_seconds(
@@ -188,16 +271,27 @@ def operators_seconds(
     around: Hook,
     operator_seconds: Callable[[Operator], float] | None = None,
 ) -> float:
-    """Return the seconds of a pass's operators, one after the other, and of what the host does
-    `around` them, unless a device computes beside its host. Of an operator they are the pace's, or
-    what somebody knows of it already."""
+    """Return the seconds of a pass's operators, one after the other.
+
+    Args:
+        pace: The rates of the machine. If its communication does not overlap (CPU), the host's work
+            around operators is added; a GPU's host runs concurrently.
+        work: The pass.
+        around: The kind of host work per operator.
+        operator_seconds: Returns the seconds of an operator; by default the pace's.
+    """
     operators = (item for item in work if isinstance(item, Operator))
     host = 0.0 if pace.overlaps else around_seconds(pace, work, around)
     return host + sum(map(operator_seconds or pace.operator_seconds, operators))
 
 
 def around_seconds(pace: Pace, work: PassWork, around: Hook) -> float:
-    """Return the seconds of what the host does `around` a pass's operators. Where a device computes
-    beside it that is all of its work for them: it issues them."""
+    """Return the host's seconds around a pass's operators; on a GPU, the time to launch them.
+
+    Args:
+        pace: The rates of the machine.
+        work: The pass.
+        around: The kind of host work per operator.
+    """
     number = sum(item.times for item in work if isinstance(item, Operator))
     return number * pace.hook_seconds(around)

@@ -1,4 +1,4 @@
-"""What the ranks of a group called, in order, and where they first differ. Pure."""
+"""Find the first collective that differs between ranks of a group. This module is pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One collective as one rank issued it. `reduces` by SUM, MAX …, "" where nothing is reduced;
-    `carries`: state and tensors, as far as they are known; `when` in the step; `result`: a digest
-    of what all ranks of the group must have got alike, "" where they do not."""
+    """One collective as one rank issued it.
+
+    Attributes:
+        reduces: The reduction, SUM or MAX for example; empty if nothing is reduced.
+        carries: The state and the tensors, as far as they are known.
+        when: The place of the call in the step, in words.
+        result: The digest of a result that all ranks of the group must share; empty if results
+            differ by rank.
+        moment: The moment of the step, for mismatches.
+    """
 
     operator: str
     reduces: str = ""
@@ -26,7 +33,7 @@ class Call:
     moment: Moment = Moment.START
 
 
-# Compared in this order: what comes first explains what comes after it.
+# Compared in this order: a difference in an earlier field explains differences in later ones.
 _FIELDS = (
     ("operator", Way.VALUE),
     ("reduces", Way.VALUE),
@@ -40,39 +47,68 @@ ANOTHER_RESULT = "another result of one call"
 
 
 def differing(axes: str, ledgers: Mapping[int, Sequence[Call]], step: int) -> Iterator[Mismatch]:
-    """Yield where ranks that must call the same first differ, one mismatch for each rank that is
-    not with the most; of as many, for each rank that leaves a call out, else for all."""
+    """Yield the mismatches of the first call that differs between ranks of one group.
+
+    Ranks that agree with the most common call have no mismatch. If two calls are equally common,
+    ranks that left a call out have one; if none did, all ranks have.
+
+    Args:
+        axes: The mesh axes of the group, for the name of the call.
+        ledgers: The calls of each rank in order.
+        step: The number of the step.
+    """
     longest = max(ledgers.values(), key=len, default=())
     for index in range(len(longest)):
-        calls = {rank: _call(ledger, index, longest) for rank, ledger in ledgers.items()}
+        calls = {rank: _call_at(ledger, index, longest) for rank, ledger in ledgers.items()}
         if len(counts := Counter(calls.values())) > 1:
-            yield from _at(f"#{index}{OVER}{axes}", index, calls, counts, step)
-            return
+            yield from _call_mismatches(f"#{index}{OVER}{axes}", index, calls, counts, step)
+            return  # later calls differ as a consequence
 
 
-def _call(ledger: Sequence[Call], index: int, longest: Sequence[Call]) -> Call | None:
-    """None for one that is left out: another rank has it, and this one what comes after it."""
+def _call_at(ledger: Sequence[Call], index: int, longest: Sequence[Call]) -> Call | None:
+    """Return the call of a rank at an index of the longest ledger; None if the rank left it out.
+
+    A rank left a call out if its ledger has ended, or if it has the next call of the longest
+    ledger.
+
+    Args:
+        ledger: The calls of the rank.
+        index: The index in both ledgers, which are equal before it.
+        longest: The calls of the rank with the most calls.
+    """
     if index >= len(ledger):
         return None
+    # A rank that already issues the next call of the longest ledger has skipped the current one.
+    # This is reported as a missing call, not as another operator.
     following = longest[index + 1 : index + 2]
     is_ahead = len(ledger) < len(longest) and ledger[index] != longest[index]
-    return None if is_ahead and _alike(ledger[index], *following) else ledger[index]
+    return None if is_ahead and _is_equal_call(ledger[index], *following) else ledger[index]
 
 
-def _alike(one: Call, other: Call) -> bool:
-    """As calls, whatever came of them."""
+def _is_equal_call(one: Call, other: Call) -> bool:
+    """Return True if two calls are equal, results aside."""
     return replace(one, result="") == replace(other, result="")
 
 
-def _at(
+def _call_mismatches(
     place: str,
     index: int,
     calls: Mapping[int, Call | None],
     counts: Counter[Call | None],
     step: int,
 ) -> Iterator[Mismatch]:
+    """Yield a mismatch for each rank that differs from the most common call at one index.
+
+    Args:
+        place: The index and the axes, for the name of the call.
+        index: The position in the sequence of collectives.
+        calls: The call of each rank; None if the rank left it out.
+        counts: The number of ranks of each call.
+        step: The number of the step.
+    """
     (usual, most), (_, next_most) = counts.most_common(2)
     has_majority = most > next_most
+    # With as many ranks that issue a call as ranks that do not, the call counts as the usual case.
     if not has_majority and None in counts:
         usual = next(call for call in counts if call is not None)
         has_majority = True
@@ -80,15 +116,15 @@ def _at(
         if has_majority and call == usual:
             continue
         other = usual if has_majority else next(counted for counted in counts if counted != call)
-        known = call or other
-        assert known is not None
-        way, difference = _difference(call, other)
-        carried = f" ({known.carries})" if known.carries else ""
+        call_or_other = call or other
+        assert call_or_other is not None
+        way, difference = _compare_calls(call, other)
+        carried = f" ({call_or_other.carries})" if call_or_other.carries else ""
         yield Mismatch(
             step=step,
-            moment=known.moment,
+            moment=call_or_other.moment,
             subject=Subject.COLLECTIVE,
-            name=f"{known.operator} {place}{carried}",
+            name=f"{call_or_other.operator} {place}{carried}",
             rank=rank,
             way=way,
             index=index,
@@ -97,24 +133,30 @@ def _at(
         )
 
 
-def _difference(call: Call | None, other: Call | None) -> tuple[Way, str]:
+def _compare_calls(call: Call | None, other: Call | None) -> tuple[Way, str]:
+    """Return the kind of difference between two calls, and the first different field in words."""
     if call is None or other is None:
         return Way.MISSING, "is not called" if call is None else "is called here alone"
     for field, way in _FIELDS:
-        mine, its = getattr(call, field), getattr(other, field)
-        if mine != its:
-            return way, f"{_word(mine, field)} for {_word(its, field)}"
+        value, other_value = getattr(call, field), getattr(other, field)
+        if value != other_value:
+            return way, f"{_field_text(value, field)} for {_field_text(other_value, field)}"
     return Way.VALUE, ANOTHER_RESULT
 
 
-def _word(value: object, field: str) -> str:
+def _field_text(value: object, field: str) -> str:
+    """Return the value of a field in words."""
     if field == "numel":
         return f"{value} elements"
     return str(value) or "nothing known"
 
 
 def root_cause(mismatches: Sequence[Mismatch]) -> RootCause | None:
-    """Return the root cause of the first call that differs; None where none does."""
+    """Return the root cause of the first call that differs; None without mismatches.
+
+    Args:
+        mismatches: The mismatches of `differing`, of one group or several, the earliest first.
+    """
     if not mismatches:
         return None
     first = mismatches[0]
@@ -134,11 +176,12 @@ def root_cause(mismatches: Sequence[Mismatch]) -> RootCause | None:
         step=first.step,
         ranks=ranks,
         sentence=f"{first.name} of {listed(ranks)}: {first.told} ({against}).",
-        fix=_remedy(first),
+        fix=_fix_for(first),
     )
 
 
-def _remedy(first: Mismatch) -> str:
+def _fix_for(first: Mismatch) -> str:
+    """Return the fix for a call that differs."""
     if first.told == ANOTHER_RESULT:
         return (
             "All called alike and got different numbers: the backend, the link or the memory of "

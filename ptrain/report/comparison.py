@@ -1,5 +1,6 @@
-"""Compare two records (`ptrain compare BASE HEAD`) within limits of growth; as text, as a GitHub
-Markdown table and as plain data.
+"""Compare two records (`ptrain compare BASE HEAD`) within limits of growth.
+
+The comparison is written as text, as a GitHub Markdown table, or as plain data.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ _LIMITS = f"one or more of {', '.join(f'{kind}=1%' for kind in _LIMITED)} and {V
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedFigure:
-    """One row. None: that side has no such row, which is 0 where its group is known, or does not
-    know it (`is_known` false)."""
+    """One row of the comparison.
+
+    `base` or `head` is None if that side has no such row: this counts as 0 if `is_known`, else the
+    side does not know the figure.
+    """
 
     group: FigureGroup
     name: str
@@ -33,21 +37,22 @@ class ComparedFigure:
 
     @property
     def label(self) -> str:
-        """Return the name, with its source where that is not a prediction."""
+        """The name, with its source if that is a measurement."""
         return f"{self.name}, {self.group.source}" if self.group.source == MEASURED else self.name
 
     @property
     def is_equal(self) -> bool:
+        """True if both sides are known and equal; a missing row equals 0."""
         return self.is_known and (self.base or 0) == (self.head or 0)
 
     @property
     def difference(self) -> int | float | None:
-        """Return head less base; None where one of them is not known."""
+        """Head minus base; None if one of them is unknown."""
         return (self.head or 0) - (self.base or 0) if self.is_known else None
 
     @property
     def relative(self) -> float | None:
-        """Return the difference as a share of base; None where there is nothing to divide by."""
+        """The difference as a share of base; None if base is 0 or the difference is not finite."""
         if self.difference is None or not self.base or not math.isfinite(self.difference):
             return None
         return self.difference / abs(self.base)
@@ -55,7 +60,7 @@ class ComparedFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedVerdict:
-    """What each side's verdict on one thing is; "" where a side has none."""
+    """The verdicts of both sides about one subject; empty for a side without one."""
 
     about: str
     base: str
@@ -64,7 +69,10 @@ class ComparedVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedTraining:
-    """One training of both sides. `only_base`, `only_head`: groups that one side knows alone."""
+    """One training that both sides have.
+
+    `only_base` and `only_head` are the groups of figures that only one side has.
+    """
 
     base: Recorded
     head: Recorded
@@ -75,13 +83,14 @@ class ComparedTraining:
 
     @property
     def title(self) -> str:
+        """The name of the training, or `BASE → HEAD` if the names differ."""
         names = dict.fromkeys((self.base.name, self.head.name))
         return " → ".join(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordComparison:
-    """All trainings that both sides have, and the names of those that only one has."""
+    """The trainings that both sides have, and the names of trainings that only one side has."""
 
     base: str
     head: str
@@ -93,8 +102,17 @@ class RecordComparison:
 def compare_records(
     base: Mapping[str, Recorded], head: Mapping[str, Recorded], *, names: tuple[str, str]
 ) -> RecordComparison:
-    """Compare what bears the same name, or what is alone on both sides whatever its name. `names`
-    are what the two sides are called. Raises SpecError where they have nothing in common."""
+    """Compare the trainings of two sides by name; two single trainings match whatever their names.
+
+    Args:
+        base: The trainings of the base, by name.
+        head: The trainings of the head, by name.
+        names: The names of the two sides, for titles and messages.
+
+    Raises:
+        SpecError: If the sides have no training or no figure in common.
+    """
+    # Two single records are compared even if their specs have different names.
     if len(base) == len(head) == 1:
         pairs = [(*base.values(), *head.values())]
         left: list[str] = []
@@ -102,7 +120,7 @@ def compare_records(
     else:
         pairs = [(base[name], head[name]) for name in base if name in head]
         left, right = [n for n in base if n not in head], [n for n in head if n not in base]
-    if not (trainings := [_training(*pair) for pair in pairs]):
+    if not (trainings := [_compare_training(*pair) for pair in pairs]):
         raise refused(
             " ".join(names),
             f"one side has {', '.join(base)}, the other {', '.join(head)}",
@@ -123,13 +141,20 @@ def compare_records(
     )
 
 
-def _training(base: Recorded, head: Recorded) -> ComparedTraining:
+def _compare_training(base: Recorded, head: Recorded) -> ComparedTraining:
+    """Compare one training.
+
+    Without a common figure other than a size, and without a common verdict, it has no rows.
+    """
     both = [group for group in base.groups if group in head.groups]
     figures = [
-        row for group in both for row in _rows(group, base.groups[group], head.groups[group])
+        row
+        for group in both
+        for row in _compare_group(group, base.groups[group], head.groups[group])
     ]
     abouts = dict.fromkeys((*base.verdicts, *head.verdicts))
     has_verdict = any(about in base.verdicts and about in head.verdicts for about in abouts)
+    # Sizes of the training are context: with nothing else in common there is nothing to compare.
     is_common = any(row.group.kind is not FigureKind.SIZE for row in figures) or has_verdict
     return ComparedTraining(
         base=base,
@@ -148,7 +173,8 @@ def _training(base: Recorded, head: Recorded) -> ComparedTraining:
     )
 
 
-def _rows(group: FigureGroup, base: Figures, head: Figures) -> Iterator[ComparedFigure]:
+def _compare_group(group: FigureGroup, base: Figures, head: Figures) -> Iterator[ComparedFigure]:
+    """Yield a row for each figure of a group that at least one side has."""
     for name in dict.fromkeys((*base, *head)):
         is_unknown = any(name in side and side[name] is None for side in (base, head))
         values = base.get(name), head.get(name)
@@ -161,21 +187,29 @@ def _rows(group: FigureGroup, base: Figures, head: Figures) -> Iterator[Compared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How much a kind of figure may grow, as a share of base; None: the verdict must hold."""
+    """The allowed growth of a kind of figures, as a share of base.
+
+    The kind is None for a limit that requires the verdict to hold.
+    """
 
     kind: FigureKind | None
     growth: float = 0.0
 
 
 def limits(text: str) -> tuple[Limit, ...]:
-    """Read `peak=1%,bytes=0,verdict`. Raises SpecError for what names nothing that has a limit."""
-    parsed = tuple(_limit(part.strip()) for part in text.split(",") if part.strip())
+    """Parse limits such as `peak=1%,bytes=0,verdict`.
+
+    Raises:
+        SpecError: If a part does not name a figure that can have a limit, or its share is invalid.
+    """
+    parsed = tuple(_parse_limit(part.strip()) for part in text.split(",") if part.strip())
     if not parsed:
         raise refused("--fail-on", "no figure is named", f"Use {_LIMITS}, separated by commas.")
     return parsed
 
 
-def _limit(part: str) -> Limit:
+def _parse_limit(part: str) -> Limit:
+    """Parse one limit, `peak=1%` or `verdict`."""
     name, equals, share = part.partition("=")
     if name == VERDICT and not equals:
         return Limit(kind=None)
@@ -195,16 +229,24 @@ def _limit(part: str) -> Limit:
 
 
 def exceeded(comparison: RecordComparison, limits: Sequence[Limit]) -> list[str]:
-    """Return a sentence for whatever grew beyond its limit, and for a verdict of HEAD that does not
-    hold. Raises SpecError for a limit to what neither side has: it would guard nothing."""
+    """Return a sentence for each violation of a limit, and for each training that HEAD lacks.
+
+    Args:
+        comparison: The compared records.
+        limits: The limits, from `limits`.
+
+    Raises:
+        SpecError: If neither side has a figure that a limit names, since the limit would check
+            nothing.
+    """
     sentences = [
         sentence
         for training in comparison.trainings
         for limit in limits
-        for sentence in _exceeded(training, limit)
+        for sentence in _violations(training, limit)
     ]
     for limit in limits:
-        if not any(_has(training, limit) for training in comparison.trainings):
+        if not any(_covers(training, limit) for training in comparison.trainings):
             raise refused(
                 "--fail-on",
                 f"{limit.kind or VERDICT}: neither BASE nor HEAD has this figure",
@@ -213,14 +255,16 @@ def exceeded(comparison: RecordComparison, limits: Sequence[Limit]) -> list[str]
     return sentences + [f"{name}: HEAD has no record of it" for name in comparison.only_base]
 
 
-def _has(training: ComparedTraining, limit: Limit) -> bool:
+def _covers(training: ComparedTraining, limit: Limit) -> bool:
+    """Return True if either side of a training has a figure or verdict that the limit is about."""
     if limit.kind is None:
         return bool(training.verdicts)
     groups = {*training.base.groups, *training.head.groups}
     return any(group.kind is limit.kind for group in groups)
 
 
-def _exceeded(training: ComparedTraining, limit: Limit) -> Iterator[str]:
+def _violations(training: ComparedTraining, limit: Limit) -> Iterator[str]:
+    """Yield a sentence for each figure or verdict of a training that violates the limit."""
     title = training.title
     if limit.kind is None:
         for verdict in training.verdicts:
@@ -228,7 +272,7 @@ def _exceeded(training: ComparedTraining, limit: Limit) -> Iterator[str]:
                 yield f"{title}: {verdict.about}: {verdict.head or 'HEAD has no verdict'}"
         return
     if not any(row.group.kind is limit.kind for row in training.figures):
-        if _has(training, limit):
+        if _covers(training, limit):
             yield f"{title}: {limit.kind}: the two sides have no such figure in common"
         return
     for row in training.figures:
@@ -238,12 +282,14 @@ def _exceeded(training: ComparedTraining, limit: Limit) -> Iterator[str]:
 
 
 def _is_beyond(row: ComparedFigure, growth: float) -> bool:
-    """False where base alone is not known: HEAD says more than there was. True of what is not a
-    number."""
+    """Return True if a figure grew beyond its limit, is not a number, or is unknown only at HEAD.
+
+    A figure that is unknown only at base is not beyond: HEAD has more information.
+    """
     if not row.is_known:
         return row.head is None
     base, head = row.base or 0, row.head or 0
-    return not head <= base + growth * abs(base)
+    return not head <= base + growth * abs(base)  # `not <=`, so that NaN is beyond any limit
 
 
 _SIZES = {
@@ -256,31 +302,48 @@ Cells = tuple[str, str, str, str]
 
 
 def as_text(comparison: RecordComparison, *, shows_all: bool) -> str:
-    """Return a table for every training: verdicts, and the figures that differ."""
+    """Return a table for each training, with verdicts and the figures that differ.
+
+    Args:
+        comparison: The compared records.
+        shows_all: Include equal figures.
+    """
     blocks = [f"{comparison.base} → {comparison.head}"]
     for training in comparison.trainings:
-        columns = _columns(training, shows_all=shows_all)
-        lines = [render(columns), *_remarks(training, shows_all=shows_all)]
+        columns = _difference_table(training, shows_all=shows_all)
+        lines = [render(columns), *_remark_lines(training, shows_all=shows_all)]
         blocks.append("\n".join(lines))
-    blocks += ["\n".join(alone)] if (alone := [*_alone(comparison)]) else []
+    blocks += ["\n".join(alone)] if (alone := [*_unmatched_lines(comparison)]) else []
     return "\n\n".join(blocks)
 
 
 def as_markdown(comparison: RecordComparison, *, shows_all: bool) -> str:
-    """Return the same for a comment on a pull request."""
-    blocks = [f"### {_escaped(comparison.base)} → {_escaped(comparison.head)}"]
+    """Return the tables of `as_text` as Markdown, for a comment on a pull request.
+
+    Args:
+        comparison: The compared records.
+        shows_all: Include equal figures.
+    """
+    blocks = [f"### {_escape_markdown(comparison.base)} → {_escape_markdown(comparison.head)}"]
     for training in comparison.trainings:
-        columns = _columns(training, shows_all=shows_all)
+        columns = _difference_table(training, shows_all=shows_all)
         rows = zip(*((column.title, *column.cells) for column in columns), strict=True)
         head, *lines = map(_markdown_row, rows)
         blocks.append("\n".join([head, "| --- | ---: | ---: | ---: |", *lines]))
-        blocks += [_quoted(remark) for remark in _remarks(training, shows_all=shows_all)]
-    blocks += map(_escaped, _alone(comparison))
+        blocks += [
+            _as_html_lines(remark) for remark in _remark_lines(training, shows_all=shows_all)
+        ]
+    blocks += map(_escape_markdown, _unmatched_lines(comparison))
     return "\n\n".join(blocks)
 
 
 def as_record(comparison: RecordComparison, failures: Sequence[str]) -> dict[str, object]:
-    """Return all rows, equal ones too; bytes, seconds and counts as they are."""
+    """Return all rows as plain data, equal ones included, in bytes, seconds and counts.
+
+    Args:
+        comparison: The compared records.
+        failures: The sentences of `exceeded`.
+    """
     return {
         "base": comparison.base,
         "head": comparison.head,
@@ -300,9 +363,9 @@ def _training_record(training: ComparedTraining) -> dict[str, object]:
                 "kind": str(row.group.kind),
                 "source": row.group.source or None,
                 "name": row.name,
-                "base": _finite(row.base),
-                "head": _finite(row.head),
-                "difference": _finite(row.difference),
+                "base": _json_number(row.base),
+                "head": _json_number(row.head),
+                "difference": _json_number(row.difference),
                 "relative": row.relative,
             }
             for row in training.figures
@@ -314,36 +377,44 @@ def _training_record(training: ComparedTraining) -> dict[str, object]:
     }
 
 
-def _finite(value: int | float | None) -> int | float | str | None:
-    """JSON has no word for what is not a number."""
+def _json_number(value: int | float | None) -> int | float | str | None:
+    """Return a value for JSON, which has no number for infinity or NaN: these become text."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def _columns(training: ComparedTraining, *, shows_all: bool) -> list[TableColumn]:
+def _difference_table(training: ComparedTraining, *, shows_all: bool) -> list[TableColumn]:
     heads = difference_columns(training.title, "base", "head")
-    return make_columns(_cells(training, shows_all=shows_all), *heads)
+    return make_columns(_row_cells(training, shows_all=shows_all), *heads)
 
 
-def _cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
+def _row_cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
     for verdict in training.verdicts:
         yield _verdict_cells(verdict)
     for row in training.figures:
         if shows_all or not row.is_equal:
-            yield row.label, _value(row, row.base), _value(row, row.head), _difference(row)
+            yield (
+                row.label,
+                _value_text(row, row.base),
+                _value_text(row, row.head),
+                _difference_text(row),
+            )
 
 
 def _verdict_cells(verdict: ComparedVerdict) -> Cells:
+    """Return the row of a verdict: both verdicts with their counts, and the change of the word."""
     sides = verdict.base or _NO_VERDICT, verdict.head or _NO_VERDICT
+    # Without the counts in `holds (14 of 14)`: more checks are not a change of the verdict.
     words = [side.partition(" (")[0] for side in sides]
     change = "" if words[0] == words[1] else f"{words[0]} → {words[1]}"
     return f"verdict: {verdict.about}", *sides, change
 
 
-def _value(row: ComparedFigure, value: int | float | None) -> str:
-    return or_missing(value, partial(_written, row.group.kind))
+def _value_text(row: ComparedFigure, value: int | float | None) -> str:
+    return or_missing(value, partial(_format_figure, row.group.kind))
 
 
-def _written(kind: FigureKind, value: int | float) -> str:
+def _format_figure(kind: FigureKind, value: int | float) -> str:
+    """Return a figure in the unit of its kind."""
     if not math.isfinite(value):
         return str(value)
     if kind in _SIZES:
@@ -355,8 +426,8 @@ def _written(kind: FigureKind, value: int | float) -> str:
     return f"{value:,}" if isinstance(value, int) else format_count(value)
 
 
-def _difference(row: ComparedFigure) -> str:
-    """Return `+1.2 MB (+3.4%)`, or which side alone has the row or does not know it."""
+def _difference_text(row: ComparedFigure) -> str:
+    """Return `+1.2 MB (+3.4%)`, or the side that alone has the row or does not know it."""
     if not row.is_known:
         return f"unknown at {'base' if row.base is None else 'head'}"
     if row.base is None or row.head is None:
@@ -364,15 +435,17 @@ def _difference(row: ComparedFigure) -> str:
     if not (by := row.difference):
         return "="
     sign = "-" if by < 0 else "+"
-    share = "" if row.relative is None else f" ({_percent(row.relative)})"
-    return f"{sign}{_written(row.group.kind, abs(by))}{share}"
+    share = "" if row.relative is None else f" ({_percent_text(row.relative)})"
+    return f"{sign}{_format_figure(row.group.kind, abs(by))}{share}"
 
 
-def _percent(relative: float) -> str:
+def _percent_text(relative: float) -> str:
+    """Return a relative change with a sign; tiny ones with one significant digit."""
     return f"{relative:+.1%}" if abs(relative) >= 0.0005 else f"{100 * relative:+.1g}%"
 
 
-def _remarks(training: ComparedTraining, *, shows_all: bool) -> Iterator[str]:
+def _remark_lines(training: ComparedTraining, *, shows_all: bool) -> Iterator[str]:
+    """Yield remarks below a table: the number of equal rows, one-sided groups, and root causes."""
     equal = sum(row.is_equal for row in training.figures)
     if equal and not shows_all:
         more = " more" * (equal < len(training.figures))
@@ -388,22 +461,24 @@ def _remarks(training: ComparedTraining, *, shows_all: bool) -> Iterator[str]:
             yield f"{side}: {root_cause}"
 
 
-def _alone(comparison: RecordComparison) -> Iterator[str]:
+def _unmatched_lines(comparison: RecordComparison) -> Iterator[str]:
+    """Yield a line for the trainings that only one side has."""
     for side, names in (("base", comparison.only_base), ("head", comparison.only_head)):
         if names:
             yield f"only {side} has {counted(len(names), 'record')} of {', '.join(names)}"
 
 
 def _markdown_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(map(_escaped, cells))} |"
+    return f"| {' | '.join(map(_escape_markdown, cells))} |"
 
 
-def _escaped(text: str) -> str:
-    """What Markdown and its HTML would take for their own is text, for names are the user's."""
-    for letter in "\\|*`[]<>":
+def _escape_markdown(text: str) -> str:
+    """Return text with Markdown and HTML characters escaped, because users choose the names."""
+    for letter in "\\|*`[]<>":  # the backslash first, so that it does not escape later ones
         text = text.replace(letter, f"\\{letter}")
     return " ".join(text.split())
 
 
-def _quoted(remark: str) -> str:
-    return "<br>".join(_escaped(line) for line in remark.splitlines())
+def _as_html_lines(remark: str) -> str:
+    """Return a remark of several lines as Markdown."""
+    return "<br>".join(_escape_markdown(line) for line in remark.splitlines())

@@ -1,5 +1,7 @@
-"""Things that several ranks hold, and which rank's differs: who differs from whom, along which axis
-of the mesh, and what to do about it. Pure: what was found are words and digests."""
+"""Find replicas that differ between ranks: which rank differs, along which mesh axis, and the fix.
+
+This module is pure: replicas are descriptions and digests, not tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ SHARED = "shared where it must differ"
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a rank holds. Copies of one thing have all but `kind` and `digest` in common. `kind` is
-    dtype and shape, `float32[4, 8]`, or "" for a number, which `digest` then is in words."""
+    """A replica of one value on one rank. Replicas of one value differ only in `kind` and `digest`.
+
+    Attributes:
+        part: The shard of a tensor, or the place of a generator; ranks that must agree have the
+            same.
+        kind: The dtype and shape, `float32[4, 8]`; empty for a number.
+        digest: The digest of a tensor's values; for a number, its text.
+    """
 
     moment: Moment
     subject: Subject
@@ -31,38 +39,54 @@ class Copy:
 
     @property
     def identity(self) -> tuple[int, str, str, str]:
+        """The key that all replicas of one value share."""
         return self.moment.value, self.subject.value, self.name, self.part
 
 
 def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
-    """The ranks that hold each thing, ascending, a rank as often as it holds it. `tables`: of every
-    rank."""
+    """Return the ranks that hold each value, ascending.
+
+    A rank appears once for each replica that it holds.
+
+    Args:
+        tables: The replicas of every rank.
+    """
     ranks_of = grouped((copy.identity, rank) for rank, table in enumerate(tables) for copy in table)
     return {identity: tuple(ranks) for identity, ranks in ranks_of.items()}
 
 
 def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]:
-    """One for each rank whose copy is not that of the most; where no such majority is, for each
-    rank that has one. In the order of time, then of the first rank that holds it."""
+    """Yield a mismatch for each rank whose replica differs from the most common one.
+
+    If two replicas are equally common, every rank that holds the value has a mismatch. Mismatches
+    are ordered by moment, then by the first rank that holds the value.
+
+    Args:
+        tables: The replicas of every rank.
+        step: The number of the step, for the mismatches.
+    """
     copies = grouped(
         (copy.identity, (rank, copy)) for rank, table in enumerate(tables) for copy in table
     )
+    # sorted() is stable: within a moment, values keep the order of the first rank that holds them.
     for _, of_moment in groupby(
-        sorted(copies.values(), key=lambda held: held[0][1].moment),
-        key=lambda held: held[0][1].moment,
+        sorted(copies.values(), key=lambda replicas: replicas[0][1].moment),
+        key=lambda replicas: replicas[0][1].moment,
     ):
-        for held in of_moment:
-            yield from _differing(held, step)
+        for replicas in of_moment:
+            yield from _replica_mismatches(replicas, step)
 
 
-def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch]:
-    counts = Counter((copy.kind, copy.digest) for _, copy in held)
+def _replica_mismatches(replicas: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch]:
+    """Yield the mismatches of one value, given its replicas with their ranks."""
+    counts = Counter((copy.kind, copy.digest) for _, copy in replicas)
     if len(counts) == 1:
         return
+    # Two equally common replicas leave open which one is right, so every rank is reported.
     (usual, most), (_, next_most) = counts.most_common(2)
     has_majority = most > next_most
-    between = tuple(sorted({rank for rank, _ in held}))
-    for rank, copy in held:
+    between = tuple(sorted({rank for rank, _ in replicas}))
+    for rank, copy in replicas:
         if has_majority and (copy.kind, copy.digest) == usual:
             continue
         other = usual if has_majority else next(c for c in counts if c != (copy.kind, copy.digest))
@@ -72,23 +96,24 @@ def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch
             subject=copy.subject,
             name=copy.name,
             rank=rank,
-            way=_way(copy.kind, other[0]),
+            way=_kind_of_difference(copy.kind, other[0]),
             between=between,
-            told=_difference(copy, other),
+            told=_difference_text(copy, other),
         )
 
 
-def _way(text: str, other: str) -> Way:
+def _kind_of_difference(text: str, other: str) -> Way:
+    """Return the kind of difference between two replicas, from their dtypes and shapes."""
     dtypes = text.partition("[")[0], other.partition("[")[0]
     if dtypes[0] != dtypes[1]:
         return Way.DTYPE
     return Way.SHAPE if text != other else Way.VALUE
 
 
-def _difference(copy: Copy, other: tuple[str, str]) -> str:
-    """What differs, in a few words: `bfloat16 for float32`, `7 for 8`; of values which part."""
+def _difference_text(copy: Copy, other: tuple[str, str]) -> str:
+    """Return the difference in words: `bfloat16 for float32`, `7 for 8`, or the shard's name."""
     kind, digest = other
-    match _way(copy.kind, kind):
+    match _kind_of_difference(copy.kind, kind):
         case Way.DTYPE:
             return f"{copy.kind.partition('[')[0]} for {kind.partition('[')[0]}"
         case Way.SHAPE:
@@ -100,12 +125,23 @@ def _difference(copy: Copy, other: tuple[str, str]) -> str:
 def alike_apart(
     places: Sequence[tuple[str, str] | None], moment: Moment, step: int
 ) -> Iterator[Mismatch]:
-    """Yield what two places share of things that ranks at one place have alike and at different
-    places have not (`places`: of every rank its place and its digest, or None where it has none).
-    Which ranks of one place differ is said by `differing`."""
-    held = ((rank, *its) for rank, its in enumerate(places) if its is not None)
-    alike = grouped((digest, (rank, place)) for rank, place, digest in held)
-    for group in alike.values():
+    """Yield a mismatch for each rank whose generator equals one at a different place.
+
+    Ranks at one place draw the same random numbers, and ranks at different places draw different
+    ones. `differing` finds generators that differ within one place.
+
+    Args:
+        places: The place and the digest of each rank's generator; None for a rank without one.
+        moment: When the digests were taken.
+        step: The number of the step.
+    """
+    generators = (
+        (rank, *place_and_digest)
+        for rank, place_and_digest in enumerate(places)
+        if place_and_digest is not None
+    )
+    by_digest = grouped((digest, (rank, place)) for rank, place, digest in generators)
+    for group in by_digest.values():
         for rank, place in group:
             if place != group[0][1]:
                 yield Mismatch(
@@ -122,33 +158,41 @@ def alike_apart(
 def root_cause(
     mismatches: Sequence[Mismatch], coordinates: Coordinates, last_good: int | None = None
 ) -> RootCause | None:
-    """Return the root cause of the first thing that differs: all of its ranks, and the axes along
-    which they differ from the others. `last_good`: the step after which the ranks agreed; None
-    where that is not known."""
+    """Return the root cause of the earliest mismatch, with all of its ranks and the mesh axes.
+
+    Args:
+        mismatches: The mismatches of one step or several.
+        coordinates: The place of each rank on each mesh axis.
+        last_good: The last step after which the ranks agreed; None if that is not known.
+
+    Returns:
+        None if there are no mismatches.
+    """
     if not mismatches:
         return None
     first = min(mismatches, key=lambda mismatch: mismatch.when)
-    same = [d for d in mismatches if (d.when, d.subject, d.name) == (*_thing(first),)]
+    same = [d for d in mismatches if (d.when, d.subject, d.name) == (*_mismatch_key(first),)]
     ranks = tuple(sorted({mismatch.rank for mismatch in same}))
     between = tuple(sorted({rank for mismatch in same for rank in mismatch.between}))
     return RootCause(
         state=first.subject,
         axis="" if _is_alone(first) else axes_between(ranks, between, coordinates),
-        factor=_factor(first),
+        factor=_factor_text(first),
         place="" if first.subject in _WITHOUT_PLACE else first.name,
         step=first.step,
         ranks=ranks,
-        sentence=_sentence(first, ranks, between, last_good),
-        fix=_OF_COPIES if _is_alone(first) else _REMEDIES.get(first.subject, _FLIPPED),
+        sentence=_root_cause_sentence(first, ranks, between, last_good),
+        fix=_COPY_FIX if _is_alone(first) else _REMEDIES.get(first.subject, _DEFAULT_FIX),
     )
 
 
 def _is_alone(mismatch: Mismatch) -> bool:
-    """Whether the rank itself has two things that must be the same."""
+    """Return True if the two replicas that differ are both on the mismatch's rank."""
     return mismatch.between == (mismatch.rank,)
 
 
-def _thing(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
+def _mismatch_key(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
+    """Return the key of the value that differs: its moment, subject and name."""
     return mismatch.when, mismatch.subject, mismatch.name
 
 
@@ -156,22 +200,37 @@ _WITHOUT_PLACE = (Subject.RANDOM, Subject.NORM)
 
 
 def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordinates) -> str:
-    """The axes along which an odd rank has a neighbour that is not odd, `dp_shard+tp`; where all
-    are odd, those along which they are spread."""
+    """Return the axes along which a differing rank has a neighbour that agrees, `dp_shard+tp`.
+
+    A neighbour is a rank at another place of exactly one axis. If no differing rank has such a
+    neighbour, the result has all axes along which differing ranks are at other places.
+
+    Args:
+        odd: The ranks that differ.
+        ranks: All ranks that hold the value.
+        coordinates: The place of each rank on each mesh axis.
+    """
     others = [rank for rank in ranks if rank not in odd] or list(ranks)
     axes: dict[str, None] = {}
     spread: dict[str, None] = {}
     for one in odd:
         for other in others:
-            here, there = coordinates.get(one, {}), coordinates.get(other, {})
-            apart = [axis for axis in here if here[axis] != there.get(axis)]
-            spread.update(dict.fromkeys(apart))
-            if len(apart) == 1:
-                axes[apart[0]] = None
+            odd_place, other_place = (
+                coordinates.get(one, {}),
+                coordinates.get(other, {}),
+            )
+            differing_axes = [
+                axis for axis in odd_place if odd_place[axis] != other_place.get(axis)
+            ]
+            spread.update(dict.fromkeys(differing_axes))
+            # Only a neighbour along a single axis isolates the axis of the difference.
+            if len(differing_axes) == 1:
+                axes[differing_axes[0]] = None
     return "+".join(axes or spread)
 
 
-def _factor(first: Mismatch) -> str:
+def _factor_text(first: Mismatch) -> str:
+    """Return the `factor` of a root cause: the mismatch in words, or a general statement."""
     is_told = first.subject in _NUMBERS or first.told == SHARED or _is_alone(first)
     if first.way is not Way.VALUE or is_told:
         return first.told
@@ -181,24 +240,33 @@ def _factor(first: Mismatch) -> str:
 _NUMBERS = (Subject.COUNTER, Subject.LEARNING_RATE, Subject.NORM)
 
 
-def _sentence(
+def _root_cause_sentence(
     first: Mismatch, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
 ) -> str:
+    """Return the sentence of a root cause: the value, its ranks, and the ranks that agree.
+
+    Args:
+        first: The earliest mismatch.
+        ranks: The ranks that differ.
+        between: All ranks that hold the value.
+        last_good: The last step after which all agreed; None if unknown.
+    """
     if _is_alone(first):
         return f"{first.subject} {first.name} of {listed(ranks)} {first.told}."
     others = tuple(rank for rank in between if rank not in ranks)
     against = f"{listed(others)} agree" if others else "no two of them agree, or as many as not"
-    who = f"{first.subject} {first.name} of {listed(ranks)}: {first.told or DIFFERS} ({against}"
-    known = "" if last_good is None else f"; all agreed after step {last_good}"
-    return f"{who}{known})."
+    subject = f"{first.subject} {first.name} of {listed(ranks)}: {first.told or DIFFERS} ({against}"
+    agreement = "" if last_good is None else f"; all agreed after step {last_good}"
+    return f"{subject}{agreement})."
 
 
 def listed(ranks: Sequence[int]) -> str:
+    """Return ranks as text: `rank 3`, `ranks 0, 1`."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
-_OF_COPIES = "Every update must write its result to the copy that forward reads"
-_FLIPPED = (
+_COPY_FIX = "Every update must write its result to the copy that forward reads"
+_DEFAULT_FIX = (
     "Where only this rank ever has it, its memory or its device is at fault; else an update, a "
     "gather or a broadcast does not reach all ranks, or something writes to it on some alone"
 )

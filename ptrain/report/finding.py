@@ -1,5 +1,8 @@
-"""What verification finds: where a run differs from one device, or its ranks from each other, and
-the root cause that this points to. Plain data, so that ranks can tell each other."""
+"""Findings of a verification: mismatches between a run and its reference, and their root cause.
+
+A mismatch is between a run and the single-device reference, or between ranks. All classes are plain
+data that ranks can send to each other.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ from ptrain.errors import VerdictFailed
 
 
 class Moment(IntEnum):
-    """When in a step, in the order of time: a mismatch at an earlier moment explains a later."""
+    """The moment of a step, in order of time: an earlier mismatch explains a later one."""
 
     START = 0  # parameters, optimizer state, counters, buffers before anything runs
     BATCH = 1  # the tokens that the model is given
     FORWARD = 2
     BACKWARD = 3
     GRADIENTS = 4  # as the optimizer is given them, without clipping and the loss's scale
-    CLIP = 5  # their norm, and what clipping made of them
+    CLIP = 5  # the norm of gradients, and gradients after clipping
     UPDATE = 6  # parameters and optimizer state when the step is over
 
 
 class Subject(StrEnum):
-    """What differs: one of the four states, or something that belongs to none."""
+    """The kind of value that differs: one of the four states, or a value outside of them."""
 
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
@@ -41,7 +44,7 @@ class Subject(StrEnum):
 
 
 class Way(StrEnum):
-    """How it differs."""
+    """The kind of a difference between two values."""
 
     VALUE = "value"
     DTYPE = "dtype"
@@ -51,11 +54,15 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """One thing on one rank that is not what one device has, or not what the other ranks have.
+    """A difference of a value on one rank from the reference, or from the value on other ranks.
 
-    `name`: a parameter's canonical name or a module's path. `difference` is relative, by the 2-norm
-    (0 where `way` is not VALUE); `index` is the micro-batch, or the place among collectives.
-    `between`: ranks that should have the same, where that is what is compared.
+    Attributes:
+        name: A parameter's canonical name or a module's path.
+        difference: The relative difference by the 2-norm; 0 unless `way` is VALUE.
+        tolerance: The allowed relative difference.
+        index: The number of the micro-batch, or the position in the sequence of collectives.
+        between: The ranks that should have the same value, if ranks are compared with each other.
+        told: Both sides in words, if they are not tensors.
     """
 
     step: int
@@ -68,41 +75,51 @@ class Mismatch:
     tolerance: float = 0.0
     index: int = 0
     between: tuple[int, ...] = ()
-    told: str = ""  # both sides in words, where they are not tensors
+    told: str = ""  # both sides in words, if they are not tensors
 
     @property
     def when(self) -> tuple[int, int]:
+        """The step and the moment, which order mismatches."""
         return self.step, self.moment
 
     @property
     def place(self) -> str:
-        """Return the name in words: the path of the whole model is empty."""
+        """The name for a sentence; the path of the full model is empty."""
         return self.name or "the model"
 
 
 class Certainty(StrEnum):
-    """How sure a root cause is."""
+    """The certainty of a root cause."""
 
-    PROVEN = "proven by trying"  # its fix was tried, and makes what differs the reference's
-    LOCATED = "located by trying"  # with the reference's values there all is right; why is unknown
-    FITS = "fits"  # it explains what was seen, and its fix was not tried
-    UNEXPLAINED = "not explained"  # what differs first, and what was ruled out
+    PROVEN = "proven by trying"  # with its fix the run equals the reference
+    LOCATED = "located by trying"  # reference values here fix the run; reason unknown
+    FITS = "fits"  # it explains the mismatches, but its fix was not tried
+    UNEXPLAINED = "not explained"  # the first mismatch, and the causes that were ruled out
 
 
 RULED_OUT = "ruled out: "
-POSSIBLE = "Possible causes: "  # how a sentence of a root cause begins that lists some
+POSSIBLE = "Possible causes: "  # begins the list of causes in a root cause's sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCause:
-    """Whose fault it is: the state, the mesh axis ("" where none is involved), the factor (`x 2`,
-    `missing all-reduce`, `stale by 1 step`, `bfloat16 for float64`), the first module or tensor
-    that differs, since which step, on which ranks, a sentence to act on, and how sure that is:
-    `tried` says what was tried and what came of it. `called_at` is the file and line that calls
-    the module, if that is known.
+    """The explanation of a mismatch, with a fix if one is known.
 
-    `sentence` is what differs; then, if there are several that fit, `POSSIBLE` and these. `fix` is
-    what to do, if that is known: a record of an earlier version has it in `sentence`."""
+    Attributes:
+        state: The kind of value that differs.
+        axis: The mesh axes involved, `dp_shard+tp`; empty if there are none.
+        factor: The kind of difference: `x 2`, `missing all-reduce`, `stale by 1 step`, `bfloat16
+            for float64`.
+        place: The first module or tensor that differs.
+        step: The first step with a difference.
+        ranks: The ranks with the difference.
+        sentence: The facts; if several causes are possible, `POSSIBLE` and a list of them follow.
+        certainty: How the root cause was established.
+        tried: The experiments and their results, in words.
+        called_at: The file and line of the module's call; empty if unknown.
+        fix: The change that removes the cause; empty if unknown. Records of earlier versions have
+            it in `sentence`.
+    """
 
     state: Subject
     axis: str
@@ -134,25 +151,28 @@ class RootCause:
         return "\n  ".join(f"{label}: {text}" for label, text in lines.items() if text)
 
     def proven(self, tried: str) -> RootCause:
-        """Return it after its fix was tried; of one that lists several causes it proves none."""
+        """Return the root cause after a successful trial of its fix.
+
+        A root cause that lists several possible causes remains FITS: the trial proves none of them.
+        """
         certainty = Certainty.FITS if POSSIBLE in self.sentence else Certainty.PROVEN
         return replace(self, certainty=certainty, tried=tried)
 
     def fits(self, tried: str) -> RootCause:
-        """Return it as an explanation of which not all was tried, or not all came right."""
+        """Return the root cause as an explanation that trials did not fully confirm."""
         return replace(self, certainty=Certainty.FITS, tried=tried)
 
     def located(self, tried: str) -> RootCause:
-        """Return it as the place where a run begins to differ, for a reason that is not known."""
+        """Return the root cause as the place of the first difference, for an unknown reason."""
         return replace(self, certainty=Certainty.LOCATED, tried=tried)
 
     def unexplained(self, out: str) -> RootCause:
-        """Return it as what differs first, of which only so much was ruled out."""
+        """Return the root cause as the first difference only, with the ruled-out causes."""
         return replace(self, certainty=Certainty.UNEXPLAINED, tried=f"{RULED_OUT}{out}")
 
 
 class MismatchFound(VerdictFailed):
-    """A check in a running program found a root cause."""
+    """The error raised when a check in a running program finds a root cause."""
 
     def __init__(self, root_cause: RootCause) -> None:
         super().__init__(str(root_cause))

@@ -1,4 +1,4 @@
-"""The heading of a spec, in one line: model, ranks, placement, layout and batch."""
+"""The heading of a spec in one line (model, ranks, placement, precision and batch), and remarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from ptrain.units import format_count
 
 
 def heading(spec: Spec, num_parameters: int) -> str:
-    """Return `zero3 · llama 0.92M · dp_shard 2 (S*,S,S,R) · fp32 · batch 16 = 2 micro × …`."""
+    """Return the heading of a spec: model, parameters, placement, precision and batch.
+
+    Args:
+        spec: The resolved spec.
+        num_parameters: The number of elements of the model's parameters.
+
+    Example:
+        `zero3 · llama 0.92M · dp_shard 2 (S*,S,S,R) · fp32 · batch 16 = 2 micro × …`
+    """
     return " · ".join(
         [
             spec.name,
@@ -29,8 +37,11 @@ def heading(spec: Spec, num_parameters: int) -> str:
 
 
 def by_data_lines(exact: Estimate) -> list[str]:
-    """Return why figures are bounds, what they assume or are derived from; nothing where data
-    decides none."""
+    """Return the reasons why figures are bounds, assume data, or use counts of a run.
+
+    Args:
+        exact: The prediction. If no figure depends on data, the result is empty.
+    """
     reasons = (*exact.by_data.values(), *exact.assumed.values())
     lines = [f"sizes depend on data: {why}" for why in dict.fromkeys(reasons)]
     kinds = ", ".join(exact.counted)
@@ -38,7 +49,7 @@ def by_data_lines(exact: Estimate) -> list[str]:
 
 
 def model_name(spec: Spec) -> str:
-    """The preset, class or function; the family where the shape is the spec's own."""
+    """Return the name of the model: its preset, class or function; the family of a custom shape."""
     match spec.model:
         case ModelShape():
             return spec.model.preset or str(spec.model.tabulated or "transformer")
@@ -51,36 +62,39 @@ def model_name(spec: Spec) -> str:
 
 
 def placement(spec: Spec) -> str:
-    """`dp_replicate 2 (R,R,R,R) ⊗ dp_shard 2 (S*,S,S,R)`, where frozen parameters are if that is
-    elsewhere, and how the blocks' activations are kept where the spec says it apart: `A M,
-    selective`, `A {0: M, 2-: O}`."""
+    """Return the placement of all axes: `dp_replicate 2 (R,R,R,R) ⊗ dp_shard 2 (S*,S,S,R)`.
+
+    Frozen parameters follow if they are placed differently, and the blocks' activations if the spec
+    sets them separately: `A M, selective`, `A {0: M, 2-: O}`.
+    """
     tuples = " ⊗ ".join(
         f"{factor.axis} {factor.degree} ({factor.placement})" for factor in spec.factors
     )
     frozen = ", ".join(f"{mode} on {axis}" for axis, mode in spec.frozen.written().items())
-    apart = [f"frozen {frozen}"] if frozen else []
-    return " · ".join([tuples or "one device", *apart, *_kept(spec)])
+    frozen_text = [f"frozen {frozen}"] if frozen else []
+    return " · ".join([tuples or "one device", *frozen_text, *_activations_text(spec)])
 
 
-def _kept(spec: Spec) -> Iterator[str]:
-    said, how = spec.resolved.get("activations"), spec.resolved.get("recompute", "full")
-    if said:
-        policy = f", {_flow(how)}" if how != "full" else ""
-        yield f"A {_flow(said)}{policy}"
+def _activations_text(spec: Spec) -> Iterator[str]:
+    """Yield the placement of the blocks' activations, if the spec sets it separately."""
+    activations, how = spec.resolved.get("activations"), spec.resolved.get("recompute", "full")
+    if activations:
+        policy = f", {_flow_yaml(how)}" if how != "full" else ""
+        yield f"A {_flow_yaml(activations)}{policy}"
 
 
-def _flow(value: object) -> str:
-    """As YAML on one line."""
+def _flow_yaml(value: object) -> str:
+    """Return a value as YAML on one line."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False).split("\n")[0]
 
 
 def precision(spec: Spec) -> str:
-    """The layout, and whether every dtype of it is float64."""
+    """Return the name of the precision layout, with a remark if all dtypes are float64."""
     return spec.precision.layout.name + (" in fp64" if spec.precision.compute_fp64 else "")
 
 
 def batch(spec: Spec) -> str:
-    """`batch 16 = 2 micro × 4 accumulated × 2 data`."""
+    """Return the batch as a product: `batch 16 = 2 micro × 4 accumulated × 2 data`."""
     samples = spec.batch
     product = f"{samples.micro} micro × {samples.accumulate} accumulated × {spec.data_degree} data"
     return f"batch {samples.global_samples} = {product}"
@@ -92,8 +106,14 @@ _ON_CUDA = "device=cuda"
 def telling(
     spec: Spec, exact: Estimate, words: Sequence[str], *, allow_import: bool = False
 ) -> str:
-    """The shell line that tells the peak where `exact` does not. `words` are those that load the
-    spec: its name or file, and overrides."""
+    """Return the shell command that measures the peak if `exact` does not predict it.
+
+    Args:
+        spec: The resolved spec.
+        exact: The prediction; its `undefined` and `unclaimed` figures decide the flags.
+        words: The arguments that load the spec: its name or file, and overrides.
+        allow_import: Add `--allow-import`. It is also added if the spec names user functions.
+    """
     on_gpu = needs_gpu(spec, exact)
     is_on_cuda = spec.device == "cuda" or _ON_CUDA in words
     overrides = [_ON_CUDA] if on_gpu and not is_on_cuda else []
@@ -107,14 +127,23 @@ def telling(
 
 
 def _reads_values(spec: Spec, exact: Estimate) -> bool:
-    """Return whether only real tensors tell the peak: of a model that is not built in it is
-    undefined where its code does not run on fake ones."""
+    """Return True if only real tensors give the peak of the model.
+
+    The peak of a model that is not built in is undefined if its code does not run on fake tensors.
+    """
     return not isinstance(spec.model, ModelShape) and "peak" in exact.undefined
 
 
 def needs_gpu(spec: Spec, exact: Estimate) -> bool:
-    """Return whether only a GPU tells the peak: fake ranks have a CPU's kernels, and of
-    flex_attention a CPU has no backward pass."""
+    """Return True if only a GPU gives the peak.
+
+    Fake ranks use a CPU's kernels, and flex_attention has no backward pass on a CPU.
+
+    Args:
+        spec: The resolved spec, for its attention.
+        exact: The prediction; `unclaimed["peak"]` has the reason why its peak does not hold for a
+            GPU.
+    """
     model = spec.model
     is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX
     return is_flex or "peak" in exact.unclaimed

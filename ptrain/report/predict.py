@@ -69,8 +69,10 @@ _BAR = 24  # columns of the longest bar
 
 
 class Reserving(NamedTuple):
-    """What CUDA's allocator would reserve on a rank: as text, and as a record by kind of segments;
-    None of a spec that is not for GPUs."""
+    """The memory that CUDA's allocator would reserve on a rank, as text and as a record.
+
+    `record` is by kind of segments; it is None for a spec that is not for GPUs.
+    """
 
     lines: tuple[str, ...]
     record: Mapping[str, object] | None
@@ -78,8 +80,16 @@ class Reserving(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True, kw_only=True)
 class Prediction:
-    """A spec with what was derived of it. `label` tells it from the others of a sweep; `words` load
-    it, where the user typed them. `reserving` is there where it was asked for."""
+    """A spec with its derivation, and the changes that make it fit or faster.
+
+    Attributes:
+        label: The name of the spec among others of a sweep.
+        num_parameters: The number of elements of the model's parameters.
+        advice: Changes with which the spec fits, if it does not.
+        faster: Changes that make a step faster.
+        words: The arguments that load the spec, as the user typed them.
+        reserving: Reserved memory; None unless it was requested.
+    """
 
     label: str
     spec: Spec
@@ -93,20 +103,22 @@ class Prediction:
 
     @property
     def fit(self) -> Fit:
+        """The figures that decide whether the spec fits."""
         return fit(self.spec, self.derivation.exact)
 
     @property
     def telling(self) -> str:
-        """The command that tells the peak where none is predicted."""
+        """The command that measures the peak if it is not predicted."""
         exact = self.derivation.exact
         return telling(self.spec, exact, self.words, allow_import=self.allow_import)
 
 
 def one(prediction: Prediction, *, explain: bool = False) -> str:
-    """Return the screen of one spec; the answer is its second line.
+    """Return the screen of one spec; its second line is the answer.
 
     Args:
-        explain: add the column `paper`, the reasons why the columns differ, and the theorems.
+        prediction: The spec and its derivation.
+        explain: Add the column `paper`, the reasons why the columns differ, and the theorems.
     """
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     estimates = (paper, exact) if explain else (exact,)
@@ -122,17 +134,17 @@ def one(prediction: Prediction, *, explain: bool = False) -> str:
             *advice_lines(prediction),
             *faster_lines(prediction),
             "",
-            _memory(*estimates, title=column),
+            _memory_table(*estimates, title=column),
             *fit_lines(prediction),
             *startup_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
             "",
             *([places, ""] if places else []),
-            _traffic(*estimates, title=column),
+            _traffic_table(*estimates, title=column),
             "",
             *time_lines(prediction.derivation),
             *operations_lines(exact),
-            *_balance(prediction.derivation.plan),
+            *_balance_lines(prediction.derivation.plan),
             *by_data_lines(exact),
             *(f"warning: {warning}" for warning in exact.warnings),
             *(explanation(prediction) if explain else ()),
@@ -149,9 +161,16 @@ def prediction_of(
     reload: Reload | None = None,
     **more: Any,
 ) -> Prediction:
-    """Return the prediction that a derivation is. `offer`: with changes that fit if it does not,
-    and faster ones if it does, on top of what `reload` loads; of a pipeline, which takes long to
-    derive, only to `explain`. `more` are the prediction's other fields."""
+    """Return the prediction of a derivation, with advice.
+
+    Args:
+        derivation: The derived spec.
+        label: The name of the spec among others; by default its name.
+        offer: Search for changes with which the spec fits, if it does not, and for faster ones.
+        explain: Search for faster changes of a pipeline too, which takes long to derive.
+        reload: Loads the spec again with overrides; None: no faster changes are searched.
+        more: Further fields of the prediction.
+    """
     spec, facts, exact = derivation.spec, derivation.facts, derivation.exact
     fitting = fit(spec, exact)
     tries = offer and (explain or spec.degree(Axis.PP) == 1)
@@ -168,7 +187,11 @@ def prediction_of(
 
 
 def require_cuda(predictions: Sequence[Prediction]) -> None:
-    """Raises SpecError where what is reserved was asked for, and nothing is for GPUs."""
+    """Check that at least one spec is for GPUs, since `--reserved` describes CUDA's allocator.
+
+    Raises:
+        SpecError: If none is.
+    """
     if not any(prediction.spec.is_for_cuda for prediction in predictions):
         of_specs = "the spec is not" if len(predictions) == 1 else "none of the specs is"
         raise refused(
@@ -187,8 +210,8 @@ def account(estimate: Estimate) -> str:
     ]
     undefined = [f"{column} has no {kind}: {why}" for kind, why in estimate.undefined.items()]
     parts = [
-        _memory(estimate, title=column),
-        _traffic(estimate, title=column),
+        _memory_table(estimate, title=column),
+        _traffic_table(estimate, title=column),
         *([render(wire)] if estimate.wire else []),
         *(["\n".join(lines)] if (lines := [*operations_lines(estimate), *undefined]) else []),
     ]
@@ -196,22 +219,30 @@ def account(estimate: Estimate) -> str:
 
 
 def model_state_bytes(estimate: Estimate, tier: str = TIERS[0]) -> int | None:
-    """Theta, Omega and G together on the device (or another tier) of the rank that holds most;
-    None where there are no rows."""
+    """Return the bytes of parameters, optimizer state and gradients on one tier.
+
+    Args:
+        estimate: A column of any kind.
+        tier: The tier, by default the device.
+
+    Returns:
+        The sum of the largest rows of the three states; None if the estimate has no rows.
+    """
     return _model_states(largest(estimate.memory), tier)
 
 
 def _model_states(most: Largest, tier: str) -> int | None:
+    """Return the sum of the three model states on a tier; None without rows."""
     return sum(most.get((state, tier), 0) for state in MODEL_STATES) if most else None
 
 
 def sent_bytes(estimate: Estimate) -> int | None:
-    """Bytes sent per rank in a steady step; None where the column defines no traffic."""
+    """Return the bytes sent per rank in a steady step; None if the column defines no traffic."""
     return None if "traffic" in estimate.undefined else estimate.sent_bytes()
 
 
 def operations_lines(estimate: Estimate) -> list[str]:
-    """Return the operations of the rank that computes most; nothing if they are not predicted."""
+    """Return the operations of the rank with the most; empty if operations are not predicted."""
     if not estimate.operations:
         return []
     rows = distinct(estimate.operations)
@@ -223,19 +254,20 @@ def operations_lines(estimate: Estimate) -> list[str]:
     return [f"matrix products per rank and step: {products}{again}"]
 
 
-def _balance(plan: Plan) -> list[str]:
-    """Return which rank has most to do, where ranks have slices of the tokens."""
+def _balance_lines(plan: Plan) -> list[str]:
+    """Return the balance of work over ranks that have shards of the tokens; else empty."""
     return [f"balance: {balance_text(plan.context)}"] if plan.context else []
 
 
 def answer_line(prediction: Prediction) -> str:
-    """Return `Fits: 39.5 GiB of 74.12 GiB per GPU · 3.69 s/step · 71k tokens/s · …`."""
+    """Return the answer: `Fits: 39.5 GiB of 74.12 GiB per GPU · 3.69 s/step · 71k tokens/s · …`."""
     seconds = None if (step := prediction.derivation.exact.step) is None else step.seconds
     pace = pace_parts(prediction.spec, seconds, job_pace(prediction.derivation))
     return " · ".join([_fit_answer(prediction), *pace])
 
 
 def _fit_answer(prediction: Prediction) -> str:
+    """Return the first part of the answer: does it fit, with the peak and the usable memory."""
     fitting, device = prediction.fit, device_name(prediction.spec)
     used = peak_text(fitting)
     if fitting.peak_bytes is None:
@@ -249,16 +281,17 @@ def _fit_answer(prediction: Prediction) -> str:
     if fitting.fits:
         return f"{'Fits, but tight' if fitting.is_tight else 'Fits'}: {measure}"
     short = size(max(fitting.short_bytes, fitting.host_short_bytes))
+    # Without a peak, or with bounds, the missing memory is a lower bound.
     is_least = fitting.peak_bytes is None or fitting.lower_bytes is not None
     host = f", {host_text(fitting)}" if fitting.host_short_bytes > 0 else ""
     return f"Does not fit by {short}{' or more' * is_least}: {measure}{host}"
 
 
 def advice_lines(prediction: Prediction) -> list[str]:
-    """Return why the answer is unknown, or the changes with which a spec fits."""
+    """Return the reason why the answer is unknown, or the changes with which the spec fits."""
     fitting = prediction.fit
     if fitting.fits is False:
-        return [] if fitting.peak_bytes is None else _changes(prediction.advice)
+        return [] if fitting.peak_bytes is None else _change_lines(prediction.advice)
     if fitting.peak_bytes is None:
         where = " on a GPU" if needs_gpu(prediction.spec, prediction.derivation.exact) else ""
         return [f"  {fitting.why}", f"  to measure the peak{where}: {prediction.telling}"]
@@ -271,7 +304,7 @@ def advice_lines(prediction: Prediction) -> list[str]:
 
 
 def faster_lines(prediction: Prediction) -> list[str]:
-    """Return a sentence for each dial that would make a step more than 5 % faster."""
+    """Return a sentence for each setting that would make a step more than 5 % faster."""
     step, device = prediction.derivation.exact.step, device_name(prediction.spec)
     return [
         f"  {variant.command} would be {step.seconds / variant.seconds - 1:.0%} faster and needs "
@@ -282,7 +315,7 @@ def faster_lines(prediction: Prediction) -> list[str]:
     ]
 
 
-def _changes(advice: FitAdvice) -> list[str]:
+def _change_lines(advice: FitAdvice) -> list[str]:
     """Return a table of the changes that fit, or else of the closest one."""
     if not advice.variants:
         return advice.lines
@@ -310,7 +343,7 @@ def _changes(advice: FitAdvice) -> list[str]:
 
 
 def fit_lines(prediction: Prediction) -> list[str]:
-    """Return the memory that a peak may fill and the room that is left, and the host's memory."""
+    """Return the usable memory with the bytes to spare, and the host memory."""
     fitting, host = prediction.fit, host_text(prediction.fit)
     least = " or more" * (fitting.lower_bytes is not None)
     spare = f"; {size(fitting.spare_bytes)} to spare{least}" if fitting.fits else ""
@@ -325,7 +358,7 @@ def fit_lines(prediction: Prediction) -> list[str]:
 
 
 def next_commands(prediction: Prediction) -> list[str]:
-    """Return the commands to go on with, the shortest last."""
+    """Return commands for the next step, the shortest last."""
     words, fitting, verb = prediction.words, prediction.fit, "train"
     changes = next((v.overrides for v in prediction.advice.variants if v.fit.fits), ())
     if fitting.fits is False:
@@ -342,8 +375,10 @@ def next_commands(prediction: Prediction) -> list[str]:
 
 
 def startup_lines(prediction: Prediction) -> list[str]:
-    """Return what the ranks of a node need on its host before the first step, and why: of models
-    that are not built in, and where that does not fit."""
+    """Return the host memory that a node needs before the first step, and the reason.
+
+    The line is left out for a built-in model whose start-up fits.
+    """
     fitting, spec = prediction.fit, prediction.spec
     is_enough = fitting.startup_host_bytes <= (fitting.host_memory or inf)
     if isinstance(spec.model, ModelShape) and is_enough:
@@ -361,7 +396,7 @@ def startup_lines(prediction: Prediction) -> list[str]:
 
 
 def explanation(prediction: Prediction) -> list[str]:
-    """Return why the columns differ, the figures that one of them lacks, and the theorems."""
+    """Return the reasons why the columns differ, undefined figures, and the theorems."""
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     lines = [""]
     if exact.notes:
@@ -370,7 +405,7 @@ def explanation(prediction: Prediction) -> list[str]:
         f"  {estimate.column}, {kind}: {reason}"
         for estimate in (paper, exact)
         for kind, reason in estimate.undefined.items()
-        if kind != "step_seconds"  # it has its line in the block of times
+        if kind != "step_seconds"  # the block of times has a line for it
     ]
     if missing:
         lines += ["figures that a column does not define", *missing]
@@ -378,36 +413,39 @@ def explanation(prediction: Prediction) -> list[str]:
 
 
 def composition(prediction: Prediction) -> list[str]:
-    """The conditions under which axes compose, where a theorem has any."""
+    """Return the conditions under which axes compose, for each theorem that has any."""
     lines: list[str] = []
     for title, conditions in compositions(prediction.spec, prediction.derivation.plan):
         lines += [title, *(f"  {line}" for line in condition_lines(conditions))]
     return lines
 
 
-def _memory(*estimates: Estimate, title: str) -> str:
-    """Return a table with a row for each state and tier and each phase's peak, a column for each
-    estimate, and a bar for the last one's."""
-    held = [largest(estimate.memory) for estimate in estimates]
+def _memory_table(*estimates: Estimate, title: str) -> str:
+    """Return the table of memory per rank: states by tier, model states, and peaks by phase.
+
+    Each estimate has a column; bars show the last one.
+    """
+    sizes = [largest(estimate.memory) for estimate in estimates]
     last = estimates[-1]
     lowers = least(last.memory) if last.by_data else {}
     rows = [
-        (label, [most.get((state, tier)) for most in held], lowers.get((state, tier)))
+        (label, [most.get((state, tier)) for most in sizes], lowers.get((state, tier)))
         for state in State
         for tier, label in on_tiers(state)
-        if any(most.get((state, tier)) for most in held)
+        if any(most.get((state, tier)) for most in sizes)
     ]
     bars = [numbers[-1] or 0 for _, numbers, _ in rows]
+    # Bars are scaled before the rows of sums and peaks are added, which would dwarf them.
     longest = max((number or 0 for _, numbers, _ in rows for number in numbers), default=0)
     for tier, label in on_tiers(MODEL_STATES_LABEL):
-        sums = [_model_states(most, tier) for most in held]
+        sums = [_model_states(most, tier) for most in sizes]
         if tier == TIERS[0] or any(sums):
             rows.append((label, sums, None))
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
-        peaks = [_peak(estimate, phase) for estimate in estimates]
+        peaks = [_highest_peak(estimate, phase) for estimate in estimates]
         if any(peaks):
-            rows.append((f"peak {phase}", peaks, _peak(last, phase, lower_bytes)))
-    drawn = ["█" * round(_BAR * number / longest) for number in bars]
+            rows.append((f"peak {phase}", peaks, _highest_peak(last, phase, lower_bytes)))
+    bars_text = ["█" * round(_BAR * number / longest) for number in bars]
     columns = [
         name_column("memory per rank", [label for label, _, _ in rows]),
         *(
@@ -419,22 +457,26 @@ def _memory(*estimates: Estimate, title: str) -> str:
             Importance.RESULT,
             [span(lower, numbers[-1]) for _, numbers, lower in rows],
         ),
-        TableColumn("", Importance.PICTURE, drawn + [""] * (len(rows) - len(bars)), left=True),
+        TableColumn("", Importance.PICTURE, bars_text + [""] * (len(rows) - len(bars)), left=True),
     ]
     return render(columns)
 
 
-def _peak(
+def _highest_peak(
     estimate: Estimate, phase: Phase, of: Callable[[Peak], int] = attrgetter("device_bytes")
 ) -> int | None:
+    """Return the highest peak of a phase, or its highest lower bound; None without rows."""
     return max((of(row) for row in distinct(estimate.peak) if row.phase is phase), default=None)
 
 
-def _traffic(*estimates: Estimate, title: str) -> str:
-    """Return a table with a row for each kind of call; those of the set-up, which run once, are
-    below the sum of a step. Calls, payload and copies are the last estimate's."""
+def _traffic_table(*estimates: Estimate, title: str) -> str:
+    """Return the table of traffic, with a row for each kind of call.
+
+    Set-up calls, which run once, are below the sum of a step. The columns calls, payload and copies
+    are the last estimate's.
+    """
     *others, last = estimates
-    accounts = [_by_key(estimate.traffic) for estimate in estimates]
+    accounts = [_busiest_by_key(estimate.traffic) for estimate in estimates]
     keys = sorted({key for account in accounts for key in account}, key=traffic_order)
     steady = [key for key in keys if key.phase is not Phase.SETUP]
     rows = [_traffic_row(key, accounts) for key in steady]
@@ -454,13 +496,15 @@ def _traffic(*estimates: Estimate, title: str) -> str:
     return render(make_columns(rows, *heads))
 
 
-def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
+def _busiest_by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
+    """Return the busiest rank's row of each kind of call."""
     return {row.key: row for row in busiest(rows)}
 
 
 def _traffic_row(
     key: TrafficKey, accounts: Sequence[Mapping[TrafficKey, Traffic]]
 ) -> tuple[str, ...]:
+    """Return the cells of one kind of call: bytes of each estimate, then calls and payload."""
     rows = [account.get(key) for account in accounts]
     last = rows[-1]
     return (
@@ -472,28 +516,40 @@ def _traffic_row(
 
 
 def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
-    """Return a table with a row per place along pp: its ranks, stages, number of layers, bytes of
-    each state and the peak, of that one of its ranks which has most; it is empty without pp."""
+    """Return a table with a row for each place along pp; empty without pp.
+
+    A row has the ranks of the place, its stages, its number of layers, and its bytes by state and
+    the peak, both of its rank with the most.
+
+    Args:
+        spec: The resolved spec, for the mesh.
+        plan: Its plan, for the stages.
+        exact: The prediction of all ranks.
+    """
     if (step := plan.pipeline) is None:
         return ""
     places = positions(spec, (step.axis,))
     ranks: list[list[int]] = [[] for _ in range(max(places) + 1)]
     for rank, place in enumerate(places):
         ranks[place].append(rank)
-    holders = [set(own) for own in ranks]
-    memory = [[*unranked(exact.memory, own)] for own in holders]
-    peaks = [[*unranked(exact.peak, own)] for own in holders]
+    holders = [set(members) for members in ranks]
+    memory = [[*unranked(exact.memory, members)] for members in holders]
+    peaks = [[*unranked(exact.peak, members)] for members in holders]
     most, fewest = [*map(largest, memory)], [*map(least, memory)]
     stages = [step.stages_of(place) for place in range(len(ranks))]
     pairs = [*zip(fewest, most, strict=True)]
     columns = [
         name_column(str(step.axis), [str(place) for place in range(len(ranks))]),
         TableColumn("ranks", Importance.DETAIL, [*map(ranks_text, ranks)], left=True),
-        TableColumn("stages", cells=[" ".join(map(str, own)) for own in stages], left=True),
+        TableColumn(
+            "stages",
+            cells=[" ".join(map(str, members)) for members in stages],
+            left=True,
+        ),
         TableColumn(
             "layers",
             Importance.DETAIL,
-            [str(sum(len(step.layers[stage]) for stage in own)) for own in stages],
+            [str(sum(len(step.layers[stage]) for stage in members)) for members in stages],
         ),
         *(
             TableColumn(
@@ -506,11 +562,12 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
             for tier, label in on_tiers(state)
             if any(high.get((state, tier)) for high in most)
         ),
-        TableColumn("peak", Importance.RESULT, [_peaks_of(own) for own in peaks]),
+        TableColumn("peak", Importance.RESULT, [_peak_text(members) for members in peaks]),
     ]
     return render(columns)
 
 
-def _peaks_of(rows: Sequence[Peak]) -> str:
+def _peak_text(rows: Sequence[Peak]) -> str:
+    """Return the highest peak of some rows as text, with its lower bound if it has one."""
     bounds = max(map(lower_bytes, rows), default=None)
     return span(bounds, max((row.device_bytes for row in rows), default=None))

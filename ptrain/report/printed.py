@@ -1,8 +1,8 @@
-"""What the values of the API print: the tables of the command line.
+"""The text of the API's values when they are printed: the tables of the command line.
 
-A spec prints as `ptrain specs show`, a derivation as `ptrain predict`, a plan as `ptrain plan`, an
-estimate as the column that it is. Of a spec, keys are shown that its placement obeys, and left out,
-with the reason, at defaults for which no other value would be obeyed.
+A spec prints like `ptrain specs show`, a derivation like `ptrain predict`, a plan like `ptrain
+plan`, and an estimate as its column. A printed spec leaves out keys that have no effect with its
+placement, and lists them in a comment.
 """
 
 from __future__ import annotations
@@ -50,24 +50,25 @@ def _(selection: PlacementRanking) -> str:
     return selection_text(selection)
 
 
-_BY_ITSELF = ("unit", "overlap", "prefetch", "gather_after_update")
+_WRAPPER_DEFAULTS = ("unit", "overlap", "prefetch", "gather_after_update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """A mapping that loads to the same spec, and a line about what it leaves out."""
+    """A mapping that loads to the same spec, and comments on the keys that it leaves out."""
 
     mapping: dict[str, object]
     left_out: tuple[str, ...]
 
     def as_yaml(self) -> str:
-        """Return the spec, and as comments what it leaves out."""
+        """Return the mapping as YAML, followed by the comments."""
         return to_yaml(self.mapping) + "".join(f"# {line}\n" for line in self.left_out)
 
 
 def shown(spec: Spec) -> Shown:
-    """`spec.resolved` without what nothing here obeys."""
-    unheard = [place for place, probe in _probes(spec) if _is_refused(probe, place)]
+    """Return the resolved spec without keys that have no effect with its placement."""
+    # A key has no effect with a placement if the legality check rejects every other value of it.
+    unheard = [place for place, probe in _probe_options(spec) if _is_refused(probe, place)]
     mapping: dict[str, Any] = copy.deepcopy(spec.resolved)
     for place in unheard:
         section, _, key = place.partition(".")
@@ -75,26 +76,28 @@ def shown(spec: Spec) -> Shown:
             del mapping[section][key]
         if not key or not mapping[section]:
             del mapping[section]
-    return Shown(mapping=mapping, left_out=tuple(_left_out(spec, unheard)))
+    return Shown(mapping=mapping, left_out=tuple(_omission_comments(spec, unheard)))
 
 
-def _probes(spec: Spec) -> Iterator[tuple[str, Spec]]:
-    """Each dial at its default, and the spec with another value of it."""
+def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:
+    """Yield each option at its default, with a spec that sets it to another value."""
     for key in dials():
         if key.dial.other is not None and key.is_free(spec):
             yield key.place, key.set(spec, key.dial.other)
 
 
 def _is_refused(spec: Spec, place: str) -> bool:
+    """Return True if the spec is rejected because of one key."""
     return any(fault.place == place for fault in check(spec))
 
 
-def _left_out(spec: Spec, unheard: list[str]) -> Iterator[str]:
+def _omission_comments(spec: Spec, unheard: list[str]) -> Iterator[str]:
+    """Yield the comments on keys that are left out: their defaults, or that they have no effect."""
     sync, factors = spec.resolved.get("sync"), data_factors(spec)
     has_wrapper = bool(factors) or spec.world_size == 1
     if has_wrapper and isinstance(sync, dict) and "gradients" not in sync:
         yield f"sync.gradients: {spec.sync.gradients} (from the placement)"
-    by_itself = [key for key in _BY_ITSELF if getattr(spec, key) is None]
+    by_itself = [key for key in _WRAPPER_DEFAULTS if getattr(spec, key) is None]
     if has_wrapper and by_itself:
         yield f"{', '.join(by_itself)}: default of the wrapper"
     if not has_wrapper:

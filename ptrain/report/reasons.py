@@ -1,11 +1,13 @@
-"""Sentences about placements: why one is as it is, with the figures of its derivation, why another
-is not the best, and the answer of the paper's Algorithm 1.
+"""Sentences about placements: the reasons for one, and the reasons why another is not the best.
+
+The reasons of a placement are the figures of its derivation. The module also writes the answer of
+the paper's Algorithm 1.
 
 The lecture's procedure is fit, batch, throughput; the notes' recipe: gbs = mbs x grad_acc x dp.
-Convergence sets the global batch; the micro-batch is the largest that fits; data ranks come before
-accumulation, which fills the gap. Beyond some 512 data ranks the notes see throughput fall. Axes
-are added by their cost: ZeRO-3, then tp within a node, then pp across nodes, then cp for sequences
-and ep for experts.
+Convergence sets the global batch. The micro-batch is the largest that fits; data-parallel ranks
+come before gradient accumulation, which makes up the rest. Above about 512 data-parallel ranks the
+notes report falling throughput. Axes are added by their cost: ZeRO-3, then tp within a node, then
+pp across nodes, then cp for long sequences and ep for experts.
 """
 
 from __future__ import annotations
@@ -40,15 +42,19 @@ from ptrain.spec.placement import (
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_count, format_memory, format_seconds
 
-DATA_LIMIT = 512  # data ranks, about which the notes see throughput per device fall
+DATA_LIMIT = (
+    512  # data-parallel ranks; above about this number the notes report lower throughput per device
+)
 _SHARDING = (Axis.DP_SHARD, *TOKEN_AXES)
 _OF_TOKENS = {axis.value for axis in TOKEN_AXES}
 _MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
 def reasons(derivation: Derivation) -> list[str]:
-    """Return why a spec is as it is: the lecture's three steps with their figures, then each axis
-    in the order in which to reach for it."""
+    """Return the reasons for a placement: fit, batch, throughput, and then each axis.
+
+    Axes are in the order in which to add them (`axis_reasons`).
+    """
     spec, memory_fit = derivation.spec, fit(derivation.spec, derivation.exact)
     return [
         _fit_reason(derivation, memory_fit),
@@ -60,8 +66,8 @@ def reasons(derivation: Derivation) -> list[str]:
 
 
 def _fit_reason(derivation: Derivation, memory_fit: Fit) -> str:
-    """First: does one step fit, and what of it are states."""
-    states = _states(derivation)
+    """Return step 1: does a training step fit, and how large are the model states."""
+    states = _states_text(derivation)
     if memory_fit.peak_bytes is None or memory_fit.device_memory is None:
         return f"fit: unknown; model states are {states} per rank"
     word = {True: "fits", False: "does not fit", None: f"unknown: {memory_fit.unknown}"}
@@ -75,7 +81,7 @@ def _fit_reason(derivation: Derivation, memory_fit: Fit) -> str:
 
 
 def _batch_reason(spec: Spec) -> str:
-    """Second: the global batch by data ranks before accumulation."""
+    """Return step 2: the global batch as a product, data-parallel ranks before accumulation."""
     batch, ranks = spec.batch, spec.data_degree
     product = f"{batch.micro} micro × {batch.accumulate} accumulated × {ranks} data"
     if batch.accumulate == 1:
@@ -90,14 +96,14 @@ def _batch_reason(spec: Spec) -> str:
 
 
 def _throughput_reasons(derivation: Derivation) -> Iterator[str]:
-    """Third: what keeps a rank from computing: the limit of data ranks, and the bubble."""
+    """Yield step 3, the limits of throughput: data-parallel ranks and the pipeline bubble."""
     spec = derivation.spec
     if spec.data_degree > DATA_LIMIT:
         yield (
             f"throughput: {spec.data_degree} data-parallel ranks exceed about {DATA_LIMIT}, "
             "above which the notes report falling throughput per device because ring latency "
             "grows with the ranks; tp and pp reduce this "
-            f"number{_waits(derivation, *DATA_AXES)}"
+            f"number{_exposed_text(derivation, *DATA_AXES)}"
         )
     if (pipeline := pipeline_of(spec)) is not None:
         simulation = simulate(schedule_of(spec))
@@ -109,8 +115,11 @@ def _throughput_reasons(derivation: Derivation) -> Iterator[str]:
 
 
 def axis_reasons(derivation: Derivation) -> list[str]:
-    """Return a sentence for each axis in the order in which to reach for it: why it is there, or
-    why it need not be, with what it sends per rank and step."""
+    """Return a sentence for each axis, in the order in which to add axes.
+
+    A sentence gives the reason why the axis is used or not needed, and the bytes that it sends per
+    rank and step.
+    """
     return [
         _sharding_reason(derivation),
         _tensor_reason(derivation),
@@ -120,25 +129,28 @@ def axis_reasons(derivation: Derivation) -> list[str]:
 
 
 def _sharding_reason(derivation: Derivation) -> str:
+    """Return the sentence on sharding the model states, dp_shard before other axes."""
     spec = derivation.spec
-    whole = sum(state_sizes(spec, derivation.facts).values())
-    states = f"{format_memory(whole)} of states"
-    sent = _sent(derivation, *REDUCED_AXES, of_activations=False)
-    over = [f"{f.axis} {f.degree}" for f in spec.factors if f.axis in _SHARDING and _cuts(f)]
+    total = sum(state_sizes(spec, derivation.facts).values())
+    states = f"{format_memory(total)} of states"
+    traffic = _sent_text(derivation, *REDUCED_AXES, of_activations=False)
+    over = [
+        f"{f.axis} {f.degree}" for f in spec.factors if f.axis in _SHARDING and _shards_states(f)
+    ]
     if over:
         return (
-            f"1. {' × '.join(over)}, the first choice: each rank holds {_states(derivation)} "
-            f"of {states}; {sent}{_waits(derivation, *REDUCED_AXES, is_of_states=True)}"
+            f"1. {' × '.join(over)}, the first choice: each rank holds {_states_text(derivation)} "
+            f"of {states}; {traffic}{_exposed_text(derivation, *REDUCED_AXES, is_of_states=True)}"
         )
     room = spec.cluster.usable_memory if spec.cluster else 0
-    if whole < room:
+    if total < room:
         usable = f"the {format_memory(room)} of usable device memory"
-        return f"1. no dp_shard: {states} are less than {usable}; {sent}"
-    return f"1. no dp_shard, although it is the first choice and would shard {states}; {sent}"
+        return f"1. no dp_shard: {states} are less than {usable}; {traffic}"
+    return f"1. no dp_shard, although it is the first choice and would shard {states}; {traffic}"
 
 
-def _states(derivation: Derivation) -> str:
-    """Return what a rank has of Θ, Ω and G on its device, and of what is on a host its share."""
+def _states_text(derivation: Derivation) -> str:
+    """Return the size of the model states on a rank's device, and of its share on the host."""
     exact = derivation.exact
     device = format_memory(sum(exact.bytes_of(state) for state in _MODEL_STATES))
     hosted = host_bytes(exact, 1)
@@ -146,68 +158,79 @@ def _states(derivation: Derivation) -> str:
 
 
 def _tensor_reason(derivation: Derivation) -> str:
+    """Return the sentence on tp, with the size of a layer in 16-bit precision."""
     cluster, ranks = derivation.spec.cluster, derivation.spec.degree(Axis.TP)
-    size = 2 * reconstruction_unit(derivation.facts)
+    size = 2 * reconstruction_unit(derivation.facts)  # 2 bytes per element
     layer = f"a layer has {format_memory(size)} in 16-bit precision"
     if ranks == 1:
         share = f", {size / cluster.device_memory:.1%} of the device memory" if cluster else ""
         return f"2. no tp: {layer}{share}, and the all-reduces of tp would be on the critical path"
     return (
-        f"2. tp {ranks}: {layer}, sharded by {ranks}; {_sent(derivation, Axis.TP)} on the "
-        f"critical path, {_where(derivation, Axis.TP, cluster)}{_waits(derivation, Axis.TP)}"
+        f"2. tp {ranks}: {layer}, sharded by {ranks}; {_sent_text(derivation, Axis.TP)} on "
+        f"the critical path, {_link_text(derivation, Axis.TP, cluster)}"
+        f"{_exposed_text(derivation, Axis.TP)}"
     )
 
 
 def _stages_reason(derivation: Derivation) -> str:
+    """Return the sentence on pp."""
     spec, ranks = derivation.spec, derivation.spec.degree(Axis.PP)
     if ranks == 1:
-        nodes = _nodes(spec)
+        nodes = _node_count(spec)
         over = f"the other axes span {nodes} nodes" if nodes > 1 else "one node is enough"
         return f"3. no pp: {over}, and there is no bubble"
     micro = spec.batch.accumulate
     return (
-        f"3. pp {ranks}: {_sent(derivation, Axis.PP)} between stages, "
-        f"{_where(derivation, Axis.PP, spec.cluster)}; {micro} micro-batches, "
-        f"{micro / ranks:g} per stage{_waits(derivation, Axis.PP)}"
+        f"3. pp {ranks}: {_sent_text(derivation, Axis.PP)} between stages, "
+        f"{_link_text(derivation, Axis.PP, spec.cluster)}; {micro} micro-batches, "
+        f"{micro / ranks:g} per stage{_exposed_text(derivation, Axis.PP)}"
     )
 
 
 def _context_reason(derivation: Derivation) -> Iterator[str]:
-    """Why there are slices of the tokens; nothing without them."""
+    """Yield the sentence on the axis that shards the tokens of a sample; nothing without one."""
     spec, step = derivation.spec, derivation.plan.context
     if step is None:
         return
     yield (
         f"4. {step.axis} {spec.degree(step.axis)}, {attention_of(spec)}: each rank holds "
         f"{derivation.plan.tokens} of the {step.sequence} tokens of a sample; in attention "
-        f"{_sent(derivation, step.axis, of_activations=True)}, "
-        f"{_where(derivation, step.axis, spec.cluster)}{_waits(derivation, step.axis)}"
+        f"{_sent_text(derivation, step.axis, of_activations=True)}, "
+        f"{_link_text(derivation, step.axis, spec.cluster)}{_exposed_text(derivation, step.axis)}"
     )
 
 
-def _sent(derivation: Derivation, *axes: Axis, of_activations: bool | None = None) -> str:
-    """Return what is sent over some of the axes; of activations alone, or of all but these, where
-    that is said."""
+def _sent_text(derivation: Derivation, *axes: Axis, of_activations: bool | None = None) -> str:
+    """Return the bytes sent over the axes in a step, as text.
+
+    Args:
+        axes: Calls are counted if all of their axes are among these.
+        of_activations: True: only activations; False: all other states; None: all traffic.
+    """
     names = {axis.value for axis in axes}
-    sent = sum(
+    sent_bytes = sum(
         row.sent_bytes
         for row in busiest(derivation.exact.traffic)
         if row.key.phase is not Phase.SETUP
         and {*row.key.axes} <= names
         and of_activations in (None, row.key.state is State.ACTIVATIONS)
     )
-    return f"{format_bytes(sent)} sent per step"
+    return f"{format_bytes(sent_bytes)} sent per step"
 
 
-def _cuts(factor: Factor) -> bool:
-    """Whether an axis cuts some of the states."""
+def _shards_states(factor: Factor) -> bool:
+    """Return True if an axis shards any of the model states."""
     placement = factor.placement
     return {placement.parameters, placement.optimizer, placement.gradients} != {R}
 
 
-def _waits(derivation: Derivation, *axes: Axis, is_of_states: bool = False) -> str:
-    """Return how much of a step waits for what moves over the axes; empty where no rates say it.
-    What moves over axes of tokens alone is attention's more than that of states."""
+def _exposed_text(derivation: Derivation, *axes: Axis, is_of_states: bool = False) -> str:
+    """Return the share of exposed communication over the axes, as text; empty without a step time.
+
+    Args:
+        axes: Communication is counted if all of its axes are among these.
+        is_of_states: Leave out communication over token axes alone, most of which is attention's.
+    """
     if (step := derivation.exact.step) is None:
         return ""
     names = {axis.value for axis in axes}
@@ -219,7 +242,8 @@ def _waits(derivation: Derivation, *axes: Axis, is_of_states: bool = False) -> s
     return f"; exposed communication takes {waited / step.seconds:.1%} of the step"
 
 
-def _where(derivation: Derivation, axis: Axis, cluster: Cluster | None) -> str:
+def _link_text(derivation: Derivation, axis: Axis, cluster: Cluster | None) -> str:
+    """Return the links that an axis uses: within a node or across nodes, and their bandwidth."""
     over = link(derivation.spec, derivation.exact.traffic, axis)
     if over is None or cluster is None:
         return "over links of unknown bandwidth"
@@ -228,7 +252,8 @@ def _where(derivation: Derivation, axis: Axis, cluster: Cluster | None) -> str:
     return f"over {over.nodes} nodes at {format_bytes(cluster.inter_node_bandwidth)}/s"
 
 
-def _nodes(spec: Spec) -> int:
+def _node_count(spec: Spec) -> int:
+    """Return the number of nodes of a job, rounded up; 1 without a cluster."""
     return -(-spec.world_size // spec.cluster.devices_per_node) if spec.cluster else 1
 
 
@@ -248,7 +273,9 @@ def idea_of(spec: Spec) -> str:
 
 
 def _data_idea(data: Sequence[Placement]) -> str:
-    """Return the name of what the data axes shard."""
+    """Return the field's name for the states that the data axes shard: DDP, ZeRO-1, ZeRO-2, HSDP,
+    FSDP.
+    """
     if any(placement.parameters != R for placement in data):
         return "FSDP" if all(placement.parameters != R for placement in data) else "HSDP"
     if any(placement.gradients != R for placement in data):
@@ -256,11 +283,17 @@ def _data_idea(data: Sequence[Placement]) -> str:
     return "ZeRO-1" if any(placement.optimizer != R for placement in data) else "DDP"
 
 
-_LEAST = 0.001  # of the best's step: what takes less is no reason
+_LEAST = 0.001  # share of the best row's step; smaller differences are not named as reasons
 
 
 def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
-    """Return in a sentence why a choice is not the best one, by its figures and no others."""
+    """Return a sentence that explains why a choice is not the best one.
+
+    Args:
+        row: The choice; None if its peak is unknown.
+        best: The first row of the ranking.
+        objective: The goal of the ranking; by MEMORY only peaks are compared.
+    """
     if row is None:
         return "its peak is unknown"
     memory = row.memory
@@ -275,26 +308,27 @@ def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
     if objective is SearchGoal.MEMORY:
         return f"needs {format_memory(row.peak_bytes - best.peak_bytes)} more"
     if best.step is None:
-        return _of_bytes(row, best)
+        return _traffic_difference(row, best)
     if row.step is None:
         return f"its time is unknown: {row.why_untimed}"
     ratio = row.step.seconds / best.step.seconds - 1
     pace = f"{abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'}"
     less = best.peak_bytes - row.peak_bytes
     room = f"; {format_memory(abs(less))} {'smaller' if less > 0 else 'larger'}" if less else ""
-    return f"{pace}{_more(row, best)}{room}"
+    return f"{pace}{_largest_excess(row, best)}{room}"
 
 
-def _of_bytes(row: Ranked, best: Ranked) -> str:
-    said = []
+def _traffic_difference(row: Ranked, best: Ranked) -> str:
+    """Return the differences in traffic, for rows without a step time."""
+    parts = []
     for name, mine, other in (
         ("between nodes", row.tiers.between, best.tiers.between),
         ("within a node", row.tiers.within, best.tiers.within),
     ):
         if mine != other:
             sign = "more" if mine > other else "less"
-            said.append(f"sends {format_bytes(abs(mine - other))} {sign} {name}")
-    return ", ".join(said) or "sends the same amount"
+            parts.append(f"sends {format_bytes(abs(mine - other))} {sign} {name}")
+    return ", ".join(parts) or "sends the same amount"
 
 
 _SPENT = {
@@ -309,20 +343,20 @@ _SPENT = {
 }
 
 
-def _more(row: Ranked, best: Ranked) -> str:
-    """Return the two things on which a row spends most more than the best one."""
-    mine, other = _parts(row), _parts(best)
+def _largest_excess(row: Ranked, best: Ranked) -> str:
+    """Return the two parts of a step on which a row spends more than the best row does."""
+    mine, other = _seconds_by_part(row), _seconds_by_part(best)
     more = {name: seconds - other.get(name, 0.0) for name, seconds in mine.items()}
     least = _LEAST * sum(other.values())
     largest = sorted((name for name in more if more[name] > least), key=lambda name: -more[name])
-    said = " and ".join(f"{format_seconds(more[name])} more {name}" for name in largest[:2])
+    largest_text = " and ".join(f"{format_seconds(more[name])} more {name}" for name in largest[:2])
     if recompute_of(row.spec) not in ("none", recompute_of(best.spec)):
-        said = said.replace("more compute", "more compute with recomputation")
-    return f", {said}" if said else ""
+        largest_text = largest_text.replace("more compute", "more compute with recomputation")
+    return f", {largest_text}" if largest_text else ""
 
 
-def _parts(row: Ranked) -> dict[str, float]:
-    """Return the seconds of a step by what they go to; communication by axes."""
+def _seconds_by_part(row: Ranked) -> dict[str, float]:
+    """Return the seconds of a step by part; communication by the axes it uses."""
     assert row.step is not None, "a row that has a time"
     parts: dict[str, float] = {}
     for time in row.step.rows:
@@ -336,8 +370,9 @@ def _parts(row: Ranked) -> dict[str, float]:
 
 
 def advice_lines(answer: Answer) -> list[str]:
-    """Return the answer as text: the conditions with their figures, what follows, and what the
-    algorithm does not see."""
+    """Return Algorithm 1's answer as text: conditions with their figures, the conclusion, and
+    remarks.
+    """
     required = answer.requirements
     head = (
         f"Algorithm 1, thresholds {answer.thresholds.states:g} and {answer.thresholds.layer:g}: "
@@ -348,12 +383,11 @@ def advice_lines(answer: Answer) -> list[str]:
         f"  line {test.line}: {test.text}: {'yes' if test.is_true else 'no'}"
         for test in answer.tests
     ]
-    return [head, *conditions, _conclusion(answer), *_remarks(answer)]
+    return [head, *conditions, _conclusion_line(answer), *_remark_lines(answer)]
 
 
 def advice_record(answer: Answer) -> dict[str, object]:
-    """Return the answer as plain data: what was required, each condition, and the overrides that
-    make a spec of it."""
+    """Return Algorithm 1's answer as plain data, with the overrides that turn it into a spec."""
     return {
         "algorithm": "algorithm1",
         "thresholds": encode(answer.thresholds),
@@ -364,30 +398,33 @@ def advice_record(answer: Answer) -> dict[str, object]:
     }
 
 
-def _conclusion(answer: Answer) -> str:
+def _conclusion_line(answer: Answer) -> str:
+    """Return the line of the answer: the advised degrees, or a statement that there is none."""
     if answer.advice is Advice.NONE:
         return "  no answer: line 11 returns a specification that was never set"
     tuples = " ⊗ ".join(f"{axis} {degree} ({modes})" for axis, degree, modes in answer.degrees)
     return f"  {answer.advice}: {tuples}"
 
 
-def _remarks(answer: Answer) -> list[str]:
-    """What a reader would else take for said: activations, and what a second axis changes."""
+def _remark_lines(answer: Answer) -> list[str]:
+    """Return remarks on facts that the algorithm ignores: activations, and the effect of a second
+    axis.
+    """
     required = answer.requirements
     share = STATE_BYTES * required.parameters / required.devices
-    whole = format_memory(share)
+    share_text = format_memory(share)
     if answer.advice is Advice.NONE:
         if share < required.device_memory:
             rest = format_memory(required.device_memory - share)
-            return [f"  the share of {whole} is less than the device memory; {rest} remain"]
+            return [f"  the share of {share_text} is less than the device memory; {rest} remain"]
         return [
-            f"  the share of {whole} exceeds the device memory; more devices, fewer bytes "
+            f"  the share of {share_text} exceeds the device memory; more devices, fewer bytes "
             "per parameter or states on the host would help, but the algorithm considers "
             "none of them"
         ]
     if answer.advice is Advice.ADD_TENSOR:
         return [
-            f"  with the same number of devices the states' share stays {whole}, which line "
+            f"  with the same number of devices the states' share stays {share_text}, which line "
             "5 rejected: tp reduces the all-gathered parameters, not the stored states",
             "  the paper does not define how tp is combined; ZeRO-3 over the nodes is assumed here",
         ]
@@ -398,8 +435,11 @@ def _remarks(answer: Answer) -> list[str]:
 
 
 def thresholds_of(text: str) -> Thresholds:
-    """Return the thresholds that `0.7,0.3` writes. Raises SpecError for anything else: they are
-    shares of a device's memory."""
+    """Parse thresholds such as `0.7,0.3`: shares of a device's memory for states and for a layer.
+
+    Raises:
+        SpecError: If the text is not two numbers in (0, 1].
+    """
     try:
         states, layer = (float(part) for part in text.split(","))
     except ValueError:

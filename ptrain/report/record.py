@@ -1,8 +1,8 @@
-"""The result record, a public contract (changed only by adding), and the verdict.
+"""The result record, which is a public contract (fields are only added), and its verdict.
 
-A verdict is a subtraction: `exact` and `measured` have the same types. Resident bytes, traffic and
-operations are checked with tolerance 0, the peak within 2 %. A row that only one side has is a
-failing check.
+`exact` and `measured` are both `Estimate`s, so a verdict subtracts their rows. Resident bytes,
+traffic and operations are checked with tolerance 0, the peak within 2 %. A row that only one side
+has is a failing check.
 """
 
 from __future__ import annotations
@@ -43,15 +43,23 @@ _CHECKED = {
     "step": "step time",
 }
 _KINDS_OF_REASONS = ("undefined", "unclaimed", "by_data", "assumed", "counted")
-COUNTED_KINDS = ("memory", "peak", "traffic", "operations")  # of rows in each column
+COUNTED_KINDS = ("memory", "peak", "traffic", "operations")  # kinds of rows of an estimate
 _COUNTS = ("calls", "payload_bytes", "sent_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One comparison; `tolerance` is relative. None stands for a row that one side lacks. `lower`:
-    the prediction is a lower bound and, in `predicted`, an upper one; `counted`: what of the run
-    the prediction was derived from, empty where it was made before the run."""
+    """The comparison of a predicted and a measured figure.
+
+    Attributes:
+        predicted: None if the prediction lacks the row.
+        measured: None if the measurement lacks the row.
+        tolerance: The allowed difference, relative to the prediction.
+        lower: The lower bound of a figure that depends on data; `predicted` is then the upper
+            bound.
+        counted: The counts of the run that the prediction uses; empty if it was made before the
+            run.
+    """
 
     name: str
     predicted: int | float | None
@@ -64,33 +72,49 @@ class Check:
 
 
 def compared_ranks(exact: Estimate, measured: Estimate) -> set[int]:
-    """Return the ranks whose rows are compared: the one whose own account `measured` is, or all."""
+    """Return the ranks whose rows are compared.
+
+    Args:
+        exact: The prediction of all ranks.
+        measured: The measurement.
+
+    Returns:
+        One rank if `measured` has the account of one rank, else all ranks of the prediction.
+    """
     ranks = {row.rank for row in measured.memory}
     return ranks if len(ranks) == 1 else set(range(exact.world_size))
 
 
 def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
-    """Checks per state and rank, per kind of call, per phase's peak, and per pass and rank of the
-    operations where both columns count them: a run does not, a simulation does.
+    """Compare a prediction with a measurement or a simulation.
 
-    Where `measured` is one rank's own account, only that rank is compared; a rank that is missing
-    from an account of several fails. A figure that depends on data holds within its bounds. Of what
-    `exact` says that it does not predict (`undefined`: activations, peak, traffic) there is no
-    check, and none of a run's figures where `exact` assumes what data decides (`assumed`) but of
-    how many calls there are; on fake ranks it is as assumed.
+    Checks are per state and rank, per kind of call, per phase's peak and rank, and per pass and
+    rank of operations. Operations are checked only if both sides count them: a simulation does, a
+    run does not.
+
+    Args:
+        exact: The prediction. Figures that it lists as `undefined` are not checked. If it assumes
+            figures that data decides (`assumed`), only the number of calls is checked against a
+            run; fake ranks behave as assumed, so a simulation is checked in full.
+        measured: If it has the rows of one rank, only that rank is compared. If it has several, a
+            missing rank is a failing check.
+
+    Returns:
+        The checks. A figure with bounds holds if the measured one is within them.
     """
     assumed = exact.assumed if measured.column is Column.MEASURED else {}
-    untold = {*exact.undefined, *assumed}
-    left_out = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in untold else ()
+    unpredicted = {*exact.undefined, *assumed}
+    # Temporary tensors are derived together with activations.
+    left_out = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in unpredicted else ()
     predicted, memory = (
         [row for row in rows if row.state not in left_out]
         for rows in (of_ranks(exact.memory, compared_ranks(exact, measured)), measured.memory)
     )
     ranks = compared_ranks(exact, measured)
     checks = [*_memory_checks(predicted, memory)]
-    if "traffic" not in untold:
+    if "traffic" not in unpredicted:
         checks += _traffic_checks(exact.traffic, measured.traffic, assumed)
-    if "peak" not in untold:
+    if "peak" not in unpredicted:
         checks += _peak_checks(of_ranks(exact.peak, ranks), measured.peak)
     if exact.operations and measured.operations:
         checks += _operations_checks(of_ranks(exact.operations, ranks), measured.operations)
@@ -98,8 +122,13 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
 
 
 def _with_source(check: Check, counted: Mapping[str, str]) -> Check:
-    """Return the check with what its prediction was derived from, where that is the run's: kinds of
-    figures are the beginnings of names. How many calls there are a run does not decide."""
+    """Return the check with the run's counts that its prediction uses, if there are any.
+
+    The keys of `counted` are prefixes of check names. The number of calls never depends on the
+    counts.
+    """
+    # Keys of `counted` are states for memory ("activations"), and otherwise prefixes such as "peak"
+    # and "traffic ep all_to_all". Calls do not depend on the data that a run counts.
     name = check.name.removeprefix("memory ")
     kinds = () if name.endswith(" calls") else counted.items()
     source = next((why for kind, why in kinds if name.startswith(f"{kind} ")), "")
@@ -107,10 +136,19 @@ def _with_source(check: Check, counted: Mapping[str, str]) -> Check:
 
 
 def time_checks(spec: Spec, step: StepTime | None, measured: float | None) -> Iterator[Check]:
-    """Yield the check of a step's time on a calibrated machine, if the rates are those of the
-    devices that ran it: it fails above the interval of published steps. A step that is faster than
-    the interval holds, and the reason states so."""
+    """Yield the check of the step time, if the step ran on a calibrated machine.
+
+    The check fails above the interval of published steps. A step below the interval passes, and
+    `why` states it.
+
+    Args:
+        spec: The spec that ran. Its cluster's rates must be measured ones, of the kind of device
+            that ran the step.
+        step: The predicted step time; None or one without an interval gives no check.
+        measured: The measured seconds of a step; None gives no check.
+    """
     cluster, rates = spec.cluster, spec.cluster and spec.cluster.rates
+    # Rates of another kind of device, or published ones, do not predict this machine's time.
     if (
         not cluster
         or not rates
@@ -134,7 +172,7 @@ def time_checks(spec: Spec, step: StepTime | None, measured: float | None) -> It
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """`holds` when every check does. No checks, no verdict: `fails`."""
+    """Return `holds` if there are checks and all of them hold, else `fails`."""
     return "holds" if checks and all(check.holds for check in checks) else "fails"
 
 
@@ -145,30 +183,44 @@ def verdict_line(
     untold: Iterable[str] = (),
     assumed: Iterable[str] = (),
 ) -> str:
-    """`verdict: holds (14 of 14)`, how many are bounds, which kinds of figures are not predicted,
-    or assume what data decides, and whether exactness is claimed for this torch at all."""
-    held = sum(check.holds for check in checks)
+    """Return the line of the verdict: `verdict: holds (14 of 14)`, with remarks.
+
+    Args:
+        torch: The torch version of the run; a remark states that exactness is not claimed for it.
+        untold: Kinds of figures that are not predicted.
+        assumed: Kinds of figures that assume data, and are therefore not judged.
+    """
+    holding = sum(check.holds for check in checks)
     missing = sorted({*untold} - {"step_seconds"})
-    besides = f" · not predicted: {', '.join(missing)}" if missing else ""
-    besides += f" · not judged, for they assume: {', '.join(sorted(assumed))}" if assumed else ""
+    remarks = f" · not predicted: {', '.join(missing)}" if missing else ""
+    remarks += f" · not judged, for they assume: {', '.join(sorted(assumed))}" if assumed else ""
     claim = "" if is_tested(torch) else f" · not claimed for torch {torch}"
     counted = sum(bool(check.counted) for check in checks)
-    besides += f" · {counted} by the counts of the run" if counted else ""
+    remarks += f" · {counted} by the counts of the run" if counted else ""
     number = sum(check.lower is not None for check in checks)
     bounds = f" · {number} are bounds: sizes depend on data" if number else ""
-    return f"verdict: {verdict(checks)} ({held} of {len(checks)}){bounds}{besides}{claim}"
+    return f"verdict: {verdict(checks)} ({holding} of {len(checks)}){bounds}{remarks}{claim}"
 
 
 def checks_line(checks: Sequence[Check], *, ranks: int) -> str:
-    """Return how the verdict's checks come about, more of them than the table above has rows."""
+    """Return the number of checks and their kinds: there are more checks than rows in the table.
+
+    Args:
+        checks: The checks of a verdict.
+        ranks: The number of ranks that were measured.
+    """
     kinds = {check.name.partition(" ")[0] for check in checks}
     what = ", ".join(words for kind, words in _CHECKED.items() if kind in kinds)
     return f"{len(checks)} checks over {ranks} rank{'' if ranks == 1 else 's'}: {what}"
 
 
 def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) -> Iterator[Check]:
+    """Yield a check per rank, state and tier; the host and files are checked only if they hold
+    bytes.
+    """
     predicted_rows = {(row.state, row.rank): row for row in exact}
     measured_rows = {(row.state, row.rank): row for row in measured}
+    # The union of both sides: a row that only one side has becomes a failing check.
     for state, rank in sorted({*predicted_rows, *measured_rows}, key=lambda key: (key[1], key[0])):
         left, right = predicted_rows.get((state, rank)), measured_rows.get((state, rank))
         for tier in TIERS:
@@ -176,7 +228,7 @@ def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) ->
             if tier == "device_bytes" or any(sizes):
                 name = f"memory {state} rank {rank}" + _tier_suffix(tier)
                 lower = left.lower_bytes if left and tier == "device_bytes" else None
-                yield _check(name, sizes[0], sizes[1], tolerance=0.0, lower=lower)
+                yield _make_check(name, sizes[0], sizes[1], tolerance=0.0, lower=lower)
 
 
 def _tier_suffix(tier: str) -> str:
@@ -184,31 +236,38 @@ def _tier_suffix(tier: str) -> str:
 
 
 def exchange_of(key: TrafficKey) -> str:
-    """Return how an estimate that assumes something names such calls: `traffic ep all_to_all`."""
+    """Return the key of such calls in `Estimate.assumed` and `counted`: `traffic ep all_to_all`."""
     return f"traffic {'+'.join(key.axes)} {key.collective}"
 
 
 def _traffic_checks(
     exact: Sequence[Traffic], measured: Sequence[Traffic], assumed: Container[str] = ()
 ) -> Iterator[Check]:
-    """Several rows with one key are several ranks' accounts, different ones once: each must be
-    right. Of those that are not, the first is named. Of an exchange whose bytes are `assumed` the
-    calls are checked."""
+    """Yield a check for each count of each kind of call.
+
+    Rows with the same key are accounts of different ranks. They are compared in sorted order, equal
+    accounts once; the check has the first pair that differs, or else the largest figures. For an
+    exchange whose bytes are `assumed`, only the calls are checked.
+    """
     predicted_rows, measured_rows = (
         grouped((row.key, row) for row in rows) for rows in (exact, measured)
     )
     for key in sorted({*predicted_rows, *measured_rows}, key=traffic_name):
         for count in _COUNTS[:1] if exchange_of(key) in assumed else _COUNTS:
+            # Accounts of ranks have no common order, so the sets of their figures are compared.
             left = sorted({getattr(row, count) for row in predicted_rows.get(key, [])})
             right = sorted({getattr(row, count) for row in measured_rows.get(key, [])})
             wrong = [pair for pair in zip_longest(left, right) if pair[0] != pair[1]]
             predicted, measured_row = (wrong or [(left[-1], right[-1])])[0]
             name = f"traffic {traffic_name(key)} {count.removesuffix('_bytes')}"
-            yield _check(name, predicted, measured_row, tolerance=0.0)
+            yield _make_check(name, predicted, measured_row, tolerance=0.0)
 
 
 def traffic_name(key: TrafficKey) -> str:
-    """`dp_shard all_gather forward parameters`; a copy between tiers is the rank's `own`."""
+    """Return the name of a traffic row: `dp_shard all_gather forward parameters`.
+
+    A copy between tiers of one rank has `own` instead of axes.
+    """
     via = f" via {key.via}" if key.via else ""
     where = "own" if key.collective.is_copy else "+".join(key.axes) or "world"
     return f"{where} {key.collective} {key.phase} {key.state}{via}"
@@ -219,7 +278,7 @@ def _peak_checks(exact: Sequence[Peak], measured: Sequence[Peak]) -> Iterator[Ch
     measured_rows = {(row.rank, row.phase): row.device_bytes for row in measured}
     for rank, phase in sorted({*predicted_rows, *measured_rows}):
         row = predicted_rows.get((rank, phase))
-        yield _check(
+        yield _make_check(
             f"peak {phase} rank {rank}",
             row.device_bytes if row else None,
             measured_rows.get((rank, phase)),
@@ -237,10 +296,10 @@ def _operations_checks(
         rows = predicted_rows.get(rank), measured_rows.get(rank)
         for name in OPERATIONS:
             left, right = (getattr(row, name) if row else None for row in rows)
-            yield _check(f"operations {name} rank {rank}", left, right, tolerance=0.0)
+            yield _make_check(f"operations {name} rank {rank}", left, right, tolerance=0.0)
 
 
-def _check(
+def _make_check(
     name: str,
     predicted: int | None,
     measured: int | None,
@@ -248,6 +307,15 @@ def _check(
     tolerance: float,
     lower: int | None = None,
 ) -> Check:
+    """Return the check of one figure, with a reason if it fails or if it has bounds.
+
+    Args:
+        name: The name of the check.
+        predicted: The predicted figure, or its upper bound; None if the prediction lacks the row.
+        measured: The measured figure; None if the measurement lacks the row.
+        tolerance: The allowed difference, relative to the prediction or to the bounds.
+        lower: The lower bound of a figure that depends on data.
+    """
     if predicted is None or measured is None:
         absent, present = ("predicted", "measured") if predicted is None else ("measured", "exact")
         holds, why = False, f"{present} has this row, {absent} has none"
@@ -278,12 +346,19 @@ def record(
     step_seconds: Mapping[str, float] | None = None,
     rank: int | None = None,
 ) -> dict[str, object]:
-    """One result as plain data, JSON-ready. `rank` None: rows of all ranks, figures are maxima.
+    """Return the result of a command as plain data that JSON can hold.
 
-    `verdict` is null where nothing was checked. A column that leaves something out says so under
-    `undefined`, one whose figures are another device's under `unclaimed`, one whose figures are
-    bounds under `by_data`: these rows have `lower_bytes` and `upper_bytes`; one that assumes what
-    data decides under `assumed`, one that was derived from what a run counted under `counted`.
+    Keys are only added, never renamed. `undefined`, `unclaimed`, `by_data`, `assumed` and `counted`
+    map a column to the reasons why it lacks figures, has another device's, has bounds, assumes
+    data, or uses counts of the run. Rows with bounds have `lower_bytes` and `upper_bytes`.
+
+    Args:
+        name: The name of the spec.
+        estimates: The columns, for example predicted and measured.
+        checks: If there are none, the verdict is null.
+        device: The device of the run; empty for a prediction.
+        step_seconds: Further step times by column, in seconds.
+        rank: The rank whose rows the record has; None: rows of all ranks, and figures are maxima.
     """
     packages = versions()
     return {
@@ -293,7 +368,7 @@ def record(
         "versions": packages,
         "device": device,
         **{kind: [*rows_of(kind, *estimates)] for kind in COUNTED_KINDS},
-        "wire": encode(_wire(estimates)),
+        "wire": encode(_wire_rows(estimates)),
         "blocked_seconds": [encode(row) for estimate in estimates for row in estimate.blocked],
         "step_seconds": [
             *(
@@ -306,19 +381,22 @@ def record(
         "checks": encode(checks),
         "verdict": verdict(checks) if checks else None,
         "claimed": is_tested(packages["torch"]),
-        **{kind: _reasons(estimates, kind) for kind in _KINDS_OF_REASONS},
+        **{kind: _reasons_by_column(estimates, kind) for kind in _KINDS_OF_REASONS},
         "notes": [note for estimate in estimates for note in estimate.notes],
         "warnings": [warning for estimate in estimates for warning in estimate.warnings],
     }
 
 
-def _reasons(estimates: Sequence[Estimate], kind: str) -> dict[str, dict[str, str]]:
-    """Return by column why some of its figures are what `kind` says; of columns that say it."""
+def _reasons_by_column(estimates: Sequence[Estimate], kind: str) -> dict[str, dict[str, str]]:
+    """Return the reasons of one kind by column, without columns that have none."""
     reasons = {str(estimate.column): dict(getattr(estimate, kind)) for estimate in estimates}
     return {column: why for column, why in reasons.items() if why}
 
 
-def _wire(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
+def _wire_rows(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
+    """Return the rows that compare predicted and measured bytes on the wire; empty if a side is
+    missing.
+    """
     by_column = {estimate.column: estimate for estimate in estimates}
     exact = by_column.get(Column.COUNTED) or by_column.get(Column.EXACT)
     measured = by_column.get(Column.MEASURED)
@@ -326,10 +404,14 @@ def _wire(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
 
 
 def rows_of(kind: str, *estimates: Estimate) -> Iterator[dict[str, object]]:
-    """Yield the rows of a kind, each with its column, which follows the words that name the row. A
-    row with a lower bound repeats its figure as the upper one."""
+    """Yield the rows of one kind as plain data, each with its column after the keys that identify
+    it.
+
+    A row with a lower bound repeats its figure as `upper_bytes`.
+    """
     for estimate in estimates:
         for row in map(encode, getattr(estimate, kind)):
+            # The keys before the first integer (state, phase, collective …) identify the row.
             words = dict(takewhile(lambda item: not isinstance(item[1], int), row.items()))
             bounds = {"upper_bytes": row["device_bytes"]} if "lower_bytes" in row else {}
             yield words | {"column": str(estimate.column)} | row | bounds

@@ -1,8 +1,7 @@
-"""Read a result record back: its types as before it was written, and its figures by name, to be
-compared with another record's.
+"""Read a result record back, and return its figures by name for a comparison with another record.
 
 A group is a kind of figure from one source (predicted or measured). A record without a group lacks
-it; a row that is missing from a group is 0, unless the record says that it is unknown.
+it. A row that is missing from a group is 0, unless the record marks it as unknown.
 """
 
 from __future__ import annotations
@@ -25,8 +24,13 @@ from ptrain.units import grouped, summed
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The columns of a record, its checks, what was on the wire, of which a record has means over
-    the ranks only, and the seconds of a measured step."""
+    """The decoded contents of a result record.
+
+    Attributes:
+        estimates: The columns of the record.
+        wire: Bytes on the wire. A record has only their means over the ranks.
+        step_seconds: The measured step time in seconds; None if no step was measured.
+    """
 
     estimates: dict[Column, Estimate]
     checks: tuple[Check, ...]
@@ -35,16 +39,23 @@ class Reading:
 
     @property
     def predicted(self) -> Estimate:
-        """What the checks hold a run against: the exact column, or with what the run counted."""
+        """The prediction that the checks use: with the run's counts if there is one, else exact."""
         return self.estimates.get(Column.COUNTED) or self.estimates[Column.EXACT]
 
 
 def read(record: Mapping[str, Any]) -> Reading:
-    """Return every column that the record has rows for. Raises ValueError for damaged rows."""
+    """Return every column for which the record has rows.
+
+    Args:
+        record: The record as decoded JSON, of this version or an older one.
+
+    Raises:
+        ValueError: If a row is damaged.
+    """
     rows = [row for kind in ("memory", "peak", "traffic") for row in record[kind]]
     columns = dict.fromkeys(Column(row["column"]) for row in rows)
     return Reading(
-        estimates={column: _estimate(record, column) for column in columns},
+        estimates={column: _read_estimate(record, column) for column in columns},
         checks=decode(record["checks"], tuple[Check, ...]),
         wire=decode(record.get("wire", []), tuple[WireRow, ...]),
         step_seconds=next(
@@ -54,9 +65,12 @@ def read(record: Mapping[str, Any]) -> Reading:
     )
 
 
-def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
-    """A measured step's time has no rows, and waiting is measured only. Records of older versions
-    have no operations, rows of time or reasons."""
+def _read_estimate(record: Mapping[str, Any], column: Column) -> Estimate:
+    """Return one column of a record as an estimate.
+
+    Measured step times have no rows, and waiting times are measured only. Records of older versions
+    lack operations, rows of time, and reasons.
+    """
     plain: dict[str, Any] = {
         kind: [row for row in record.get(kind, ()) if row["column"] == column]
         for kind in COUNTED_KINDS
@@ -65,6 +79,7 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
         kind: record.get(kind, {}).get(column, {})
         for kind in ("undefined", "by_data", "assumed", "counted")
     }
+    # A measured step time is a single value; only predicted ones have rows.
     steps = (row for row in record["step_seconds"] if row["column"] == column and "rows" in row)
     is_measured = column is Column.MEASURED
     plain["blocked_seconds"] = record.get("blocked_seconds", []) if is_measured else []
@@ -77,21 +92,30 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
     return estimate
 
 
-_RECORD = ("spec", "world_size", "memory", "peak", "traffic", "step_seconds", "checks", "verdict")
+_RECORD_KEYS = (
+    "spec",
+    "world_size",
+    "memory",
+    "peak",
+    "traffic",
+    "step_seconds",
+    "checks",
+    "verdict",
+)
 _COMMANDS = "predict, validate, verify, simulate or train, with --json, or a run folder's summary"
-_DATA_SIZED = (State.ACTIVATIONS, State.TRANSIENT)
+_DATA_SIZED = (State.ACTIVATIONS, State.TRANSIENT)  # unknown if activations are undefined
 
 ONE_DEVICE, AS_PREDICTED = "trains like one device", "as predicted"
 PREDICTED, MEASURED = "predicted", "measured"
 
 
 class FigureKind(StrEnum):
-    """What a figure is of, by the word in which a limit is set to it."""
+    """The kind of a figure; its value is the word for it in a limit (`--fail-on peak=1%`)."""
 
     SIZE = "size"
     MEMORY = "memory"  # bytes per state of the rank that holds most
     PEAK = "peak"  # bytes per phase of the rank that holds most
-    BYTES = "bytes"  # sent, or copied between a rank's own tiers, in a step
+    BYTES = "bytes"  # bytes per step, sent or copied between tiers of a rank
     CALLS = "calls"  # of collectives in a step
     TIME = "time"  # seconds of a step
     TOKENS = "tokens"  # a second
@@ -100,19 +124,25 @@ class FigureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FigureGroup:
-    """`source`: `predicted` or `measured`; a loss and a size of the training have none."""
+    """A kind of figures and its source: predicted, measured, or empty for losses and sizes."""
 
     kind: FigureKind
     source: str = ""
 
 
-Figures = Mapping[str, int | float | None]  # None: there is one, and it is not known
+Figures = Mapping[str, int | float | None]  # None: the figure exists but is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The figures of one training. `verdicts`: by what they are about, with how many checks hold;
-    `root_cause` is in words, "" where there is none."""
+    """The figures of one training, read from one record or two.
+
+    Attributes:
+        groups: The figures of each group, by name.
+        verdicts: The verdict and the number of passed checks, by subject: `trains like one device`
+            or `as predicted`.
+        root_cause: The root cause in words; empty if there is none.
+    """
 
     name: str
     groups: Mapping[FigureGroup, Figures]
@@ -121,23 +151,38 @@ class Recorded:
 
     @property
     def is_verified(self) -> bool:
+        """True if the training has the verdict of a verification."""
         return ONE_DEVICE in self.verdicts
 
 
 def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
-    """Return by name what the records of one side say; a verification and a prediction or run of
-    one name are one training, any other records of one name are numbered. Raises SpecError for what
-    is no record."""
+    """Return the trainings of one side of a comparison, by name.
+
+    A verification and a prediction or run with the same name are merged into one training. Other
+    records with the same name are numbered.
+
+    Args:
+        records: The decoded records of one side.
+        place: The name of the side, for error messages.
+
+    Raises:
+        SpecError: If a value is not a result record, or there is none.
+    """
     trainings: dict[str, Recorded] = {}
-    kinds: dict[str, set[bool]] = {}  # of each training which are there: a verification, another
+    kinds: dict[
+        str, set[bool]
+    ] = {}  # by name: True if there is a verification, False if another record
     for record in records:
-        its = _checked(record, place)
-        name, number = its.name, 1
-        while its.is_verified in kinds.setdefault(name, set()):
+        training = _parse_record(record, place)
+        # A name may have one verification and one other record; a second of a kind gets a number.
+        name, number = training.name, 1
+        while training.is_verified in kinds.setdefault(name, set()):
             number += 1
-            name = f"{its.name} ({number})"
-        kinds[name].add(its.is_verified)
-        trainings[name] = _joined(trainings[name], its) if name in trainings else its
+            name = f"{training.name} ({number})"
+        kinds[name].add(training.is_verified)
+        trainings[name] = (
+            _merge_records(trainings[name], training) if name in trainings else training
+        )
     if not trainings:
         raise refused(
             place, "holds no record", f"Use a record that a command printed: {_COMMANDS}."
@@ -145,7 +190,8 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
     return trainings
 
 
-def _joined(first: Recorded, second: Recorded) -> Recorded:
+def _merge_records(first: Recorded, second: Recorded) -> Recorded:
+    """Return two records of one training as one; the first takes precedence."""
     return Recorded(
         name=first.name,
         groups={**second.groups, **first.groups},
@@ -154,9 +200,14 @@ def _joined(first: Recorded, second: Recorded) -> Recorded:
     )
 
 
-def _checked(record: object, place: str) -> Recorded:
+def _parse_record(record: object, place: str) -> Recorded:
+    """Return the figures of a record.
+
+    Raises:
+        SpecError: If the value is not a record, is damaged, or is the record of a rejected spec.
+    """
     if not isinstance(record, Mapping):
-        raise _no_record(place, f"a record is a mapping; here is {record!r:.40}")
+        raise _not_a_record(place, f"a record is a mapping; here is {record!r:.40}")
     if "error" in record and "exit_code" in record:
         raise refused(
             place,
@@ -169,30 +220,35 @@ def _checked(record: object, place: str) -> Recorded:
             f"{record.get('spec')} was refused there: {record['refused']}",
             "Remove this point, or fix it.",
         )
-    if missing := [key for key in _RECORD if key not in record]:
-        raise _no_record(place, f"it lacks {', '.join(missing)}")
+    if missing := [key for key in _RECORD_KEYS if key not in record]:
+        raise _not_a_record(place, f"it lacks {', '.join(missing)}")
     try:
-        return _figures(record)
+        return _read_figures(record)
+    # The file may come from any source, so every error of decoding is an error of the input.
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         kind = "" if isinstance(error, Malformed) else f"{type(error).__name__} "
-        raise _no_record(place, f"it is damaged: {kind}{error}") from None
+        raise _not_a_record(place, f"it is damaged: {kind}{error}") from None
 
 
-def _no_record(place: str, finding: str) -> Exception:
+def _not_a_record(place: str, finding: str) -> Exception:
+    """Return the error for a value that is not a result record."""
     return refused(place, f"is no result record: {finding}", f"Use the record of {_COMMANDS}.")
 
 
-def _figures(record: Mapping[str, Any]) -> Recorded:
+def _read_figures(record: Mapping[str, Any]) -> Recorded:
+    """Decode a record and collect its figures, verdicts and root cause."""
     reading = read(record)
-    groups = {group: figures for group, figures in _groups(record, reading) if figures is not None}
+    groups = {
+        group: figures for group, figures in _figure_groups(record, reading) if figures is not None
+    }
     for figures in groups.values():
         _require_numbers(figures)
     is_verification = "num_departures" in record
     verdicts = {}
     if record["verdict"] is not None:
-        held = sum(check.holds for check in reading.checks)
+        holding = sum(check.holds for check in reading.checks)
         about = ONE_DEVICE if is_verification else AS_PREDICTED
-        verdicts[about] = f"{record['verdict']} ({held} of {len(reading.checks)})"
+        verdicts[about] = f"{record['verdict']} ({holding} of {len(reading.checks)})"
     root_cause = record.get("culprit")
     return Recorded(
         name=str(record["spec"]),
@@ -203,24 +259,30 @@ def _figures(record: Mapping[str, Any]) -> Recorded:
 
 
 def _require_numbers(figures: Figures) -> None:
-    """Raises TypeError or OverflowError for a figure that is none; the file may be anybody's."""
+    """Check that every figure is a number or None; a record file may have been written by hand.
+
+    Raises:
+        TypeError: If a figure is not a number.
+        OverflowError: If an integer is too large for a float.
+    """
     for name, value in figures.items():
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise TypeError(f"{name} is {value!r:.40}")
-        float(value or 0)
+        float(value or 0)  # an integer beyond the range of a float raises OverflowError
 
 
-def _groups(
+def _figure_groups(
     record: Mapping[str, Any], reading: Reading
 ) -> Iterator[tuple[FigureGroup, Figures | None]]:
+    """Yield each group of figures of a record; None if the record has no such figures."""
     estimates = reading.estimates
     predicted = estimates.get(Column.COUNTED) or estimates.get(Column.EXACT)
     tokens = record.get("tokens_per_step")
     if predicted is not None:
-        yield FigureGroup(FigureKind.SIZE), _sizes(record)
-    for source, estimate in ((PREDICTED, predicted), (MEASURED, _ran(estimates))):
+        yield FigureGroup(FigureKind.SIZE), _training_sizes(record)
+    for source, estimate in ((PREDICTED, predicted), (MEASURED, _run_column(estimates))):
         if estimate is not None:
-            for kind, figures in _of_estimate(estimate):
+            for kind, figures in _estimate_groups(estimate):
                 yield FigureGroup(kind, source), figures
     step = predicted.step if predicted else None
     seconds = {PREDICTED: step.seconds if step else None, MEASURED: reading.step_seconds}
@@ -237,11 +299,13 @@ def _groups(
     yield FigureGroup(FigureKind.LOSS), known or None
 
 
-def _ran(estimates: Mapping[Column, Estimate]) -> Estimate | None:
+def _run_column(estimates: Mapping[Column, Estimate]) -> Estimate | None:
+    """Return the measured column, or the simulated one if nothing was measured."""
     return estimates.get(Column.MEASURED) or estimates.get(Column.SIMULATED)
 
 
-def _sizes(record: Mapping[str, Any]) -> Figures:
+def _training_sizes(record: Mapping[str, Any]) -> Figures:
+    """Return the sizes of the training: ranks, parameters, and tokens per step."""
     sizes = {"ranks": record["world_size"]}
     if "parameters" in record:
         sizes["parameters of the model"] = record["parameters"]
@@ -250,20 +314,23 @@ def _sizes(record: Mapping[str, Any]) -> Figures:
     return sizes
 
 
-def _of_estimate(estimate: Estimate) -> Iterator[tuple[FigureKind, Figures]]:
-    yield FigureKind.MEMORY, _memory(estimate)
+def _estimate_groups(estimate: Estimate) -> Iterator[tuple[FigureKind, Figures]]:
+    """Yield the figures of an estimate by kind, without kinds that it leaves undefined."""
+    yield FigureKind.MEMORY, _memory_figures(estimate)
     if "peak" not in estimate.undefined:
         peaks = grouped(
             (f"peak in {row.phase}", row.device_bytes) for row in distinct(estimate.peak)
         )
         yield FigureKind.PEAK, {label: max(sizes) for label, sizes in peaks.items()}
     if "traffic" not in estimate.undefined:
-        yield FigureKind.BYTES, _traffic(estimate, is_bytes=True)
-        yield FigureKind.CALLS, _traffic(estimate, is_bytes=False)
+        yield FigureKind.BYTES, _traffic_figures(estimate, is_bytes=True)
+        yield FigureKind.CALLS, _traffic_figures(estimate, is_bytes=False)
 
 
-def _memory(estimate: Estimate) -> Figures:
+def _memory_figures(estimate: Estimate) -> Figures:
+    """Return bytes by state and tier of the rank with the most; None for states of unknown size."""
     most = largest(estimate.memory)
+    # Rows of 0 bytes are left out: a missing row counts as 0 in a comparison.
     figures: dict[str, int | None] = {
         label: size
         for state in State
@@ -274,8 +341,8 @@ def _memory(estimate: Estimate) -> Figures:
     return figures | dict.fromkeys(map(str, unknown))
 
 
-def _traffic(estimate: Estimate, *, is_bytes: bool) -> Figures:
-    """Return a step's figures by collective and axes, and those of the start apart."""
+def _traffic_figures(estimate: Estimate, *, is_bytes: bool) -> Figures:
+    """Return the bytes or calls of a step by collective and axes; set-up traffic is separate."""
 
     def label(key: TrafficKey) -> str:
         over = "" if key.collective.is_copy else f" over {'+'.join(key.axes) or 'world'}"
@@ -288,6 +355,6 @@ def _traffic(estimate: Estimate, *, is_bytes: bool) -> Figures:
 
 
 def sources(groups: Iterable[FigureGroup]) -> str:
-    """Return groups in words, by source: `measured memory and peak, loss`."""
+    """Return groups as text, by source: `measured memory, peak; loss`."""
     by_source = grouped((group.source, group.kind) for group in groups)
     return "; ".join(f"{source} {', '.join(kinds)}".strip() for source, kinds in by_source.items())

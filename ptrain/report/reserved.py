@@ -1,4 +1,4 @@
-"""What CUDA's caching allocator would reserve of a device, as text."""
+"""The memory that CUDA's caching allocator would reserve on a device, as text."""
 
 from __future__ import annotations
 
@@ -14,18 +14,30 @@ _NOT_RESERVED = "not claimed: without what is unknown below, and CUDA's context"
 def reserved_lines(
     reserved: Mapping[str, Reserved | None], workspaces: Sequence[Workspace] = ()
 ) -> list[str]:
-    """Return what CUDA's caching allocator would reserve, by kind of segments, why no device's
-    figure is claimed to be this one, and what is known of that."""
+    """Return a table of reserved memory by kind of segments, with the reason why it is not claimed.
+
+    Args:
+        reserved: The reserved memory by kind of segments; None for a kind that keeps growing. If
+            there are no kinds, the result is empty.
+        workspaces: Memory that kernels allocate, in a second table; unknown sizes are marked.
+    """
     if not reserved:
         return []
     rows: list[tuple[str, ...]] = []
-    for segments, held in reserved.items():
-        if held is None:
+    for segments, reservation in reserved.items():
+        if reservation is None:
             rows.append((segments, "grows on", "", "", "", ""))
             continue
-        elsewhere = sum(left for stream, left in held.beyond.items() if stream != COMPUTING)
-        between = held.beyond.get(COMPUTING, 0) - held.gap
-        figures = (held.device_bytes, held.living, held.gap, between, elsewhere)
+        # Memory of other streams cannot be reused by the computing stream.
+        elsewhere = sum(left for stream, left in reservation.beyond.items() if stream != COMPUTING)
+        between = reservation.beyond.get(COMPUTING, 0) - reservation.gap
+        figures = (
+            reservation.device_bytes,
+            reservation.living,
+            reservation.gap,
+            between,
+            elsewhere,
+        )
         rows.append((segments, *map(size, figures)))
     columns = make_columns(
         rows,
@@ -36,9 +48,11 @@ def reserved_lines(
         TableColumn("other gaps", Importance.DETAIL),
         TableColumn("streams", Importance.DETAIL),
     )
-    within = [
+    workspace_rows = [
         (space.what, "unknown" if space.device_bytes is None else size(space.device_bytes))
         for space in workspaces
     ]
-    space = make_columns(within, name_column("of that within kernels"), TableColumn("bytes"))
-    return ["", render(columns), _NOT_RESERVED, *([render(space)] if within else [])]
+    space = make_columns(
+        workspace_rows, name_column("of that within kernels"), TableColumn("bytes")
+    )
+    return ["", render(columns), _NOT_RESERVED, *([render(space)] if workspace_rows else [])]

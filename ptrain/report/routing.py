@@ -1,4 +1,4 @@
-"""Where the tokens of a step went: the figures of a layer's router, and what is said of them."""
+"""Token routing of a step: the figures of each layer's router, and their text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from ptrain.spec.spec import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRouting:
-    """One layer in one step of the global batch. `tokens`: choices that fell on each expert, of
-    which `dropped` found no place; `entropy` of a token's scores over the experts, in nats, the
-    mean of all tokens; None where the scores are not seen, as of a model that is not built in."""
+    """The routing of one layer in one step of the global batch.
+
+    Attributes:
+        tokens: The number of choices of each expert.
+        dropped: The choices that exceeded an expert's capacity.
+        entropy: The entropy of a token's scores over the experts in nats, averaged over all tokens;
+            None if the scores are not recorded, as for a model that is not built in.
+    """
 
     layer: str
     tokens: tuple[int, ...]
@@ -24,29 +29,43 @@ class LayerRouting:
 
     @property
     def load(self) -> float:
-        """λ, the choices of the busiest expert over the mean: 1 where all have as many."""
+        """λ: the choices of the busiest expert over the mean of all experts; 1 if the load is
+        balanced.
+        """
         return self.load_of(len(self.tokens))
 
     def load_of(self, ranks: int) -> float:
-        """Return λ of so many ranks, which have as many neighbouring experts: what the busiest one
-        receives over the mean."""
-        own = len(self.tokens) // ranks
-        starts = range(0, len(self.tokens), own)
-        received = [sum(self.tokens[first : first + own]) for first in starts]
+        """Return λ over ranks: the choices that the busiest rank receives, over the mean of all
+        ranks.
+
+        Args:
+            ranks: The number of ranks, each of which has the same number of consecutive experts.
+        """
+        # Experts are sharded over ranks in contiguous groups of equal size.
+        experts_per_rank = len(self.tokens) // ranks
+        starts = range(0, len(self.tokens), experts_per_rank)
+        received = [sum(self.tokens[first : first + experts_per_rank]) for first in starts]
         return max(received) * ranks / sum(self.tokens)
 
 
 def routes(spec: Spec) -> bool:
-    """Return whether it is watched where tokens go: in a built-in model with experts, and in any
-    other whose ranks have experts of their own."""
+    """Return True if the routing of tokens is recorded for this spec.
+
+    It is recorded for a built-in model with experts, and for any other model whose experts are
+    sharded over ranks.
+    """
     if isinstance(spec.model, ModelShape):
         return spec.model.experts is not None
     return spec.is_cut_over(EXPERT_AXES)
 
 
 def figures(layers: Sequence[LayerRouting]) -> dict[str, float]:
-    """Return the figures of a step: λ of the layer where it is largest, the share of choices that
-    found no place, and the mean entropy, where scores are seen."""
+    """Return the routing figures of a step.
+
+    Returns:
+        `expert_load`, the largest λ of a layer; `dropped_share`, the share of dropped choices; and
+        `router_entropy`, the mean over layers, if any layer has scores.
+    """
     chosen = sum(sum(layer.tokens) for layer in layers)
     entropies = [layer.entropy for layer in layers if layer.entropy is not None]
     return {
@@ -57,13 +76,18 @@ def figures(layers: Sequence[LayerRouting]) -> dict[str, float]:
 
 
 def words(of_step: Mapping[str, float]) -> str:
-    """Return what a line says of these figures."""
+    """Return the routing figures as they appear on the line of a step: `λ 1.32  0.4% dropped`."""
     dropped = of_step["dropped_share"]
     return f"λ {of_step['expert_load']:.2f}" + (f"  {dropped:.1%} dropped" if dropped else "")
 
 
 def rows(layers: Sequence[LayerRouting], ranks: int) -> list[dict[str, object]]:
-    """Return the layers as plain data; `ranks` have experts of their own."""
+    """Return the layers as plain data, for the result record.
+
+    Args:
+        layers: The routing of each layer.
+        ranks: The number of ranks over which the experts are sharded, for `load_of_ranks`.
+    """
     return [
         {
             "layer": layer.layer,

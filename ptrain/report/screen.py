@@ -1,8 +1,8 @@
-"""Screens of the command line: their width, colour and closing `Next: COMMAND`.
+"""Screens of the command line: width, colour, and the closing line `Next: COMMAND`.
 
-A table is as wide as the terminal, or as COLUMNS states; a pipe and a file have PIPE_WIDTH columns.
-Sentences are folded at a stated width alone: in a pipe they stay on one line, so that a search for
-their words finds them. Colour is for terminals, and NO_COLOR turns it off.
+A table is as wide as the terminal, or as COLUMNS states; output to a pipe or a file has PIPE_WIDTH
+columns. Sentences are folded only if the width is known. In a pipe each sentence stays on one line,
+so that a search for a phrase finds it. Only terminals get colour, and NO_COLOR turns it off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ _STYLES = (  # of words at the start of a line, and of cells between two blanks
 
 
 def screen_width(unknown: int = PIPE_WIDTH) -> int:
-    """Return the columns that COLUMNS or the terminal states, or else the default."""
+    """Return the number of columns of the screen.
+
+    Args:
+        unknown: The result if neither COLUMNS nor the terminal gives a width.
+    """
     if (columns := os.environ.get("COLUMNS", "")).isdecimal():
         return int(columns) or unknown
     try:
@@ -43,19 +47,29 @@ def screen_width(unknown: int = PIPE_WIDTH) -> int:
 
 
 def show(*texts: str) -> None:
-    """Print a screen: sentences folded at the stated width, verdicts in colour on a terminal."""
+    """Print a screen: sentences folded at the known width, verdicts in colour on a terminal."""
     width = screen_width(sys.maxsize)
     lines = [line for text in texts for long in text.split("\n") for line in fold(long, width)]
     print(paint("\n".join(lines), sys.stdout), flush=True)
 
 
 def fold(line: str, width: int) -> list[str]:
-    """Break a line that is too wide: between its parts where it has any, else between words.
-    Commands and drawings stay whole; a command between backquotes is part of a sentence."""
+    """Break a line that is wider than `width`, between its parts if it has any, else between words.
+
+    Commands and drawings are not broken. A command in backquotes is part of a sentence.
+
+    Args:
+        line: One line; its indentation is kept, and continuation lines are indented by two more.
+        width: The largest number of columns.
+
+    Returns:
+        The lines. A single word that is wider than `width` stays as it is.
+    """
     is_command = "ptrain " in line.replace("`ptrain ", "")
     if len(line) <= width or is_command or any(mark in line for mark in "█│┌└"):
         return [line]
     inner = line.strip()
+    # Prefer breaks between parts, then between the figures of a step, then between words.
     separator = _PART if _PART in inner else "  " if len(_FIELDS.findall(inner)) > 2 else " "
     words = inner.split(separator)
     lines = [line[: len(line) - len(line.lstrip())] + words[0]]
@@ -68,7 +82,13 @@ def fold(line: str, width: int) -> list[str]:
 
 
 def paint(text: str, stream: TextIO | None) -> str:
-    """Return the text with its verdicts, answers and errors in colour, for a terminal."""
+    """Return the text with verdicts, answers and errors in colour.
+
+    Args:
+        text: The lines of a screen.
+        stream: The stream it will be written to. If it is not a terminal, or NO_COLOR is set, the
+            text is returned unchanged.
+    """
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     for colour, words in () if is_plain or stream is None or not stream.isatty() else _STYLES:
         text = re.sub(f"({words})", rf"{colour}\1{_RESET}", text, flags=re.MULTILINE)
@@ -76,11 +96,21 @@ def paint(text: str, stream: TextIO | None) -> str:
 
 
 def command_line(verb: str, words: Iterable[str], *, allow_import: bool = False) -> str:
-    """Return `ptrain VERB WORDS` as it is typed, with the flag that lets it import code."""
+    """Return `ptrain VERB WORDS`, quoted for a shell.
+
+    Args:
+        verb: The command.
+        words: Its arguments.
+        allow_import: Append `--allow-import`.
+
+    Example:
+        >>> command_line("train", ["zero3", "batch.global=4M tokens"])
+        "ptrain train zero3 'batch.global=4M tokens'"
+    """
     return shlex.join(["ptrain", verb, *words, *["--allow-import"] * allow_import])
 
 
 def next_line(*commands: str) -> str:
-    """Return `Next: COMMAND` with the first of the commands that fits the terminal."""
+    """Return `Next: COMMAND` with the first command that fits the terminal, else the last one."""
     lines = [f"Next: {command}" for command in commands]
     return next((line for line in lines if len(line) <= screen_width()), lines[-1])

@@ -1,4 +1,4 @@
-"""A ranking of placements as text, as plain data and as rows of CSV, and its winner as a file."""
+"""A ranking of placements as text, plain data and CSV, and its winner as a spec file."""
 
 from __future__ import annotations
 
@@ -39,21 +39,26 @@ from ptrain.units import format_bytes, format_count, format_memory, format_secon
 
 _OVER_CONTEXT = "peaks with cp are those of CPU kernels and have not been confirmed on a GPU"
 TOP, _BILLION = 10, 10**9
-_ALIKE_TIME, _ALIKE_MEMORY = 0.01, 0.05  # rows of one idea that are no further apart are one
-_OF_TUPLES = {"name", "mesh", "placement", "precision", "tensor"}  # keys of a named tuple
-_MARKED = {
+_ALIKE_TIME, _ALIKE_MEMORY = 0.01, 0.05  # rows of one idea within these shares are merged
+# A strategy that changes other keys too is not named by its placement tuple alone.
+_TUPLE_KEYS = {"name", "mesh", "placement", "precision", "tensor"}
+_MARK_LEGENDS = {
     SearchGoal.DEVICES: "* marks the fewest devices that meet the demand",
     SearchGoal.COST: "* marks the least device time per token",
 }
 
 
 def selection_text(selection: PlacementRanking, top: int = TOP) -> str:
-    """Return the screen of a ranking: the best, the ranking, the Pareto front, well-known choices
-    and the reasons; if nothing fits, the changes with which something does."""
-    return "\n".join([*_heading(selection), "", *_body(selection, top)])
+    """Return the screen of a ranking.
+
+    It has the best placement, the ranking, the Pareto front, the reasons why well-known placements
+    lost, and the reasons for the best. If nothing fits, it has changes that make something fit.
+    """
+    return "\n".join([*_heading_lines(selection), "", *_body_lines(selection, top)])
 
 
-def _heading(selection: PlacementRanking) -> Iterator[str]:
+def _heading_lines(selection: PlacementRanking) -> Iterator[str]:
+    """Yield the lines above the ranking: the job, the answer, the counts, and the assumptions."""
     job, counts = selection.job, selection.counts
     base, cluster = job.base, job.base.cluster
     assert cluster is not None, "a job that is searched for has a cluster"
@@ -62,7 +67,7 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         f"batch {base.batch.global_samples} × {base.batch.sequence} tokens = "
         f"{format_count(base.batch.tokens)}"
     )
-    yield from _answer(selection)
+    yield from _answer_lines(selection)
     least = "least memory" if _is_by_memory(selection) else "fastest"
     yield (
         f"{counts.scored} legal candidates · {counts.fitting} fit · {selection.derived} derived "
@@ -87,26 +92,26 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         yield f"fixed by the spec: {', '.join(stays)}"
     if selection.unknown:
         yield f"time is unknown: {selection.unknown}"
-        yield _order(selection)
+        yield _order_text(selection)
 
 
-def _answer(selection: PlacementRanking) -> Iterator[str]:
-    """Yield the best placement and its figures."""
+def _answer_lines(selection: PlacementRanking) -> Iterator[str]:
+    """Yield the best placement and its figures; nothing if no placement fits."""
     if (best := selection.best) is None:
         return
     spec, memory = best.spec, best.memory
     usable, device = memory.usable_memory or 0, device_name(spec)
     parts = [
         f"peak {format_memory(best.peak_bytes)} of {format_memory(usable)} per {device}",
-        f"{_headroom(best)} free",
+        f"{_headroom_text(best)} free",
         *pace_parts(spec, best.seconds, best.throughput),
     ]
-    yield f"Best: {' · '.join(filter(None, _cells(spec)))}"
+    yield f"Best: {' · '.join(filter(None, _placement_cells(spec)))}"
     yield f"Fits{', but tight' * memory.is_tight}: {' · '.join(parts)}"
 
 
-def _order(selection: PlacementRanking) -> str:
-    """Return the order of rows without a time."""
+def _order_text(selection: PlacementRanking) -> str:
+    """Return a sentence on how rows without a step time are ordered."""
     if _is_by_memory(selection):
         return "rows are ordered by memory"
     cluster = selection.job.base.cluster
@@ -115,21 +120,22 @@ def _order(selection: PlacementRanking) -> str:
 
 
 def _is_by_memory(selection: PlacementRanking) -> bool:
-    """Whether that was asked for, or no row has any time, a nominal one neither."""
+    """Return True if rows are ordered by memory: by request, or because no row has any time."""
     rows = selection.ranking
     is_untimed = bool(rows) and not any(isfinite(row.nominal_seconds) for row in rows)
     return selection.ranked_by is SearchGoal.MEMORY or is_untimed
 
 
-def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
+def _body_lines(selection: PlacementRanking, top: int) -> Iterator[str]:
+    """Yield the ranking, the Pareto front, comparisons, and the reasons for the best placement."""
     if selection.best is None:
         yield from _nothing_fits(selection)
         return
-    yield from _by_number(selection)
+    yield from _cost_by_number(selection)
     numbered = dict(enumerate(best_of_ideas(selection)[:top], 1))
     shown = list(numbered.values())
-    yield _table(shown, selection, [*map(str, numbered)])
-    yield from _untimed(selection, numbered)
+    yield _ranking_table(shown, selection, [*map(str, numbered)])
+    yield from _untimed_lines(selection, numbered)
     if any(row.spec.has_token_slices and row.spec.is_for_cuda for row in shown):
         yield _OVER_CONTEXT
     yield from (
@@ -138,17 +144,17 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     if front := distinct_front(selection, shown):
         yield ""
         yield "Pareto front of time and memory, without the rows above:"
-        yield _table(front, selection, [""] * len(front))
+        yield _ranking_table(front, selection, [""] * len(front))
     yield ""
-    yield from _comparisons(selection, numbered)
+    yield from _comparison_lines(selection, numbered)
     yield from _micro_batches(selection)
     yield ""
     yield "reasons for the best:"
     yield from (f"  {line}" for line in winner_reasons(selection))
 
 
-def _by_number(selection: PlacementRanking) -> Iterator[str]:
-    """Yield the cost of a training, or of a billion tokens, for each number of devices."""
+def _cost_by_number(selection: PlacementRanking) -> Iterator[str]:
+    """Yield a table of the cost of a training, or of a billion tokens, by number of devices."""
     if not selection.by_number:
         return
     demand = selection.demand or Demand(tokens=_BILLION)
@@ -157,15 +163,15 @@ def _by_number(selection: PlacementRanking) -> Iterator[str]:
         (
             f"{'*' * (number == selection.job.devices)}{number}",
             placement_text(row.spec),
-            _seconds(row),
+            _step_text(row),
             *demand.figures(row),
         )
         for number, row in selection.by_number
     ]
     yield (
-        f"{_MARKED[selection.objective]}, {demand.text}:"
+        f"{_MARK_LEGENDS[selection.objective]}, {demand.text}:"
         if selection.demand
-        else (f"{_MARKED[selection.objective]}:")
+        else (f"{_MARK_LEGENDS[selection.objective]}:")
     )
     heads = (
         TableColumn("devices", Importance.NAME),
@@ -178,8 +184,8 @@ def _by_number(selection: PlacementRanking) -> Iterator[str]:
     yield ""
 
 
-def _untimed(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
-    """Yield a line for each reason why rows have no time."""
+def _untimed_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
+    """Yield a line for each reason why rows have no step time, unless it holds for all rows."""
     rows = grouped(
         (row.why_untimed, str(number))
         for number, row in numbered.items()
@@ -190,11 +196,14 @@ def _untimed(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Ite
 
 
 def best_of_ideas(selection: PlacementRanking) -> list[Ranked]:
-    """Return the best row of each idea, the winner first. Ways to recompute are ideas if the winner
-    has the same axes."""
-    known = (lost.best for lost in selection.lost)
+    """Return the best row of each idea, the winner first.
+
+    Placements on the winner's axes are separate ideas if they differ in recomputation or
+    offloading. Other placements are one idea per combination of axes.
+    """
+    lost_rows = (lost.best for lost in selection.lost)
     margin = selection.job.margin_bytes
-    fitting = [row for row in (*selection.front, *known) if row and row.memory.leaves(margin)]
+    fitting = [row for row in (*selection.front, *lost_rows) if row and row.memory.leaves(margin)]
     order = partial(order_of, selection.ranked_by)
     winner, *others = selection.ranking
     axes, *_ = idea_of(winner.spec).partition(",")
@@ -206,17 +215,20 @@ def best_of_ideas(selection: PlacementRanking) -> list[Ranked]:
 
 
 def distinct_front(selection: PlacementRanking, shown: Iterable[Ranked] = ()) -> list[Ranked]:
-    """Return the Pareto front without rows that are like those shown or like a smaller one."""
-    front = reversed([row for row in selection.front if not any(_alike(row, o) for o in shown)])
+    """Return the Pareto front, without rows that nearly equal one of `shown` or a smaller row."""
+    # From the smallest on, so that the smaller of two similar rows is kept.
+    front = reversed(
+        [row for row in selection.front if not any(_are_similar(row, o) for o in shown)]
+    )
     rows: list[Ranked] = []
     for row in front:
-        if not any(_alike(row, other) for other in rows):
+        if not any(_are_similar(row, other) for other in rows):
             rows.append(row)
     return rows[::-1]
 
 
-def _alike(row: Ranked, other: Ranked) -> bool:
-    """Whether two rows of one idea differ by less than 1 % of time and 5 % of memory."""
+def _are_similar(row: Ranked, other: Ranked) -> bool:
+    """Return True if two rows of one idea differ by at most 1 % of time and 5 % of memory."""
     pairs = (
         (row.nominal_seconds, other.nominal_seconds, _ALIKE_TIME),
         (float(row.peak_bytes), float(other.peak_bytes), _ALIKE_MEMORY),
@@ -225,8 +237,8 @@ def _alike(row: Ranked, other: Ranked) -> bool:
     return is_near and idea_of(row.spec) == idea_of(other.spec)
 
 
-def _comparisons(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
-    """Yield a sentence for each row, and for each well-known choice that is not among them."""
+def _comparison_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
+    """Yield a sentence for each row, and for each well-known placement that is not in the table."""
     best, by = selection.ranking[0], selection.ranked_by
     yield "against the best:"
     for number, row in numbered.items():
@@ -239,17 +251,18 @@ def _comparisons(selection: PlacementRanking, numbered: Mapping[int, Ranked]) ->
 
 
 def why_lost(selection: PlacementRanking, lost: Lost) -> str:
-    """Return why a well-known choice is not the best one."""
+    """Return the reason why a well-known placement is not the best one."""
     return lost.why or reason(lost.best, selection.ranking[0], selection.ranked_by)
 
 
 def winner_reasons(selection: PlacementRanking) -> list[str]:
-    """Return why the best one is as it is."""
+    """Return the reasons for the best placement; empty if nothing was derived for it."""
     return [] if selection.winner is None else reasons(selection.winner)
 
 
 def _micro_batches(selection: PlacementRanking) -> Iterator[str]:
-    """Yield the best of each micro-batch with the winner's idea, if several fit."""
+    """Yield the best row of each micro-batch size with the winner's idea, if there are several."""
+    # The ranking is ordered, so the first row of each micro-batch is its best.
     idea = idea_of(selection.ranking[0].spec)
     rows: dict[int, Ranked] = {}
     for row in selection.ranking:
@@ -257,13 +270,15 @@ def _micro_batches(selection: PlacementRanking) -> Iterator[str]:
             rows.setdefault(row.spec.batch.micro, row)
     if len(rows) > 1:
         listed = (
-            f"{micro}×{row.spec.batch.accumulate} {_seconds(row)}, {format_memory(row.peak_bytes)}"
+            f"{micro}×{row.spec.batch.accumulate} {_step_text(row)}, "
+            f"{format_memory(row.peak_bytes)}"
             for micro, row in sorted(rows.items())
         )
         yield f"micro-batches of {idea}: {' · '.join(listed)}"
 
 
 def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
+    """Yield the candidate with the least memory, and the changes that make something fit."""
     job, least = selection.job, selection.least
     room = format_memory(job.base.cluster.usable_memory if job.base.cluster else 0)
     if least is None:
@@ -288,9 +303,11 @@ def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
         yield "  Neither more devices nor fewer constraints help. Use a smaller model or sequence."
 
 
-def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequence[str]) -> str:
-    """Return a table of rows. It has a column for the host if a row offloads states."""
-    placements, batches, _, dials = zip(*(_cells(row.spec) for row in rows), strict=True)
+def _ranking_table(
+    rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequence[str]
+) -> str:
+    """Return a table of rows; columns without figures are left out."""
+    placements, batches, _, dials = zip(*(_placement_cells(row.spec) for row in rows), strict=True)
     device = device_name(rows[0].spec)
     paces = [row.tokens_per_second for row in rows]
     per_device = [pace and pace / selection.job.devices for pace in paces]
@@ -299,7 +316,7 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
         name_column("idea", [idea_of(row.spec) for row in rows]),
         TableColumn("placement", Importance.RESULT, placements, left=True),
         TableColumn("micro×accum", cells=batches, left=True),
-        TableColumn("step time", Importance.RESULT, [_seconds(row) for row in rows]),
+        TableColumn("step time", Importance.RESULT, [_step_text(row) for row in rows]),
         TableColumn("tokens/s", cells=[or_missing(pace, format_count) for pace in paces]),
         TableColumn(
             f"tokens/s/{device}",
@@ -310,7 +327,7 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
             "MFU", Importance.DETAIL, [or_missing(row.mfu, "{:.1%}".format) for row in rows]
         ),
         TableColumn("peak", Importance.RESULT, [format_memory(row.peak_bytes) for row in rows]),
-        TableColumn("headroom", Importance.RESULT, [_headroom(row) for row in rows]),
+        TableColumn("headroom", Importance.RESULT, [_headroom_text(row) for row in rows]),
         TableColumn(
             "host memory", cells=[format_memory(row.memory.host_needed_bytes) for row in rows]
         ),
@@ -333,71 +350,75 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
     return render([column for column in columns if column.title not in unused])
 
 
-def _seconds(row: Ranked) -> str:
+def _step_text(row: Ranked) -> str:
+    """Return the step time of a row as text."""
     return or_missing(row.seconds, format_seconds)
 
 
-def _headroom(row: Ranked) -> str:
-    """Return the bytes that stay free on a device, and their part of its memory."""
+def _headroom_text(row: Ranked) -> str:
+    """Return the bytes that stay free on a device, and their share of its memory."""
     memory = row.memory
     part = memory.spare_bytes / (memory.device_memory or 1)
     return f"{format_memory(memory.spare_bytes)} ({part:.0%})"
 
 
 def placement_text(spec: Spec) -> str:
-    """Return the chosen placement for a screen, by the names that tuples have:
-    `dp_shard=8 fsdp-mixed, 1×128, last, overlap`."""
-    return ", ".join(filter(None, _cells(spec)))
+    """Return the placement for a screen, with the names of tuples that have one.
+
+    An example is `dp_shard=8 fsdp-mixed, 1×128, last, overlap`.
+    """
+    return ", ".join(filter(None, _placement_cells(spec)))
 
 
-def _chosen(spec: Spec, *, named: bool = False) -> tuple[str, str, str, list[str]]:
-    """Return axes with their placements, the micro-batches, recomputation, and other dials."""
-    words = [_axis(spec, axis, named=named) for axis in Axis if spec.degree(axis) > 1]
+def _chosen_settings(spec: Spec, *, named: bool = False) -> tuple[str, str, str, list[str]]:
+    """Return axes with placements, `micro×accumulate`, recomputation, and non-default options."""
+    words = [_axis_text(spec, axis, named=named) for axis in Axis if spec.degree(axis) > 1]
     if (attention := written_attention(spec)) is not None:
         words.append(str(attention))
     kept = recompute_of(spec) if spec.activations.default != PLAIN else ""
     has_data_axis = any(f.axis in DATA_AXES for f in spec.factors)
     batch = f"{spec.batch.micro}×{spec.batch.accumulate}"
-    return " ".join(words), batch, kept, list(_dials(spec)) if has_data_axis else []
+    return " ".join(words), batch, kept, list(_option_texts(spec)) if has_data_axis else []
 
 
-def _cells(spec: Spec) -> tuple[str, str, str, str]:
-    """Return the same as the cells of a table."""
-    words, batch, kept, dials = _chosen(spec, named=True)
+def _placement_cells(spec: Spec) -> tuple[str, str, str, str]:
+    """Return the parts of `_chosen` as cells of a table, with the names of tuples."""
+    words, batch, kept, dials = _chosen_settings(spec, named=True)
     return words or "one device", batch, kept, ", ".join(dials)
 
 
 @cache
-def _names() -> dict[tuple[Axis, str], str]:
-    """Return the strategies that are a tuple on one axis and nothing else, by axis and tuple."""
+def _tuple_names() -> dict[tuple[Axis, str], str]:
+    """Return the names of strategies that only set the tuple of one axis, by axis and tuple."""
     names: dict[tuple[Axis, str], str] = {}
     usual = load(None).spec.resolved
+    # The shortest name of a tuple wins.
     for name in sorted(listing("strategies"), key=len):
         spec = load(name).spec
         changed = {
             key for key in {*usual, *spec.resolved} if usual.get(key) != spec.resolved.get(key)
         }
-        if len(spec.factors) == 1 and changed <= _OF_TUPLES:
+        if len(spec.factors) == 1 and changed <= _TUPLE_KEYS:
             names.setdefault((spec.factors[0].axis, str(spec.factors[0].placement)), name)
     return names
 
 
 def written_texts(written: Written) -> tuple[str, ...]:
-    """Return what stays in all candidates as it is written."""
+    """Return the settings that the spec fixes, which are the same in all candidates."""
     words = dict.fromkeys(keeping(kept) for kept in written.kept)
     return (*written.texts, *([f"recompute={' or '.join(words)}"] if words else []))
 
 
 def described(spec: Spec) -> str:
-    """Return what is chosen of a spec, in few words: axes with degrees and tuples, schedule,
-    micro-batches, recomputation and dials that are not the default."""
-    words, batch, kept, dials = _chosen(spec)
+    """Return the chosen settings of a spec in one line, without options that are defaults."""
+    words, batch, kept, dials = _chosen_settings(spec)
     return " ".join(filter(None, [words, batch, kept, *dials]))
 
 
-def _axis(spec: Spec, axis: Axis, *, named: bool = False) -> str:
+def _axis_text(spec: Spec, axis: Axis, *, named: bool = False) -> str:
+    """Return an axis with its degree and its placement, or with its schedule if it is pp."""
     factor = next(f for f in spec.factors if f.axis is axis)
-    if named and (name := _names().get((axis, str(factor.placement)))):
+    if named and (name := _tuple_names().get((axis, str(factor.placement)))):
         return f"{axis}={factor.degree} {name}"
     if axis is not Axis.PP:
         return f"{axis}={factor.degree}({factor.placement})"
@@ -406,7 +427,8 @@ def _axis(spec: Spec, axis: Axis, *, named: bool = False) -> str:
     return f"pp={factor.degree}({spec.pipeline.schedule}{several})"
 
 
-def _dials(spec: Spec) -> Iterator[str]:
+def _option_texts(spec: Spec) -> Iterator[str]:
+    """Yield the options of the data axes that are not defaults."""
     if spec.unit is not None or joins_units(spec, form_of(spec)):
         yield f"unit {unit_of(spec)}"
     yield f"sync {spec.sync.gradients}"
@@ -421,7 +443,7 @@ def _dials(spec: Spec) -> Iterator[str]:
 
 
 def as_spec(selection: PlacementRanking, row: Ranked) -> str:
-    """Return a candidate's spec as a file, with its predicted figures as comments."""
+    """Return a candidate as the text of a spec file, with its predicted figures as comments."""
     job, cluster = selection.job, selection.job.base.cluster
     assert cluster is not None, "a job that is searched for has a cluster"
     lines = [
@@ -446,7 +468,7 @@ _NESTED = ("closed_form", "mesh")  # no columns of CSV
 
 
 def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
-    """Return all of it as plain data; `top`: so many rows of the ranking, else all."""
+    """Return a ranking as plain data, with its first `top` rows (None: all rows)."""
     job, least = selection.job, selection.least
     return {
         "job": job.base.name,
@@ -461,7 +483,7 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
         "derived": selection.derived,
         "scored_as": _scored_as(job.stand_in),
         "time_unknown": selection.unknown or None,
-        "ranking": list(_ranked(selection, top)),
+        "ranking": list(_ranking_rows(selection, top)),
         "ideas": [row_record(selection, row) for row in best_of_ideas(selection)]
         if selection.best
         else [],
@@ -489,22 +511,22 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
 
 
 def _scored_as(shape: ModelShape | None) -> Record | None:
-    """Whose blocks were scored in the place of the model's own."""
+    """Return the shape of the blocks that replaced the model's in the search; None without one."""
     if shape is None:
         return None
     names = ("heads", "kv_heads", "ffn")
     return {"family": shape.family.value} | {name: getattr(shape, name) for name in names}
 
 
-def _ranked(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
-    """The rows of the ranking, each with its rank and why it is no better one."""
+def _ranking_rows(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
+    """Yield the rows of the ranking, each with its rank and the reason why it is not better."""
     for rank, row in enumerate(selection.ranking[:top], 1):
         why = reason(row, selection.ranking[0], selection.ranked_by)
         yield {"rank": rank, **row_record(selection, row), "why": why}
 
 
 def row_record(selection: PlacementRanking, row: Ranked) -> Record:
-    """Return one row: what was chosen, exact figures, and those of the closed form."""
+    """Return one row as plain data: the chosen settings, exact figures, and closed-form figures."""
     spec, demand = row.spec, selection.demand
     training: Record = {}
     if demand is not None:
@@ -540,23 +562,27 @@ def row_record(selection: PlacementRanking, row: Ranked) -> Record:
 
 
 def as_csv(selection: PlacementRanking, top: int | None = None) -> str:
-    """Return a row for each candidate of the ranking, for those of the front that are not in it,
-    for the well-known choices, and, where nothing fits, for what needs least and what would fit;
-    `choice` is empty in rows of the ranking."""
-    rows = list(_rows(selection, top))
+    """Return a ranking as CSV, with its first `top` rows (None: all rows).
+
+    The column `choice` is empty for rows of the ranking, `front` for other rows of the Pareto
+    front, and else the name of a well-known placement, `least memory`, or a change that makes
+    something fit.
+    """
+    rows = list(_csv_rows(selection, top))
     columns = dict.fromkeys(name for row in rows for name in row if name not in _NESTED)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(columns), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
         words = row.get("words")
-        said = {"words": shlex.join(map(str, words))} if isinstance(words, Iterable) else {}
-        writer.writerow(row | said)
+        words_cell = {"words": shlex.join(map(str, words))} if isinstance(words, Iterable) else {}
+        writer.writerow(row | words_cell)
     return text.getvalue()
 
 
-def _rows(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
-    ranking = list(_ranked(selection, top))
+def _csv_rows(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
+    """Yield the rows of the CSV file as plain data."""
+    ranking = list(_ranking_rows(selection, top))
     yield from ({"rank": row.pop("rank"), "choice": "", **row} for row in ranking)
     for row in selection.front:
         if row not in selection.ranking[:top]:

@@ -1,6 +1,8 @@
-"""The screen of `ptrain simulate` for a rank: predicted and simulated figures, and the contents of
-the peak. A rank's memory is bytes by state from event to event, and what the peak is made of: plain
-data, which a simulation gives and a page or a picture shows."""
+"""The `ptrain simulate` screen of one rank: its figures, memory by phase, and the peak's contents.
+
+`MemoryHistory` and its parts are plain data that a simulation produces. Pages and pictures of
+memory read the same classes.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,19 @@ _MOST = 20  # kinds of a peak that are listed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """A simulated rank, and the ranks that are predicted to be like it. `device`: where a rehearsal
-    had its tensors, empty where they were fake. `reserved`: by kind of segments, what CUDA's
-    caching allocator would reserve, None where it grows on; empty for other devices. `replayed`:
-    of how many equal blocks a few ran, None where every block did. `kernels`: whose they were, of a
-    spec for GPUs, and `workspaces` what those take within themselves."""
+    """The predicted and simulated figures of one rank, for the screen of `ptrain simulate`.
+
+    Attributes:
+        device: The device of a rehearsal's tensors; empty if the tensors were fake.
+        alike: The ranks that are predicted to have the same figures, this rank included.
+        course: Live device memory over the simulated step.
+        seconds: The wall time of each part of the simulation, in seconds.
+        reserved: Memory that CUDA's caching allocator would reserve, by kind of segments. None: it
+            still grows after 32 steps. Empty for other devices.
+        replayed: The number of equal blocks of which only a few ran; None if every block ran.
+        kernels: A sentence on the kernels that the fake tensors used; empty except for GPU specs.
+        workspaces: Memory that kernels allocate internally.
+    """
 
     rank: int
     device: str
@@ -47,7 +57,9 @@ class RankReport:
 
     @property
     def differing(self) -> list[Check]:
-        """Figures in which the two columns are not equal, nor the one within the other's bounds."""
+        """The checks whose two figures differ; a figure with bounds differs if it is outside of
+        them.
+        """
         checks = compare(self.exact, self.simulated)
         return [
             check
@@ -57,7 +69,12 @@ class RankReport:
 
 
 def one(report: RankReport, name: str) -> str:
-    """Return the full account of one rank."""
+    """Return the full screen of one rank.
+
+    Args:
+        report: The simulated rank.
+        name: The name of the spec, for the heading.
+    """
     return "\n".join(
         [
             heading(report, name),
@@ -80,26 +97,26 @@ def one(report: RankReport, name: str) -> str:
 
 
 def heading(report: RankReport, name: str) -> str:
-    """`zero3 · rank 0 of 8, like ranks [1 2 … 7] · simulated in 21.3 s`."""
+    """Return the heading: `zero3 · rank 0 of 8, like ranks [1 2 … 7] · simulated in 21.3 s`."""
     others = [rank for rank in report.alike if rank != report.rank]
     like = f", like ranks {ranks_text(others)}" if others else ""
-    who = f"rank {report.rank} of {report.simulated.world_size}{like}"
-    how = f"rehearsed on {report.device}" if report.device else "simulated"
-    return f"{name} · {who} · {how} in {sum(report.seconds.values()):.1f} s"
+    rank_text = f"rank {report.rank} of {report.simulated.world_size}{like}"
+    method = f"rehearsed on {report.device}" if report.device else "simulated"
+    return f"{name} · {rank_text} · {method} in {sum(report.seconds.values()):.1f} s"
 
 
 def agreement(report: RankReport) -> str:
-    """Return how many figures are equal, and the kinds of figures that are not predicted."""
-    every = len(compare(report.exact, report.simulated))
-    equal = every - len(report.differing)
-    untold = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
-    besides = f" · not predicted: {', '.join(untold)}" if untold else ""
-    within = " or within bounds" if report.exact.by_data else ""
-    return f"{equal} of {every} figures are equal{within}{besides}"
+    """Return a sentence with the number of equal figures and the figures that are not predicted."""
+    total = len(compare(report.exact, report.simulated))
+    equal = total - len(report.differing)
+    unpredicted = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
+    remarks = f" · not predicted: {', '.join(unpredicted)}" if unpredicted else ""
+    bounds_text = " or within bounds" if report.exact.by_data else ""
+    return f"{equal} of {total} figures are equal{bounds_text}{remarks}"
 
 
 def replay_lines(report: RankReport) -> list[str]:
-    """Return which blocks ran, where a few stand for all."""
+    """Return a line stating that only some of the equal blocks ran; empty if every block ran."""
     if report.replayed is None:
         return []
     return [
@@ -109,7 +126,7 @@ def replay_lines(report: RankReport) -> list[str]:
 
 
 def foreign(report: RankReport) -> list[str]:
-    """Return why no peak is predicted for the spec's device, unless a GPU rehearsed it."""
+    """Return a warning if the peak on a GPU is not predicted; empty if a GPU rehearsed the rank."""
     why = report.exact.unclaimed.get("peak")
     if why is None or report.device.startswith("cuda"):
         return []
@@ -117,7 +134,7 @@ def foreign(report: RankReport) -> list[str]:
 
 
 def by_phase(course: MemoryHistory) -> str:
-    """Each state when a phase needs most."""
+    """Return a table of memory by state, with a column for the highest moment of each phase."""
     highest = course.by_phase()
     states = {
         str(state): place
@@ -132,7 +149,7 @@ def by_phase(course: MemoryHistory) -> str:
 
 
 def peak(course: MemoryHistory) -> str:
-    """Return the peak and a table of its contents, the largest first."""
+    """Return the peak and a table of its contents, the largest kind of storage first."""
     rows = [
         (row.what, str(row.state), size(row.device_bytes), str(row.tensors))
         for row in course.held[:_MOST]
@@ -153,7 +170,7 @@ def peak(course: MemoryHistory) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveStorages:
-    """Storages of one kind that live at the peak: `tensors` of them, in bytes together."""
+    """The `tensors` storages of one kind that are alive at the peak, with their total bytes."""
 
     what: str
     state: State
@@ -163,7 +180,7 @@ class LiveStorages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """Live device bytes by state, in the order of `State`, after `event` births and deaths."""
+    """The live device bytes after `event` allocations and frees, by state in the order of State."""
 
     event: int
     phase: Phase
@@ -172,13 +189,16 @@ class MemorySample:
 
     @property
     def total(self) -> int:
+        """The live device bytes of all states."""
         return sum(self.device_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryHistory:
-    """One rank's memory over a steady step: its moments, and of the highest what lives then, the
-    largest first."""
+    """The memory of one rank over a steady step.
+
+    `held` lists the storages that are alive at `peak`, the largest kind first.
+    """
 
     rank: int
     moments: tuple[MemorySample, ...]
@@ -186,9 +206,9 @@ class MemoryHistory:
     held: tuple[LiveStorages, ...]
 
     def by_phase(self) -> dict[Phase, MemorySample]:
-        """Return the highest moment of each phase."""
+        """Return the sample with the most live bytes of each phase."""
         peaks: dict[Phase, MemorySample] = {}
         for moment in self.moments:
-            known = peaks.setdefault(moment.phase, moment)
-            peaks[moment.phase] = max(known, moment, key=lambda sample: sample.total)
+            highest = peaks.setdefault(moment.phase, moment)
+            peaks[moment.phase] = max(highest, moment, key=lambda sample: sample.total)
         return peaks

@@ -1,4 +1,4 @@
-"""The time of a step as text: its parts as bars, and its largest overheads in a sentence."""
+"""The step time as text: its parts as bars, and its largest overheads in a sentence."""
 
 from __future__ import annotations
 
@@ -50,13 +50,17 @@ Part = tuple[str, float, float]  # name, seconds of the step, seconds of communi
 
 
 def time_lines(derivation: Derivation) -> list[str]:
-    """Return the block of times: parts, phases, overheads and assumptions. If a cluster is named
-    and no time is predicted, return why."""
+    """Return the block of times: parts, phases, overheads and assumptions.
+
+    Args:
+        derivation: A derived spec. If it names a cluster and no time is predicted, the result is
+            the reason; without a cluster it is empty.
+    """
     step, why = derivation.exact.step, untimed(derivation)
     if step is None:
         return [f"no step time: {why}", ""] if why else []
     return [
-        _table(step),
+        _time_parts_table(step),
         critical_path(step),
         *_interval_lines(derivation.spec, step),
         *_mfu_lines(derivation),
@@ -66,37 +70,49 @@ def time_lines(derivation: Derivation) -> list[str]:
 
 
 def _interval_lines(spec: Spec, step: StepTime) -> list[str]:
-    """Return the seconds between which the collected steps lie, or that there are none."""
-    known = published_steps(spec)
-    if step.interval is None or known is None:
+    """Return the interval of published step times in seconds, or a statement that there is none."""
+    published = published_steps(spec)
+    if step.interval is None or published is None:
         return ["no published steps of such a model, dtype, mesh and device to compare with"]
     low, high = step.interval
     parts = f"{low / step.seconds:.2f} to {high / step.seconds:.2f} times the predicted time"
-    return [f"{known['steps']}: {format_seconds(low)} to {format_seconds(high)} ({parts})"]
+    return [f"{published['steps']}: {format_seconds(low)} to {format_seconds(high)} ({parts})"]
 
 
 def untimed(derivation: Derivation) -> str:
-    """Return why a step's time is not predicted; empty if it is, or if no cluster is named."""
+    """Return the reason why no step time is predicted; empty if it is, or without a cluster."""
     has_cluster = derivation.spec.cluster is not None
     return derivation.exact.undefined.get("step_seconds", "") if has_cluster else ""
 
 
 def critical_path(step: StepTime) -> str:
-    """Return the largest parts of a step besides computing: `overhead in 1.20 s: 310 ms exposed
-    dp_shard all-gathers`."""
-    whole = format_seconds(step.seconds)
-    parts = sorted(_overheads(step), key=lambda part: -part[1])
+    """Return the largest overheads of a step as a sentence.
+
+    An example is `overhead in 1.20 s: 310 ms exposed dp_shard all-gathers`. Parts below 0.5 % of
+    the step are left out.
+    """
+    total = format_seconds(step.seconds)
+    parts = sorted(_step_overheads(step), key=lambda part: -part[1])
+    # Parts below half a percent are not worth naming.
     if large := [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]:
         named = ", ".join(f"{format_seconds(seconds)} {name}" for name, seconds in large)
-        return f"overhead in {whole}: {named}"
+        return f"overhead in {total}: {named}"
     moving = [row for row in step.rows if row.moving and row.key.spent is not Spent.LAUNCHES]
     overlapped = sum(row.moving - row.seconds for row in moving)
     rest = f"; {format_seconds(overlapped)} of communication overlaps" if overlapped > 0 else ""
-    return f"all of {whole} is computing{rest}"
+    return f"all of {total} is computing{rest}"
 
 
 def pace_parts(spec: Spec, seconds: float | None, pace: Throughput | None) -> list[str]:
-    """Return `3.69 s/step`, `71k tokens/s`, `8.88k tokens/s/GPU`, `MFU 46.2%`: those predicted."""
+    """Return the figures that are predicted: step time, tokens/s, tokens/s per device, and MFU.
+
+    An example is `3.69 s/step`, `71k tokens/s`, `8.88k tokens/s/GPU`, `MFU 46.2%`.
+
+    Args:
+        spec: The spec, for its number and kind of devices.
+        seconds: The step time; None if it is not predicted.
+        pace: The throughput; None if it is not predicted.
+    """
     parts = [] if seconds is None else [f"{format_seconds(seconds)}/step"]
     if pace is not None:
         per_device = format_count(pace.tokens_per_second / spec.world_size)
@@ -107,7 +123,7 @@ def pace_parts(spec: Spec, seconds: float | None, pace: Throughput | None) -> li
 
 
 def job_pace(derivation: Derivation) -> Throughput | None:
-    """Return tokens per second of the job, and the MFU; None if no time is predicted."""
+    """Return the tokens per second of the job and its MFU; None if no time is predicted."""
     step = derivation.exact.step
     return None if step is None else throughput(derivation.spec, derivation.facts, step)
 
@@ -118,7 +134,12 @@ def device_name(spec: Spec) -> str:
 
 
 def time_row(column: Column, step: StepTime) -> dict[str, object]:
-    """Return a record's row of a step: its seconds, by phase and by part, and all of its rows."""
+    """Return the record's row of a step: seconds in total, by phase and by part, and all rows.
+
+    Args:
+        column: The column of the record, `exact` for example.
+        step: The predicted step time.
+    """
     return {
         "column": str(column),
         "value": step.seconds,
@@ -132,34 +153,44 @@ def time_row(column: Column, step: StepTime) -> dict[str, object]:
 
 
 def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) -> str:
-    """Return a table of predicted and measured seconds: the step, and the exposed communication
-    over each axis, a bubble included. It is empty if no time is predicted; measured is the rank
-    that waits longest."""
+    """Return a table of predicted and measured seconds per step.
+
+    It has a row for the step, and one for exposed communication over each group of axes, pipeline
+    bubbles included.
+
+    Args:
+        exact: The prediction. Without a step time the table is empty.
+        measured: The measurement. A group of axes has the longest wait of all ranks.
+        step_seconds: The measured time of a step; None: a dash.
+    """
     if (step := exact.step) is None:
         return ""
     blocked = grouped((row.axes, row.seconds) for row in measured.blocked)
     waits = {axes: max(seconds) for axes, seconds in blocked.items()}
     exposed = step.exposed(idle=True)
-    rows = [_compared("step", step.seconds, step_seconds)]
+    rows = [_time_cells("step", step.seconds, step_seconds)]
     rows += [
-        _compared(f"exposed {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
+        _time_cells(f"exposed {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
         for axes in sorted({*exposed, *waits})
     ]
     return render(make_columns(rows, *difference_columns("time per step")))
 
 
-def _compared(what: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
+def _time_cells(what: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
+    """Return a row with a predicted time, a measured time, and their relative difference."""
     difference = f"{measured / predicted - 1:+.1%}" if predicted and measured is not None else ""
     cells = (or_missing(seconds, format_seconds) for seconds in (predicted, measured))
     return what, *cells, difference
 
 
-def _table(step: StepTime) -> str:
-    parts = [*_parts(step)]
+def _time_parts_table(step: StepTime) -> str:
+    """Return the table of a predicted step: its parts, the total, and its phases."""
+    parts = [*_step_parts(step)]
     longest = max((seconds for _, seconds, _ in parts), default=0.0)
     rows = [*parts, ("step", step.seconds, 0.0)]
     rows += [(f"in {phase}", taken, 0.0) for phase in _PHASES if (taken := step.of_phase(phase))]
     overlapped = [
+        # A difference that rounds to nothing in the table is not shown.
         format_seconds(moving - seconds) if moving > seconds * 1.0005 else ""
         for _, seconds, moving in rows
     ]
@@ -175,7 +206,7 @@ def _table(step: StepTime) -> str:
     return render(columns)
 
 
-def _parts(step: StepTime) -> Iterator[Part]:
+def _step_parts(step: StepTime) -> Iterator[Part]:
     """Yield the parts of a step, computing first; communication by axes."""
     yield "compute", step.spent(Spent.COMPUTE), 0.0
     moved: dict[str, tuple[float, float]] = {}
@@ -184,18 +215,21 @@ def _parts(step: StepTime) -> Iterator[Part]:
             name = f"exposed {'+'.join(row.key.axes)}" if row.key.axes else "exposed copies"
             seconds, moving = moved.get(name, (0.0, 0.0))
             moved[name] = seconds + row.seconds, moving + row.moving
+    # Communication that is fully overlapped is listed too, with 0 s exposed.
     for name, (seconds, moving) in moved.items():
         if moving:
             yield name, seconds, moving
     for spent in _OTHER_PARTS:
-        own = [row for row in step.rows if row.key.spent is spent]
-        seconds, moving = (sum(getattr(row, name) for row in own) for name in ("seconds", "moving"))
+        spent_rows = [row for row in step.rows if row.key.spent is spent]
+        seconds, moving = (
+            sum(getattr(row, name) for row in spent_rows) for name in ("seconds", "moving")
+        )
         if seconds or moving:
             yield str(spent), seconds, moving
 
 
-def _overheads(step: StepTime) -> Iterator[tuple[str, float]]:
-    """Yield the parts of a step besides computing."""
+def _step_overheads(step: StepTime) -> Iterator[tuple[str, float]]:
+    """Yield the parts of a step other than computing, with their seconds."""
     exposed = summed(
         (
             f"exposed {'+'.join(row.key.axes)} {_CALLS.get(row.key.collective, 'collectives')}",
@@ -215,7 +249,7 @@ def _overheads(step: StepTime) -> Iterator[tuple[str, float]]:
 
 
 def _mfu_lines(derivation: Derivation) -> list[str]:
-    """Return both conventions of the MFU: a causal mask halves the operations of attention."""
+    """Return the MFU in both conventions: a causal mask halves the operations of attention."""
     pace = job_pace(derivation)
     if pace is None or pace.mfu_full is None or pace.mfu_causal is None:
         return []

@@ -45,9 +45,16 @@ Row = tuple[str, str, str, str]
 def end_table(
     exact: Estimate, measured: Estimate, names: tuple[str, str] = ("predicted", "measured")
 ) -> str:
-    """Return the table that ends a training, with a row per state, per kind of call, per phase's
-    peak, and per pass whose operations both sides count. A row shows the rank whose figures differ
-    most, else the largest. `names` are the titles of the two columns."""
+    """Return the table at the end of a training: predicted and measured figures per rank and step.
+
+    There is a row for each state, kind of call, phase's peak, and each pass whose operations both
+    sides count. A row shows the rank whose figures differ most, or if none differ the largest.
+
+    Args:
+        exact: The prediction.
+        measured: The measurement or simulation.
+        names: The titles of the two columns.
+    """
     rows = [*_memory_rows(exact, measured), *_peak_rows(exact, measured)]
     rows += [*_traffic_rows(exact, measured), *_operations_rows(exact, measured)]
     return render(make_columns(rows, *difference_columns("per rank and step", *names)))
@@ -65,12 +72,16 @@ def summary(
     """Return the tables, the checks that fail, the kinds of checks, and the verdict.
 
     Args:
-        wire: rows of a record; by default they are made from the two estimates.
-        step_seconds: the measured time, shown next to the predicted one.
+        exact: The prediction.
+        measured: The measurement.
+        checks: The comparison of the two (`report.record.compare`).
+        torch: The version of torch, for the verdict's claim.
+        wire: Rows of bytes on the wire; by default derived from the two estimates.
+        step_seconds: The measured time, shown next to the predicted one.
     """
     wire = wire_rows(exact, measured) if wire is None else wire
     failing = [
-        f"fails: {check.name}: {_why(check)} (tolerance {check.tolerance:.0%})"
+        f"fails: {check.name}: {_failure_reason(check)} (tolerance {check.tolerance:.0%})"
         for check in checks
         if not check.holds
     ]
@@ -93,7 +104,13 @@ def summary(
 def difference(
     predicted: int | None, measured: int | None, text: Callable[[int], str] = format_memory
 ) -> str:
-    """Return `0`, or bytes and percent: `+32 B (+0.1 %)`; `text` writes other units."""
+    """Return the difference as text: `0`, `+32 B (+0.1 %)`, or `missing` if a side is None.
+
+    Args:
+        predicted: The predicted figure.
+        measured: The measured figure.
+        text: Formats the absolute difference, by default as memory.
+    """
     if predicted is None or measured is None:
         return "missing"
     delta = measured - predicted
@@ -104,48 +121,60 @@ def difference(
 
 
 def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | None, int | None]:
-    """Return both figures of the rank in which they differ most; a missing one counts as the
-    largest difference, and of equal differences the largest figure is taken."""
+    """Return both figures of the rank in which they differ most.
+
+    A missing figure counts as the largest difference. Among equal differences, the largest figure
+    wins.
+
+    Args:
+        left: The figures of one side by rank.
+        right: The figures of the other side by rank.
+    """
     pairs = [(left.get(rank), right.get(rank)) for rank in {**left, **right}]
 
     def apart(pair: tuple[int | None, int | None]) -> tuple[float, int]:
         before, after = pair
-        if before is None or after is None:
+        if before is None or after is None:  # a missing row is the worst difference
             return math.inf, before or after or 0
         return abs(after - before), max(pair, key=lambda size: size or 0) or 0
 
     return max(pairs, key=apart, default=(None, None))
 
 
-def _named(label: str, kind: str, exact: Estimate) -> str:
-    """Return a row's name, marked if its prediction uses counts of the run."""
+def _row_label(label: str, kind: str, exact: Estimate) -> str:
+    """Return a row's label, marked if its prediction uses counts of the run."""
     return f"{label}, counted" if kind in exact.counted else label
 
 
 def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
+    """Yield a row for each state and tier that holds bytes on either side."""
     ranks = compared_ranks(exact, measured)
     for state in State:
-        own = [row for row in of_ranks(exact.memory, ranks) if row.state is state]
+        predicted_rows = [row for row in of_ranks(exact.memory, ranks) if row.state is state]
         for tier, label in on_tiers(state):
             left, right = (
                 {row.rank: getattr(row, tier) for row in rows if row.state is state}
-                for rows in (own, measured.memory)
+                for rows in (predicted_rows, measured.memory)
             )
             if any({**left, **right}.values()):
-                lowers = _lowers(own) if tier == "device_bytes" else {}
-                yield _named(label, str(state), exact), *_cells(left, right, lowers)
+                lowers = _lower_bounds(predicted_rows) if tier == "device_bytes" else {}
+                yield _row_label(label, str(state), exact), *_figure_cells(left, right, lowers)
 
 
 def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
+    """Yield a row for each phase's peak, and one for the allocator's if it was measured."""
     ranks = compared_ranks(exact, measured)
     phases = dict.fromkeys(row.phase for row in (*distinct(exact.peak), *measured.peak))
     for phase in phases:
-        own = [row for row in of_ranks(exact.peak, ranks) if row.phase is phase]
+        predicted_rows = [row for row in of_ranks(exact.peak, ranks) if row.phase is phase]
         left, right = (
             {row.rank: row.device_bytes for row in rows if row.phase is phase}
-            for rows in (own, measured.peak)
+            for rows in (predicted_rows, measured.peak)
         )
-        yield _named(f"peak {phase}", "peak", exact), *_cells(left, right, _lowers(own))
+        yield (
+            _row_label(f"peak {phase}", "peak", exact),
+            *_figure_cells(left, right, _lower_bounds(predicted_rows)),
+        )
         allocated = max(
             (row.allocator_bytes for row in measured.peak if row.phase is phase), default=0
         )
@@ -154,19 +183,26 @@ def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
             yield f"peak {phase}, allocator", MISSING, size(allocated), difference(most, allocated)
 
 
-def _lowers(rows: Iterable[Footprint | Peak]) -> dict[int, int]:
-    """Return the lower bounds of ranks that have any."""
+def _lower_bounds(rows: Iterable[Footprint | Peak]) -> dict[int, int]:
+    """Return the lower bounds by rank, of rows that have one."""
     return {row.rank: row.lower_bytes for row in rows if row.lower_bytes is not None}
 
 
-def _cells(
+def _figure_cells(
     left: Mapping[int, int], right: Mapping[int, int], lowers: Mapping[int, int]
 ) -> tuple[str, str, str]:
-    """Return both sides of the rank whose figures differ most, and their difference; if one side
-    has bounds, the distance from these."""
+    """Return both figures of the rank in which they differ most, and their difference.
+
+    Args:
+        left: The predicted figure of each rank, or its upper bound.
+        right: The measured figure of each rank.
+        lowers: The lower bound of each rank that has one. The difference is then the distance from
+            the bounds.
+    """
     if not lowers:
         before, after = worst(left, right)
         return size(before), size(after), difference(before, after)
+    # The point of the bounds that is nearest to the measured figure; within the bounds it is equal.
     nearest = {
         rank: min(max(right.get(rank, upper), lowers.get(rank, upper)), upper)
         for rank, upper in left.items()
@@ -201,25 +237,26 @@ def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
 
 
 def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
-    """Yield a row for each kind of call: the busiest rank, or the busiest that differs from its
-    prediction."""
+    """Yield a row for each kind of call, of the busiest rank or the busiest one that differs."""
     left, right = _by_key(exact.traffic), _by_key(measured.traffic)
     for key in sorted({*left, *right}, key=traffic_order):
-        before, after = _unequal(left.get(key, set()), right.get(key, set()))
-        label = _named(traffic_label(key), exchange_of(key), exact)
-        yield label, _calls(before), _calls(after), _sent_difference(before, after)
+        before, after = _busiest_different(left.get(key, set()), right.get(key, set()))
+        label = _row_label(traffic_label(key), exchange_of(key), exact)
+        yield label, _calls_text(before), _calls_text(after), _sent_difference(before, after)
 
 
-def _why(check: Check) -> str:
-    """Return why a check fails: both figures if there are two, or else its sentence."""
+def _failure_reason(check: Check) -> str:
+    """Return the reason why a check fails: both figures if there are two, else its sentence."""
     is_time = isinstance(check.measured, float)
     if is_time or check.lower is not None or None in (check.predicted, check.measured):
         return check.why
     return f"measured {check.measured:,}, predicted {check.predicted:,}"
 
 
-def _unequal(left: set[Traffic], right: set[Traffic]) -> tuple[Traffic | None, Traffic | None]:
-    """Return the busiest rows that one side lacks; if neither lacks any, the busiest of both."""
+def _busiest_different(
+    left: set[Traffic], right: set[Traffic]
+) -> tuple[Traffic | None, Traffic | None]:
+    """Return the busiest rows that only one side has; without any, the busiest row twice."""
     if left == right:
         (most,) = busiest(left)
         return most, most
@@ -230,7 +267,7 @@ def _unequal(left: set[Traffic], right: set[Traffic]) -> tuple[Traffic | None, T
 
 
 def _sent_difference(before: Traffic | None, after: Traffic | None) -> str:
-    """Return the difference of moved bytes; if these are equal, of payloads or of calls."""
+    """Return the difference in moved bytes; if those are equal, in payload or in calls."""
     if before is None or after is None:
         return "missing"
     bytes_off = difference(moved_bytes(before), moved_bytes(after), format_bytes)
@@ -243,8 +280,13 @@ def _sent_difference(before: Traffic | None, after: Traffic | None) -> str:
 
 
 def wire_table(wire: Sequence[WireRow]) -> str:
-    """Return the bytes that the ranks' sockets counted against the predicted traffic times the
-    backend's factor; empty if no socket was read."""
+    """Return a table of the bytes on the wire, predicted and counted by the ranks' sockets.
+
+    The predicted bytes are the traffic times a factor of the backend.
+
+    Args:
+        wire: A row per group of axes; if there are none, the result is empty.
+    """
     rows = [
         (
             "+".join(row.axes),
@@ -260,7 +302,7 @@ def wire_table(wire: Sequence[WireRow]) -> str:
 
 
 def blocked_table(measured: Estimate) -> str:
-    """Return the seconds per step in which a rank waited for others; empty if none were timed."""
+    """Return a table of the seconds per step that ranks waited for others; empty if not timed."""
     seconds = grouped((row.axes, row.seconds) for row in measured.blocked)
     rows = [
         ("+".join(axes), f"{min(waits):.3f} s", f"{max(waits):.3f} s")
@@ -271,10 +313,14 @@ def blocked_table(measured: Estimate) -> str:
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:
-    return {key: {*its} for key, its in grouped((row.key, row) for row in rows).items()}
+    """Return the different rows of each kind of call."""
+    return {
+        key: {*rows_of_key} for key, rows_of_key in grouped((row.key, row) for row in rows).items()
+    }
 
 
-def _calls(row: Traffic | None) -> str:
+def _calls_text(row: Traffic | None) -> str:
+    """Return the calls and moved bytes of a row as text."""
     if row is None:
         return MISSING
     return f"{row.calls} call{'s' * (row.calls != 1)}, {format_bytes(moved_bytes(row))}"

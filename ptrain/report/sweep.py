@@ -1,6 +1,8 @@
-"""The screens of `ptrain predict` for a sweep or several specs (the fastest that fits, then a row
-for each; a rejected spec has a row as well, and its reason below the table) and for two specs (the
-answers, then the differences and ratios).
+"""The screens of `ptrain predict` for several specs.
+
+- A sweep has the fastest spec that fits, then a row for each spec. A rejected spec has a row too,
+  and its reason is below the table.
+- Two specs have their answers, then the figures that differ, with ratios.
 """
 
 from __future__ import annotations
@@ -42,13 +44,17 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.write import unwritten
 from ptrain.units import format_count, format_seconds, grouped, leaves
 
-_NAMED_POINTS = 6  # of what followed the mesh; more of them are not named
+_NAMED_POINTS = 6  # points listed for a key that followed the mesh; beyond that, a range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
-    """One row: `overrides` are those that the sweep chose here, `follows` is what follows its mesh.
-    A point that cannot be has no prediction, but faults."""
+    """One row of a sweep; a rejected point has faults and no prediction.
+
+    Attributes:
+        overrides: The overrides that the sweep chose for this point.
+        follows: Keys that were changed to follow the mesh.
+    """
 
     label: str
     overrides: tuple[str, ...] = ()
@@ -58,7 +64,7 @@ class SweepPoint:
 
     @property
     def refusal(self) -> str:
-        """Return why there is no prediction, on one line; empty where there is one."""
+        """The reason why there is no prediction, on one line; empty if there is one."""
         texts = (
             ": ".join(part for part in (fault.place, fault.finding) if part)
             + (f" ({fault.remedy})" if fault.remedy else "")
@@ -68,25 +74,25 @@ class SweepPoint:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return by key what is written here and nowhere else, what follows included."""
+        """The settings of this point by key, including keys that follow the mesh."""
         follows = (follower.override for follower in self.follows)
         parsed = map(parse_override, (*self.overrides, *follows))
         return {".".join(override.route): override.text for override in parsed}
 
 
 def step_seconds(exact: Estimate) -> float | None:
-    """Return how long a step is predicted to take; None where no rates say it."""
+    """Return the predicted step time in seconds; None without rates."""
     return None if exact.step is None else exact.step.seconds
 
 
 def device_pace(prediction: Prediction) -> float | None:
-    """Return tokens per second of one device; None if no time is predicted."""
+    """Return the tokens per second of one device; None if no time is predicted."""
     pace = job_pace(prediction.derivation)
     return None if pace is None else pace.tokens_per_second / prediction.spec.world_size
 
 
 def collectives(exact: Estimate) -> int:
-    """Return the collectives of a steady step; copies between tiers are none."""
+    """Return the number of collectives in a steady step, without copies between tiers."""
     return sum(
         row.calls
         for row in busiest(exact.traffic)
@@ -107,8 +113,14 @@ SORTS: Mapping[str, _Figure] = {
 
 
 def ordered(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
-    """Return the points by a figure, least first; those without it, then the refused, at the end.
-    Without a figure they stay as they are."""
+    """Return the points by a figure, ascending.
+
+    Points without the figure come after the others, and rejected points come last.
+
+    Args:
+        points: The points of a sweep.
+        sort: A key of SORTS; None keeps the order.
+    """
     if sort is None:
         return list(points)
     figure = SORTS[sort]
@@ -117,74 +129,78 @@ def ordered(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
         value = None if point.prediction is None else figure(point.prediction)
         return point.prediction is None, value is None, value or 0
 
-    return sorted(points, key=place)
+    return sorted(points, key=place)  # False sorts before True; sorted() is stable
 
 
 def table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
-    """Return the fastest point that fits, a table with a row per point, and remarks.
+    """Return the fastest point that fits, a table with a row for each point, and remarks.
 
-    Ratios are to the first point that is not rejected. `explain` adds the figures of the paper."""
+    Args:
+        points: The points of a sweep; at least one has a prediction, and ratios are to the first
+            one.
+        explain: Add the figures of the paper.
+    """
     named = [(point.label, point.prediction) for point in points if point.prediction]
     assert named, "a sweep of which nothing is left is refused as a whole"
     columns = [
         TableColumn(title, importance, [text(point.prediction) for point in points])
-        for title, importance, text in _columns([prediction for _, prediction in named])
+        for title, importance, text in _make_columns([prediction for _, prediction in named])
         if explain or not title.endswith(_PAPER)
     ]
     shown = [name_column("spec", [point.label for point in points]), *columns]
-    return "\n".join([*_decision(named), render(shown), *remarks(points)])
+    return "\n".join([*_decision_lines(named), render(shown), *remarks(points)])
 
 
-def _columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importance, _Cell]]:
-    """Return title, importance and cell of each column that has figures."""
+def _make_columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importance, _Cell]]:
+    """Return the title, importance and cell function of each column that has figures."""
     detail, figure, result = Importance.DETAIL, Importance.FIGURE, Importance.RESULT
     usable = {prediction.fit.usable_memory for prediction in predictions}
     room = f" (of {size(*usable)})" if len(usable) == 1 and None not in usable else ""
     first, device, seconds = predictions[0], device_name(predictions[0].spec), SORTS["time"]
     has_host = any(one.fit.host_bytes for one in predictions)
     is_timed = any(seconds(one) is not None for one in predictions)
-    host = ("host memory", figure, _cell(lambda one: size(one.fit.host_needed_bytes)))
+    host = ("host memory", figure, _make_cell(lambda one: size(one.fit.host_needed_bytes)))
     paces = [
-        ("step time", result, _cell(lambda one: or_missing(seconds(one), format_seconds))),
-        ("tokens/s", figure, _cell(partial(_of_pace, "tokens_per_second", format_count))),
+        ("step time", result, _make_cell(lambda one: or_missing(seconds(one), format_seconds))),
+        ("tokens/s", figure, _make_cell(partial(_pace_cell, "tokens_per_second", format_count))),
         (
             f"tokens/s/{device}",
             figure,
-            _cell(lambda one: or_missing(device_pace(one), format_count)),
+            _make_cell(lambda one: or_missing(device_pace(one), format_count)),
         ),
-        ("MFU", detail, _cell(partial(_of_pace, "mfu_full", "{:.1%}".format))),
+        ("MFU", detail, _make_cell(partial(_pace_cell, "mfu_full", "{:.1%}".format))),
     ]
-    states, ratio = MODEL_STATES_LABEL, partial(_ratio, first)
+    states, ratio = MODEL_STATES_LABEL, partial(_ratio_cell, first)
     return [
-        ("fits", result, _cell(fits_word, "rejected")),
-        (f"peak{room}", result, _cell(lambda one: size(one.fit.peak_bytes))),
+        ("fits", result, _make_cell(fits_word, "rejected")),
+        (f"peak{room}", result, _make_cell(lambda one: size(one.fit.peak_bytes))),
         *([host] if has_host else []),
         *(paces if is_timed else []),
-        (states, detail, _cell(lambda one: size(model_state_bytes(one.derivation.exact)))),
+        (states, detail, _make_cell(lambda one: size(model_state_bytes(one.derivation.exact)))),
         (
             f"{states}{_PAPER}",
             detail,
-            _cell(lambda one: size(model_state_bytes(one.derivation.paper))),
+            _make_cell(lambda one: size(model_state_bytes(one.derivation.paper))),
         ),
-        ("bytes/parameter", detail, _cell(_bytes_per_parameter)),
-        ("states ratio", detail, _cell(partial(ratio, "states"))),
-        ("traffic", figure, _cell(lambda one: traffic_size(sent_bytes(one.derivation.exact)))),
+        ("bytes/parameter", detail, _make_cell(_bytes_per_parameter)),
+        ("states ratio", detail, _make_cell(partial(ratio, "states"))),
+        ("traffic", figure, _make_cell(lambda one: traffic_size(sent_bytes(one.derivation.exact)))),
         (
             f"traffic{_PAPER}",
             detail,
-            _cell(lambda one: traffic_size(sent_bytes(one.derivation.paper))),
+            _make_cell(lambda one: traffic_size(sent_bytes(one.derivation.paper))),
         ),
-        ("traffic ratio", detail, _cell(partial(ratio, "sent"))),
-        ("calls", detail, _cell(lambda one: str(collectives(one.derivation.exact)))),
+        ("traffic ratio", detail, _make_cell(partial(ratio, "sent"))),
+        ("calls", detail, _make_cell(lambda one: str(collectives(one.derivation.exact)))),
     ]
 
 
-def _cell(text: Callable[[Prediction], str], rejected: str = MISSING) -> _Cell:
-    """Return the function that writes a column's cell, `rejected` for a point without figures."""
+def _make_cell(text: Callable[[Prediction], str], rejected: str = MISSING) -> _Cell:
+    """Return the function that writes a column's cell; rejected points get the text `rejected`."""
     return lambda prediction: text(prediction) if prediction else rejected
 
 
-def _of_pace(name: str, text: Callable[[float], str], prediction: Prediction) -> str:
+def _pace_cell(name: str, text: Callable[[float], str], prediction: Prediction) -> str:
     """Return a figure of the job's throughput, or a dash if it is not predicted."""
     return or_missing(getattr(job_pace(prediction.derivation), name, None), text)
 
@@ -194,8 +210,10 @@ def _bytes_per_parameter(prediction: Prediction) -> str:
 
 
 def fits_word(prediction: Prediction) -> str:
-    """Return `yes`, `tight` (it fits, with little to spare), `no` or `unknown`; a dash without a
-    cluster."""
+    """Return `yes`, `tight` (fits with little to spare), `no`, `unknown`, or a dash.
+
+    The dash is for a spec without a cluster.
+    """
     if prediction.fit.fits is None:
         return MISSING if prediction.fit.device_memory is None else "unknown"
     if prediction.fit.is_tight:
@@ -203,22 +221,26 @@ def fits_word(prediction: Prediction) -> str:
     return "yes" if prediction.fit.fits else "no"
 
 
-def _ratio(first: Prediction, name: str, prediction: Prediction) -> str:
+def _ratio_cell(first: Prediction, name: str, prediction: Prediction) -> str:
+    """Return the ratio of a figure to the first prediction's, or an empty text."""
     number, base = SORTS[name](prediction), SORTS[name](first)
     return f"{number / base:.3g}×" if number is not None and base else ""
 
 
 def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
-    """Yield remarks on points: rejected ones, keys that followed the mesh, the batch, why a figure
-    is missing or a bound, the reserved memory, and warnings."""
+    """Yield remarks on points, below the table.
+
+    Remarks are about rejected points, keys that followed the mesh, the batch, missing figures,
+    bounds, reserved memory, and warnings.
+    """
     rejected = grouped((point.refusal, point.label) for point in points if point.refusal)
     yield from (f"rejected: {', '.join(labels)}: {why}" for why, labels in rejected.items())
-    yield from _followed(points)
+    yield from _follower_lines(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
-    yield from _gathered(named, _usable)
-    yield from _gathered(named, _batch_lines)
-    yield from _gathered(named, _missing_time)
-    yield from _gathered(named, _unknown_host)
+    yield from _merged_sentences(named, _usable_lines)
+    yield from _merged_sentences(named, _batch_lines)
+    yield from _merged_sentences(named, _missing_time)
+    yield from _merged_sentences(named, _unknown_host)
     for label, prediction in named:
         if prediction.fit.peak_bytes is None:
             yield f"peak unknown: {label}: {prediction.fit.why}. Run: {prediction.telling}"
@@ -233,10 +255,13 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
             yield f"warning: {label}: {warning}"
 
 
-def _decision(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
-    """Yield the fastest point that fits, or that none fits. Points are compared by the throughput
-    of a device, since batches and meshes may differ; with several numbers of devices the best is
-    the most efficient, not the fastest."""
+def _decision_lines(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
+    """Yield the fastest point that fits, or a statement that none fits.
+
+    Points are compared by the throughput of a device, since their batches and meshes may differ. If
+    the points have different numbers of devices, the best one is called the most efficient, not the
+    fastest.
+    """
     if all(prediction.fit.fits is False for _, prediction in named):
         label, least = min(named, key=lambda entry: entry[1].fit.least_bytes)
         yield f"None fits: {label} needs the least memory, {size(least.fit.least_bytes)}"
@@ -249,8 +274,12 @@ def _decision(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
 
 
 def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
-    """Return the prediction with the highest throughput of a device; None if fewer than two of
-    those that fit have one."""
+    """Return the prediction with the highest throughput per device.
+
+    Returns:
+        None if fewer than two of the predictions that fit have a throughput.
+    """
+    # -number: of equally fast points the first wins.
     paced = [
         (pace, -number)
         for number, prediction in enumerate(predictions)
@@ -259,31 +288,36 @@ def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
     return predictions[-max(paced)[1]] if len(paced) > 1 else None
 
 
-def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
+def _follower_lines(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield a line for each key that followed the mesh, with its values by point."""
     became = grouped(
-        ((its.key, its.before), (its.after, point.label))
+        ((follower.key, follower.before), (follower.after, point.label))
         for point in points
-        for its in point.follows
+        for follower in point.follows
     )
     for (key, before), pairs in became.items():
         labels, (section, _, name) = grouped(pairs), key.partition(".")
-        yield f"{section} follows the mesh: {name} {before} → {_became(labels)}; {key}=N fixes it"
+        yield (
+            f"{section} follows the mesh: {name} {before} → {_values_by_point(labels)}; "
+            f"{key}=N fixes it"
+        )
 
 
-def _became(labels: Mapping[int, Sequence[str]]) -> str:
-    """Return each number with its points, or the range where these are many."""
+def _values_by_point(labels: Mapping[int, Sequence[str]]) -> str:
+    """Return each value with its points, or the range of values if there are many points."""
     if (points := sum(map(len, labels.values()))) > _NAMED_POINTS:
         return f"{min(labels)} … {max(labels)} at {points} points (--csv lists them)"
     return ", ".join(f"{number} ({', '.join(where)})" for number, where in labels.items())
 
 
-def _gathered(
-    named: Sequence[tuple[str, Prediction]], said: Callable[[Prediction], Sequence[str]]
+def _merged_sentences(
+    named: Sequence[tuple[str, Prediction]], sentences_of: Callable[[Prediction], Sequence[str]]
 ) -> Iterator[str]:
-    """Yield each sentence once, with the points that it is about unless these are all."""
-    of = grouped((text, label) for label, prediction in named for text in said(prediction))
-    for sentence, labels in of.items():
+    """Yield each sentence once, with the points it is about unless it is about all of them."""
+    labels_of = grouped(
+        (text, label) for label, prediction in named for text in sentences_of(prediction)
+    )
+    for sentence, labels in labels_of.items():
         yield sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
 
 
@@ -291,7 +325,7 @@ def _batch_lines(prediction: Prediction) -> Sequence[str]:
     return batch_lines(prediction.spec.batch, prediction.spec.data_degree)
 
 
-def _usable(prediction: Prediction) -> Sequence[str]:
+def _usable_lines(prediction: Prediction) -> Sequence[str]:
     memory, reserve = prediction.fit.device_memory, prediction.fit.reserve_bytes
     return [usable_text(memory, reserve)] if memory and reserve else []
 
@@ -303,12 +337,13 @@ def _unknown_host(prediction: Prediction) -> Sequence[str]:
 
 
 def _missing_time(prediction: Prediction) -> Sequence[str]:
+    """Return the reason why no step time is predicted."""
     why = untimed(prediction.derivation)
     return [f"no step time: {why}"] if why else []
 
 
 def figures(point: SweepPoint) -> dict[str, object]:
-    """Return the row as plain values, None where there is none: bytes, seconds, true or false."""
+    """Return the row as plain values: bytes, seconds, booleans, and None for a missing figure."""
     if (prediction := point.prediction) is None:
         return {"spec": point.label, "refused": point.refusal}
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
@@ -333,8 +368,10 @@ def figures(point: SweepPoint) -> dict[str, object]:
 
 
 def as_csv(points: Sequence[SweepPoint]) -> str:
-    """Return a line per point below one of names: a column for each key that differs, then the
-    figures; what there is not is empty."""
+    """Return the points as CSV: a column for each key that the sweep sets, then the figures.
+
+    Missing values are empty.
+    """
     rows = [point.settings | figures(point) for point in points]
     names = dict.fromkeys(
         [
@@ -346,17 +383,18 @@ def as_csv(points: Sequence[SweepPoint]) -> str:
     writer = csv.DictWriter(text, list(names), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({name: _plain(value) for name, value in row.items()})
+        writer.writerow({name: _csv_value(value) for name, value in row.items()})
     return text.getvalue().removesuffix("\n")
 
 
-def _plain(value: object) -> object:
+def _csv_value(value: object) -> object:
+    """Return a value as CSV writes it: lower-case booleans, and an empty text for None."""
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None else value
 
 
-_UNSAID = "–"
+_UNSET = "–"
 _TRAFFIC = ("traffic", "copied between tiers")
 _SHOWN_ELSEWHERE = ("name", "mesh", "placement")
 _SAME_MODEL = "model.folder"  # wherever it lies
@@ -364,15 +402,20 @@ Figure = tuple[str, int | None, int | None]
 
 
 def pair(first: Prediction, second: Prediction, *, explain: bool = False) -> str:
-    """Return the answers for both, settings that differ as `before → after`, figures that differ
-    with their ratio, and remarks. `explain` adds the figures of the paper."""
+    """Return the screen of two specs: answers, different settings and figures, and remarks.
+
+    Args:
+        first: The base of the ratios.
+        second: The other spec.
+        explain: Add the figures of the paper.
+    """
     sides, estimates = (first, second), ("paper", "exact") if explain else ("exact",)
-    differing = [row for row in _figures(first, second, estimates) if row[1] != row[2]]
+    differing = [row for row in _compared_figures(first, second, estimates) if row[1] != row[2]]
     names, before, after = zip(*differing, strict=True) if differing else ((), (), ())
     columns = [
         name_column("per rank and step", names),
-        TableColumn(first.label, cells=[*map(_written, names, before)]),
-        TableColumn(second.label, cells=[*map(_written, names, after)]),
+        TableColumn(first.label, cells=[*map(_size_cell, names, before)]),
+        TableColumn(second.label, cells=[*map(_size_cell, names, after)]),
         TableColumn("ratio", Importance.RESULT, [*map(ratio, before, after)]),
     ]
     points = [SweepPoint(label=side.label, prediction=side) for side in sides]
@@ -381,13 +424,22 @@ def pair(first: Prediction, second: Prediction, *, explain: bool = False) -> str
     return "\n".join([*lines, "", render(columns), *remarks(points)])
 
 
-def _written(name: str, number: int | None) -> str:
-    """Return memory in binary units, and traffic in decimal ones."""
+def _size_cell(name: str, number: int | None) -> str:
+    """Return memory in binary units, traffic in decimal ones."""
     return (traffic_size if name.startswith(_TRAFFIC) else size)(number)
 
 
 def ratio(before: int | None, after: int | None) -> str:
-    """`8× less`, `1.5× more`; below 1 % `+2.1e-06`; empty where there is nothing to divide."""
+    """Return a ratio in words.
+
+    Args:
+        before: The base of the ratio.
+        after: The other figure.
+
+    Returns:
+        `8× less` or `1.5× more`; `+2.1e-06` for a difference below 1 %; empty if a figure is 0 or
+        missing.
+    """
     if not before or not after:
         return ""
     more = after > before
@@ -396,7 +448,10 @@ def ratio(before: int | None, after: int | None) -> str:
     return f"{max(before, after) / min(before, after):.3g}× {'more' if more else 'less'}"
 
 
-def _figures(first: Prediction, second: Prediction, estimates: Sequence[str]) -> Iterator[Figure]:
+def _compared_figures(
+    first: Prediction, second: Prediction, estimates: Sequence[str]
+) -> Iterator[Figure]:
+    """Yield the name and both values of each figure."""
     for column in estimates:
         left, right = getattr(first.derivation, column), getattr(second.derivation, column)
         states = State if column == "exact" else MODEL_STATES
@@ -415,39 +470,41 @@ def _figures(first: Prediction, second: Prediction, estimates: Sequence[str]) ->
 
 
 def _settings(before: Spec, after: Spec) -> Iterator[str]:
-    """`parameters: R → S*`, `mesh: …`, and every other key that differs, dotted."""
-    yield from _placements(before, after)
+    """Yield a line for each setting that differs, placements first."""
+    yield from _placement_lines(before, after)
     left, right = (
         dict(leaves(spec.resolved)) | {"sync.gradients": spec.sync.gradients.value}
         for spec in (before, after)
     )
     if before.batch.accumulate == after.batch.accumulate == 1:
-        del left["sync.gradients"], right["sync.gradients"]  # one micro-batch is each and the last
+        # With one micro-batch, syncing on each and on the last are the same.
+        del left["sync.gradients"], right["sync.gradients"]
+    # A key that one side leaves out and the other sets to its default is not a difference.
     defaults = dict(leaves(unwritten()))
     for key in dict.fromkeys((*left, *right)):
-        values = left.get(key, _UNSAID), right.get(key, _UNSAID)
-        is_default = _UNSAID in values and defaults.get(key) in values
+        values = left.get(key, _UNSET), right.get(key, _UNSET)
+        is_default = _UNSET in values and defaults.get(key) in values
         is_elsewhere = key.split(".")[0] in _SHOWN_ELSEWHERE or key == _SAME_MODEL
         if is_elsewhere or values[0] == values[1] or is_default:
             continue
-        yield f"  {key}: {_word(values[0])} → {_word(values[1])}"
+        yield f"  {key}: {_yaml_scalar(values[0])} → {_yaml_scalar(values[1])}"
 
 
-def _word(value: object) -> str:
-    """As YAML writes it."""
+def _yaml_scalar(value: object) -> str:
+    """Return a value as YAML writes it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _placements(before: Spec, after: Spec) -> Iterator[str]:
-    """By state while the two have as many axes; else the two products whole."""
+def _placement_lines(before: Spec, after: Spec) -> Iterator[str]:
+    """Yield the modes that differ by state, or both placements if the axes differ in number."""
     pairs = list(zip(before.factors, after.factors, strict=False))
     if len(before.factors) != len(after.factors):
         yield f"  placement: {placement(before)} → {placement(after)}"
         return
-    if _mesh(before) != _mesh(after):
-        yield f"  mesh: {_mesh(before)} → {_mesh(after)}"
+    if _mesh_text(before) != _mesh_text(after):
+        yield f"  mesh: {_mesh_text(before)} → {_mesh_text(after)}"
     for left, right in pairs:
         where = f" on {right.axis}" if len(pairs) > 1 else ""
         for state in PLACED:
@@ -455,5 +512,5 @@ def _placements(before: Spec, after: Spec) -> Iterator[str]:
                 yield f"  {state}: {left.placement[state]} → {right.placement[state]}{where}"
 
 
-def _mesh(spec: Spec) -> str:
+def _mesh_text(spec: Spec) -> str:
     return ", ".join(f"{factor.axis} {factor.degree}" for factor in spec.factors)

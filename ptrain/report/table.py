@@ -1,6 +1,6 @@
 """Tables as lists of columns, printed as plain text, and the labels of their rows.
 
-Tables are laid out here: importing rich takes as long as deriving a small spec.
+This module lays out tables itself, because importing rich takes as long as deriving a small spec.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NumberT = TypeVar("NumberT", bound=float)
 Largest = Mapping[tuple[str, str], int]  # bytes by state and tier
 _SIZES = attrgetter("state", *TIERS)
 _BETWEEN = "  "
-_SHORTEST = 24  # columns that a cut name keeps
-_WRAPPED = 18  # columns of a name that continues on the next line
-_TWO_WIDE = ("W", "F")  # Unicode's East Asian width of what takes two columns of a terminal
+_SHORTEST = 24  # columns that a shortened name keeps at least
+_WRAPPED = 18  # columns that a wrapped name keeps at least
+_TWO_WIDE = ("W", "F")  # East Asian widths (Unicode) of letters that take two columns of a terminal
 
 
 class Importance(IntEnum):
-    """How long a column stays in a table that is too wide: the least important goes first."""
+    """The importance of a column; a table that is too wide loses the least important ones."""
 
     PICTURE = 0  # bars: another column's figures, drawn
     DETAIL = 1  # follows from other columns, or explains them
@@ -39,9 +39,15 @@ class Importance(IntEnum):
 
 
 class TableColumn(NamedTuple):
-    """A column of a table: its title, a cell for each row, and how important it is. Text stands on
-    the `left`, numbers on the right. Names that `wraps` continue on the next line before a figure
-    is left out."""
+    """A column of a table, with a cell for each row.
+
+    Attributes:
+        title: The title; empty for a column without one.
+        importance: Decides which columns are left out if the table is too wide.
+        cells: The text of each row.
+        left: Align the cells to the left, for text; numbers are aligned to the right.
+        wraps: Continue long names on the next line before a figure is left out.
+    """
 
     title: str
     importance: Importance = Importance.FIGURE
@@ -51,30 +57,37 @@ class TableColumn(NamedTuple):
 
     @property
     def width(self) -> int:
-        return max(map(_width, (self.title, *self.cells)))
+        """The number of terminal columns of the widest cell or the title."""
+        return max(map(_text_width, (self.title, *self.cells)))
 
     def cut(self, width: int) -> TableColumn:
-        """Return the column with its title and longer cells cut at a width."""
-        title, *cells = (_cut(cell, width) for cell in (self.title, *self.cells))
+        """Return the column with title and cells shortened to `width` terminal columns."""
+        title, *cells = (_shorten_cell(cell, width) for cell in (self.title, *self.cells))
         return self._replace(title=title, cells=cells)
 
     def padded(self) -> list[str]:
-        """Return title and cells, as wide as the widest of them."""
+        """Return the title and the cells, padded to the width of the widest."""
         cells, width = (self.title, *self.cells), self.width
-        blanks = [" " * (width - _width(cell)) for cell in cells]
+        blanks = [" " * (width - _text_width(cell)) for cell in cells]
         pairs = zip(cells, blanks, strict=True)
         return [cell + blank if self.left else blank + cell for cell, blank in pairs]
 
 
 def name_column(title: str, cells: Sequence[str] = ()) -> TableColumn:
-    """Return the column of what the rows are about."""
+    """Return the column that names the subject of each row."""
     return TableColumn(title, Importance.NAME, cells, left=True)
 
 
 def difference_columns(
     title: str, before: str = "predicted", after: str = "measured"
 ) -> list[TableColumn]:
-    """Return the heads of rows with two sides and their difference."""
+    """Return the empty columns of a table with two sides and their difference.
+
+    Args:
+        title: The title of the column of names.
+        before: The title of the first side.
+        after: The title of the second side.
+    """
     return [
         name_column(title)._replace(wraps=True),
         TableColumn(before),
@@ -84,7 +97,12 @@ def difference_columns(
 
 
 def make_columns(rows: Iterable[Sequence[str]], *heads: TableColumn) -> list[TableColumn]:
-    """Return the columns of rows that have a cell for each of `heads`."""
+    """Return columns filled from rows.
+
+    Args:
+        rows: A cell for each of `heads`.
+        heads: The columns without cells.
+    """
     lines = list(rows)
     return [head._replace(cells=[row[at] for row in lines]) for at, head in enumerate(heads)]
 
@@ -93,13 +111,14 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
     """Write a table as text, without frames and with two blanks between its columns.
 
     Args:
-        columns: from left to right. If none has a title, the table has no line of titles.
-        width: of the terminal, by default the screen's. The least important columns are left out
-            until the table fits, of equally important ones the last, and a line below the table
-            names them. Long names are wrapped or cut before a result is left out.
+        columns: From left to right. If none has a title, the table has no line of titles.
+        width: The width of the terminal, by default the screen's. The least important columns are
+            left out until the table fits; among equally important columns the last one goes first.
+            A line below the table names them. Long names are wrapped or shortened before a result
+            is left out.
 
     Returns:
-        The lines, without blanks at their ends.
+        The lines, without trailing blanks.
 
     Example:
         >>> print(render([name_column("state", ["theta"]), TableColumn("bytes", cells=["12 B"])]))
@@ -108,6 +127,8 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
     """
     room = (width or screen_width()) + len(_BETWEEN)
     kept = list(columns)
+    # Shrink in this order: leave out pictures and details; wrap names; leave out figures; shorten
+    # the longest text; leave out results. Names stay, even if the table is still too wide.
     while (excess := sum(column.width + len(_BETWEEN) for column in kept) - room) > 0:
         least = min(reversed(kept), key=attrgetter("importance"))
         longest = max((column for column in kept if column.left), key=attrgetter("width"))
@@ -133,7 +154,13 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
 def _wrap_names(
     columns: Sequence[TableColumn], names: TableColumn, width: int
 ) -> list[TableColumn]:
-    """Return the columns with names no wider than `width`, continued on lines of their own."""
+    """Return the columns with wrapped names; continuation lines have empty figures.
+
+    Args:
+        columns: All columns of the table.
+        names: The column to wrap, one of `columns`.
+        width: The largest width of a name. Words are not broken.
+    """
     wrapper = textwrap.TextWrapper(
         width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
@@ -148,65 +175,80 @@ def _wrap_names(
     return [*wrapped[:at], names._replace(cells=lines, wraps=False), *wrapped[at + 1 :]]
 
 
-def _cut(cell: str, width: int) -> str:
-    if _width(cell) <= width:
+def _shorten_cell(cell: str, width: int) -> str:
+    """Return a cell shortened to a width, with an ellipsis."""
+    if _text_width(cell) <= width:
         return cell
-    while _width(cell) >= width:
+    while _text_width(cell) >= width:
         cell = cell[:-1]
     return f"{cell.rstrip()}…"
 
 
-def _width(text: str) -> int:
-    """Columns of a terminal that the text takes."""
+def _text_width(text: str) -> int:
+    """Return the number of terminal columns of a text."""
     if text.isascii():
         return len(text)
-    return sum(_columns(letter) for letter in text)
+    return sum(_letter_width(letter) for letter in text)
 
 
-def _columns(letter: str) -> int:
+def _letter_width(letter: str) -> int:
+    """Return the number of terminal columns of a character: 0 if it combines, 2 if it is wide."""
     if unicodedata.combining(letter):
         return 0
     return 2 if unicodedata.east_asian_width(letter) in _TWO_WIDE else 1
 
 
 def or_missing(number: NumberT | None, text: Callable[[NumberT], str]) -> str:
-    """Return the number as `text` writes it, or a dash where there is none."""
+    """Return a formatted number, or a dash if it is None.
+
+    Args:
+        number: The number.
+        text: Formats it.
+    """
     return MISSING if number is None else text(number)
 
 
 def size(number: int | None) -> str:
-    """Return memory to four digits, or a dash if a column has no such row."""
+    """Return memory with four digits, or a dash if it is None."""
     return or_missing(number, format_memory)
 
 
 def traffic_size(number: int | None) -> str:
-    """Return traffic to four digits, or a dash if a column has no such row."""
+    """Return traffic with four digits, or a dash if it is None."""
     return or_missing(number, format_bytes)
 
 
 def span(lower: int | None, upper: int | None) -> str:
-    """Return memory between two bounds, `1.2 MiB … 3.4 MiB`, or as `size` if these are equal."""
+    """Return memory between two bounds as text.
+
+    Args:
+        lower: The lower bound in bytes; None: there are no bounds.
+        upper: The upper bound, or the size.
+
+    Returns:
+        `1.2 MiB … 3.4 MiB`, or one size if the bounds are equal or there are none.
+    """
     if lower is None or lower == upper:
         return size(upper)
     return f"{size(lower)} … {size(upper)}"
 
 
 def least(rows: Sequence[Footprint]) -> Largest:
-    """As `largest`, if as little is allocated as can be."""
+    """Return bytes by state and tier like `largest`, from the lower bounds of device memory."""
     return largest([replace(row, device_bytes=lower_bytes(row)) for row in distinct(rows)])
 
 
 def largest(rows: Sequence[Footprint]) -> Largest:
-    """Bytes by state and tier, of the rank that holds most; a state without a row has none."""
+    """Return bytes by state and tier, each of the rank with the most."""
     most: dict[tuple[str, str], int] = {}
-    for state, *sizes in set(map(_SIZES, distinct(rows))):  # few: most ranks are like others
+    for state, *sizes in set(map(_SIZES, distinct(rows))):  # few, because most ranks are equal
         for tier, number in zip(TIERS, sizes, strict=True):
             most[state, tier] = max(number, most.get((state, tier), 0))
     return most
 
 
 def on_tiers(state: str) -> Iterable[tuple[str, str]]:
-    """Yield each tier with what a state's rows are called there: `optimizer on the host` …"""
+    """Yield each tier with the label of a state's row there: `optimizer on the host`."""
     return ((tier, f"{state}{_SUFFIXES[tier]}") for tier in TIERS)
 
 
@@ -214,17 +256,17 @@ _SUFFIXES = dict(zip(TIERS, ("", " on the host", " in files"), strict=True))
 
 
 def moved_bytes(row: Traffic) -> int:
-    """Return the bytes that are sent to other ranks, or copied between the rank's own tiers."""
+    """Return the bytes sent to other ranks, or copied between tiers of the rank."""
     return row.payload_bytes if row.key.collective.is_copy else row.sent_bytes
 
 
 def traffic_label(key: TrafficKey) -> str:
-    """`all_gather dp_shard, forward (parameters)`; a copy between tiers has no axes."""
+    """Return a row's label: `all_gather dp_shard, forward (parameters)`; copies have no axes."""
     via = f" via {key.via}" if key.via else ""
     where = "" if key.collective.is_copy else f" {'+'.join(key.axes) or 'world'}"
     return f"{key.collective}{where}{via}, {key.phase} ({key.state})"
 
 
 def traffic_order(key: TrafficKey) -> tuple[int, str]:
-    """Return what sorts by phase, then by name."""
+    """Return a sort key that orders traffic by phase, then by label."""
     return list(Phase).index(key.phase), traffic_label(key)

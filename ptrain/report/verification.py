@@ -21,8 +21,15 @@ def as_record(
     mismatches: Sequence[Mismatch] = (),
     **more: object,
 ) -> dict[str, object]:
-    """Return the result record (`report.record`) with the root cause, the first mismatches and
-    `more`."""
+    """Return the result record (`report.record`) with the root cause and the first mismatches.
+
+    Args:
+        name: The name of the spec.
+        checks: The checks of all stages.
+        root_cause: The explanation of the first mismatch, if there is one.
+        mismatches: All mismatches; the record has the first 20 and their number.
+        more: Further keys of the record.
+    """
     return record(name, (), checks=checks) | {
         "culprit": encode(root_cause),
         "departures": encode(mismatches[:_MOST]),
@@ -32,29 +39,42 @@ def as_record(
 
 
 def stage_text(name: str, checks: Sequence[Check], seconds: float, *, verbose: bool = False) -> str:
-    """Return a line for the stage, and one for each check that fails.
+    """Return a line for a stage, and a line for each check that fails.
 
     Args:
-        verbose: add the checks that hold. Those without a prediction (is a run finite, does it
-            learn) share one line.
+        name: The name of the stage.
+        checks: The checks of the stage.
+        seconds: The duration of the stage.
+        verbose: Add the checks that hold. Checks without a prediction (the run is finite, and it
+            learns) share one line.
     """
-    held = sum(check.holds for check in checks)
-    lines = [f"{name:<{_WIDTH + 2}}{f'{held} of {len(checks)} hold':>14}{seconds:>12.1f} s"]
+    holding = sum(check.holds for check in checks)
+    lines = [f"{name:<{_WIDTH + 2}}{f'{holding} of {len(checks)} hold':>14}{seconds:>12.1f} s"]
     lines += [
-        _line(check)
+        _check_line(check)
         for check in checks
         if not check.holds or (verbose and check.predicted is not None)
     ]
+    # Checks without a prediction only require that a run is finite, moves and learns.
     alive = [check for check in checks if check.predicted is None and check.holds]
     if alive and verbose:
-        lines.append(_cells("reference and run finite, moving and learning", f"{len(alive)} hold"))
+        lines.append(
+            _align_cells("reference and run finite, moving and learning", f"{len(alive)} hold")
+        )
     return "\n".join(lines)
 
 
 def end_text(
     checks: Sequence[Check], *, torch: str, root_cause: RootCause | None, notes: Sequence[str]
 ) -> str:
-    """Return the notes, the verdict, and the root cause if it fails."""
+    """Return the notes and the verdict, with the root cause if the verification fails.
+
+    Args:
+        checks: The checks of all stages.
+        torch: The version of torch, for the verdict's claim.
+        root_cause: The explanation of the first mismatch; None if there is none.
+        notes: Sentences on the limits of the verification.
+    """
     lines = [f"note: {note}" for note in notes]
     lines.append(verdict_line(checks, torch=torch))
     if root_cause is not None:
@@ -62,19 +82,24 @@ def end_text(
     return "\n".join(lines)
 
 
-def _line(check: Check) -> str:
+def _check_line(check: Check) -> str:
+    """Return the line of one check: its name, the measured figure, and the allowed one."""
     measured, allowed = check.measured, check.tolerance
     if isinstance(check.predicted, int) and check.predicted:
         cells = f"{measured} of {check.predicted}", ""
     else:
-        cells = _number(measured), f"<= {_number(allowed)}" if check.predicted is not None else ""
+        cells = (
+            _number_text(measured),
+            f"<= {_number_text(allowed)}" if check.predicted is not None else "",
+        )
     end = "" if check.holds else f"  fails: {check.why}"
-    return _cells(check.name, *cells) + end
+    return _align_cells(check.name, *cells) + end
 
 
-def _cells(name: str, measured: str, allowed: str = "") -> str:
+def _align_cells(name: str, measured: str, allowed: str = "") -> str:
+    """Return a name and two figures, aligned."""
     return f"  {name:<{_WIDTH}}{measured:>14}{allowed:>14}".rstrip()
 
 
-def _number(value: float | None) -> str:
+def _number_text(value: float | None) -> str:
     return "–" if value is None else f"{value:.2g}" if math.isfinite(value) else str(value)

@@ -1,1 +1,1 @@
-"""Simulation: runs the training program in one process on fake ranks and tensors."""
+"""Simulation: run the training program in one process on fake ranks and fake tensors."""

@@ -1,4 +1,4 @@
-"""Which ranks of a job to simulate: one process plays one rank, and most ranks are alike."""
+"""Choice of the ranks to simulate: one process plays one rank, and most ranks are equal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ ALL_DISTINCT = "all-distinct"
 
 
 def require_ranks(spec: Spec, choices: Sequence[str]) -> None:
-    """Raises SpecError for what is no rank of the mesh, or one beside `all-distinct`."""
+    """Check the values of `--rank`.
+
+    Args:
+        spec: The spec, for the number of ranks.
+        choices: Numbers of ranks, or `all-distinct`.
+
+    Raises:
+        SpecError: If a value is not a rank of the mesh, or `all-distinct` is combined with others.
+    """
     for choice in choices:
         if choice != ALL_DISTINCT:
-            _rank(choice, spec.world_size)
+            _parse_rank(choice, spec.world_size)
     if ALL_DISTINCT in choices and len(choices) > 1:
         raise refused(
             "--rank",
@@ -27,36 +35,52 @@ def require_ranks(spec: Spec, choices: Sequence[str]) -> None:
 
 
 def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[int, ...]:
-    """Return the ranks that `choices` name: numbers, or all-distinct. Without choices these are
-    the first rank and, where it is another, the one that is predicted to need most. Raises
-    SpecError as `require_ranks`."""
+    """Return the ranks to simulate.
+
+    Args:
+        spec: The spec, for the mesh.
+        exact: The prediction, for peaks and equal ranks.
+        choices: Numbers of ranks, or `all-distinct`. By default the first rank and the one with the
+            highest predicted peak are chosen.
+
+    Raises:
+        SpecError: As for `require_ranks`.
+    """
     require_ranks(spec, choices)
     if ALL_DISTINCT in choices:
         return tuple(ranks[0] for ranks in classes(spec, exact))
     if choices:
-        return tuple(dict.fromkeys(_rank(choice, spec.world_size) for choice in choices))
-    needed = _needed(exact)
-    most = max(range(spec.world_size), key=lambda rank: (needed[rank], -rank))
+        return tuple(dict.fromkeys(_parse_rank(choice, spec.world_size) for choice in choices))
+    needed = _predicted_bytes(exact)
+    most = max(range(spec.world_size), key=lambda rank: (needed[rank], -rank))  # ties: the first
     return tuple(dict.fromkeys((0, most)))
 
 
 def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
-    """Return the ranks that are predicted to hold and to send the same and stand at the same place
-    along pp together, in the order of their first ones."""
+    """Return groups of equal ranks, in the order of their first ranks.
+
+    Args:
+        spec: The spec, for the places of ranks along pp.
+        exact: The prediction.
+
+    Returns:
+        Ranks of one group have the same place along pp, and the same predicted memory, peaks and
+        traffic.
+    """
     rows: defaultdict[int, list[object]] = defaultdict(list)
     for row in exact.memory:
         rows[row.rank].append((row.state, row.device_bytes, row.host_bytes, row.file_bytes))
     for peak in exact.peak:
         rows[peak.rank].append((peak.phase, peak.device_bytes))
-    alike: defaultdict[object, list[int]] = defaultdict(list)
+    groups: defaultdict[object, list[int]] = defaultdict(list)
     for rank, place in enumerate(positions(spec, (Axis.PP,))):
         account = exact.account_of[rank] if exact.account_of else 0
-        alike[place, account, tuple(rows[rank])].append(rank)
-    return [tuple(ranks) for ranks in alike.values()]
+        groups[place, account, tuple(rows[rank])].append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
-def _needed(exact: Estimate) -> dict[int, int]:
-    """Return device bytes by rank: the peak, or where it is not predicted what is resident."""
+def _predicted_bytes(exact: Estimate) -> dict[int, int]:
+    """Return device bytes by rank: the peak, or the resident bytes if no peak is predicted."""
     needed: defaultdict[int, int] = defaultdict(int)
     for row in exact.memory:
         needed[row.rank] += row.device_bytes
@@ -66,7 +90,12 @@ def _needed(exact: Estimate) -> dict[int, int]:
     return peaks or needed
 
 
-def _rank(text: str, world_size: int) -> int:
+def _parse_rank(text: str, world_size: int) -> int:
+    """Return the number of a rank.
+
+    Raises:
+        SpecError: If the text is not a rank of the mesh.
+    """
     if text.isascii() and text.isdigit() and int(text) < world_size:
         return int(text)
     raise refused(

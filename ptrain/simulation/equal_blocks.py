@@ -1,12 +1,11 @@
-"""Find equal blocks of a rank, so that a few can be run for all: built-in models by their shape,
-classes of transformers by comparison.
+"""Find equal blocks of a rank, so that running a few of them is enough.
 
-Two instances are compared on fake tensors: the model and the same one with few layers. In both, all
-blocks must have the same classes, tensor shapes and attributes but for their index, and around them
-only the number of layers may differ; an attribute without a comparable value (a lock, an object
-with slots) makes the comparison fail. In a forward pass, divided at the entries of blocks, all
-blocks but the first and the last must run the same operators on tensors from the same relative
-blocks.
+Built-in models are compared by their shape, Transformers classes by two instances on fake tensors:
+the model, and the same model with few layers. In both instances all blocks must have the same
+classes, tensor shapes and attributes except for their index, and outside of blocks only the number
+of layers may differ. An attribute without a comparable value (a lock, an object with slots) makes
+the comparison fail. In a forward pass, divided at the entries of blocks, all blocks but the first
+and the last must run the same operators on tensors from the same relative blocks.
 
 Note: code that only runs in a backward pass is compared through attributes of its block only.
 """
@@ -48,7 +47,7 @@ from ptrain.traces.tensor_parts import FakeModel, fake_model
 Leaves = dict[str, Hashable]
 _Leaf = tuple[str, Hashable]
 
-_WALKED = ("_parameters", "_buffers", "_modules")  # by themselves
+_WALKED = ("_parameters", "_buffers", "_modules")  # visited separately from other attributes
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device,
     types.FunctionType, types.BuiltinFunctionType,
@@ -56,18 +55,25 @@ _PLAIN = (
 
 
 class Incomparable(Exception):
-    """An attribute has no value."""
+    """The error for an attribute whose value cannot be compared."""
 
 
 def structure_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Leaves, list[Leaves]]:
-    """Return what stands around the blocks, and each block. Raises Incomparable."""
+    """Return the leaves outside of the blocks, and the leaves of each block.
+
+    Args:
+        model: The model.
+        blocks: The names of its blocks.
+
+    Raises:
+        Incomparable: If an attribute has no comparable value.
+    """
     walk = _LeafWalk({f".{name}": model.get_submodule(name) for name in blocks})
     return dict(walk.part(model)), [dict(walk.part(block)) for block in walk.blocks.values()]
 
 
 def common(blocks: Sequence[Leaves]) -> Leaves | None:
-    """Return what the blocks are, of whose attributes some are the block's own index; None where
-    they differ in any other."""
+    """Return the common leaves of blocks; None if they differ in more than their index."""
     first = blocks[0]
     if any(block.keys() != first.keys() for block in blocks):
         return None
@@ -83,7 +89,13 @@ def common(blocks: Sequence[Leaves]) -> Leaves | None:
 
 
 def differ_in_layers_alone(first: Leaves, other: Leaves, layers: tuple[int, int]) -> bool:
-    """Return whether nothing differs between two models but their number of layers."""
+    """Return True if two models differ in nothing but their number of layers.
+
+    Args:
+        first: The leaves of one model outside of its blocks.
+        other: The leaves of the other model.
+        layers: The numbers of layers of both models.
+    """
     counts = tuple((int, number) for number in layers)
     return first.keys() == other.keys() and all(
         leaf == other[path] or (leaf, other[path]) == counts for path, leaf in first.items()
@@ -91,8 +103,11 @@ def differ_in_layers_alone(first: Leaves, other: Leaves, layers: tuple[int, int]
 
 
 class _LeafWalk:
-    """Walks over the parts of one model. What was met before is named by where; a list with the
-    same entry for each block is as long as there are blocks."""
+    """A walk over the leaves of one model: types, tensor shapes and attribute values by path.
+
+    An object that occurs again is recorded by the place of its first occurrence. A list with one
+    equal entry per block is recorded as such, so that its length does not count.
+    """
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
         self.blocks = blocks
@@ -102,15 +117,16 @@ class _LeafWalk:
         self._part = 0
 
     def part(self, module: nn.Module) -> Iterator[_Leaf]:
-        """Yield the leaves of the model without its blocks, or of a block."""
+        """Yield the leaves of the model without its blocks, or of one block."""
         self._part += 1
         self._number_of.pop(id(module), None)
         yield from self._of_module("", module)
 
     def _of_module(self, path: str, module: nn.Module) -> Iterator[_Leaf]:
+        """Yield the leaves of a module."""
         if self.blocks.get(path) is module:
             return
-        if again := self._again(module, path):
+        if again := self._first_place(module, path):
             yield path, again
             return
         yield path, ("instance", type(module))
@@ -119,16 +135,18 @@ class _LeafWalk:
                 yield from self._of_tensor(f"{path}.{name}", tensor)
         for name, value in vars(module).items():
             if name not in _WALKED:
-                yield from self._of(f"{path}.{name}", value)
+                yield from self._of_value(f"{path}.{name}", value)
         for name, child in module._modules.items():
             if child is not None:
                 yield from self._of_module(f"{path}.{name}", child)
 
     def _of_tensor(self, path: str, tensor: Tensor) -> Iterator[_Leaf]:
+        """Yield the type and layout of a tensor."""
         kind = (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-        yield path, self._again(tensor, path) or kind
+        yield path, self._first_place(tensor, path) or kind
 
-    def _of(self, path: str, value: object) -> Iterator[_Leaf]:
+    def _of_value(self, path: str, value: object) -> Iterator[_Leaf]:
+        """Yield the leaves of any value."""
         match value:
             case _ if isinstance(value, _PLAIN):
                 yield path, (type(value), value)
@@ -138,10 +156,10 @@ class _LeafWalk:
                 yield from self._of_module(path, value)
             case types.MethodType():
                 yield f"{path}()", value.__func__
-                yield from self._of(path, value.__self__)
+                yield from self._of_value(path, value.__self__)
             case partial():
                 yield f"{path}()", partial
-                yield from self._of(path, (value.func, value.args, value.keywords))
+                yield from self._of_value(path, (value.func, value.args, value.keywords))
             case Mapping():
                 yield from self._of_mapping(path, value)
             case list() | tuple():
@@ -152,33 +170,42 @@ class _LeafWalk:
                 yield from self._of_object(path, value)
 
     def _of_mapping(self, path: str, value: Mapping[object, object]) -> Iterator[_Leaf]:
-        """Hooks are under numbers that no two have."""
+        """Yield the leaves of a mapping; hooks by position, because their keys are unique
+        numbers.
+        """
         are_hooks = "_hooks" in path.rpartition(".")[2]
         yield path, (type(value), len(value))
         for place, (key, entry) in enumerate(value.items()):
-            yield from self._of(f"{path}[{place if are_hooks else repr(key)}]", entry)
+            yield from self._of_value(f"{path}[{place if are_hooks else repr(key)}]", entry)
 
     def _of_sequence(self, path: str, value: Sequence[object]) -> Iterator[_Leaf]:
+        """Yield the leaves of a list or tuple."""
+        # For example `config.layer_types`, which has one entry for each layer.
         is_plain = all(isinstance(entry, _PLAIN) for entry in value)
         if is_plain and len(value) == len(self.blocks) and len({*value}) == 1:
             yield path, (type(value), "by block", value[0])
             return
         yield path, (type(value), len(value))
         for place, entry in enumerate(value):
-            yield from self._of(f"{path}[{place}]", entry)
+            yield from self._of_value(f"{path}[{place}]", entry)
 
     def _of_object(self, path: str, value: object) -> Iterator[_Leaf]:
-        if again := self._again(value, path):
+        """Yield the leaves of an object with attributes.
+
+        Raises:
+            Incomparable: If the object has state outside of `vars`.
+        """
+        if again := self._first_place(value, path):
             yield path, again
             return
-        if not _says_all(value):
+        if not _has_no_hidden_state(value):
             raise Incomparable(f"{path} is {type(value).__name__}")
         yield path, ("instance", type(value))
         for name, entry in getattr(value, "__dict__", {}).items():
-            yield from self._of(f"{path}.{name}", entry)
+            yield from self._of_value(f"{path}.{name}", entry)
 
-    def _again(self, value: object, path: str) -> Hashable:
-        """Where it was met before; None where this is the first time."""
+    def _first_place(self, value: object, path: str) -> Hashable:
+        """Return the place of an object's first occurrence; None if this is the first."""
         if id(value) in self._number_of:
             return "block", self._number_of[id(value)]
         if id(value) in self._met:
@@ -189,9 +216,12 @@ class _LeafWalk:
         return None
 
 
-def _says_all(value: object) -> bool:
-    """Whether `vars` is all there is of an object: pickle, which has to know, asks it for nothing
-    else. One of a class of C's that keeps more has a way of its own, or none."""
+def _has_no_hidden_state(value: object) -> bool:
+    """Return True if `vars` is the complete state of an object.
+
+    Pickle must know the complete state, so its protocol shows this: a C class with more state
+    overrides `__reduce__` or `__getstate__`, or cannot be reduced.
+    """
     kind: Any = type(value)
     own_ways = ("__reduce__", "__reduce_ex__", "__getstate__")
     if any(getattr(kind, way) is not getattr(object, way) for way in own_ways):
@@ -200,7 +230,7 @@ def _says_all(value: object) -> bool:
         reduced: Any = object.__reduce_ex__(value, 2)
     except TypeError:
         return False
-    state = reduced[2]
+    state = reduced[2]  # (callable, arguments, state, …), the reduction of protocol 2
     return state is None or state is getattr(value, "__dict__", None)  # else it has slots
 
 
@@ -209,8 +239,11 @@ _IN_FRONT = -1
 
 
 class SectionRecorder(OperatorMode):
-    """Records while it is entered, behind a mode of fake tensors. `entered` are the blocks, in the
-    order in which they ran."""
+    """A recorder of operators, divided into sections at the entries of blocks.
+
+    It must be entered after a mode of fake tensors. `entered` has the numbers of the blocks in the
+    order in which they ran.
+    """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__()
@@ -226,37 +259,47 @@ class SectionRecorder(OperatorMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within it a forward pass of the model is recorded."""
+        """Temporarily record a forward pass of the model."""
         numbered = zip(map(str, itertools.count()), self._blocks, strict=False)
-        with watching(numbered, before=self._enter), self:
+        with watching(numbered, before=self._enter_block), self:
             yield
 
-    def _enter(self, index: str, *_: object) -> None:
+    def _enter_block(self, index: str, *_: object) -> None:
+        """Begin a section at the entry of a block."""
         self.entered.append(int(index))
         self.sections.append([])
         self._births = 0
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = self._named(args), self._named(kwargs)
+        """Run an operator and record it with its arguments and results."""
+        inputs = self._as_comparable(args), self._as_comparable(kwargs)
         result = function(*args, **kwargs)
-        self.sections[-1].append((function, *given, torch.is_grad_enabled(), self._named(result)))
+        self.sections[-1].append(
+            (function, *inputs, torch.is_grad_enabled(), self._as_comparable(result))
+        )
         return result
 
-    def _named(self, value: Any) -> Hashable:
+    def _as_comparable(self, value: Any) -> Hashable:
+        """Return a value in a form that compares equal between sections.
+
+        A tensor becomes its origin, relative to the section, and its layout.
+        """
         match value:
             case Tensor():
                 layout = value.shape, value.stride(), value.dtype, value.device
-                return *self._origin(value), *layout, value.requires_grad
+                return *self._origin_of(value), *layout, value.requires_grad
             case list() | tuple():
-                return type(value), *map(self._named, value)
+                return type(value), *map(self._as_comparable, value)
             case dict():
-                return tuple((key, self._named(entry)) for key, entry in value.items())
+                return tuple((key, self._as_comparable(entry)) for key, entry in value.items())
             case _:
                 return type(value), value
 
-    def _origin(self, tensor: Tensor) -> tuple[str, int, str | int]:
-        """Return where a tensor is from, as seen from here: a tensor that nobody has seen is born
-        here."""
+    def _origin_of(self, tensor: Tensor) -> tuple[str, int, str | int]:
+        """Return the origin of a tensor, relative to the current section.
+
+        A tensor without a recorded origin is new in this section.
+        """
         here = len(self.sections) - 1 + _IN_FRONT
         if id(tensor) not in self._origins:
             self._origins[id(tensor)] = here, self._births
@@ -268,14 +311,19 @@ class SectionRecorder(OperatorMode):
         return "blocks ago", here - place, name
 
 
-FEWEST = 4  # blocks of the shortest run: more than are gathered ahead, so that it has an end
-LEAST = 20  # three runs have 15 blocks
+FEWEST = 4  # blocks of the shortest run; it must exceed the number of prefetched units
+LEAST = 20  # fewer blocks are all run: the three runs have 4 + 5 + 6 = 15 blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualBlocks:
-    """The blocks of one rank of a job: `number` in a row in each of its stages. `split` are those
-    of each stage, of which `own` are the rank's; empty without pp."""
+    """The equal blocks of one rank of a job.
+
+    Attributes:
+        number: The number of consecutive blocks in each of its stages.
+        split: The number of blocks of every stage of the job; empty without pp.
+        own: The stages of the rank.
+    """
 
     spec: Spec
     number: int
@@ -283,12 +331,13 @@ class EqualBlocks:
     own: tuple[int, ...] = ()
 
     def cut_to(self, blocks: int) -> Spec:
-        """Return the job with so many blocks in each of the rank's stages; those of others stay."""
+        """Return the job with another number of blocks in each of the rank's stages."""
         spec = self.spec
         split = tuple(
             blocks if stage in self.own else count for stage, count in enumerate(self.split)
         )
-        kept = spec.activations.of(sum(self.split) or self.number)[0]  # whichever ranges say it
+        # All blocks keep activations in the same way, whatever ranges of blocks the spec names.
+        kept = spec.activations.of(sum(self.split) or self.number)[0]
         shorter = replace(
             spec,
             model=_with_layers(spec.model, sum(split) or blocks),
@@ -300,6 +349,7 @@ class EqualBlocks:
 
 
 def _with_layers(model: ModelSpec, layers: int) -> ModelSpec:
+    """Return a model with another number of layers."""
     match model:
         case ModelShape():
             return replace(model, layers=layers)
@@ -314,26 +364,45 @@ def _with_layers(model: ModelSpec, layers: int) -> ModelSpec:
 def equal_blocks(
     spec: Spec, rank: int, *, fewest: int = FEWEST, least: int = LEAST
 ) -> EqualBlocks | None:
-    """Return the rank's blocks; None where they differ, where its stages have different numbers or
-    fewer than the `least`, or where nobody says that they are equal. The proof is of `fewest`."""
+    """Return the equal blocks of a rank.
+
+    Args:
+        spec: A resolved spec.
+        rank: The rank to simulate.
+        fewest: The number of blocks of the shorter instance in the comparison.
+        least: The smallest number of blocks for which running a few is worthwhile.
+
+    Returns:
+        None if blocks differ, the rank's stages have different or too small numbers of blocks, or
+        nothing proves that the blocks are equal.
+    """
     match spec.model:
         case ModelShape():
             kinds = alike(spec, [str(layer) for layer in range(spec.model.layers)])
             if kinds is None or len({*kinds}) > 1:
                 return None
-            blocks = _of_facts(spec, rank, own_facts(spec), spec.model.layers, fewest)
+            blocks = _blocks_of_plan(spec, rank, own_facts(spec), spec.model.layers, fewest)
             return blocks if blocks and blocks.number >= least else None
         case HuggingFaceModel():
-            return _proven(spec, rank, fewest, least)
+            return _compare_instances(spec, rank, fewest, least)
     return None
 
 
-def _of_facts(
+def _blocks_of_plan(
     spec: Spec, rank: int, facts: ModelFacts, layers: int, fewest: int
 ) -> EqualBlocks | None:
-    """Return the rank's blocks, if the plan treats them alike. Where as many units are gathered
-    ahead as the shortest run has blocks, what is gathered at a time grows from run to run and then
-    no more: three runs do not show where it ends."""
+    """Return the rank's blocks, if the plan treats them equally.
+
+    If as many units are prefetched as the shortest run has blocks, the prefetched memory grows
+    with each of the three runs and stops growing later. The three runs do not show where.
+
+    Args:
+        spec: The resolved spec.
+        rank: The rank to simulate.
+        facts: The facts of the model.
+        layers: The number of layers of the model.
+        fewest: The number of blocks of the shortest run.
+    """
     is_within = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
     is_far = spec.prefetch is not None and spec.prefetch >= fewest
     if not is_within or is_far or len({*spec.activations.of(layers)}) > 1:
@@ -352,7 +421,7 @@ def _of_facts(
 
 
 def _are_joined(plan: Plan, facts: ModelFacts) -> bool:
-    """Return whether some blocks of a rank are one unit: how many are is not as many of fewer."""
+    """Return True if some blocks of a rank share a unit: with fewer blocks, other ones would."""
     if plan.form is not Form.FLAT:
         return False
     parts = [facts.units]
@@ -367,8 +436,14 @@ def _are_joined(plan: Plan, facts: ModelFacts) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """A model with equal blocks: what stands around them and what each is; the operators in front
-    of them, of the first, of each between, and of the last with what is behind."""
+    """A model with equal blocks.
+
+    Attributes:
+        around: The leaves outside of the blocks.
+        block: The common leaves of the blocks.
+        sections: The operators before the blocks, of the first block, of each block between, and of
+            the last block with everything after it.
+    """
 
     facts: ModelFacts
     around: Leaves
@@ -377,10 +452,11 @@ class Repetition:
 
     @property
     def layers(self) -> int:
+        """The number of blocks."""
         return len(self.facts.blocks)
 
     def is_as(self, other: Repetition) -> bool:
-        """Return whether the other one differs by its number of blocks alone."""
+        """Return True if the other model differs only by its number of blocks."""
         return (
             self.block == other.block
             and self.sections == other.sections
@@ -389,45 +465,49 @@ class Repetition:
         )
 
 
-def _proven(spec: Spec, rank: int, fewest: int, least: int) -> EqualBlocks | None:
+def _compare_instances(spec: Spec, rank: int, fewest: int, least: int) -> EqualBlocks | None:
+    """Return the equal blocks of a Transformers model, if two instances prove them."""
     assert isinstance(spec.model, HuggingFaceModel)
     layers = layers_of(spec.model)
-    if layers is None or layers < least:  # without building it
+    if layers is None or layers < least:  # known from the config, without building the model
         return None
-    whole = _repetition(spec)
-    if whole is None or whole.layers != layers:
+    full = _find_repetition(spec)
+    if full is None or full.layers != layers:
         return None
-    blocks = _of_facts(spec, rank, whole.facts, layers, fewest)
+    blocks = _blocks_of_plan(spec, rank, full.facts, layers, fewest)
     if blocks is None or blocks.number < least:
         return None
-    few = _repetition(blocks.cut_to(fewest))
-    return blocks if few is not None and whole.is_as(few) else None
+    few = _find_repetition(blocks.cut_to(fewest))
+    return blocks if few is not None and full.is_as(few) else None
 
 
-def _repetition(spec: Spec) -> Repetition | None:
-    """The model, if its blocks are equal, as far as it shows on fake tensors."""
+def _find_repetition(spec: Spec) -> Repetition | None:
+    """Return the structure of a model with equal blocks; None if it cannot be determined."""
     try:
         model = fake_model(spec)
-        return None if model is None else _read(model)
-    except (*READ, Incomparable, PtrainError, RuntimeError):  # whoever runs it hears of it
+        return None if model is None else _read_structure(model)
+    except (*READ, Incomparable, PtrainError, RuntimeError):  # the simulation reports the error
         return None
 
 
-def _read(model: FakeModel) -> Repetition | None:
+def _read_structure(model: FakeModel) -> Repetition | None:
+    """Return the structure of an instance on fake tensors; None if its blocks differ."""
+    # fork_rng, because the forward pass may draw random numbers.
     with model.running(), torch.random.fork_rng(devices=[]):
         facts = untraced_facts(model.module, model.spec)
         around, structures = structure_of(model.module, facts.blocks)
+        # Between the first and the last block there must be one to compare.
         block = common(structures) if len(structures) > 2 else None
         if block is None:
             return None
-        sections = _sections(model, facts.blocks)
+        sections = _record_sections(model, facts.blocks)
     if sections is None:
         return None
     return Repetition(facts=facts, around=around, block=block, sections=sections)
 
 
-def _sections(model: FakeModel, blocks: tuple[str, ...]) -> tuple[Section, ...] | None:
-    """Return those of a forward pass; None where blocks do not run once, in order, and alike."""
+def _record_sections(model: FakeModel, blocks: tuple[str, ...]) -> tuple[Section, ...] | None:
+    """Return the sections of a forward pass; None unless blocks run once, in order, and equally."""
     recorder = SectionRecorder(model.module, blocks)
     with recorder.recording():
         forward_once(model.module, model.spec)

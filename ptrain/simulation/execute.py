@@ -1,13 +1,13 @@
-"""Run one rank of a job on fake ranks: the program that trains, from its wrapping to a steady step.
+"""Run one rank of a job on fake ranks: the training program, from its wrapping to a steady step.
 
-With fake tensors nothing is allocated and nothing computed; with real ones (a rehearsal) one device
-does all that the rank would do, and only the other ranks are missing. Either way collectives move
-nothing, so values are garbage; bytes, operations and their order are true.
+With fake tensors nothing is allocated and nothing is computed. With real tensors (a rehearsal) one
+device does all the work of the rank, and only the other ranks are missing. In both cases
+collectives move nothing, so values are garbage; bytes, operations and their order are correct.
 
-Floating-point operations are those of the operators that a rank runs on its own tensors, by torch's
-own formulas (`torch.utils.flop_counter`), forward, backward and recomputed. torch's counter itself
-works above DTensor, where operators have the global shapes, and does not know fused attention on a
-CPU, nor the fused loss; this one works below and does.
+Floating-point operations are counted for the operators that a rank runs on its local tensors,
+forward, backward and recomputed, by torch's formulas (`torch.utils.flop_counter`). torch's counter
+itself runs above DTensor, where operators have global shapes, and it lacks formulas for fused
+attention on a CPU and for the fused loss. `OperationsMeter` runs below DTensor and has both.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from ptrain.traces.attention_kernels import kernels_for
 from ptrain.train.probe import FIRST_STEADY, set_up
 
 _aten = torch.ops.aten
-# An operator of processors -> the one whose formula counts it.
+# A CPU operator, or an in-place one, to the operator whose formula counts it.
 _ALIKE = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         _aten._scaled_dot_product_flash_attention_backward
     ),
-    _aten.addmm_: _aten.addmm,  # the fused loss adds up its weight's gradient in place
+    _aten.addmm_: _aten.addmm,  # the fused loss accumulates its weight's gradient in place
 }
 _ATTENTION = "aten::_scaled_dot_product_"
-_GROUPED = "_grouped_mm"  # of torch, and of ours where torch has none
+_GROUPED = "_grouped_mm"  # torch's operator, or ptrain's if torch has none
 _FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
 
 
 class OperationsMeter(OperatorMode):
-    """Counts while it is entered; the program tells it the phase."""
+    """A counter of floating-point operations, while it is entered; the program calls `phase`."""
 
     def __init__(self, *, rank: int) -> None:
         super().__init__()
@@ -77,11 +77,20 @@ class OperationsMeter(OperatorMode):
         self._attention: dict[str, None] = {}
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
+        """Set the current phase."""
         self._phase = phase
 
     def ran(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
+        """Count the operations of an operator that has run; updates are not counted.
+
+        Args:
+            function: The operator, as a dispatch mode gets it.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            result: Its result.
+        """
         packet = getattr(function, "_overloadpacket", None)
         formula = flop_registry.get(_ALIKE.get(packet, packet))
         if self._phase is Phase.UPDATE:
@@ -100,19 +109,29 @@ class OperationsMeter(OperatorMode):
             self._add_logits(args[0], args[1])
 
     def _add_logits(self, x_NC: torch.Tensor, weight_VC: torch.Tensor) -> None:
-        """Of a fused loss: its forward pass shows no operator inside, and its backward pass
-        computes the logits again among operators of its own."""
+        """Count the logits of a fused loss.
+
+        Its forward pass shows no inner operators. Its backward pass recomputes the logits with
+        visible operators, which are counted as backward, so they are moved from backward to
+        recomputation.
+        """
         number = 2 * x_NC.numel() * weight_VC.shape[0]
         self._add(number)
         self._again += number
         self._backward -= number
 
     def _add(self, number: int, *, attends: bool = False) -> None:
-        """`attends`: by a forward kernel of attention."""
+        """Count operations as forward, backward or recomputed.
+
+        Args:
+            number: The floating-point operations.
+            attends: True for a forward kernel of attention, which is recomputed even if gradients
+                are off.
+        """
         if runs_again() and (attends or torch.is_grad_enabled()):
-            # A recomputation records its graph; the operators of a backward pass record none, nor
-            # do those in a function with a backward pass of its own, as attention over cp is. Of a
-            # chunk of the loss no module's hooks run again, so that modules cannot tell.
+            # A recomputation records a graph. Operators of a backward pass do not, nor do operators
+            # in an autograd.Function such as attention over cp. Module hooks cannot detect every
+            # recomputation: for a chunk of the loss none run again.
             self._again += number
         elif self._phase is Phase.FORWARD:
             self._forward += number
@@ -120,20 +139,24 @@ class OperationsMeter(OperatorMode):
             self._backward += number
 
     def attention(self) -> tuple[str, ...]:
-        """Return which kernels of attention ran: `cudnn_attention`; none of what is computed
-        operator by operator."""
+        """Return the attention kernels that ran, for example `cudnn_attention`.
+
+        The result is empty if attention ran operator by operator.
+        """
         return tuple(self._attention)
 
     def row(self) -> Operations:
-        """Return the operations of the steps that it saw."""
+        """Return the operations of the steps since the meter was created."""
         return Operations(
             rank=self._rank, forward=self._forward, backward=self._backward, again=self._again
         )
 
 
 def _with_equal_heads(args: tuple[Any, ...], *, is_backward: bool) -> tuple[Any, ...]:
-    """Shapes of keys and values of as many heads as the queries have, each of which meets its own:
-    torch's formula asks for them up to 2.11."""
+    """Return arguments of attention with the shapes of keys and values expanded to the query heads.
+
+    torch's formula requires equal numbers of heads up to torch 2.11.
+    """
     first = 1 if is_backward else 0
     query, *others = args[first : first + 3]
     heads = query.shape[1]
@@ -148,8 +171,14 @@ _ROOM = "Remove `--rehearse`: fake tensors need no memory."
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What one rank would hold, send and compute. Seconds are those of the simulation. `replayed`:
-    how many blocks of each stage stand in place of those that ran, None where all of them ran."""
+    """The memory, traffic and operations of one simulated rank.
+
+    Attributes:
+        device: The device of the tensors.
+        run: The record of the steady step.
+        seconds: The wall time of each part of the simulation.
+        replayed: The number of blocks of each stage of which only a few ran; None if all ran.
+    """
 
     rank: int
     world_size: int
@@ -160,7 +189,7 @@ class Simulated:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """Its figures, as a training's meters give them."""
+        """The figures, in the form of a training's measurement."""
         steady = add_traffic(self.run.calls)
         once = set_up(add_traffic(self.run.before), steady)
         return Estimate(
@@ -175,23 +204,34 @@ class Simulated:
 
     @cached_property
     def course(self) -> MemoryHistory:
-        """Its memory over the step."""
+        """The course of memory over the step."""
         return self.run.stream.history(self.rank)
 
     def allocated(self, spec: Spec, *, is_lazy: bool = False) -> AllocatedStep:
-        """Return what the allocator of the spec's GPUs sees: the step's storages, and what kernels
-        take within themselves. What an optimizer keeps is made when a model is wrapped; `is_lazy`:
-        with its first update, as torch's own optimizers do."""
+        """Return the step as the allocator of the spec's GPUs handles it.
+
+        It has the step's storages and the internal allocations of kernels.
+
+        Args:
+            spec: The simulated spec.
+            is_lazy: Optimizer state is allocated in the first update, as torch's optimizers do. By
+                default it is allocated when the model is wrapped.
+        """
         step = self.run.stream.allocated()
-        kept = (AllocatorEvent(-1 - number, size) for number, size in enumerate(products(spec)))
-        resident, moments = [*step.resident, *kept], step.moments
+        products_held = (
+            AllocatorEvent(-1 - number, size) for number, size in enumerate(products(spec))
+        )
+        resident, moments = [*step.resident, *products_held], step.moments
         if not is_lazy:
             resident, moments = [*resident, *moments], []
         return replace(step, resident=resident, moments=moments)
 
     def reserved(self, spec: Spec) -> dict[str, Reserved | None]:
-        """Return what CUDA's caching allocator would reserve on the spec's GPUs, by kind of
-        segments; None where it grows on, empty for other devices."""
+        """Return the memory that CUDA's caching allocator would reserve, by kind of segments.
+
+        Returns:
+            None for a kind that keeps growing; empty for a spec that is not for GPUs.
+        """
         if not spec.is_for_cuda:
             return {}
         step = self.allocated(spec)
@@ -206,32 +246,55 @@ def simulate(
     allow_import: bool = False,
     every_block: bool = False,
 ) -> Simulated:
-    """Rank `rank` of a legal spec, in this process, which must have no process group.
+    """Simulate one rank of a legal spec in this process, which must not have a process group.
 
-    Of many equal blocks a few run, and what repeats with them stands for the others
-    (simulation/replay.py) unless `every_block`, or they differ after all. `rehearse`: with real
-    tensors, on the spec's device, every block. Raises PtrainError for a torch that this was not
-    written for, and whatever `interpret` raises.
+    If many blocks are equal, a few run and the rest is inferred (`simulation.replay`), unless they
+    turn out to differ.
+
+    Args:
+        spec: A resolved spec.
+        rank: The rank to play.
+        rehearse: Use real tensors on the spec's device, and run every block.
+        allow_import: Allow the import of the user's code.
+        every_block: Run every block.
+
+    Raises:
+        SpecError: If the rank is not of the mesh, a rehearsal has too little memory, or the model
+            reads values of fake tensors.
+        PtrainError: If this version of torch is not supported, or the program cannot be built.
     """
     require_ranks(spec, [str(rank)])
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
+    # A histogram states the loads of each layer, so its blocks are not equal.
     if not rehearse and not every_block and not isinstance(spec.routing, Histogram):
         blocks = equal_blocks(spec, rank, fewest=FEWEST, least=LEAST)
-        simulated = _with_few(blocks, rank, device, allow_import) if blocks else None
+        simulated = _simulate_few_blocks(blocks, rank, device, allow_import) if blocks else None
         if simulated is not None:
             return simulated
     tried = time.perf_counter() - began
-    simulated = _every_block(spec, rank, device, allow_import=allow_import, rehearse=rehearse)
+    simulated = _simulate_every_block(
+        spec, rank, device, allow_import=allow_import, rehearse=rehearse
+    )
     return replace(simulated, seconds={"few blocks": tried, **simulated.seconds})
 
 
-def _with_few(
+def _simulate_few_blocks(
     blocks: EqualBlocks, rank: int, device: torch.device, allow_import: bool
 ) -> Simulated | None:
-    """By runs with few blocks; None where they do not tell what all of them do."""
+    """Return the simulation from three runs with few blocks.
+
+    Args:
+        blocks: The equal blocks of the rank.
+        rank: The rank to play.
+        device: The device of the fake tensors.
+        allow_import: Allow the import of the user's code.
+
+    Returns:
+        None if the three runs do not determine the run with all blocks.
+    """
     first, second, third = (
-        _every_block(blocks.cut_to(FEWEST + more), rank, device, allow_import=allow_import)
+        _simulate_every_block(blocks.cut_to(FEWEST + more), rank, device, allow_import=allow_import)
         for more in range(3)
     )
     run = replayed(blocks.spec, (first.run, second.run, third.run), blocks.number - FEWEST)
@@ -244,7 +307,7 @@ def _with_few(
     return replace(first, run=run, seconds=seconds, replayed=blocks.number)
 
 
-def _every_block(
+def _simulate_every_block(
     spec: Spec,
     rank: int,
     device: torch.device,
@@ -252,7 +315,15 @@ def _every_block(
     allow_import: bool = False,
     rehearse: bool = False,
 ) -> Simulated:
-    """As `simulate`, with every block of the model."""
+    """Return the simulation with every block of the model.
+
+    Args:
+        spec: The resolved spec, perhaps with fewer blocks.
+        rank: The rank to play.
+        device: The device of the tensors. Fake tensors on a CPU stand in for a GPU's.
+        allow_import: Allow the import of the user's code.
+        rehearse: Use real tensors.
+    """
     stands_in = spec.is_for_cuda and device.type == "cpu" and not rehearse
     world = fake_world(rank, spec.world_size, device, stands_in=stands_in)
     try:
@@ -260,26 +331,31 @@ def _every_block(
             patched(spec.model),
             nullcontext() if rehearse else fake_tensors(),
             kernels_for(spec) if stands_in else nullcontext(),
-            _refusing(spec, device),
+            _translate_errors(spec, device),
         ):
-            return _simulated(spec, world, allow_import=allow_import)
+            return _run_program(spec, world, allow_import=allow_import)
     finally:
         world.close()
-        gc.collect()  # a program is a cycle, and what a rehearsed one holds is real
+        gc.collect()  # a program is a reference cycle, and a rehearsal's holds real memory
         if device.type == "cuda" and rehearse:
             torch.cuda.empty_cache()
 
 
 def fake_device(spec: Spec) -> torch.device:
-    """Return where fake tensors seem to live: on a GPU where the spec is for them and this process
-    believes in one."""
+    """Return the device of fake tensors.
+
+    It is a GPU if the spec is for GPUs and this process pretends to have one.
+    """
     on_gpu = spec.is_for_cuda and pretence.is_on()
     return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
 
 
 def rehearsal_device(spec: Spec) -> torch.device:
-    """The first GPU, unless there is none or the spec says cpu. Raises SpecError where the spec
-    says cuda and there is none."""
+    """Return the first GPU, or the CPU if there is none or the spec has `device: cpu`.
+
+    Raises:
+        SpecError: If the spec has `device: cuda` and there is no GPU.
+    """
     if torch.cuda.is_available() and spec.device != "cpu":
         return torch.device("cuda", 0)
     if spec.device == "cuda":
@@ -290,8 +366,11 @@ def rehearsal_device(spec: Spec) -> torch.device:
 
 
 @contextmanager
-def _refusing(spec: Spec, device: torch.device) -> Iterator[None]:
-    """What cannot be simulated, in words; a pipeline wraps what its stages raise."""
+def _translate_errors(spec: Spec, device: torch.device) -> Iterator[None]:
+    """Temporarily turn errors of models that cannot be simulated into SpecError.
+
+    A pipeline wraps an error of a stage, so its cause is examined.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -302,22 +381,24 @@ def _refusing(spec: Spec, device: torch.device) -> Iterator[None]:
             raise
         raise refused(
             "model",
-            f"the model reads the value of a tensor ({_line(cause)}), but fake tensors "
+            f"the model reads the value of a tensor ({_error_line(cause)}), but fake tensors "
             "have no values",
             "Add `--rehearse` to use real tensors.",
         ) from error
 
 
-def _line(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
+    """Return an error's message on one line."""
     return " ".join(str(error).split())[:120]
 
 
-def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
+def _run_program(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
+    """Build the program, run it to a steady step, and return the result."""
     began = time.perf_counter()
     program = interpret(spec, world=world, allow_import=allow_import)
     _follow_routing(program)
     wrapped = time.perf_counter()
-    run = _steady_step(program, _batch(program))
+    run = _steady_step(program, _make_batch(program))
     return Simulated(
         rank=world.rank,
         world_size=world.size,
@@ -328,7 +409,7 @@ def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
 
 
 def _follow_routing(program: Program) -> None:
-    """Let rows go to experts as the spec says; where it says nothing they go evenly."""
+    """Route tokens to experts as the spec states; without a statement they are routed evenly."""
     if (loads := program.plan.loads) is None:
         return
     routing = StatedRouting(loads, token_places(program.spec)[program.world.rank])
@@ -337,30 +418,36 @@ def _follow_routing(program: Program) -> None:
         routing.lead(piece.module)
 
 
-def _batch(program: Program) -> StepBatch:
-    """Of the spec's shape; which samples does not matter."""
+def _make_batch(program: Program) -> StepBatch:
+    """Return a batch of the spec's shape; its values do not matter."""
     return program.own_tokens(blank_batch(program.spec)).to(program.world.device)
 
 
 def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
-    """The third step, and of the second what happens once: as a training measures them."""
+    """Return the record of the third step, with the collectives of the second.
+
+    A training measures the same steps. Set-up traffic appears in the second step and not in the
+    third.
+    """
+    # The first steps allocate optimizer state and rebuild DDP's buckets.
     for _ in range(FIRST_STEADY - 1):
-        _step(program, batch)
+        _run_step(program, batch)
     before = _traffic_meter(program)
     with listening(program.observers, before), before:
-        _step(program, batch)
+        _run_step(program, batch)
     rank, device = program.world.rank, program.world.device.type
     traffic, operations = _traffic_meter(program), OperationsMeter(rank=rank)
-    modules = named(program.model, _vocab(program.spec))
+    modules = named(program.model, _vocabulary_size(program.spec))
     with watching(modules, is_first=True) as running:
         memory = LivingMeter(program, running, rank=rank, device=device)
         observing = listening(program.observers, memory, traffic, operations)
         with observing, memory.listening(), memory, traffic, operations:
-            _step(program, batch)
+            _run_step(program, batch)
     stream = memory.stream()
     peaks = memory.peaks()
-    if pretence.is_on():  # fakes are none of its allocator's
+    if pretence.is_on():  # CUDA's allocator does not hold fake tensors
         peaks = tuple(replace(peak, allocator_bytes=0) for peak in peaks)
+    # The meter and the stream count independently, and must agree.
     assert {peak.phase: peak.device_bytes for peak in peaks} == stream.peaks(), "one step"
     return StepRecord(
         resident=memory.footprints(),
@@ -373,23 +460,25 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     )
 
 
-def _vocab(spec: Spec) -> int | None:
-    """None of a model that only its code knows."""
+def _vocabulary_size(spec: Spec) -> int | None:
+    """Return the size of the vocabulary; None for a model that only its code describes."""
     match spec.model:
         case ModelShape(vocab=vocab):
             return vocab
         case HuggingFaceModel(config=config):
-            given = config.get("vocab_size")
-            return given if isinstance(given, int) else None
+            size = config.get("vocab_size")
+            return size if isinstance(size, int) else None
     return None
 
 
-def _step(program: Program, batch: StepBatch) -> None:
+def _run_step(program: Program, batch: StepBatch) -> None:
+    """Run one training step."""
     program.forward_backward(batch, _LR)
     program.step(_LR)
 
 
 def _traffic_meter(program: Program) -> TrafficMeter:
+    """Return a meter of the program's collectives."""
     return TrafficMeter(
         program.registry, program.mesh.axes_by_group(), device=program.world.device.type
     )

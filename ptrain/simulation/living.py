@@ -1,10 +1,9 @@
-"""Track which storages are alive at every moment of a step, what they hold and where they came
-from.
+"""Track which storages are alive during a step, with their content and origin.
 
-The memory meter knows how much is alive per state; here each storage also has its birth (operator,
-module, phase) and its tags, so that the peak can be itemised. The temporary memory that a GPU's
-kernels take inside an operator is added from the operator's arguments: an allocator sees it, a
-meter of operators does not.
+The memory meter counts live bytes by state. `LivingMeter` also records each storage's origin
+(operator, module, phase) and tags, so that the peak can be itemised. It adds the temporary memory
+that a GPU's kernels allocate inside an operator, computed from the operator's arguments: an
+allocator counts it, a meter of operators does not.
 """
 
 from __future__ import annotations
@@ -39,8 +38,12 @@ LOGITS = "logits"
 
 
 def named(model: nn.Module, vocab: int | None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model by path, a head (a linear layer with `vocab` outputs) as
-    `logits`."""
+    """Yield the modules of a model with their paths; the head is named `logits`.
+
+    Args:
+        model: The model.
+        vocab: The size of the vocabulary: a linear layer with this many outputs is the head.
+    """
     for name, module in model.named_modules():
         is_head = isinstance(module, nn.Linear) and module.out_features == vocab
         yield LOGITS if is_head else name, module
@@ -49,14 +52,18 @@ def named(model: nn.Module, vocab: int | None) -> Iterator[tuple[str, nn.Module]
 _ATTENTION, _BACKWARD = "aten::_scaled_dot_product_", "_backward"
 _OF_PROCESSOR = "flash_attention_for_cpu"
 _SUM = "aten::sum"
-_WIDEST = 4  # bytes of a number that is summed in 32 bits
+_WIDEST = 4  # bytes of an element; wider elements are not summed in 32 bits
 
 Within = Callable[[str, tuple[Any, ...]], tuple[int, ...]]
 
 
 def within(spec: Spec) -> Within:
-    """Return a function that gives these bytes of an operator, one by one, by its name and
-    arguments; nothing where nobody knows them. A processor's attention stands for the spec's."""
+    """Return a function of the bytes that a kernel allocates internally.
+
+    The function takes an operator's name and arguments, and returns the sizes of its allocations.
+    It returns nothing if they are unknown, or the spec is not for GPUs. A CPU's attention operator
+    is counted as the spec's kernel.
+    """
     if not spec.is_for_cuda:
         return lambda name, args: ()
     attention = attention_of(spec)
@@ -64,7 +71,7 @@ def within(spec: Spec) -> Within:
 
     def of_operator(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
         if name.startswith(_ATTENTION) and name.endswith(_BACKWARD):
-            if spec.deterministic:  # as many sums as the GPU has processors for
+            if spec.deterministic:  # the size depends on the GPU's number of multiprocessors
                 return ()
             operator = name.removeprefix(_ATTENTION).removesuffix(_BACKWARD)
             stands_in = operator == _OF_PROCESSOR
@@ -78,13 +85,16 @@ def within(spec: Spec) -> Within:
                 sequence=sequence,
                 head_dim=head_dim,
             )
-        return _of_sum(*args[:2]) if name == _SUM and len(args) > 1 else ()
+        return _sum_workspace(*args[:2]) if name == _SUM and len(args) > 1 else ()
 
     return of_operator
 
 
-def _of_sum(tensor: Any, dimensions: Any) -> tuple[int, ...]:
-    """Of all dimensions but the last; other sums leave little."""
+def _sum_workspace(tensor: Any, dimensions: Any) -> tuple[int, ...]:
+    """Return the internal allocations of a sum over all dimensions but the last.
+
+    Other sums allocate little.
+    """
     if tensor.dim() < 2 or not tensor.numel() or tensor.itemsize > _WIDEST:
         return ()
     *rows, columns = tensor.shape
@@ -99,8 +109,18 @@ _OLDER = "buffers, batch, and older tensors"
 
 @dataclass(slots=True)
 class Life:
-    """One storage from its birth on: in which module and phase, None outside of all and before the
-    step. `state` is what was last known of it."""
+    """The history of one storage.
+
+    Attributes:
+        module: The module that ran when it was allocated; None outside of modules, and before the
+            step.
+        phase: The phase of its allocation; None before the step.
+        state: The last known state.
+        is_declared: True if the program has declared its state.
+        unit: The unit of which it is an all-gathered part; empty for other storages.
+        is_moment: True for optimizer state.
+        is_within: True for an internal allocation of a kernel.
+    """
 
     module: str | None
     phase: Phase | None
@@ -115,14 +135,21 @@ class Life:
 
     @property
     def is_passing(self) -> bool:
-        """A buffer of a collective, or what an update works with: no module kept it."""
+        """True for a buffer of a collective or a temporary of an update, which no module keeps."""
         states = (State.PARAMETERS, State.GRADIENTS)
         return self.phase is Phase.UPDATE or (self.tag is not None and self.tag.state in states)
 
 
 class LivingMeter(MemoryMeter):
-    """The memory meter, which also remembers what came and went: the step's stream. `running`: the
-    paths of the modules that run, outermost first."""
+    """A memory meter that also records all allocations and frees of the step.
+
+    Args:
+        program: The program whose step is measured.
+        running: The paths of the running modules, outermost first. The list changes during the
+            step.
+        rank: The rank that this process plays.
+        device: The type of the device.
+    """
 
     def __init__(self, program: Program, running: Sequence[str], *, rank: int, device: str) -> None:
         super().__init__(program, rank=rank, device=device, waits=False)
@@ -143,19 +170,30 @@ class LivingMeter(MemoryMeter):
         }
 
     def listening(self) -> AbstractContextManager[None]:
-        """Tags are given after a birth, and are gone when a storage is."""
-        return listening(self._registry.listeners, self._tagged)
+        """Temporarily record the tags of storages.
 
-    def _tagged(self, storage: torch.UntypedStorage, tag: Tag) -> None:
+        A storage gets its tag after its allocation, and loses it when it is freed.
+        """
+        return listening(self._registry.listeners, self._store_tag)
+
+    def _store_tag(self, storage: torch.UntypedStorage, tag: Tag) -> None:
+        """Store the tag of a live storage."""
         if life := self._lives.get(storage._cdata):
             life.tag = tag
 
     def existing(self, key: int, storage: torch.UntypedStorage) -> None:
-        """It lived before the step."""
+        """Record a storage that was allocated before the step."""
         self._lives[key] = Life(None, None, self._registry.of_storage(storage))
         super().existing(key, storage)
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+        """Record an allocation, with the running module and the stream.
+
+        Args:
+            key: The key of the storage.
+            storage: The storage.
+            operator: The name of the operator that allocated it.
+        """
         current = torch.cuda if self._device == "cuda" else torch.cpu
         stream = self._streams.get(stream_key(current.current_stream()), COMPUTING)
         module = self._running[-1] if self._running else None
@@ -163,21 +201,23 @@ class LivingMeter(MemoryMeter):
         super().born(key, storage, operator)
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and record its internal allocations."""
         result = super().operator(function, args, kwargs)
         self._take_within(self._within(function._schema.name, args))
         return result
 
     def _take_within(self, sizes: tuple[int, ...]) -> None:
-        """A kernel takes so many bytes and gives them back, when its results are there."""
+        """Record allocations of a kernel, which are freed when its results exist."""
         if not sizes:
             return
-        self._settle()
-        taken = [
+        self._settle()  # the operator's own allocations and frees come first
+        allocations = [
             (Life(None, self._phase, state=State.TRANSIENT, is_within=True), size) for size in sizes
         ]
-        self._events += [*taken, *((life, -size) for life, size in taken)]
+        self._events += [*allocations, *((life, -size) for life, size in allocations)]
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+        """Record that FSDP2 filled or freed a unit's buffer by resizing its storage."""
         self._lives[key].unit = self._units.get(key, "a unit")
         super().resized(key, storage, before)
 
@@ -187,9 +227,11 @@ class LivingMeter(MemoryMeter):
         del self._lives[key]
 
     def _remember(self, key: int) -> None:
+        """Store the current state of a storage in its history."""
         life = self._lives[key]
         life.is_declared = key in self._states
         life.state = self._state(key)
+        # The meter counts undeclared storages as activations; buffers are temporary instead.
         if life.state is State.ACTIVATIONS and not life.is_declared and life.is_passing:
             life.state = State.TRANSIENT
 
@@ -208,14 +250,16 @@ class LivingMeter(MemoryMeter):
             self._before.append((life, self.live - before))
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
+        """Record the beginning of a phase."""
         super().phase(phase, micro_batch)
         self._micro_batch = micro_batch
         self._events.append(Begin(phase, micro_batch))
 
     def stream(self) -> MemoryStream:
-        """Return all that came and went, after the step."""
+        """Return all allocations and frees of the step. Call it after the step."""
         for key in self._lives:
             self._remember(key)
+        # By id(): a freed storage's key may be reused, but its Life is kept alive by the events.
         kinds: dict[int, StorageKind] = {}
         keys: dict[int, int] = {}
 
@@ -233,7 +277,7 @@ class LivingMeter(MemoryMeter):
             return Change(kinds[id(life)], size, keys[id(life)])
 
         return MemoryStream(
-            resident=tuple(change(*held) for held in self._before),
+            resident=tuple(change(*resident) for resident in self._before),
             events=tuple(
                 event if isinstance(event, Begin) else change(*event) for event in self._events
             ),
@@ -241,35 +285,34 @@ class LivingMeter(MemoryMeter):
 
 
 def what(life: Life) -> str:
-    """Return what a storage is, in a few words; of modules that differ in their numbers alone it is
-    one kind."""
+    """Return a description of a storage, without the numbers in the names of modules."""
     if life.is_within:
         return "within a kernel"
     tag = life.tag
     if life.unit or (tag and tag.state is State.PARAMETERS and not life.is_declared):
-        return f"unsharded {_alike(life.unit or (tag.name if tag else '') or 'unit')}"
+        return f"unsharded {_without_numbers(life.unit or (tag.name if tag else '') or 'unit')}"
     if life.is_declared or life.phase is None:
         in_bucket = tag is not None and tag.state is State.GRADIENTS and not tag.name
         if life.state is State.GRADIENTS and in_bucket:
             return "gradient buckets"
         return _OLDER if life.state is State.OTHER else str(life.state)
     if tag and tag.state is State.GRADIENTS:
-        return f"gradients to reduce: {_alike(tag.name or 'all')}"
+        return f"gradients to reduce: {_without_numbers(tag.name or 'all')}"
     if life.phase is Phase.UPDATE:
         return "temporaries of the optimizer"
     if life.module is None:
         return "loss" if life.phase is Phase.FORWARD else "temporaries of backward"
-    where = _alike(life.module) or "the model itself"
+    where = _without_numbers(life.module) or "the model itself"
     return where if life.phase is Phase.FORWARD else f"{where}, recomputed"
 
 
-def _alike(path: str) -> str:
-    """`blocks.*.mlp` of blocks.3.mlp."""
+def _without_numbers(path: str) -> str:
+    """Return a path with `*` for numbers: `blocks.*.mlp` for blocks.3.mlp."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def gathered_units(program: Program) -> Iterator[tuple[int, str]]:
-    """The storages that FSDP2 fills and frees by resizing, and whose unit each is."""
+    """Yield the key and the unit of each storage that FSDP2 fills and frees by resizing."""
     for name, module in program.model.named_modules():
         if isinstance(module, FSDPModule):
             for group in parameter_groups(module):

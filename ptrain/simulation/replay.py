@@ -1,15 +1,15 @@
 """Simulate many equal blocks by running few: a job of 80 layers runs with 4, 5 and 6 of them.
 
-The three runs are compared. If the second has a piece that the first lacks, the third must have
-it twice; everything else must be the same in all three, except tensors that grow by equal amounts
-(a list of norms by parameter). The piece is then repeated for the remaining blocks. If something
-fits neither (a bucket that ends within a block, a bucket that still grows), every block is run.
+The three runs are compared. If the second run has a piece that the first lacks, the third must have
+it twice. Everything else must be equal in all three, except tensors that grow by equal amounts,
+such as a list of norms by parameter. The piece is then repeated for the remaining blocks. If
+something fits neither (a bucket that ends within a block, a bucket that still grows), every block
+is run.
 
 Note: that the remaining blocks behave like the last two is inferred from three runs, not observed.
 
-The stream of a step lists in order which bytes come and go, of which state, and when a phase
-begins. It has several readers: the course of memory, the composition of its peak, and the view of
-an allocator.
+The stream of a step lists allocations and frees in order, with their states, and the beginnings of
+phases. Readers of it are the course of memory, the contents of its peak, and a simulated allocator.
 """
 
 from __future__ import annotations
@@ -33,10 +33,17 @@ _STATES = tuple(State)
 
 @dataclass(frozen=True, slots=True)
 class StorageKind:
-    """What a storage is, in a few words, and of which state; `micro_batch`: of which it was born,
-    `stream`: which one has its memory, `is_moment`: whether it is an optimizer's own state, which
-    torch's make with their first update, `is_within`: whether a kernel takes it within itself,
-    where an allocator alone sees it."""
+    """The kind of a storage.
+
+    Attributes:
+        what: Its description.
+        state: The state that it belongs to.
+        micro_batch: The micro-batch in which it was allocated.
+        stream: The CUDA stream that owns its memory.
+        is_moment: True for optimizer state, which torch's optimizers allocate in their first
+            update.
+        is_within: True for an internal allocation of a kernel, which only an allocator counts.
+    """
 
     what: str
     state: State
@@ -48,7 +55,7 @@ class StorageKind:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """So many device bytes of a storage come, or go (negative). One storage has one `key`."""
+    """An allocation of `size` bytes of the storage `key`, or a free if `size` is negative."""
 
     kind: StorageKind
     size: int
@@ -57,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A phase begins."""
+    """The beginning of a phase."""
 
     phase: Phase
     micro_batch: int
@@ -68,13 +75,13 @@ Event = Change | Begin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStream:
-    """What lives before a step, and what happens in it."""
+    """The storages that are alive before a step, and the allocations and frees during it."""
 
     resident: tuple[Change, ...]
     events: tuple[Event, ...]
 
     def peaks(self) -> dict[Phase, int]:
-        """Return the most bytes that live at once in each phase."""
+        """Return the most live bytes in each phase."""
         live = sum(change.size for change in self.resident)
         phase: Phase | None = None
         most: dict[Phase, int] = {}
@@ -88,7 +95,7 @@ class MemoryStream:
         return most
 
     def fullest(self) -> int:
-        """Return at the begin of which backward pass, counted from 0, most activations live."""
+        """Return the backward pass, counted from 0, that begins with the most live activations."""
         live = sum(change.size for change in self.resident if _is_activation(change))
         begun: list[int] = []
         for event in self.events:
@@ -99,15 +106,15 @@ class MemoryStream:
         return max(range(len(begun)), key=begun.__getitem__, default=0)
 
     def history(self, rank: int) -> MemoryHistory:
-        """Return the course of memory over the step."""
-        moments = tuple(self._moments())
+        """Return the course of one rank's memory over the step."""
+        moments = tuple(self._memory_samples())
         peak = max(moments, key=lambda moment: moment.total)
         return MemoryHistory(
-            rank=rank, moments=moments, peak=peak, held=tuple(held(self._living(peak.event)))
+            rank=rank, moments=moments, peak=peak, held=tuple(held(self._live_storages(peak.event)))
         )
 
-    def _moments(self) -> Iterator[MemorySample]:
-        """One before all changes and one after each of them."""
+    def _memory_samples(self) -> Iterator[MemorySample]:
+        """Yield a sample before all changes, and one after each change."""
         sizes = dict.fromkeys(_STATES, 0)
         for change in self.resident:
             sizes[change.kind.state] += change.size
@@ -128,8 +135,8 @@ class MemoryStream:
                 device_bytes=tuple(sizes.values()),
             )
 
-    def _living(self, changes: int) -> Iterable[Change]:
-        """Return every storage with its bytes after so many changes."""
+    def _live_storages(self, changes: int) -> Iterable[Change]:
+        """Return every storage with its bytes after a number of changes."""
         living: dict[int, Change] = {}
         seen = (event for event in self.events if isinstance(event, Change))
         counted = [change for change in seen if not change.kind.is_within]
@@ -139,11 +146,11 @@ class MemoryStream:
         return living.values()
 
     def allocated(self) -> AllocatedStep:
-        """Return what an allocator would see."""
+        """Return the allocations and frees as an allocator handles them."""
         step = AllocatedStep()
         for change in self.resident:
-            older = step.moments if change.kind.is_moment else step.resident
-            older.append(AllocatorEvent(change.key, change.size))
+            target = step.moments if change.kind.is_moment else step.resident
+            target.append(AllocatorEvent(change.key, change.size))
         for event in self.events:
             if isinstance(event, Change):
                 step.events.append(AllocatorEvent(event.key, event.size, event.kind.stream))
@@ -157,7 +164,7 @@ def _is_activation(change: Change) -> bool:
 
 
 def held(living: Iterable[Change]) -> list[LiveStorages]:
-    """Return one row per kind, the largest first."""
+    """Return one row for each kind of live storage, the largest first."""
     sizes: defaultdict[tuple[str, State], list[int]] = defaultdict(list)
     for storage in living:
         if storage.size:
@@ -176,8 +183,11 @@ _IN_BUCKETS = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`length` events from `starts` on in each of three runs. If it `repeats` they are in none of
-    the first, in the second once and in the third twice."""
+    """A sequence of `length` events in three runs, beginning at `starts`.
+
+    If it `repeats`, the first run lacks it, the second has it once, and the third twice. Otherwise
+    all three have it once.
+    """
 
     starts: _Places
     length: int
@@ -185,14 +195,14 @@ class Piece:
 
     @property
     def ends(self) -> _Places:
-        """Where the three go on."""
+        """The positions after the piece in the three runs."""
         first, second, third = self.starts
         if self.repeats:
             return first, second + self.length, third + 2 * self.length
         return first + self.length, second + self.length, third + self.length
 
     def occurrences(self, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield in which runs its event at `offset` is, and where."""
+        """Yield the run and the position of each occurrence of the event at `offset`."""
         first, second, third = (start + offset for start in self.starts)
         if not self.repeats:
             yield 0, first
@@ -203,28 +213,35 @@ class Piece:
 
 
 class ThreeRuns(Generic[Token]):
-    """What happened in three runs. `grows` says whether an event of each is one that has become
-    larger evenly."""
+    """The events of three runs, to be divided into pieces.
+
+    Args:
+        words: The events of each run.
+        grows: Returns True if three events, one of each run, are one event that grows by equal
+            amounts.
+    """
 
     def __init__(
         self, words: Sequence[Sequence[Token]], grows: Callable[[Sequence[Token]], bool]
     ) -> None:
-        known: dict[Token, Token] = {}  # equal ones become the same object
+        known: dict[Token, Token] = {}  # equal tokens become one object, which `is` compares fast
         first, second, third = (
             tuple(known.setdefault(token, token) for token in word) for word in words
         )
         self.words = first, second, third
-        self._grows = grows
+        self._is_growing = grows
 
     def pieces(self) -> list[Piece] | None:
-        """Return the pieces that the runs are made of, in order; None where they are not. Of
-        several that may repeat the shortest is tried first."""
+        """Return the pieces of the runs in order; None if they do not consist of pieces.
+
+        A backtracking search: among pieces that may repeat, the shortest is tried first.
+        """
         pieces: list[Piece] = []
-        ways: list[Iterator[Piece]] = [self._next((0, 0, 0))]
+        ways: list[Iterator[Piece]] = [self._next_pieces((0, 0, 0))]
         failed: set[_Places] = set()
         while any(self.words) and ways:
             piece = next(ways[-1], None)
-            if piece is None:  # none of these leads to the end
+            if piece is None:  # no candidate at this place leads to the end: backtrack
                 ways.pop()
                 if pieces:
                     failed.add(pieces.pop().ends)
@@ -232,13 +249,16 @@ class ThreeRuns(Generic[Token]):
                 pieces.append(piece)
                 if piece.ends == tuple(map(len, self.words)):
                     return pieces
-                ways.append(self._next(piece.ends))
+                ways.append(self._next_pieces(piece.ends))
         return None if any(self.words) else []
 
-    def _next(self, places: _Places) -> Iterator[Piece]:
-        """What may come next: as long as all go on alike, all of that; else what repeats, or one
-        event that grows."""
-        if common := self._common(places):
+    def _next_pieces(self, places: _Places) -> Iterator[Piece]:
+        """Yield candidates for the next piece.
+
+        The longest common sequence is the only candidate if there is one. Otherwise they are
+        repeated pieces, the shortest first, then one event that grows.
+        """
+        if common := self._common_length(places):
             yield Piece(places, common, repeats=False)
             return
         (first, second, third), (here, there, beyond) = self.words, places
@@ -246,17 +266,18 @@ class ThreeRuns(Generic[Token]):
         for length in range(1, longest + 1):
             if second[there + length - 1] is not third[beyond + length - 1]:
                 break
+            # The third run must have the piece twice: its second copy begins like the second run's.
             if third[beyond + length] is not second[there]:
                 continue
             again = third[beyond + length : beyond + 2 * length]
             if again == second[there : there + length]:
                 yield Piece(places, length, repeats=True)
         is_over = here == len(first) or there == len(second) or beyond == len(third)
-        if not is_over and self._grows([first[here], second[there], third[beyond]]):
+        if not is_over and self._is_growing([first[here], second[there], third[beyond]]):
             yield Piece(places, 1, repeats=False)
 
-    def _common(self, places: _Places) -> int:
-        """How many events are the same in all three from here on."""
+    def _common_length(self, places: _Places) -> int:
+        """Return the number of equal events in all three runs from these places on."""
         (first, second, third), (here, there, beyond) = self.words, places
         longest = min(len(first) - here, len(second) - there, len(third) - beyond)
         number = 0
@@ -268,11 +289,11 @@ class ThreeRuns(Generic[Token]):
         return number
 
 
-Seen = tuple[tuple[int, int], ...]  # in which runs an event is, and where
+Seen = tuple[tuple[int, int], ...]  # an event's occurrences: the run's number and the position
 
 
-def _written(pieces: Sequence[Piece], times: int) -> Iterator[Seen]:
-    """Yield the events of a run with `times` blocks more than the first one, by where they are."""
+def _event_occurrences(pieces: Sequence[Piece], times: int) -> Iterator[Seen]:
+    """Yield the events of a run with `times` more blocks than the first, by their occurrences."""
     for piece in pieces:
         once = [tuple(piece.occurrences(offset)) for offset in range(piece.length)]
         for _ in range(times if piece.repeats else 1):
@@ -280,6 +301,7 @@ def _written(pieces: Sequence[Piece], times: int) -> Iterator[Seen]:
 
 
 def _is_even(sizes: Sequence[int]) -> bool:
+    """Return True if three sizes grow by equal amounts."""
     first, second, third = sizes
     return third - second == second - first
 
@@ -292,8 +314,16 @@ Calls = Sequence[Traffic]
 def repeated_calls(
     runs: Sequence[Calls], times: int, sent: Callable[[Traffic], int]
 ) -> tuple[Traffic, ...] | None:
-    """Return the calls of a run with `times` blocks more than the first of three; None where no
-    piece that repeats explains these. `sent`: the bytes that a rank sends of a call's payload."""
+    """Return the collectives of a run with more blocks.
+
+    Args:
+        runs: The collectives of three runs with one more block each.
+        times: The number of blocks more than in the first run.
+        sent: Returns the bytes that a rank sends for a call's payload.
+
+    Returns:
+        None if no repeated piece explains the three runs.
+    """
 
     def grows(calls: Calls) -> bool:
         is_one_kind = len({(call.key, call.calls) for call in calls}) == 1
@@ -305,7 +335,7 @@ def repeated_calls(
     if (pieces := ThreeRuns(runs, grows).pieces()) is None:
         return None
     calls = []
-    for (run, place), (later, there), *_ in _written(pieces, times):
+    for (run, place), (later, there), *_ in _event_occurrences(pieces, times):
         call = runs[run][place]
         more = runs[later][there].payload_bytes - call.payload_bytes
         if more:
@@ -318,11 +348,11 @@ def repeated_calls(
 # -- storages
 
 Events = Sequence[Event]
-_STEP_BEGINS = Begin(Phase.SETUP, 0)  # between what is older and what happens
+_STEP_BEGINS = Begin(Phase.SETUP, 0)  # separates resident storages from the events of the step
 
 
 class End(StrEnum):
-    """From which of the living storages of its kind and size the one that goes is counted."""
+    """The end from which a freed storage is counted among live storages of its kind and size."""
 
     YOUNGEST = "youngest"
     OLDEST = "oldest"
@@ -330,7 +360,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Nameless:
-    """An event without the name of its storage; of what goes its place among those like it."""
+    """An event without a key; a freed storage has its place among equal ones instead."""
 
     event: Event
     end: End | None = None
@@ -338,14 +368,23 @@ class Nameless:
 
 
 def repeated_storages(streams: Sequence[MemoryStream], times: int) -> MemoryStream | None:
-    """Return what comes and goes in a run with `times` blocks more than the first of three; None
-    where no piece that repeats explains these, or nobody can say which storage goes when."""
-    runs = _nameless([(*stream.resident, _STEP_BEGINS, *stream.events) for stream in streams])
-    if (pieces := ThreeRuns(runs, _grows).pieces()) is None:
+    """Return the allocations and frees of a run with more blocks.
+
+    Args:
+        streams: The streams of three runs with one more block each.
+        times: The number of blocks more than in the first run.
+
+    Returns:
+        None if no repeated piece explains the three runs, or it is unknown which storage is freed.
+    """
+    runs = _strip_keys([(*stream.resident, _STEP_BEGINS, *stream.events) for stream in streams])
+    if (pieces := ThreeRuns(runs, _is_growing).pieces()) is None:
         return None
-    seen = ([runs[run][place] for run, place in places] for places in _written(pieces, times))
+    seen = (
+        [runs[run][place] for run, place in places] for places in _event_occurrences(pieces, times)
+    )
     try:
-        events = list(_named(_sized(event, times) for event in seen))
+        events = list(_assign_keys(_scaled_event(event, times) for event in seen))
     except LookupError:
         return None
     begin = events.index(_STEP_BEGINS)
@@ -353,17 +392,20 @@ def repeated_storages(streams: Sequence[MemoryStream], times: int) -> MemoryStre
     return MemoryStream(resident=older, events=tuple(events[begin + 1 :]))
 
 
-def _nameless(runs: Sequence[Events]) -> list[list[Nameless]]:
-    """The events of each run. Storages of one kind and size go from the end that says the same in
-    all runs: the youngest first, as backward does, or the oldest."""
-    goings = [list(_goings(run)) for run in runs]
+def _strip_keys(runs: Sequence[Events]) -> list[list[Nameless]]:
+    """Return the events of each run without keys.
+
+    Storages of one kind and size are freed in the order that is the same in all runs: youngest
+    first, as a backward pass frees them, or oldest first.
+    """
+    goings = [list(_freed_places(run)) for run in runs]
     seen: dict[End, list[defaultdict[Kind, set[int]]]] = {
         end: [defaultdict(set) for _ in runs] for end in End
     }
     for number, (run, going) in enumerate(zip(runs, goings, strict=True)):
         for event, places in zip(run, going, strict=True):
             for end, place in places.items():
-                seen[end][number][_kind(event)].add(place)
+                seen[end][number][_storage_key(event)].add(place)
 
     def end_of(kind: Kind) -> End:
         first, *others = (places[kind] for places in seen[End.OLDEST])
@@ -372,7 +414,7 @@ def _nameless(runs: Sequence[Events]) -> list[list[Nameless]]:
     ends = {kind: end_of(kind) for kinds in seen[End.OLDEST] for kind in [*kinds]}
     return [
         [
-            Nameless(_without_key(event), end := ends[_kind(event)], places[end])
+            Nameless(_without_key(event), end := ends[_storage_key(event)], places[end])
             if places
             else Nameless(_without_key(event))
             for event, places in zip(run, going, strict=True)
@@ -384,18 +426,21 @@ def _nameless(runs: Sequence[Events]) -> list[list[Nameless]]:
 Kind = tuple[StorageKind, int] | None
 
 
-def _kind(event: Event) -> Kind:
+def _storage_key(event: Event) -> Kind:
+    """Return the kind and size of a storage; None for the beginning of a phase."""
     return (event.kind, abs(event.size)) if isinstance(event, Change) else None
 
 
-def _goings(run: Events) -> Iterator[dict[End, int]]:
-    """Of each event where the storage that goes stands among those like it, from either end; empty
-    where none goes, and where it is none of these."""
+def _freed_places(run: Events) -> Iterator[dict[End, int]]:
+    """Yield for each event the freed storage's place among equal live ones, from either end.
+
+    The result of an event is empty if nothing is freed, or the storage is unknown.
+    """
     living: defaultdict[Kind, list[int]] = defaultdict(list)
     for event in run:
         places: dict[End, int] = {}
         if isinstance(event, Change):
-            keys = living[_kind(event)]
+            keys = living[_storage_key(event)]
             if event.size > 0:
                 keys.append(event.key)
             elif event.key in keys:
@@ -409,7 +454,8 @@ def _without_key(event: Event) -> Event:
     return replace(event, key=0) if isinstance(event, Change) else event
 
 
-def _grows(seen: Sequence[Nameless]) -> bool:
+def _is_growing(seen: Sequence[Nameless]) -> bool:
+    """Return True if three events are one change that grows evenly, outside of buckets."""
     changes = [token.event for token in seen if isinstance(token.event, Change)]
     is_alike = len({(token.end, token.place) for token in seen}) == 1
     if len(changes) < len(seen) or len({change.kind for change in changes}) > 1 or not is_alike:
@@ -418,8 +464,8 @@ def _grows(seen: Sequence[Nameless]) -> bool:
     return not is_in_bucket and _is_even([change.size for change in changes])
 
 
-def _sized(seen: Sequence[Nameless], times: int) -> Nameless:
-    """The event; what grows is as large as it is with so many blocks."""
+def _scaled_event(seen: Sequence[Nameless], times: int) -> Nameless:
+    """Return the event with its size in a run with `times` more blocks than the first."""
     first, second = (token.event for token in seen[:2])
     if isinstance(first, Change) and isinstance(second, Change) and first.size != second.size:
         larger = replace(first, size=first.size + times * (second.size - first.size))
@@ -427,15 +473,18 @@ def _sized(seen: Sequence[Nameless], times: int) -> Nameless:
     return seen[0]
 
 
-def _named(tokens: Iterable[Nameless]) -> Iterator[Event]:
-    """Yield the events with names of their own. Raises LookupError where it is open which storage
-    goes, or where there is none."""
+def _assign_keys(tokens: Iterable[Nameless]) -> Iterator[Event]:
+    """Yield the events with new keys.
+
+    Raises:
+        LookupError: If it is unknown which storage is freed, or there is none.
+    """
     living: defaultdict[Kind, list[int]] = defaultdict(list)
     for key, token in enumerate(tokens):
         if not isinstance(token.event, Change):
             yield token.event
             continue
-        keys = living[_kind(token.event)]
+        keys = living[_storage_key(token.event)]
         if token.event.size > 0:
             keys.append(key)
             yield replace(token.event, key=key)
@@ -451,9 +500,14 @@ Row = TypeVar("Row", Footprint, Operations)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one rank did in a steady step: what it called and what came and went. `before`: what it
-    called in the step before it; `resident`: its bytes by state; `peaks`: the most by phase;
-    `attention`: which kernels of it ran."""
+    """The collectives and allocations of one rank in a steady step.
+
+    Attributes:
+        resident: Bytes by state.
+        peaks: The most live bytes by phase.
+        attention: The attention kernels that ran.
+        before: The collectives of the previous step.
+    """
 
     resident: tuple[Footprint, ...]
     peaks: tuple[Peak, ...]
@@ -467,11 +521,19 @@ class StepRecord:
 def replayed(
     spec: Spec, runs: tuple[StepRecord, StepRecord, StepRecord], times: int
 ) -> StepRecord | None:
-    """Return what a run with `times` blocks more than the first of these would do; None where the
-    three do not differ by what repeats alone."""
-    sent = partial(_sent, spec)
-    resident = _grown([run.resident for run in runs], times)
-    operations = _grown([(run.operations,) for run in runs], times)
+    """Return the record of a run with `times` more blocks than the first of three.
+
+    Args:
+        spec: The spec with all blocks, for the degrees of its axes.
+        runs: Three runs with one more block each.
+        times: The number of further blocks.
+
+    Returns:
+        None if the three runs differ by more than a repeated piece.
+    """
+    sent = partial(_sent_bytes, spec)
+    resident = _extrapolate_rows([run.resident for run in runs], times)
+    operations = _extrapolate_rows([(run.operations,) for run in runs], times)
     before = repeated_calls([run.before for run in runs], times, sent)
     calls = repeated_calls([run.calls for run in runs], times, sent)
     if resident is None or operations is None or before is None or calls is None:
@@ -479,7 +541,9 @@ def replayed(
     streams = [run.stream for run in runs]
     stream = repeated_storages(streams, times)
     if stream is None or len({course.fullest() for course in (stream, *streams)}) > 1:
-        return None  # activations are read where most of them live: a maximum is no line
+        # Activations are read at the fullest backward pass. If that is a different one with more
+        # blocks, their size is not linear in the number of blocks.
+        return None
     (rank,) = {peak.rank for peak in runs[0].peaks}
     peaks = tuple(
         Peak(phase=phase, rank=rank, device_bytes=size) for phase, size in stream.peaks().items()
@@ -495,7 +559,8 @@ def replayed(
     )
 
 
-def _sent(spec: Spec, call: Traffic) -> int:
+def _sent_bytes(spec: Spec, call: Traffic) -> int:
+    """Return the bytes that a rank sends for a call."""
     degrees = {factor.axis.value: factor.degree for factor in spec.factors}
     if not call.key.axes or not degrees.keys() >= {*call.key.axes}:
         return 0  # a copy between tiers
@@ -503,14 +568,16 @@ def _sent(spec: Spec, call: Traffic) -> int:
     return ring_bytes(call.key.collective, call.payload_bytes, ranks)
 
 
-def _grown(rows: Sequence[Sequence[Row]], times: int) -> tuple[Row, ...] | None:
-    """The rows of many blocks: each number as much larger for each block more as it is in the
-    second and in the third; None where that is not the same."""
-    if len({tuple(map(_name, of_run)) for of_run in rows}) > 1:
+def _extrapolate_rows(rows: Sequence[Sequence[Row]], times: int) -> tuple[Row, ...] | None:
+    """Return the rows of a run with `times` more blocks than the first.
+
+    The result is None if a number does not grow by equal amounts.
+    """
+    if len({tuple(map(_row_key, of_run)) for of_run in rows}) > 1:
         return None
     grown = []
     for of_runs in zip(*rows, strict=True):
-        first, second, third = map(_numbers, of_runs)
+        first, second, third = map(_row_numbers, of_runs)
         more = {field: number - first[field] for field, number in second.items()}
         if any(third[field] - second[field] != step for field, step in more.items()):
             return None
@@ -519,10 +586,12 @@ def _grown(rows: Sequence[Sequence[Row]], times: int) -> tuple[Row, ...] | None:
     return tuple(grown)
 
 
-def _name(row: Row) -> State | None:
+def _row_key(row: Row) -> State | None:
+    """Return the key of a row: its state, or None for operations."""
     return row.state if isinstance(row, Footprint) else None
 
 
-def _numbers(row: Row) -> dict[str, int]:
+def _row_numbers(row: Row) -> dict[str, int]:
+    """Return the integer fields of a row, without its rank."""
     names = (field.name for field in fields(row) if field.name != "rank")
     return {name: value for name in names if isinstance(value := getattr(row, name), int)}
