@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52260,
+    "ptrain": 52320,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -43,7 +43,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/internals": 390,
     "ptrain/interpreter": 1060,
     "ptrain/meters": 1480,
-    "ptrain/models": 4840,
+    "ptrain/models": 4890,
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/verification": 6980,
 }
 ONE_IMPORTER = 54  # modules that exactly one other imports
-SMALL_MODULES = 50  # modules with fewer lines than SMALL
+SMALL_MODULES = 49  # modules with fewer lines than SMALL
 # end
 
 

@@ -14,6 +14,7 @@ from ptrain.algebra.legality import require
 from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.parameters import facts
+from ptrain.plan.lower import own_facts
 from ptrain.report.table import size, traffic_size
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
@@ -149,19 +150,31 @@ def _memory(spec: Spec) -> Iterator[Sequence[str]]:
     yield "saved by attention", f"8 s d + 4 s · {model.heads} heads", size(attention)
     yield "saved by an MLP of width f", "8 s f", size(mlp)
     yield "saved by a block", "two norms, attention, MLP", size(block)
-    yield "log-probabilities, saved by the loss (fp32)", "4 s · vocabulary", size(logits)
-    activations, saved = exact.bytes_of(State.ACTIVATIONS), model.layers * block + norm + logits
+    sums = 4 * tokens
+    row = "exponentials of the logits and their sums, saved by the loss (fp32)"
+    yield row, "4 s · vocabulary + 4 s", size(logits + sums)
+    activations = exact.bytes_of(State.ACTIVATIONS)
+    saved = model.layers * block + norm + logits + sums
     rest = activations - saved
     assert 0 <= rest < 1000, rest
     formula = f"{model.layers} blocks, the last norm, the loss, and {rest} B of small tensors"
     yield "activations", formula, size(activations)
     peaks = {row.phase: row.device_bytes for row in exact.peak}
-    lasting = sum(exact.bytes_of(state) for state in State)
-    forward, backward = lasting + 6 * tokens * model.vocab, lasting + 2 * logits
+    # Both peaks are beside the head: in forward ahead of the loss, in backward behind it, where its
+    # 0-d result (4 bytes) is not there yet, and has a gradient.
+    others = (
+        sum(exact.bytes_of(state) for state in State) - logits - sums + 2 * tokens * model.vocab
+    )
+    *_, last, root = (2 * sum(t.numel for t in unit.tensors) for unit in own_facts(spec).units)
+    forward, backward = others + root + last - 4, others + 2 * root + 4
     assert (peaks[Phase.FORWARD], peaks[Phase.BACKWARD]) == (forward, backward), peaks
-    row = "the rows above, other, and logits (bf16) with an fp32 copy: 6 s · vocabulary"
+    row = (
+        "the rows above but the loss's, other, logits (bf16): 2 s · vocabulary, the gathered root "
+    )
+    row += "unit, and the buffer of the last block's all-gather"
     yield "peak forward", row, size(forward)
-    row = "the rows above, other, and buffers of the loss: 8 s · vocabulary"
+    row = "the rows above but the loss's, other, the logits' gradient: 2 s · vocabulary, the "
+    row += "gathered root unit, and the buffer of its all-gather"
     yield "peak backward", row, size(backward)
 
 

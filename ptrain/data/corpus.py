@@ -30,8 +30,9 @@ from ptrain.data.sampler import DatasetBatch, LocalBatch, SampleSource, Split, l
 from ptrain.data.tokenized import TokenOrigin, read_origin, require_one_tokenizer, require_tokenizer
 from ptrain.data.vocabulary import START, TARGET, VOCAB, encode, mask_beside, open_mask, open_tokens
 from ptrain.errors import Fault, SpecError, refused
+from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.external import dataset_of
-from ptrain.models.objective import IGNORED, in_dtype_of
+from ptrain.models.objective import in_dtype_of
 from ptrain.spec.function import UserFunction
 from ptrain.spec.job import DataSource, DataSpec, quotas
 from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec

@@ -27,8 +27,8 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ptrain.errors import SpecError, refused
 from ptrain.models.boundary import kind_of
+from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.objective import (
-    IGNORED,
     SampleBatch,
     StepBatch,
     in_dtype_of,

@@ -18,6 +18,7 @@ from ptrain.internals.part import PrivatePart
 __all__ = [
     "AsyncCollectiveTensor",
     "all_gathered",
+    "all_largest",
     "all_summed",
     "all_to_all",
     "all_to_all_single_autograd",
@@ -46,6 +47,11 @@ def all_gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def all_summed(addend: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum of the ranks' addends, on every rank."""
     return awaited(_OPERATORS.all_reduce(addend, "sum", group.group_name))
+
+
+def all_largest(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the maxima of the ranks' tensors, on every rank."""
+    return awaited(_OPERATORS.all_reduce(tensor, "max", group.group_name))
 
 
 def reduce_scattered(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -43,6 +43,7 @@ from ptrain.internals.autograd import next_number, number_of
 from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
 from ptrain.internals.part import replaced
 from ptrain.models.boundary import kind_of
+from ptrain.models.cross_entropy import IGNORED, token_loss_sum
 from ptrain.models.external import dataset_of, resolved
 from ptrain.models.numerics import TORCH_DTYPES, widen
 from ptrain.models.transformer import Transformer
@@ -109,19 +110,6 @@ def uses_of_leaves(tensor: Tensor) -> Iterator[tuple[Tensor, Node | None]]:
             elif following not in seen:
                 seen.add(following)
                 waiting.append(following)
-
-
-IGNORED = -100  # a target that counts for nothing
-
-
-def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The sum of the tokens' cross entropies in nats, in at least fp32."""
-    return F.cross_entropy(
-        widen(logits_BTV.flatten(0, 1)),
-        targets_BT.flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
 
 
 class TokenPair(NamedTuple):

@@ -65,7 +65,13 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Whether autograd's gradients are kept and reduced as they come."""
-        return self.parameters is self.reduced is self.gradients and not self.keeps_both
+        return self.keeps_own_dtype and self.reduced is self.parameters
+
+    @property
+    def keeps_own_dtype(self) -> bool:
+        """Whether gradients are kept in the dtype in which autograd makes them, whatever that is in
+        which they are reduced."""
+        return self.gradients is self.parameters and not self.keeps_both
 
 
 def _layout(

@@ -38,6 +38,7 @@ from ptrain.models.contract import (
     other_samples,
     require_takes_tokens,
 )
+from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.facts import head_of, untraced_facts
 from ptrain.models.initialize import (
     accept,
@@ -50,13 +51,7 @@ from ptrain.models.initialize import (
 from ptrain.models.kernels import UnknownKernels
 from ptrain.models.moe import route
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.objective import (
-    LossInside,
-    SampleBatch,
-    objective_of,
-    sample_batch,
-    token_loss_sum,
-)
+from ptrain.models.objective import LossInside, SampleBatch, objective_of, sample_batch
 from ptrain.models.trace import BOUNDS, Extent, Selected
 from ptrain.models.watch import watching
 from ptrain.plan.lower import lower

@@ -17,13 +17,16 @@ from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.look import build_module
 from ptrain.interpreter.program import Program, interpret, require_equal_models
 from ptrain.models.initialize import initialize
+from ptrain.plan.lower import lower
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.precision import INITIAL_SCALE, LAYOUTS
 from ptrain.spec.spec import Spec
+from ptrain.steps.wraps import FullyShard
 from ptrain.train.loop import local_batch
 from ptrain.units import leaves
 from ptrain.verification.reference import Trajectory
+from tests.gloo import matrix
 from tests.gloo.band import loss_band
 from tests.gloo.cases import ODD
 from tests.gloo.runs import train
@@ -42,6 +45,7 @@ PLACEMENTS: Mapping[str, Mapping[str, str]] = {
     "sharded gradients": {"dp_shard": "zero2"},
     "sharded": {"dp_shard": "zero3"},
 }
+HYBRID = {"dp_replicate": "ddp", "dp_shard": "zero3"}
 CUSTOM: Mapping[str, Mapping[str, str]] = {
     "moments in bf16": {"moments": "bf16"},
     "all four differ": {
@@ -57,6 +61,7 @@ def spec_of(
     placement: Mapping[str, str] | None = None,
     *,
     fp64: bool = False,
+    sync: Mapping[str, str] | None = None,
     **optimizer: Any,
 ) -> Spec:
     """Two micro-batches on each of two ranks, or four on one."""
@@ -69,6 +74,8 @@ def spec_of(
         "data": {"corpus": "python-docs", "tokenizer": "bytes"},
         "train": {"steps": STEPS, "seed": 0},
     }
+    if sync:
+        mapping["sync"] = dict(sync)
     ranks, placement = (2, placement) if placement else (1, PLACEMENTS["whole"])
     mapping |= {"mesh": dict.fromkeys(placement, ranks), "placement": dict(placement)}
     return require(load(mapping))
@@ -296,3 +303,15 @@ def test_an_update_in_backward_needs_its_learning_rate_before(ranks: Ranks) -> N
     spec = require(load(mapping))
     for message in ranks.run(2, refusal_without_a_rate, spec):
         assert "Pass the learning rate" in message
+
+
+@pytest.mark.parametrize("placement", [{"dp_shard": "zero3"}, HYBRID])
+@pytest.mark.parametrize("sync", [{}, {"gradients": "last"}], ids=["every", "last"])
+def test_fsdp2_reduces_gradients_in_a_wider_dtype_than_it_keeps(
+    ranks: Ranks, placement: Mapping[str, str], sync: Mapping[str, str]
+) -> None:
+    """And every byte of it is predicted."""
+    spec = spec_of({"layout": "zero16", "reduced": "fp32"}, placement, sync=sync)
+    assert isinstance(lower(spec).wrap, FullyShard)
+    result = matrix.run(ranks, spec)
+    assert not [*failing(result.checks), *failing(result.against)]

@@ -16,8 +16,8 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import Split, batch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
+from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build
-from ptrain.models.objective import token_loss_sum
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest

@@ -304,3 +304,46 @@ def test_a_run_says_why_its_model_was_read_whole(ranks: Ranks, beside: str, tmp_
     assert ended.code == 0, ended.error
     line = "weights  every rank built the full model first: its constructor draws random"
     assert ended.output.count(line) == int(beside == "drawn")
+
+
+def saved_after_two_steps(spec: Spec, run: str) -> None:
+    program = interpret(spec, world=World.join(spec.timeout))
+    for step in range(2):
+        lr = learning_rate(spec.optimizer, step)
+        program.forward_backward(program.samples(step), lr)
+        program.step(lr)
+    checkpoint.save(program, Path(run) / "checkpoints", 2, Exchange(program.world))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp_shard": 2, "ep": 2}, pytest.param({"dp_shard": 4}, marks=pytest.mark.nightly)],
+    ids=str,
+)
+def test_experts_fewer_than_ranks_are_exported_as_one_device_trains_them(
+    ranks: Ranks, mesh: dict[str, int], tmp_path: Path
+) -> None:
+    """FSDP2 shards them along a later dimension than the experts'."""
+    shape = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48}
+    shape |= {"vocab": 259, "rope_base": 1e6, "experts": 2, "experts_per_token": 1}
+    common = {
+        "model": shape,
+        "precision": {"compute": "fp64"},
+        "batch": {"global": 8, "micro": 1, "sequence": 16},
+        "optimizer": {"name": "sgd", "lr": 0.05},
+        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
+    }
+    exported = []
+    for name, own in (("one", {}), ("many", mesh)):
+        placement = dict.fromkeys(own, "zero3")
+        spec = load({"name": name, **common, "mesh": own, "placement": placement}).spec
+        run = tmp_path / name
+        ranks.run(spec.world_size, saved_after_two_steps, spec, str(run))
+        (run / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
+        export(run, tmp_path / f"{name}-exported")
+        exported.append(tensors(tmp_path / f"{name}-exported"))
+    one, many = exported
+    assert one.keys() == many.keys()
+    assert any("experts" in key for key in one)
+    for key, tensor in one.items():
+        torch.testing.assert_close(many[key], tensor, rtol=1e-10, atol=1e-10)

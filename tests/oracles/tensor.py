@@ -301,36 +301,33 @@ def saved_slices_spare(spec: Spec, shape: ModelShape, degree: int) -> int:
 
 
 def loss_saved_bytes(spec: Spec, step: Parallelize, shape: ModelShape, index: int) -> int:
-    """Return the bytes that the loss saves of its logits for backward on rank `index`: their
-    logarithms of probabilities, in at least fp32, of the rank's words, or of all where logits are
-    gathered. A loss in chunks saves none."""
+    """Return the bytes that the loss saves for backward on rank `index`: the exponentials of its
+    logits, in at least fp32, of the rank's words, or of all where logits are gathered, and each
+    token's sum of them. A loss in chunks saves none."""
     if spec.loss.chunk is not None:
         return 0
     width = words(shape.vocab, spec.degree(step.axis), index) if step.loss_parallel else shape.vocab
     tokens = spec.batch.micro * spec.batch.sequence
-    return tokens * width * max(_itemsize(spec), DType.FP32.itemsize)
+    return tokens * (width + 1) * max(_itemsize(spec), DType.FP32.itemsize)
 
 
 def loss_peak_bytes(spec: Spec, step: Parallelize, shape: ModelShape, index: int) -> int | None:
     """Return how many bytes of logits there are at once in the forward pass of rank `index`.
 
-    On a slice torch's loss_parallel goes operator by operator (`_log_softmax` in
-    torch/distributed/tensor/parallel/loss.py): beside the logits, and their fp32 copy where they
-    are narrower, the logits less their maximum and then their exponentials or the result. Gathered
-    logits are there as a slice, as what arrived, and in the order of the words; or, if that is
-    more, as they are, as their fp32 copy and as the result. None for a loss in chunks: of those
-    before, the saved inputs are there too, as checkpoint keeps them.
+    The logits, of which a slice may be all that a rank has, and one buffer in at least fp32.
+    Gathered logits are there as a slice, as what arrived, and in the order of the words; or, if
+    that is more, as they are with the buffer. None for a loss in chunks: of those before, the saved
+    inputs are there too, as checkpoint keeps them.
     """
     if spec.loss.chunk is not None:
         return None
     tokens, itemsize = spec.batch.micro * spec.batch.sequence, _itemsize(spec)
-    wide = max(itemsize, DType.FP32.itemsize)
-    copy = wide if itemsize < wide else 0
+    beside = itemsize + max(itemsize, DType.FP32.itemsize)
     mine = words(shape.vocab, spec.degree(step.axis), index)
     if step.loss_parallel:
-        return tokens * mine * (itemsize + copy + 2 * wide)
+        return tokens * mine * beside
     gathering = (mine + 2 * shape.vocab) * itemsize
-    return tokens * max(gathering, shape.vocab * (itemsize + copy + wide))
+    return tokens * max(gathering, shape.vocab * beside)
 
 
 def _itemsize(spec: Spec) -> int:

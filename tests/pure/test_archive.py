@@ -10,7 +10,7 @@ import pytest
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 
-MOST_BYTES = 400_000
+MOST_BYTES = 420_000
 TABLES = {(TablePart.PASSES, "b"): {"sizes": [[1, 2]]}, (TablePart.LOSS, "a"): {"torch": "2.13.0"}}
 
 

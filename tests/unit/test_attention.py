@@ -9,9 +9,9 @@ import torch
 
 from ptrain.errors import SpecError
 from ptrain.models.attention import FlexCore, require_trainable
+from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build
 from ptrain.models.ledger import Ledger
-from ptrain.models.objective import token_loss_sum
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from tests.unit.shapes import SHAPES, SMALL_GPT
 from tests.unit.test_models import real, tokens_of

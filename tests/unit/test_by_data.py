@@ -15,8 +15,8 @@ from ptrain.codec import decode, encode
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
+from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build
-from ptrain.models.objective import token_loss_sum
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.spec.load import load

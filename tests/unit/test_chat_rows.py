@@ -20,8 +20,8 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch, require
 from ptrain.data.vocabulary import START, TARGET, mask_beside
 from ptrain.errors import SpecError
+from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.initialize import build, initialize
-from ptrain.models.objective import IGNORED
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.chat_folders import (

@@ -15,7 +15,8 @@ from ptrain.axes.context.run.slices import sliced
 from ptrain.data.corpus import Corpus, corpus
 from ptrain.data.sampler import LocalBatch, Split, batch, blank_batch, part_of, require
 from ptrain.errors import SpecError
-from ptrain.models.objective import IGNORED, Objective
+from ptrain.models.cross_entropy import IGNORED
+from ptrain.models.objective import Objective
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import ReferenceTraining

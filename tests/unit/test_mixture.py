@@ -14,7 +14,7 @@ import pytest
 from ptrain.data.corpus import HELD_OUT_OF_FILE, corpus
 from ptrain.data.sampler import LocalBatch, SampleSource, Split, batch, require
 from ptrain.errors import SpecError
-from ptrain.models.objective import IGNORED
+from ptrain.models.cross_entropy import IGNORED
 from ptrain.spec.job import CYCLE, quotas
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.errors import PtrainError
+from ptrain.models.cross_entropy import IGNORED, token_loss_sum
 from ptrain.models.initialize import build, cast, initialize
-from ptrain.models.objective import IGNORED, token_loss_sum
 from ptrain.models.transformer import Transformer, rotate
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE

@@ -7,7 +7,7 @@ import torch
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch, blank_batch, part_of
-from ptrain.models.objective import IGNORED
+from ptrain.models.cross_entropy import IGNORED
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import ReferenceTraining

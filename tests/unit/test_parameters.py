@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ptrain.facts.parameters import facts
+from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build, cast, initialize
-from ptrain.models.objective import token_loss_sum
 from ptrain.models.units import unit_modules
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE

@@ -13,8 +13,8 @@ from ptrain.derivation.layers import timeline
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
+from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build, cast
-from ptrain.models.objective import token_loss_sum
 from ptrain.models.units import unit_modules
 from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.model import ExternalModel, ModelShape

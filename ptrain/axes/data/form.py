@@ -176,8 +176,9 @@ def form_of(spec: Spec) -> Form:
         is_one = not is_cut and spec.degree(Axis.PP) == 1
         if is_one and _has_torch_s_spread_update(spec, factors):
             return Form.SPREAD_UPDATE
-        if _replicas_around(factors, _FULLY_SHARDED):
-            return Form.FULLY_SHARD
+    # FSDP2 casts gradients to what they are reduced in, and back to the dtype of the shards
+    if layout.keeps_own_dtype and _replicas_around(factors, _FULLY_SHARDED):
+        return Form.FULLY_SHARD
     is_made_of_masters = layout.gradients is layout.master and not layout.keeps_both
     # what no axis shards has no masters apart from its parameters, of which experts would be made
     is_made_of_masters &= _shards_experts(factors)

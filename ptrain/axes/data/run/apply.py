@@ -399,14 +399,12 @@ def _shard_of(sync: SyncPolicy, ranks: int, parameter: nn.Parameter) -> Shard:
 
 
 def _precision(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
-    """Theta = M: the shards are the masters, gathered in the dtype of the computation."""
-    if not step.materialized:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPES[layout.parameters],
-        reduce_dtype=TORCH_DTYPES[layout.reduced],
-        cast_forward_inputs=False,
-    )
+    """Theta = M: the shards are the masters, gathered in the dtype of the computation. Shards in
+    that dtype are gathered as they are."""
+    gathered, reduced = TORCH_DTYPES[layout.parameters], TORCH_DTYPES[layout.reduced]
+    if step.materialized:
+        return MixedPrecisionPolicy(gathered, reduced, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(reduce_dtype=None if reduced is gathered else reduced)
 
 
 def _name_smaller_group(group: FSDPParamGroup, step: FullyShard, mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,6 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 
@@ -67,8 +66,9 @@ from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
 from ptrain.internals.part import replaced
 from ptrain.models.chain import names_of_parameters
+from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.modes import drops_out
-from ptrain.models.objective import LossInside, token_loss_sum
+from ptrain.models.objective import LossInside
 from ptrain.models.parting import standing_alone
 from ptrain.models.watch import with_first
 from ptrain.models.window import Window
@@ -414,33 +414,22 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
             )
 
 
-def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The tokens' summed loss, of logits that may be cut over the vocabulary."""
-    return local(token_loss_sum(logits, targets))
-
-
 def local(loss: torch.Tensor) -> torch.Tensor:
     """A loss that every rank has, as a plain tensor."""
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInside:
-    """Return what computes `whole_loss` of a slice of the tokens at a time; where the logits do not
-    stay cut, those of a slice are made whole."""
+    """Return what computes the loss of a slice of the tokens at a time; where the logits do not
+    stay cut over the vocabulary, those of a slice are made whole."""
     if tensor is None or tensor.loss_parallel:
-        return LossInside(step, whole_loss)
-    return LossInside(step, lambda logits, targets: whole_loss(_gathered(logits), targets))
+        return LossInside(step)
+    return LossInside(step, lambda logits, targets: token_loss_sum(_gathered(logits), targets))
 
 
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
     """Return what makes the context of a micro-batch's forward, loss and backward."""
-    return nullcontext if step is None else partial(_micro_batch, step)
-
-
-@contextmanager
-def _micro_batch(step: Parallelize) -> Iterator[None]:
-    with loss_parallel() if step.loss_parallel else nullcontext(), drawn_by_rank():
-        yield
+    return nullcontext if step is None else drawn_by_rank
 
 
 def _between(step: Parallelize) -> Placement:
