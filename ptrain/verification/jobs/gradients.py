@@ -47,7 +47,6 @@ from ptrain.verification.parts import (
     factor_text,
     is_even,
     missing_sum,
-    multiple,
     products,
 )
 
@@ -200,7 +199,7 @@ class GradientCase:
             ), None  # fmt: skip
 
     def _of_multiples(self) -> Iterator[Hypothesis]:
-        """They are one multiple of the reference's, or one on each rank."""
+        """They are one multiple of the reference's."""
         fit = self.joint.multiple()
         if fit.holds(self.tolerance):
             yield self._even(fit.factor), self._fix(
@@ -208,34 +207,6 @@ class GradientCase:
                 lambda sample, rank: sample.gradients[rank] / fit.factor,
                 lambda rank, losses: 1 / fit.factor,
             )  # fmt: skip
-        fits = {rank: multiple(*self.joint.of(rank)) for rank in self.joint.holders()}
-        factors = {rank: its.factor for rank, its in fits.items()}
-        if not all(its.holds(self.tolerance) for its in fits.values()):
-            return
-        if max(factors.values()) - min(factors.values()) <= self.tolerance:
-            return
-        odd = {rank: its for rank, its in factors.items() if abs(its - 1) > self.tolerance}
-        listed = ", ".join(f"rank {rank}: × {its:.4g}" for rank, its in odd.items())
-        causes = "Each of these ranks scales it by its own number after the reduction."
-        if not self._is_of_data(factors.keys()):
-            causes = f"{POSSIBLE}a norm of its own by which each rank clips; a factor in what "
-            causes += "ranks pass on to each other in backward."
-        yield self._say(
-            self.ranks.axis_of([*factors]), "different factor on each rank",
-            f"On every rank the gradient has the right direction, and on some another length than "
-            f"in the reference ({listed}). {causes}",
-            "Clip by one norm on all ranks.", ranks=odd,
-        ), self._fix(
-            "divided by a different factor on each rank",
-            lambda sample, rank: sample.gradients[rank] / factors.get(rank, 1.0),
-        )  # fmt: skip
-
-    def _is_of_data(self, ranks: Collection[int]) -> bool:
-        """Return whether these ranks hold the same parameters, or each computes gradients of
-        samples of its own: what one passes on to another changes none of theirs alone."""
-        if all(set(its.holders()) == set(ranks) for its in self.samples.values()):
-            return True
-        return self.contributed is not None and set(ranks) <= set(self.contributed.data_ranks)
 
     def _even(self, factor: float) -> RootCause:
         """State the multiple, and the number of ranks or micro-batches that it is; apart from it
@@ -370,35 +341,17 @@ class GradientCase:
             return
         if all(evens) or (right and not any(evens) and not lacks):
             said = self._reweighted(its, is_loss=all(evens))
-        elif lacks and ((axis := self._axis_apart(its, lacking)) or len({*lacking.values()}) == 1):
-            said = self._incomplete(its, axis, lacking[min(lacking)])
+        elif lacks and len({*lacking.values()}) == 1:
+            said = self._incomplete(its, lacking[min(lacking)])
         else:
             return
         factor = its.loss_factor if all(evens) else unknown_factor
         words = "with the weight that each micro-batch has in the reference"
         yield said, self._fix(words, its.reweighted, factor)
 
-    def _axis_apart(self, its: Contributions, lacking: Mapping[int, Collection[int]]) -> str:
-        """Return the axis that nothing was summed over: each rank's gradient, where it is no whole
-        sum, has the micro-batches of the ranks at its own place along it alone."""
-        every = set(range(len(its.labels)))
-        for axis, groups in self.ranks.summed.items():
-            alike = {r: [g[n] for g in groups] for own in groups for n, r in enumerate(own)}
-            left = {r: every.difference(*(its.own.get(n, ()) for n in alike[r])) for r in lacking}
-            if all(set(own) in (left[r], set()) for r, own in lacking.items()):
-                return axis
-        return ""
-
-    def _incomplete(self, its: Contributions, axis: str, missing: Collection[int]) -> RootCause:
+    def _incomplete(self, its: Contributions, missing: Collection[int]) -> RootCause:
         """Some micro-batches are not in the gradient."""
-        count, over = self.evidence.micro_batches, over_axis(axis)
-        if axis:
-            return self._say(
-                axis.partition("+")[0], f"missing all-reduce {over}",
-                f"The gradient of {self._count(self.samples)} on each rank includes only the ranks "
-                "at the same coordinate.",
-                f"Reduce it {over} before the optimizer steps.",
-            )  # fmt: skip
+        count = self.evidence.micro_batches
         ranks = sorted(rank for rank, own in its.own.items() if {*own} & {*missing})
         numbers = sorted({its.labels[index][1] for index in missing})
         listed, who = (", ".join(map(str, row)) for row in (numbers, ranks))

@@ -46,13 +46,13 @@ from ptrain.verification.jobs.job import (
     number,
 )
 from ptrain.verification.jobs.localise import ModuleInquiry
-from ptrain.verification.jobs.loss_terms import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
 from ptrain.verification.jobs.record import StepRecorder, digests, shared_buffers
 from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.jobs.trials import (
     Context,
+    LossTerms,
     PossibleCause,
     Trial,
     Waited,

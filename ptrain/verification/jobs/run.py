@@ -350,7 +350,7 @@ class Examiner:
         self.sums.append(kept)
         self.differences.take(seen.differences)
         self.differences.add(replicas(step, self.ranks.gather(sums["parameters"])))
-        self.drawing.require_attributed(bool(self.mismatches))
+        self.drawing.require_attributed()
         self._note_norms(seen)
         self.watched.see(seen.expected, self.pair.wholes)
         if step == 0 and self.pair.loop.evidence is None:

@@ -152,26 +152,22 @@ class Drawing:
                 value = first
             return value if value is not None and value.shape == draw.value.shape else None
 
-        def as_in_forward(draw: RandomDraw) -> Tensor | None:
-            return mode.before(draw) if alike else None
-
-        mode = DrawMode(*models, replace=instead, replace_again=as_in_forward)
+        mode = DrawMode(*models, replace=instead, keeps=alike)
         return mode
 
     def stilled(self, model: nn.Module) -> Any:
         """Return what passes are to run in that are to draw nothing."""
         return nullcontext() if self.ends else DrawMode(model, replace=RandomDraw.stilled)
 
-    def require_attributed(self, differs: bool) -> None:
-        """Raises Unattributed on every rank where what one device draws is not told, or something
-        differs and it was assumed. All ranks call it, when one device has done its step too."""
+    def require_attributed(self) -> None:
+        """Raises Unattributed on every rank where what one device draws is not told. All ranks call
+        it, when one device has done its step too."""
         self.lasts |= self.any or bool(self.hidden)
         self.ends = not (self._draws and self.lasts)
         if not self.any:
             return
-        everyones = self.everyones
-        mine = everyones.lost | (everyones.assumed if differs else set())
-        paths = {path for paths in self.ranks.gather(sorted(mine)) for path in paths}
+        mine = sorted(self.everyones.lost)
+        paths = {path for paths in self.ranks.gather(mine) for path in paths}
         if paths:
             raise Unattributed(tuple(sorted(paths | self.still)))
 
@@ -186,9 +182,9 @@ class Drawing:
         if self.still:
             yield (
                 f"compared without the draws of {families(sorted(self.still))}: they are "
-                "drawn for shards of samples or for several samples at once, and cannot be "
-                "attributed to samples. Set its rate to 0 on both sides, or draw one row per "
-                "sample"
+                "drawn for shards of samples, by stages or for several samples at once, and "
+                "cannot be attributed to samples. Set its rate to 0 on both sides, or draw one "
+                "row per sample"
             )
         if self.hidden:
             yield (
@@ -357,7 +353,9 @@ def run_step(
         )
         quiet = gradient is not None and scale.is_noise(gradient)
         compare_update(differences, name, course, is_noise=quiet, limit=limit)
-    case = UpdateCase.of(differences, sides, pair.holds, limit)
+    case = UpdateCase(
+        verdict=differences, reference=expected, run=seen, holds=pair.holds, limit=limit
+    )
     if pair.loop.evidence:
         pair.loop.evidence.compare_step(differences)
     else:

@@ -23,20 +23,20 @@ from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.record import digest
 from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.parts import difference, factor_text, norm
-from ptrain.verification.updates.clip import BROKEN, Remainder, UpdateCase
+from ptrain.verification.updates.clip import Remainder, UpdateCase
 from ptrain.verification.updates.repeat import (
-    CannotRepeat,
     Ingredients,
-    UpdateOutcome,
     as_number,
     is_row,
     piece_shape,
-    repeat,
     same,
 )
 
-# How torch computes an update, and what a schedule began with: nothing of what it is.
-_OF_COMPUTATION = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
+# How torch computes an update, what a schedule began with, and what a class sets of itself: no
+# setting of a user.
+_OF_CLASS = {
+    "foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay",
+}  # fmt: skip
 _MOST = 48  # updates that are tried of several ingredients at once
 
 
@@ -45,9 +45,8 @@ class Ingredient(StrEnum):
 
     SETTING = "setting"
     STATE = "state"
-    ATTRIBUTE = "attribute"
     VALUE = "value"
-    RULE = "rule"
+    RULE = "class"
     GRADIENT = "gradient"
 
 
@@ -60,17 +59,11 @@ class Swap:
 
     def value(self, side: Ingredients) -> Any:
         """Return this ingredient of one side."""
-        match self.ingredient:
-            case Ingredient.SETTING:
-                return side.settings.get(self.key)
-            case Ingredient.STATE:
-                return side.state.get(self.key)
-            case Ingredient.ATTRIBUTE:
-                return side.rule.attribute(self.key)
-            case Ingredient.RULE:
-                return side.rule.kind
-            case _:
-                return getattr(side, self.ingredient)
+        if self.ingredient is Ingredient.RULE:
+            return side.rule.kind
+        of_keys = {Ingredient.SETTING: side.settings, Ingredient.STATE: side.state}
+        kept = of_keys.get(self.ingredient)
+        return getattr(side, self.ingredient) if kept is None else kept.get(self.key)
 
     def of(self, own: Ingredients, other: Ingredients) -> Ingredients:
         """Return the loop's ingredients with this one of one device."""
@@ -82,10 +75,9 @@ class Swap:
                 return replace(own, settings=kept | known)
             case Ingredient.STATE:
                 return own.with_state(**{self.key: its})
-            case Ingredient.ATTRIBUTE:
-                return replace(own, rule=own.rule.with_attribute(self.key, its))
             case Ingredient.RULE:
-                settings = other.settings | own.settings
+                kept = {k: v for k, v in own.settings.items() if k not in _OF_CLASS}
+                settings = other.settings | kept
                 return replace(own, rule=other.rule, tensor=other.tensor, settings=settings)
             case _:
                 return replace(own, **{self.ingredient: its})
@@ -105,12 +97,9 @@ def differing(case: UpdateCase) -> dict[Swap, list[str]]:
 
 
 def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Iterator[Swap]:
-    is_one_rule = own.rule.kind is other.rule.kind
-    attributes = own.rule.attributes.keys() | other.rule.attributes.keys() if is_one_rule else set()
     keys = {
-        Ingredient.SETTING: (own.settings.keys() | other.settings.keys()) - _OF_COMPUTATION,
+        Ingredient.SETTING: (own.settings.keys() | other.settings.keys()) - _OF_CLASS,
         Ingredient.STATE: own.state.keys() | other.state.keys(),
-        Ingredient.ATTRIBUTE: {key for key in attributes if not key.startswith("_")},
     }
     for kind in Ingredient:
         for key in sorted(keys.get(kind, {""})):
@@ -135,10 +124,7 @@ def left_with(case: UpdateCase, swaps: Swaps) -> Remainder:
     taken = dict(case.own)
     for swap in swaps:
         taken = {name: swap.of(own, case.other[name]) for name, own in taken.items()}
-    try:
-        return case.remainder(repeat(taken))
-    except CannotRepeat:
-        return BROKEN
+    return case.repeated(taken)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +179,7 @@ def _all_ranks(case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]) -> dict[
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngredientPair:
     """Of one parameter on one rank an ingredient that is not one device's: both in words, and as
-    numbers where they are; `is_master`: the optimizer has a copy of the parameter; `kinds`: the
-    optimizers' classes."""
+    numbers where they are; `is_master`: the optimizer has a copy of the parameter."""
 
     swap: Swap
     name: str
@@ -203,41 +188,35 @@ class IngredientPair:
     other: str
     numbers: tuple[float | None, float | None] = (None, None)
     is_master: bool = False
-    kinds: tuple[str, str] = ("", "")
 
 
-def differing_pairs(case: UpdateCase, swaps: Swaps) -> list[IngredientPair]:
-    """Return what the swaps exchange on this rank."""
+def differing_pairs(case: UpdateCase, swaps: Swaps) -> Iterator[IngredientPair]:
+    """Yield what the swaps exchange on this rank."""
     names = differing(case)
-    return [_pair(case, swap, name) for swap in swaps for name in names.get(swap, ())]
-
-
-def _pair(case: UpdateCase, swap: Swap, name: str) -> IngredientPair:
-    pair = [swap.value(side[name]) for side in (case.own, case.other)]
-    return IngredientPair(
-        swap=swap, name=name, rank=case.rank, own=_text(*pair), other=_text(*reversed(pair)),
-        numbers=(as_number(pair[0]), as_number(pair[1])), is_master=name in case.seen.masters,
-        kinds=(case.own[name].rule.kind.__name__, case.other[name].rule.kind.__name__),
-    )  # fmt: skip
+    for swap, name in ((its, name) for its in swaps for name in names.get(its, ())):
+        own, other = (swap.value(side[name]) for side in (case.own, case.other))
+        yield IngredientPair(
+            swap=swap, name=name, rank=case.verdict.rank,
+            own=_text(own, other), other=_text(other, own),
+            numbers=(as_number(own), as_number(other)), is_master=name in case.run.record.masters,
+        )  # fmt: skip
 
 
 def _text(value: Any, other: Any) -> str:
-    if value is None:
-        return "none"
     if isinstance(value, Tensor) and value.numel() != 1:
         if not bool(value.any()):
             return "zeros"
-        if isinstance(other, Tensor) and is_row(value, other) and bool(other.any()):
-            return f"{distance(value, other):.2g} off"
-        return "values"
-    number = as_number(value)
-    return str(value) if number is None or isinstance(value, bool) else f"{number:g}"
+        is_apart = isinstance(other, Tensor) and is_row(value, other) and bool(other.any())
+        return f"{distance(value, other):.2g} off" if is_apart else "values"
+    number = None if isinstance(value, bool) else as_number(value)
+    text = getattr(value, "__name__", str(value).replace("None", "none"))
+    return text if number is None else f"{number:g}"
 
 
 _FIXES = {
     Ingredient.SETTING: "Use the same settings on every rank.",
     Ingredient.STATE: "Keep the optimizer, or load all of its state when it is created again.",
-    Ingredient.ATTRIBUTE: "Build both optimizers alike.",
+    Ingredient.RULE: "Use one class.",
     Ingredient.VALUE: "Check the loads and writes before the update.",
     Ingredient.GRADIENT: "Sum it in a finer dtype or in one order, and check its copy to the "
     "optimizer; or set `Terms(tolerance=...)`.",
@@ -249,15 +228,10 @@ def words(
 ) -> tuple[Subject, str, str, str]:
     """Return the state, the factor, the sentence and the fix of these swaps; `rows` are all
     ranks'."""
-    if any(s.ingredient is Ingredient.RULE or s.key == "decoupled_weight_decay" for s in fix):
-        own, right = rows[0].kinds
-        names = families(row.name for row in rows)
-        return Subject.OPTIMIZER, f"{own} for {right}", (
-            f"The loop steps {names} by {own}, the reference by {right}."
-        ), "Use one class."  # fmt: skip
     settled = tuple(swap for swap in fix if swap.ingredient is Ingredient.SETTING)
     if settled and all(row.own == "none" for row in rows if row.swap not in settled):
         fix = settled  # what is kept beside a parameter follows from these
+    fix = tuple(swap for swap in fix if swap.ingredient is Ingredient.RULE) or fix  # or from this
     parts = [_of_swap(swap, [row for row in rows if row.swap == swap], degrees) for swap in fix]
     state, factor = parts[0][0], " and ".join(factor for _, factor, _ in parts)
     kept = [row for row in rows if row.swap.key != "step" and not settled]
@@ -297,7 +271,7 @@ def _of_swap(
 def explain_replicas(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> RootCause:
     """Ranks have the same part, right to rounding, and not the same bits of it."""
     first = mismatches[0]
-    left = {name: digest(case.seen.after[name].value) for name in case.seen.after}
+    left = {name: digest(case.run.record.after[name].value) for name in case.run.record.after}
     mine = left.get(first.name), first.name in case.written_after()
     everyones = [ranks.gather(mine)[rank] for rank in first.between]
     writers = [rank for rank, its in zip(first.between, everyones, strict=True) if its[1]]
@@ -345,13 +319,13 @@ class UpdateExplainer:
         differing = self._departing()
         if any(self.ranks.gather(bool(without := self._without_a_step()))):
             return self._left_out(without)
-        foreign = (differing & case.seen.after.keys()) - case.other.keys()
+        foreign = (differing & case.run.record.after.keys()) - case.other.keys()
         if any(self.ranks.gather(bool(foreign))):
             return self._not_to_be_stepped(foreign)
-        everyones = self.ranks.gather(case.seen.obstacle or case.expected.obstacle)
+        everyones = self.ranks.gather(case.run.record.obstacle or case.reference.record.obstacle)
         if obstacle := next(filter(None, everyones), ""):
             return self.unexplained(f"the update cannot be replayed: {obstacle}{self._differing()}")
-        after = case.seen.after
+        after = case.run.record.after
         mismatch = self._of_all(case.remainder({name: after[name] for name in case.own}))
         if mismatch.count == 0:
             return self._written_after(mismatch)
@@ -362,7 +336,7 @@ class UpdateExplainer:
         return {
             mismatch.name.partition(" · ")[0]
             for mismatch in self.mismatches
-            if mismatch.rank == self.case.rank and mismatch.subject in _UPDATED
+            if mismatch.rank == self.case.verdict.rank and mismatch.subject in _UPDATED
         }
 
     def _rows(self, names: Sequence[str]) -> list[tuple[int, str]]:
@@ -373,34 +347,30 @@ class UpdateExplainer:
     def _of_all(self, remainder: Remainder) -> Remainder:
         return Remainder.of_all(self.ranks.gather(remainder, Remainder))
 
-    def _repeated(
-        self, taken: dict[str, Ingredients]
-    ) -> tuple[Remainder, dict[str, UpdateOutcome]]:
-        """Return what is left of the mismatch on all ranks, and this rank's outcomes."""
-        try:
-            outcomes = repeat(taken)
-        except CannotRepeat as error:
-            outcomes, self.obstacle = {}, str(error)
-        mine = self.case.remainder(outcomes) if outcomes or not taken else BROKEN
-        return self._of_all(mine), outcomes
+    def _repeated(self, taken: dict[str, Ingredients]) -> Remainder:
+        """Return what is left of the mismatch on all ranks."""
+        left, self.obstacle = self.case.repeated(taken)
+        return self._of_all(left)
 
     def _without_a_step(self) -> set[str]:
         """Return what differs here and no optimizer of this rank stepped, but for what has the
         bits of a rank where one did (ZeRO: its update counts there)."""
         case = self.case
-        without = self._departing() - case.seen.after.keys()
-        stepped = {name: self._bits(name) for name in case.seen.after if name in case.courses}
+        without = self._departing() - case.run.record.after.keys()
+        stepped = {
+            name: self._bits(name) for name in case.run.record.after if name in case.verdict.courses
+        }
         owners = self.ranks.gather(stepped) if any(self.ranks.gather(bool(without))) else []
         return {n for n in without if all(its.get(n) != self._bits(n) for its in owners)}
 
     def _bits(self, name: str) -> list[str]:
         """Which part of a parameter this rank has, and a checksum of it after the step."""
-        return [self.case.part(name), digest(self.case.courses[name].run_after)]
+        return [self.case.part(name), digest(self.case.verdict.courses[name].run_after)]
 
     def _left_out(self, without: set[str]) -> RootCause:
         """No optimizer that stepped on this rank has what differs here."""
         case = self.case
-        still = {name for name in without if case.courses[name].stood_still}
+        still = {name for name in without if case.verdict.courses[name].stood_still}
         obstacles = (
             (without - still, "the differing tensors changed in the step, and no "
              "torch.optim.Optimizer that stepped on their rank has them"),
@@ -413,19 +383,19 @@ class UpdateExplainer:
             name: replace(
                 case.other[name],
                 shape=piece_shape(case.holds[name]),
-                value=case.courses[name].run_before,
-                gradient=case.gradients.get(name),
+                value=case.verdict.courses[name].run_before,
+                gradient=case.run.gradients.get(name),
             )
             for name in still
         }
-        left, _ = self._repeated(taken)
+        left = self._repeated(taken)
         if not left.is_fix_of(Remainder(1, max(d.difference for d in self.mismatches), 0.0)):
             return self.unexplained(
                 "no optimizer that steps has the differing tensors, and with the reference "
                 "optimizer and the present gradient they would still differ by "
                 f"{left.worst:.2g}"
             )
-        stepped = case.seen.after.keys() & case.courses.keys()
+        stepped = case.run.record.after.keys() & case.verdict.courses.keys()
         mine = ([[n, case.part(n)] for n in sorted(its)] for its in (still, stepped))
         everyones = self.ranks.gather(list(mine))
         rows = [(rank, part) for rank, (its, _) in enumerate(everyones) for part in its]
@@ -449,7 +419,7 @@ class UpdateExplainer:
 
     def _not_to_be_stepped(self, names: set[str]) -> RootCause:
         """One device's optimizers do not have these."""
-        courses = self.case.courses
+        courses = self.case.verdict.courses
         alike = all(torch.equal(courses[n].run_before, courses[n].after) for n in names)
         rows = self._rows(sorted(names))
         if not all(self.ranks.gather(alike)):
@@ -475,29 +445,19 @@ class UpdateExplainer:
             rows = [(its.rank, its.name) for its in self.mismatches]
         is_state = all(its.subject is Subject.OPTIMIZER for its in self.mismatches)
         state = Subject.OPTIMIZER if is_state else Subject.PARAMETERS
-        mine = {name for rank, name in rows if rank == self.case.rank}
-        is_stale = all(self.ranks.gather(not is_state and all(map(self._is_stale, mine))))
         return self._proven(
-            state, f"{'stale' if is_stale else 'written'} after the update",
+            state, "written after the update",
             f"The optimizer's step is right, but {'its state' if is_state else 'the parameter'} "
-            f"differs at the end of the step{', where it is as before it' * is_stale}.",
+            "differs at the end of the step.",
             "Do the same after optimizer.step() as the reference (a gather, a broadcast, a copy, "
             "an average, a clamp), or nothing.",
             [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
 
-    def _is_stale(self, name: str) -> bool:
-        """Return whether all that is not as the optimizer left it is as before the step."""
-        course, left = self.case.courses[name], self.case.seen.after.get(name)
-        after = course.run_after
-        alike = after == course.run_before
-        return bool((alike if left is None else alike | (after == left.value.to(after))).all())
-
     def _in_the_step(self, mismatch: Remainder) -> RootCause:
         case = self.case
-        left, outcomes = self._repeated(dict(case.own))
-        others = case.repeats(outcomes) if outcomes else sorted(case.own)
-        rows = self._rows(others)
+        left = self._repeated(dict(case.own))
+        rows = self._rows(sorted(case.own) if self.obstacle else case.unlike())
         if obstacle := next(filter(None, self.ranks.gather(self.obstacle)), ""):
             return self.unexplained(f"{obstacle}{self._differing()}")
         if rows and left.is_fix_of(mismatch):
@@ -536,7 +496,7 @@ class UpdateExplainer:
         return f"; {listed} differed from the reference before it"
 
     def _exchanged(self, result: SwapSearch, was: str) -> RootCause:
-        mine = differing_pairs(self.case, result.fixes[0])
+        mine = list(differing_pairs(self.case, result.fixes[0]))
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
         state, factor, sentence, fix = words(result.fixes[0], rows, self.ranks.degrees)
         what, *others = (

@@ -75,14 +75,6 @@ class Rule:
             return cls(type(optimizer), {}, f"its attributes cannot be copied ({_cause(error)})")
         return cls(type(optimizer), copied)
 
-    def attribute(self, name: str) -> object:
-        """Return an attribute that is a plain value; None of what is none."""
-        value = self.attributes.get(name)
-        return value if isinstance(value, bool | int | float | str | tuple) else None
-
-    def with_attribute(self, name: str, value: object) -> Rule:
-        return replace(self, attributes=self.attributes | {name: value})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ingredients:
