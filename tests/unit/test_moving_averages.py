@@ -105,10 +105,11 @@ def test_another_decay_is_named_with_both() -> None:
     assert "decay 0.9)" in root_cause.sentence and "decay 0.99)" in root_cause.sentence
 
 
-def test_an_average_that_begins_elsewhere_is_named() -> None:
+def test_an_average_that_begins_elsewhere_is_not_explained_by_its_update() -> None:
     root_cause = ptrain.verify(job(), job(fault="zeros"), ROWS).root_cause
     assert root_cause is not None
-    assert (root_cause.factor, root_cause.place) == ("other values before the step", "0.weight")
+    assert (root_cause.state, root_cause.place) == ("moving average", "0.weight")
+    assert root_cause.certainty is Certainty.UNEXPLAINED
 
 
 def test_an_average_is_not_blamed_for_parameters_that_depart() -> None:

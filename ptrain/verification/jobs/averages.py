@@ -38,7 +38,6 @@ class Averages:
         self._sides = (loop, holds), (reference, wholes)
         self._origin: Rows = {}
         self._before: Rows = {}
-        self._repeated: Tensor | None = None  # updated as one device's, with the loop's parameters
         self.made_of = "", "", 0.0
 
     def before(self) -> None:
@@ -70,9 +69,8 @@ class Averages:
         own, right, own_run, right_run = (_in_a_row(now, side) for side in range(4))
         own_was, right_was = (_in_a_row(self._before, side) for side in range(2))
         weight, actual = _weight(right_was, right, right_run), _weight(own_was, own, own_run)
-        average = own_was if self._repeated is None else self._repeated
-        self._repeated = average + (weight or 0.0) * (own_run - average)
-        left = norm(self._repeated - right) / (norm(right - right_was) or 1.0)
+        repeated = own_was + (weight or 0.0) * (own_run - own_was)
+        left = norm(repeated - right) / (norm(right - right_was) or 1.0)
         if norm(own - own_was) <= _rounding(own) / 2 and weight is not None:
             return "not updated", "it is as before the step", left
         if weight is not None and actual is not None and abs(actual - weight) > _SAME * weight:
@@ -81,9 +79,6 @@ class Averages:
                 f", in the reference with {weight:.4g} (decay {1 - weight:.4g})"
             )
             return "weight", words, left
-        if norm(own_was - right_was) > _LARGE * norm(right - right_was):
-            other = "other values before the step"
-            return other, "it differs from the reference before the step", left
         return "", "", left
 
     def _values(self) -> Rows:

@@ -416,7 +416,7 @@ class Inquiry:
         it."""
         if said.certainty is not Certainty.PROVEN:
             return said
-        right, apart = Remainder(0, 0.0, 0.0), max(self._loss_apart(), default=0.0)
+        right, apart = Remainder(0, 0.0), max(self._loss_apart(), default=0.0)
         gradients = self._parts(self.step.expected.gradients)
         left = self.step.case.with_gradients(gradients) if repeats else (right, "")
         others = self._others(apart, *left)

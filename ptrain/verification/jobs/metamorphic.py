@@ -35,56 +35,33 @@ from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import Drawing
 from ptrain.verification.parts import canonical_modules, difference, multiple, norm
 
-
-def targets_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which tokens have a target, and the target that each has, by the gradient of logits
-    [..., vocabulary]."""
-    return (gradient < 0).sum(-1) == 1, gradient.argmin(-1)
-
-
 _NEARLY_ALL = 0.99  # of the positions that have a target
 _RARELY = 0.9
 _FEWEST = 8  # positions from which a task is told
 _FITS = 1e-4  # of a gradient's rows, relative
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTask:
-    """`shift`: how far behind a position (in tokens) is what it is asked for; None where that is
-    no token of the input. `count`: how many positions have a target; `has_label` [rows, positions]:
-    which."""
-
-    tokens: Tensor
-    shift: int | None
-    count: int
-    has_label: Tensor
-
-
-def task_of(call: ForwardCall) -> TokenTask | None:
-    """Tell the targets of a cross-entropy by its gradient. None of a model that is given no tokens
-    [rows, positions], or returns no logits of them."""
-    tokens = tokens_of(call)
-    gradient = call.upstream.get(0)
+def task_of(call: ForwardCall) -> tuple[Tensor, int | None] | None:
+    """Tell the targets of a cross-entropy by its gradient: the tokens [rows, positions], and how
+    many tokens behind a position is what it is asked for; None of what is no token of the input.
+    None at all of a model that is given no tokens, or returns no logits of them."""
+    tokens, gradient = tokens_of(call), call.upstream.get(0)
     if tokens is None or gradient is None or gradient.dim() != 3:
         return None
     if gradient.shape[:2] != tokens.shape or int(tokens.max()) >= gradient.size(2):
         return None
-    has_target, targets = targets_of(gradient)
-    shares = {}
+    has_target, targets = (gradient < 0).sum(-1) == 1, gradient.argmin(-1)
+    shares = []
     for shift in range(3):
         length = tokens.size(1) - shift
         has = has_target[:, :length]
         if int(has.sum()) < _FEWEST:
             return None
         right = targets[:, :length][has] == tokens[:, shift:][has]
-        shares[shift] = float(right.double().mean())
-    likeliest = max(shares, key=lambda shift: shares[shift])
-    others = max(share for shift, share in shares.items() if shift != likeliest)
-    is_clear = shares[likeliest] >= _NEARLY_ALL and others <= _RARELY
-    return TokenTask(
-        tokens=tokens, shift=likeliest if is_clear else None, count=int(has_target.sum()),
-        has_label=has_target,
-    )  # fmt: skip
+        shares.append(float(right.double().mean()))
+    *_, second, most = sorted(shares)
+    is_clear = most >= _NEARLY_ALL and second <= _RARELY
+    return tokens, shares.index(most) if is_clear else None
 
 
 def softmaxed(call: ForwardCall) -> str:
@@ -93,12 +70,10 @@ def softmaxed(call: ForwardCall) -> str:
     output, gradient = call.output, call.upstream.get(0)
     if output is None or gradient is None or gradient.shape != output.shape or output.dim() < 2:
         return ""
-    if output.size(-1) < 3:
-        return ""
     rows, slopes = (tensor.double().flatten(0, -2) for tensor in (output, gradient))
     has = slopes.abs().amax(-1) > 0
     rows, slopes = rows[has], slopes[has]
-    if len(rows) < _FEWEST:
+    if len(rows) < _FEWEST or rows.size(-1) < 3:
         return ""
     targets = torch.nn.functional.one_hot(slopes.argmin(-1), rows.size(-1)).double()
     plain = rows.softmax(-1) - targets
@@ -113,12 +88,6 @@ def softmaxed(call: ForwardCall) -> str:
 
 def _is_multiple(slopes: Tensor, expected: Tensor) -> bool:
     return multiple(slopes.flatten(), expected.flatten()).holds(_FITS)
-
-
-def _ends(tokens: Tensor, end: int) -> Tensor:
-    is_end = tokens == end
-    is_end[:, -1] = False
-    return is_end
 
 
 _ORDERS = 3  # of samples that are tried
@@ -153,11 +122,10 @@ class Metamorphic:
 
     def __init__(
         self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *,
-        drawing: Drawing, document_end: int | None = None,
+        drawing: Drawing,
     ) -> None:  # fmt: skip
         self._job, self._wholes, self._limit = job, wholes, limit
         self._num_ranks, self._drawing = drawing.ranks.size, drawing
-        self._document_end = document_end
         self.notes: list[str] = []
 
     def relations(self, batch: Any, trained: Collection[str]) -> Iterator[TriedRelation]:
@@ -245,9 +213,9 @@ class Metamorphic:
                 "labels and the causal mask: not tested, no logits of tokens are seen"
             )
             return
-        shift, count = task.shift, task.count
+        tokens, shift = task
         name = "labels are the next tokens"
-        if shift == 0 and not self._is_causal(calls[0], task):
+        if shift == 0 and not self._is_causal(calls[0], tokens):
             self.notes.append(
                 "the labels are the tokens themselves: intended if the task is to copy"
             )
@@ -262,8 +230,7 @@ class Metamorphic:
             yield TriedRelation.of(name, self._blame(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
                 f"The loss has {says} as the target of every position.", f"{fix}.",
-                f"at {count} positions the target is {says}, according to the gradient of "
-                "the loss",
+                f"according to the gradient of the loss the target is {says}",
                 place="labels",
             ), why=f"the target of every position is {says}")  # fmt: skip
             return
@@ -271,36 +238,10 @@ class Metamorphic:
             self.notes.append("the causal mask: not tested, the labels are not the next tokens")
             return
         yield TriedRelation.of(name)
-        if (seen := self._sees_no_future(calls[0], task)) is not None:
+        if (seen := self._sees_no_future(calls[0], tokens)) is not None:
             yield seen
-        yield from self._of_documents(calls[0], task)
 
-    def _of_documents(self, call: ForwardCall, task: TokenTask) -> Iterator[TriedRelation]:
-        """Nothing is asked of the last token of a document."""
-        end = self._document_end
-        if end is None:
-            self.notes.append(
-                "labels across documents: not tested; if samples have several documents, set "
-                "the token that ends one: `Terms(document_end=...)`"
-            )
-            return
-        ends = _ends(task.tokens, end)
-        count, across = int(ends.sum()), int((ends & task.has_label).sum())
-        if not count:
-            self.notes.append(f"labels across documents: not tested, no sample has token {end}")
-            return
-        yield TriedRelation.of("no label is of another document", self._blame(
-            Subject.BATCH, "labels across documents", [],
-            f"The last token of a document (token {end}) has the first token of the next "
-            "document as its target.",
-            "Ignore these labels (ignore_index) on both sides.",
-            f"{across} of {count} tokens {end} have a label, according to the gradient of "
-            "their logits",
-            place="labels",
-        ) if across else None, why=f"at {across} of {count} ends of documents")  # fmt: skip
-
-    def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> TriedRelation | None:
-        tokens = task.tokens
+    def _sees_no_future(self, call: ForwardCall, tokens: Tensor) -> TriedRelation | None:
         at = tokens.size(1) // 2
         other = tokens.clone()
         other[:, at:] = other[:, at:].roll(1, 0) if tokens.size(0) > 1 else other[:, at:].flip(1)
@@ -339,8 +280,8 @@ class Metamorphic:
         rows = before[where], after[where]
         return norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)
 
-    def _is_causal(self, call: ForwardCall, task: TokenTask) -> bool:
-        relation = self._sees_no_future(call, task)
+    def _is_causal(self, call: ForwardCall, tokens: Tensor) -> bool:
+        relation = self._sees_no_future(call, tokens)
         return relation is not None and relation.root_cause is None
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:

@@ -132,8 +132,10 @@ class Watched:
         moved = any(not torch.equal(row, self._values[name]) for name, row in now.items())
         self.trained |= trained
         self.steps.append((bool(trained), moved))
-        for name in self._kept & run.without_state:
-            self.emptied[name] = self.emptied.get(name, 0) + 1
+        for name in self._kept & run.record.before.keys():
+            state = run.record.before[name].state.values()
+            has_any = any(isinstance(row, Tensor) and bool(row.any()) for row in state)
+            self.emptied[name] = self.emptied.get(name, 0) + (not has_any)
         own = {id(shard.parameter): name for name, shard in wholes.items()}
         given = [
             id(parameter)
@@ -310,7 +312,6 @@ class Examiner:
         """What both sides share is tried on the reference alone, on every rank."""
         metamorphic = Metamorphic(
             self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
-            document_end=self.terms.document_end,
         )  # fmt: skip
         relations = list(self.watched.relations(self.pair.origin))
         try:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.verification.compare import Differences
 from ptrain.verification.jobs.job import Ranks, Tolerance
-from ptrain.verification.jobs.record import compare_states, compare_update, digest
+from ptrain.verification.jobs.record import StepRecorder, compare_states, compare_update, digest
 from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.trials import around_backward
@@ -28,7 +28,6 @@ from ptrain.verification.parts import Magnitude, multiple, square
 from ptrain.verification.updates.repeat import (
     CannotRepeat,
     Ingredients,
-    StepSide,
     UpdateOutcome,
     UpdateRecord,
     is_row,
@@ -41,24 +40,15 @@ _COARSE = 1e-3  # a dtype's rounding above which a skipped update of some elemen
 @dataclass(frozen=True, slots=True)
 class Remainder:
     """How far an update's outcome is from one device's, on one rank or on all: how many tensors
-    differ, and the largest differences of parameters and of state, relative as the verdict's."""
+    differ, and the largest difference of a parameter or of state, relative as the verdict's."""
 
     count: int
-    parameters: float
-    state: float
-
-    @property
-    def worst(self) -> float:
-        return max(self.parameters, self.state)
+    worst: float
 
     @classmethod
     def of_all(cls, everyones: Sequence[Remainder]) -> Remainder:
         """Return the largest of all ranks' differences."""
-        return cls(
-            count=sum(its.count for its in everyones),
-            parameters=max(its.parameters for its in everyones),
-            state=max(its.state for its in everyones),
-        )
+        return cls(sum(its.count for its in everyones), max(its.worst for its in everyones))
 
     def is_fix_of(self, before: Remainder) -> bool:
         """Return whether nothing differs any more, and what is left is a tenth or less of what
@@ -69,16 +59,15 @@ class Remainder:
 def update_apart(left: Remainder, obstacle: str, ranks: Ranks) -> str:
     """Return in words what is left of an update that was repeated, or why it could not be; "" where
     it is right. All ranks call it."""
-    everyones = ranks.gather((left, obstacle), tuple[Remainder, str])
-    if why := next((its for _, its in everyones if its), ""):
+    lefts, obstacles = zip(*ranks.gather((left, obstacle), tuple[Remainder, str]), strict=True)
+    if why := next(filter(None, obstacles), ""):
         return f"; the update could not be repeated ({why})"
-    if any(its.count for its, _ in everyones):
-        worst = max(its.worst for its, _ in everyones)
-        return f"; the update repeated with them still differs by {worst:.2g}"
-    return ""
+    left = Remainder.of_all(lefts)
+    still = f"; the update repeated with them still differs by {left.worst:.2g}"
+    return still if left.count else ""
 
 
-BROKEN = Remainder(1, math.inf, math.inf)  # of an update that cannot be repeated
+BROKEN = Remainder(1, math.inf)  # of an update that cannot be repeated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +76,8 @@ class UpdateCase:
     how the model's parameters went."""
 
     verdict: Differences
-    reference: StepSide
-    run: StepSide
+    reference: StepRecorder
+    run: StepRecorder
     holds: Mapping[str, ParameterShard]
     limit: Tolerance
 
@@ -133,11 +122,9 @@ class UpdateCase:
     def remainder(self, outcomes: Mapping[str, UpdateOutcome]) -> Remainder:
         """Return how far these outcomes are from one device's."""
         scratch = self.differences(outcomes)
-        values, state = (
-            scratch.most(Moment.UPDATE, subject)
-            for subject in (Subject.PARAMETERS, Subject.OPTIMIZER)
-        )
-        return Remainder(len(scratch.mismatches), values, state)
+        both = Subject.PARAMETERS, Subject.OPTIMIZER
+        worst = max(scratch.most(Moment.UPDATE, subject) for subject in both)
+        return Remainder(len(scratch.mismatches), worst)
 
     def differences(self, outcomes: Mapping[str, UpdateOutcome]) -> Differences:
         """Compare outcomes with one device's as the verdict does."""

@@ -15,7 +15,6 @@ from enum import StrEnum
 from itertools import chain, combinations
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ptrain.report.finding import POSSIBLE, Certainty, Mismatch, RootCause, Subject
@@ -163,8 +162,6 @@ def _several(swaps: Sequence[Swap]) -> list[Swaps]:
         for kind in (Ingredient.STATE, Ingredient.SETTING, Ingredient.RULE)
     )
     kinds = [its for its in (state, settings, state + settings) if len(its) > 2]
-    rows = tuple(swap for swap in state if swap.key != "step")
-    kinds += [rows] if len(rows) > 2 else []
     kinds += [(*rule, *settings, *state)] if rule else []
     pairs = combinations([swap for swap in swaps if swap.ingredient is not Ingredient.RULE], 2)
     return list(dict.fromkeys([*kinds, *pairs]))[:_MOST]
@@ -268,28 +265,18 @@ def _of_swap(
     return state, factor, f"Before the update {title} is {listed}."
 
 
-def explain_replicas(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> RootCause:
+def explain_replicas(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     """Ranks have the same part, right to rounding, and not the same bits of it."""
     first = mismatches[0]
-    left = {name: digest(case.run.record.after[name].value) for name in case.run.record.after}
-    mine = left.get(first.name), first.name in case.written_after()
-    everyones = [ranks.gather(mine)[rank] for rank in first.between]
-    writers = [rank for rank, its in zip(first.between, everyones, strict=True) if its[1]]
-    who = ", ".join(map(str, first.between))
-    said = root_cause(
+    return root_cause(
         mismatches, ranks, state=first.subject, axis=ranks.axis_of(first.between),
-        factor="replicas differ", who=writers or None,
-        sentence=f"Ranks {who} hold the same shard with different bits.",
+        factor="replicas differ",
+        sentence=f"Ranks {', '.join(map(str, first.between))} hold the same shard with different "
+        "bits.",
         fix="Broadcast it once, and check the computation on each rank.",
         certainty=Certainty.UNEXPLAINED,
         tried="the difference from the reference is within rounding",
     )  # fmt: skip
-    if not writers or None in {bits for bits, _ in everyones} or len({b for b, _ in everyones}) > 1:
-        return said
-    return said.proven(
-        "the optimizers left the same bits on all of them, and rank "
-        f"{', '.join(map(str, writers))} has others at the end of its step"
-    )
 
 
 def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> RootCause:
@@ -297,7 +284,7 @@ def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Rank
     explainer = UpdateExplainer(mismatches, case, ranks)
     if any(mismatch.subject in _UPDATED for mismatch in explainer.mismatches):
         return explainer.root_cause()
-    return explain_replicas(mismatches, case, ranks)
+    return explain_replicas(mismatches, ranks)
 
 
 _COARSE = 1e-6  # of what is left: a reader wants to see what it was before
@@ -321,7 +308,7 @@ class UpdateExplainer:
             return self._left_out(without)
         foreign = (differing & case.run.record.after.keys()) - case.other.keys()
         if any(self.ranks.gather(bool(foreign))):
-            return self._not_to_be_stepped(foreign)
+            return self.unexplained(_FOREIGN)
         everyones = self.ranks.gather(case.run.record.obstacle or case.reference.record.obstacle)
         if obstacle := next(filter(None, everyones), ""):
             return self.unexplained(f"the update cannot be replayed: {obstacle}{self._differing()}")
@@ -389,7 +376,7 @@ class UpdateExplainer:
             for name in still
         }
         left = self._repeated(taken)
-        if not left.is_fix_of(Remainder(1, max(d.difference for d in self.mismatches), 0.0)):
+        if not left.is_fix_of(Remainder(1, max(d.difference for d in self.mismatches))):
             return self.unexplained(
                 "no optimizer that steps has the differing tensors, and with the reference "
                 "optimizer and the present gradient they would still differ by "
@@ -415,21 +402,6 @@ class UpdateExplainer:
             "updated by the reference optimizer with the present gradient it matches the "
             f"reference to {left.worst:.2g}",
             axis=next(iter(self.ranks.axes), "") if is_stale else None,
-        )  # fmt: skip
-
-    def _not_to_be_stepped(self, names: set[str]) -> RootCause:
-        """One device's optimizers do not have these."""
-        courses = self.case.verdict.courses
-        alike = all(torch.equal(courses[n].run_before, courses[n].after) for n in names)
-        rows = self._rows(sorted(names))
-        if not all(self.ranks.gather(alike)):
-            return self.unexplained(_FOREIGN)
-        return self._proven(
-            Subject.PARAMETERS, "frozen parameter updated",
-            "The optimizer steps it, but no optimizer of the reference does.",
-            "Remove it from the optimizer's parameters.",
-            [name for _, name in rows], sorted({rank for rank, _ in rows}),
-            "its value before the step equals the reference value after the step",
         )  # fmt: skip
 
     def _written_after(self, mismatch: Remainder) -> RootCause:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,12 @@ class Rule:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         known = {id(tensor) for tensor in tensors}
         attributes = {
-            name: tree_map(lambda leaf: leaf if id(leaf) in known else _local(leaf), value)
+            name: tree_map(
+                lambda leaf: (
+                    held(leaf) if isinstance(leaf, DTensor) and id(leaf) not in known else leaf
+                ),
+                value,
+            )
             for name, value in vars(optimizer).items()
             if name not in _LEFT_OUT and not isinstance(value, FunctionType | MethodType)
         }
@@ -147,7 +152,9 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
         name: UpdateOutcome(
             piece.detach().flatten(),
             {
-                key: value.flatten() if is_alike(value, piece) else value
+                key: value.flatten()
+                if isinstance(value, Tensor) and value.dim() and value.shape == piece.shape
+                else value
                 for key, value in optimizer.state.get(piece, {}).items()
             },
         )
@@ -158,7 +165,7 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
 def _give(optimizer: Optimizer, piece: nn.Parameter, own: Ingredients) -> None:
     if own.gradient is not None:
         piece.grad = own.gradient.to(piece.dtype, copy=True).view(own.shape)
-    optimizer.param_groups.append({**_settings(own.settings), "params": [piece]})
+    optimizer.param_groups.append({**settings_of(own.settings), "params": [piece]})
     if own.state:
         optimizer.state[piece] = {
             key: copied(value.view(own.shape) if is_row(value, own.value) else value)
@@ -173,14 +180,6 @@ def _bare_step(kind: type[Optimizer]) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: False if key == "capturable" else copied(value)
-        for key, value in settings.items()
-        if key not in _OF_TENSORS
-    }
-
-
 def copied(value: Any) -> Any:
     """Return a copy that nobody else writes to."""
     if isinstance(value, Tensor):
@@ -189,16 +188,17 @@ def copied(value: Any) -> Any:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group without its tensors."""
-    return {key: copied(value) for key, value in group.items() if key not in _OF_TENSORS}
+    """Return the settings of a parameter group without its tensors, for a step that no graph of
+    CUDA captures."""
+    return {
+        key: False if key == "capturable" else copied(value)
+        for key, value in group.items()
+        if key not in _OF_TENSORS
+    }
 
 
 def _refusal(error: BaseException) -> Fault:
     return Fault(place="optimizer", finding=said(error))
-
-
-def _local(leaf: Any) -> Any:
-    return held(leaf) if isinstance(leaf, DTensor) else leaf
 
 
 def _cause(error: CodeRaised) -> str:
@@ -210,11 +210,6 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
-
-
-def is_alike(value: Any, piece: Tensor) -> bool:
-    """Return whether it is a tensor of a piece's shape, element by element."""
-    return isinstance(value, Tensor) and value.shape == piece.shape and value.dim() > 0
 
 
 def is_row(value: Any, row: Tensor) -> bool:
@@ -246,29 +241,11 @@ class UpdateRecord:
     obstacle: str = ""
 
 
-class StepSide(Protocol):
-    """What any side, a program, a loop or one device, shows of a step. `in_use`: the parameters as
-    the first pass has them; `gradients` as the optimizers took them; `record`: what these were
-    given and left; `clip`: what the gradients are multiplied by before the update."""
-
-    @property
-    def in_use(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def gradients(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def record(self) -> UpdateRecord: ...
-
-    @property
-    def clip(self) -> float: ...
-
-
 class UpdateRecorder:
     """`with UpdateRecorder(holds) as updates:` around a step. `holds` are the parameters by name as
     this rank has them; `gradients` theirs as an optimizer takes them; `updated` those that one
-    steps with, at these `rates`, `without_state` those of which it kept nothing when it stepped
-    first; `has_closure`: an optimizer runs passes itself (LBFGS), each with other parameters."""
+    steps with, at these `rates`; `has_closure`: an optimizer runs passes itself (LBFGS), each with
+    other parameters."""
 
     def __init__(self, holds: Mapping[str, ParameterShard]) -> None:
         self.record = UpdateRecord()
@@ -276,7 +253,6 @@ class UpdateRecorder:
         self.optimizers: list[Optimizer] = []
         self.num_updates: dict[int, int] = {}
         self.has_closure = False
-        self.without_state: set[str] = set()
         self.updated: set[str] = set()
         self.rates: set[float] = set()
         self.holds = holds
@@ -306,17 +282,11 @@ class UpdateRecorder:
         given = [*args[1:], kwargs.get("closure")]
         self.has_closure = self.has_closure or any(callable(argument) for argument in given)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes it itself
         for name, shard in self.holds.items():
-            is_first = id(optimizer) not in self.num_updates
             self.updated |= {name} if id(shard.parameter) in own else set()
-            if id(shard.parameter) in own and is_first and not _has_state(optimizer, shard):
-                self.without_state.add(name)
             if id(shard.parameter) in own or name not in self.gradients:
-                gradient = shard.gradient()
-                if gradient is not None:
-                    taken = gradient.clone()  # `+` would give the very tensor
-                    self.gradients[name] = taken if scale is None else taken / float(scale)
+                if (gradient := _gradient(optimizer, shard)) is not None:
+                    self.gradients[name] = gradient
                 elif id(shard.parameter) in own:  # another optimizer, before, is not its own
                     self.gradients.pop(name, None)
         if all(optimizer is not other for other in self.optimizers):
@@ -330,8 +300,7 @@ class UpdateRecorder:
     @torch.no_grad()
     def _keep(self, optimizer: Optimizer) -> None:
         """Keep what it is given."""
-        rule, scale = Rule.of(optimizer), getattr(optimizer, "grad_scale", None)
-        taken: dict[str, Ingredients] = {}
+        rule, taken = Rule.of(optimizer), dict[str, Ingredients]()
         places = {
             id(tensor): (tensor, number, group)
             for number, group in enumerate(optimizer.param_groups, self._num_groups)
@@ -342,13 +311,10 @@ class UpdateRecorder:
         given = [tensor for tensor, _, _ in places.values() if tensor.numel()]
         for name, shard in self._named(given):
             tensor, number, group = places[id(shard.parameter)]
-            if shard is self.holds[name]:
-                gradient = self.gradients.get(name) if tensor.grad is not None else None
-            else:
-                gradient = shard.gradient()
-                if gradient is not None:
-                    gradient = gradient.clone() if scale is None else gradient / float(scale)
+            if is_master := shard is not self.holds[name]:
                 self.record.masters.add(name)
+            is_new = is_master or tensor.grad is None
+            gradient = _gradient(optimizer, shard) if is_new else self.gradients.get(name)
             self.record.shards[name] = shard
             if "lr" in group:
                 self.rates.add(float(group["lr"]))
@@ -401,11 +367,6 @@ class UpdateRecorder:
                     break
 
 
-def wholes(tensors: Mapping[str, Tensor]) -> dict[str, ParameterShard]:
-    """Return tensors as shards that are all of what they stand for."""
-    return {name: ParameterShard(name, tensor, tensor.shape) for name, tensor in tensors.items()}
-
-
 def piece_shape(shard: ParameterShard) -> torch.Size:
     """Return the shape of this rank's piece; of one in a flat parameter that of its row."""
     return held(shard.parameter).shape if shard.within is None else shard.value().shape
@@ -416,9 +377,12 @@ def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
     return own.shape == other.shape and torch.equal(own.to(other.dtype), other)
 
 
-def _has_state(optimizer: Optimizer, shard: ParameterShard) -> bool:
-    state = optimizer.state.get(shard.parameter, {})
-    return any(isinstance(row, Tensor) and bool(held(row).any()) for row in state.values())
+def _gradient(optimizer: Optimizer, shard: ParameterShard) -> Tensor | None:
+    """Return a copy of a gradient as an optimizer takes it: a fused one undoes the scale itself."""
+    gradient, scale = shard.gradient(), getattr(optimizer, "grad_scale", None)
+    if gradient is None:
+        return None
+    return gradient.clone() if scale is None else gradient / float(scale)
 
 
 def _state(shard: ParameterShard, optimizer: Optimizer) -> dict[str, object]:
