@@ -52,9 +52,6 @@ NAMED = {
     "rebuilt masters": (
         "optimizer", False, "value ", LATE, ALL, "with the reference's value",
     ),
-    "added in bf16": (
-        "gradients", False, "accumulated in bfloat16", 0, ALL, "without rounding",
-    ),
     "other rate on one rank": (
         "learning rate", True, "× 2", 0, ONE, "the reference's lr matches the",
     ),

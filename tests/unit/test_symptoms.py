@@ -11,12 +11,12 @@ import torch
 from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.verification.jobs.evidence import (
     Contributions,
+    Fix,
     JobEvidence,
     OwnGradients,
     Sample,
     contributions,
 )
-from ptrain.verification.jobs.fixes import Fix
 from ptrain.verification.jobs.gradients import GradientCase
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.parts import LeastSquares

@@ -53,13 +53,10 @@ class RandomDraw:
     def stilled(self) -> Tensor | None:
         """Return what drops nothing and adds nothing: a mask that is divided by its share is one
         then. None of what has no such value."""
-        if self.kind == "native_dropout":
-            return torch.ones_like(self.value)
-        if self.kind in _CHANCES:
-            return torch.full_like(self.value, self.kept)
-        if self.kind in _UNIFORM:
-            return torch.full_like(self.value, 0.5)
-        return torch.zeros_like(self.value) if self.kind in _NORMAL else None
+        levels = dict.fromkeys(_CHANCES, self.kept) | {"native_dropout": 1.0}
+        levels |= dict.fromkeys(_UNIFORM, 0.5) | dict.fromkeys(_NORMAL, 0.0)
+        level = levels.get(self.kind)
+        return None if level is None else torch.full_like(self.value, level)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Collect on every rank the evidence of all ranks about a step whose gradients differ. Per
 parameter it is a sample of its elements: one device's, each optimizer's, and each micro-batch's
-contribution.
+contribution. What would undo a difference is tried on every element of all parameters.
 
 This rank's samples are compared with one device's row by row. A batch that the loop rearranges
 (padding, pieces of sequences) has other rows and gives no result.
@@ -9,7 +9,7 @@ This rank's samples are compared with one device's row by row. A batch that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from ptrain.report.finding import RootCause
 from ptrain.verification.capture import Samples, ledger_of
-from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.modules import ProbeResult
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digest
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import (
     LeastSquares,
+    Magnitude,
     are_alike,
     combination,
-    difference,
     is_number_of,
     multiple,
     norm,
-    rounded,
 )
 
 
@@ -71,7 +71,6 @@ def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
 
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
-_SHARE = 0.1  # of what differs, that a rounding may leave
 _CHUNK = 1 << 25  # numbers (in fp64) that are gathered of all ranks' rows at once
 MOST = 16  # micro-batches whose contributions are told apart
 
@@ -248,16 +247,6 @@ class OwnGradients:
             and all(_is_near(own[name], row, dtype) for name, row in right.items())
         )
 
-    def is_rounding_of(self, dtype: torch.dtype, names: Collection[str]) -> bool:
-        """Return whether what this rank's optimizer took is one device's rounded to a dtype, but
-        for elements that roundings before it bring to the next number."""
-        for name, right in self._expected(names).items():
-            own, length = self.taken[name], norm(right)
-            left = difference(own, rounded(right, dtype), length)
-            if left > _SHARE * difference(own, right, length):
-                return False
-        return True
-
     def _expected(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return one device's elements of what this rank's optimizer took."""
         return {
@@ -283,6 +272,12 @@ class JobEvidence:
     micro_batches: int
     ledger: Samples | None = None
     rows: tuple[RowReport, ...] = ()
+
+    @property
+    def match_words(self) -> str:
+        """Return in words that all gradients match."""
+        count = len(self.samples)
+        return f"all {count} gradients match" if count > 1 else "the gradient matches"
 
     @property
     def contributed(self) -> Contributions | None:
@@ -386,3 +381,96 @@ def _basis(truth: Tensor, given: Sequence[Mapping[str, Tensor]], name: str, coun
         elif name in gradients:
             rows[number] = gradients[name].double().flatten()
     return rows
+
+
+_ROUNDINGS = 10  # a fix divides and adds once more: so many tolerances
+_LOOSEST = 0.1  # of 16 bits
+
+LossFactor = Callable[[int, Sequence[float]], float | None]
+
+
+def unknown_factor(rank: int, losses: Sequence[float]) -> None:
+    """Return that one cannot tell what is undone in a loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """What undoes a hypothesis: of the parameters `names` a rank would have the gradient that
+    `undone` makes of a sample; all gradients are divided by `scale` first. `words` say what is
+    tried. `loss_factor` returns what a rank's loss would be multiplied by, if what is undone is in
+    the loss, given the losses of its micro-batches; None where one cannot tell."""
+
+    names: Collection[str]
+    undone: Callable[[Sample, int], Tensor]
+    words: str
+    scale: float = 1.0
+    loss_factor: LossFactor = unknown_factor
+
+    def of(self, name: str, sample: Sample, rank: int) -> Tensor:
+        """Return the gradient that a rank would have; NaN where it holds nothing."""
+        sample = sample.scaled(self.scale)
+        return self.undone(sample, rank) if name in self.names else sample.gradients[rank]
+
+
+# Returns in words what still differs with these gradients, "" where nothing does.
+After = Callable[[Mapping[str, Tensor], Fix], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixTrial:
+    """What a fix leaves: the largest difference of a gradient (relative), whether that is within
+    what roundings make, and the whole gradients that this gives, a row each."""
+
+    left: float
+    fixes: bool
+    gradients: Mapping[str, Tensor]
+
+
+def tried(fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> FixTrial:
+    """Try a fix on all gradients. All ranks call it."""
+    truths = own.truths
+    scale = Magnitude.of(truths)
+    bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
+    largest, fixes, rows = 0.0, True, dict[str, Tensor]()
+    for name, whole in truths.items():
+        squares: dict[int, Tensor] = {}
+        pieces = []
+        for sample in own.of_all_ranks(name, ranks):
+            piece = sample.truth.clone()
+            for rank in sorted(sample.holders(), key=lambda its: its == ranks.rank):
+                has = ~sample.gradients[rank].isnan()
+                undone, (was, truth) = fix.of(name, sample, rank)[has], sample.of(rank)
+                sizes = [norm(undone - truth), norm(was - truth), norm(truth)]
+                counted = torch.tensor([*(size**2 for size in sizes), truth.numel()]).double()
+                squares[rank] = squares.get(rank, torch.zeros(4).double()) + counted
+                piece[has] = undone
+            pieces.append(piece)
+        rows[name] = torch.cat(pieces)
+        for left, before, length, numel in (row.tolist() for row in squares.values()):
+            size = max(math.sqrt(length), scale.quiet(whole) * math.sqrt(numel))
+            after, was_off = (_relative(math.sqrt(its), size) for its in (left, before))
+            largest = max(largest, after)
+            helps = after <= was_off / 2 or was_off <= limit.gradients
+            fixes = fixes and after <= bound and helps
+    return FixTrial(left=largest, fixes=fixes, gradients=rows)
+
+
+def _relative(size: float, length: float) -> float:
+    if not math.isfinite(size):
+        return math.inf
+    return size / length if length else math.inf if size else 0.0
+
+
+def with_trial(
+    said: RootCause, fix: Fix | None, evidence: JobEvidence, ranks: Ranks, limit: Tolerance,
+    after: After,
+) -> RootCause:  # fmt: skip
+    """Return the root cause with what came of its fix."""
+    if fix is None:
+        return said
+    trial = tried(fix, evidence.own, ranks, limit)
+    if not trial.fixes:
+        return said.unexplained(fix.words)
+    words = f"{fix.words}, {evidence.match_words} the reference to {trial.left:.1e}"
+    others = after(trial.gradients, fix)
+    return said.fits(f"{words}{others}") if others else said.proven(words)

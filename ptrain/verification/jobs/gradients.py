@@ -16,17 +16,13 @@ from torch import Tensor
 
 from ptrain.report.finding import POSSIBLE, RULED_OUT, Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.evidence import (
+    After,
     Contributions,
+    Fix,
     JobEvidence,
+    LossFactor,
     Sample,
     contributions,
-)
-from ptrain.verification.jobs.fixes import (
-    After,
-    Fix,
-    LossFactor,
-    coarse_sum,
-    match_words,
     tried,
     unknown_factor,
     with_trial,
@@ -75,8 +71,6 @@ def explain_gradients(
     given. `after` tells what still differs with a fix. All ranks call it."""
     names = [name for name in evidence.samples if any(its.name == name for its in mismatches)]
     unexplained = unclear(mismatches, evidence, names, ranks)
-    if (coarse := coarse_sum(unexplained, evidence, ranks, limit, after)) is not None:
-        return coarse
     out: list[str] = []
     for said, fix in GradientCase(mismatches, evidence, ranks, _loose(limit), names).hypotheses():
         likeliest = with_trial(said, fix, evidence, ranks, limit, after)
@@ -470,4 +464,4 @@ def of_own_samples(
     trial = tried(fix, evidence.own, ranks, limit)
     if not trial.fixes:
         return None
-    return where.located(f"{fix.words}, {match_words(evidence)} the loop to {trial.left:.1e}")
+    return where.located(f"{fix.words}, {evidence.match_words} the loop to {trial.left:.1e}")

@@ -25,20 +25,17 @@ from ptrain.report.finding import (
     RULED_OUT,
     Certainty,
     Mismatch,
-    Moment,
     RootCause,
     Subject,
 )
 from ptrain.verification.jobs.draws import Key
-from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
-from ptrain.verification.jobs.fixes import Fix, coarse_sum
+from ptrain.verification.jobs.evidence import Fix, JobEvidence, evidence, rows_of, untold
 from ptrain.verification.jobs.gradients import (
     explain_gradients,
     of_own_samples,
     of_samples,
 )
 from ptrain.verification.jobs.job import (
-    TOLERANCES,
     Alone,
     GlobalLoss,
     Job,
@@ -75,7 +72,6 @@ _EVEN = 1e-3  # relative: weights of terms that are alike
 _MOST_TERMS = 4  # of a loss, of which each is run alone
 _SHARE = 1e-3  # of what differs within a module, that differs outside of it too
 _HALF = 2  # bytes
-_FINE = TOLERANCES[torch.float32]
 _RACES = 3  # runs of a step that waits for too little, one of which is wrong
 _NEAR = 1e-3  # of a gradient, that is a sum of those of its terms
 _LOOSE = 10  # tolerances of a gradient: the same addends in another order
@@ -250,39 +246,26 @@ class Inquiry:
             probe=probe, before=before,
         )  # fmt: skip
 
-    def accumulated(self, before: Mapping[str, Tensor]) -> RootCause | None:
-        """Return the root cause of gradients within the tolerance whose micro-batches are added up
-        in 16 bits, and the reference's are not: by the dtype of `.grad`, or in the first step by
-        that sum itself. None of one micro-batch. All ranks call it."""
+    def accumulated(self) -> RootCause | None:
+        """Return the root cause of gradients whose micro-batches are added up in 16 bits, and the
+        reference's are not, by the dtype of `.grad`: they may differ within the tolerance. None of
+        one micro-batch. All ranks call it."""
         own, right = self.step.seen.gradients, self.step.expected.gradients
         both = [name for name in own if name in right and right[name].dtype.itemsize > _HALF]
-        halves = [name for name in both if own[name].dtype.itemsize == _HALF]
-        count, apart = len(self.step.seen.calls), self.step.differences
-        is_apart = apart.most(Moment.GRADIENTS, Subject.GRADIENTS) > _FINE.gradients
-        is_hidden = not apart.step and is_apart and self.limit.gradients > _FINE.gradients
-        everyones = self.ranks.gather((halves if count > 1 else [], is_hidden and count > 1))
-        names = [*dict.fromkeys(name for its, _ in everyones for name in its)] or both
-        blamed = RootCause(
-            state=Subject.GRADIENTS, axis="", factor="", place=families(names), sentence="",
-            step=self.step.differences.step, ranks=tuple(range(self.ranks.size)),
-        )  # fmt: skip
-        if any(its for its, _ in everyones):
-            dtypes = self.ranks.gather([named(own[name].dtype) for name in halves[:1]])
-            dtype = next(its[0] for its in dtypes if its)
-            return replace(
-                blamed, factor=f"accumulated in {dtype}",
-                sentence=f"The gradients of {count} micro-batches are added up in {dtype}, unlike "
-                "in the reference.",
-                fix="Accumulate them in a dtype as fine as the reference's.",
-                tried="the dtypes of .grad were compared when the optimizer steps",
-            )  # fmt: skip
-        if not all(is_tried for _, is_tried in everyones):
+        count = len(self.step.seen.calls)
+        halves = [name for name in both if own[name].dtype.itemsize == _HALF and count > 1]
+        everyones = self.ranks.gather([[name, named(own[name].dtype)] for name in halves])
+        dtypes = {name: dtype for its in everyones for name, dtype in its}
+        if not dtypes:
             return None
-        now = self.pair.states()
-        _, job_evidence = self._evidence(before)
-        for state in now:
-            state.restore()  # the run goes on
-        return coarse_sum(blamed, job_evidence, self.ranks, self.limit, self._after)
+        dtype = min(dtypes.values())
+        return blame(
+            Subject.GRADIENTS, f"accumulated in {dtype}", families(dtypes),
+            f"The gradients of {count} micro-batches are added up in {dtype}, unlike in the "
+            "reference.",
+            "Accumulate them in a dtype as fine as the reference's.",
+            step=self.step.differences.step, ranks=range(self.ranks.size),
+        ).fits("the dtypes of .grad were compared when the optimizer steps")  # fmt: skip
 
     def _of_terms(self, first: Sequence[Mismatch]) -> RootCause | None:
         """One term of the loss has another weight than in the reference, or no gradient: each is
@@ -313,15 +296,14 @@ class Inquiry:
         if not is_sum or len(odd) != 1:
             return None
         name, weight = names[odd[0]], weights[odd[0]]
-        if name not in whole.coefficients:
-            change = LossTerms(loop, joined={name: weight})
+        is_new, is_nothing = name not in whole.coefficients, abs(weight) <= _EVEN
+        change = LossTerms(loop, *(({}, {name: weight}) if is_new else ({name: weight},)))
+        factor = 0.0 if is_nothing else 1 / weight
+        said, what = f"× {factor:.4g}", f"has {factor:.4g} times its weight beside the other terms"
+        if is_new:
             said, what = "no gradient", "gets no gradient from the loss of the loop"
-        elif abs(weight) <= _EVEN:
-            change, said = LossTerms(loop, {name: 0.0}), "not in the reference"
-            what = "is not in the loss of the reference"
-        else:
-            change, said = LossTerms(loop, {name: weight}), f"× {1 / weight:.4g}"
-            what = f"has {1 / weight:.4g} times its weight beside the other terms"
+        elif is_nothing:
+            said, what = "not in the reference", "is not in the loss of the reference"
         trial = self.trial(change, draws(), loss=change.of)
         if trial is None or not trial.is_near(self.limit.gradients):
             return None

@@ -160,26 +160,24 @@ def explain_buffers(
         ),
         (torch.empty(0), torch.empty(0)),  # of another stage
     )
-    coarse = [d for d in COARSER if is_number_of(own, d) and not is_number_of(right, d)]
+    coarse = [d for d in COARSER if not is_number_of(right, d)]
+    coarse = [d for d in coarse if torch.equal(rounded(right, d).double(), own.double())]
     dtype = named(coarse[0]) if coarse else ""
-    is_it = bool(coarse) and torch.equal(rounded(right, coarse[0]).double(), own.double())
     fit = multiple(own, right)
     times = f"× {fit.factor:.4g}" if fit.holds(limit) else ""
-    everyones = ranks.gather((digest(own), dtype, is_it, times), tuple[str, str, bool, str])
-    kinds = {everyones[its.rank][1:3] for its in mismatches if its.name == first.name}
+    everyones = ranks.gather((digest(own), dtype, times), tuple[str, str, str])
+    dtypes = {everyones[its.rank][1] for its in mismatches if its.name == first.name}
     when = "at the start" if first.moment is Moment.START else "at the end of the step"
-    dtype, is_it = min(kinds)
-    if dtype and len({name for name, _ in kinds}) == 1:
-        said = blame(
+    if (dtype := min(dtypes)) and len(dtypes) == 1:
+        return blame(
             factor=f"rounded to {dtype}",
             sentence=f"Every element of the buffer is {when} a number of {dtype}, unlike in the "
             "reference.",
             fix="Keep it in the dtype of the reference when the model is cast.",
-        )
-        return said.fits(f"it equals the reference rounded to {dtype}") if is_it else said
+        ).fits(f"it equals the reference rounded to {dtype}")
     bits = [its for its, *_ in everyones if its != digest(torch.empty(0))]
     if len(set(bits)) == 1:
-        times = everyones[first.rank][3]
+        times = everyones[first.rank][2]
         return blame(
             factor=times or "other values on all ranks",
             sentence=f"The buffer has {when} the same values on all ranks"
@@ -198,6 +196,17 @@ def explain_buffers(
         "from what is not reduced over the ranks; it is not broadcast from one rank.",
         fix="Reduce what it is computed from, or broadcast it.",
     )
+
+
+def explain_average(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
+    """Explain averages that differ though the parameters do not."""
+    return root_cause(
+        mismatches, ranks, state=Subject.AVERAGE, factor=_size(mismatches),
+        sentence="The parameters match the reference, but their moving average differs.",
+        fix="Update it once per step, from the parameters after the update, on every rank, with "
+            "the reference's decay.",
+        tried="all that is compared before it matches",
+    )  # fmt: skip
 
 
 def explain_in_use(
@@ -302,7 +311,7 @@ def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Rank
 
 
 # How much some roundings change a gradient, at most; the coarsest first, whose numbers are others'.
-_ROUNDINGS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
+_MOST_OFF = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
 
 
 def unclear(
@@ -314,7 +323,7 @@ def unclear(
     coarse = next(
         (
             dtype
-            for dtype, most in _ROUNDINGS.items()
+            for dtype, most in _MOST_OFF.items()
             if largest <= most and all(ranks.gather(evidence.own.is_rounded_to(dtype, names)))
         ),
         None,
@@ -328,7 +337,6 @@ def unclear(
     if coarse is None:
         return unknown
     dtype = named(coarse)
-    is_it = all(ranks.gather(evidence.own.is_rounding_of(coarse, names)))
     return replace(
         unknown,
         factor=f"rounded to {dtype}",
@@ -336,10 +344,8 @@ def unclear(
         "communication hook or an operator computes in it.",
         fix=f"Compute it as the reference does. If this is intended, set "
         f"`Terms(dtype=torch.{dtype})`.",
-        certainty=Certainty.PROVEN if is_it else Certainty.FITS,
-        tried=f"the reference rounded to {dtype} equals the gradients that the optimizers take"
-        if is_it
-        else f"every element is a number of {dtype}, and few elements of the reference are",
+        certainty=Certainty.FITS,
+        tried=f"every element is a number of {dtype}, and few elements of the reference are",
     )
 
 

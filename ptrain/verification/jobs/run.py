@@ -28,7 +28,6 @@ from ptrain.verification.compare import (
     alive,
     claim,
 )
-from ptrain.verification.jobs.averages import explain_average
 from ptrain.verification.jobs.evidence import rows_of
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
@@ -62,6 +61,7 @@ from ptrain.verification.jobs.record import (
     replicas,
 )
 from ptrain.verification.jobs.root_causes import (
+    explain_average,
     explain_buffers,
     explain_in_use,
     explain_loss,
@@ -374,7 +374,7 @@ class Examiner:
         elif self.mismatches:
             self.root_cause = self._explain(seen)
         else:
-            self.root_cause = self._inquiry(seen).accumulated(self.before)
+            self.root_cause = self._inquiry(seen).accumulated()
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
     def _allow_rounding(self, step: StepComparison) -> None:
@@ -442,7 +442,7 @@ class Examiner:
                 others = [its for its in first if its.subject is not Subject.AVERAGE]
                 inquiry = self._inquiry(step)
                 if not others:
-                    said = explain_average(first, self.pair.averages, self.ranks)
+                    said = explain_average(first, self.ranks)
                 elif (buffers := self._explain_buffers(others)) is not None:
                     said = inquiry.of_buffers(buffers)
                     if len(others) < len(first) and said.certainty is Certainty.PROVEN:

@@ -223,7 +223,7 @@ class LoopPair:
     averages: Averages = field(init=False)
 
     def __post_init__(self) -> None:
-        self.averages = Averages(self.reference, self.loop, self.holds, self.wholes)
+        self.averages = Averages(self.reference, self.loop, self.holds)
         self.origin = values_of(self.wholes)
 
     def values(self) -> Rows:

@@ -174,12 +174,11 @@ def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 class AsBackwardLeft:
     """While entered, optimizers step with the gradients that the last backward pass left, `times`
     what the reference multiplies its own by. `has_replaced`: the gradients that they would have
-    taken are others than backward left; `factor`: a multiple of those that they take instead, None
-    where they are none, of the parameters in `fitted`."""
+    taken are others than backward left; `factor`: in words the multiple of those
+    that they are, of the parameters in `fitted`; "" where they are none, or the same."""
 
     def __init__(self, model: nn.Module, fitted: Iterable[Tensor], times: float) -> None:
-        self.factor: float | None = None
-        self.has_replaced, self._times = False, times
+        self.factor, self.has_replaced, self._times = "", False, times
         self._parameters = list(model.parameters())
         self._fitted = {id(its) for its in fitted}
         self._left: dict[int, Tensor] = {}
@@ -207,7 +206,8 @@ class AsBackwardLeft:
             rows = [map(held, side) for side in zip(*fitted, strict=True)]
             own, left = (torch.cat([its.double().flatten() for its in row]) for row in rows)
             fit = multiple(own, left)
-            self.factor = fit.factor / self._times if fit.holds(1e-3) else None
+            times = fit.factor / self._times
+            self.factor = f"{times:.4g}" if fit.holds(1e-3) and abs(times - 1) > PLAIN else ""
         for parameter, own, left in pairs:
             self.has_replaced |= not torch.equal(held(own), held(left))
             parameter.grad = left if self._times == 1.0 else left * self._times
@@ -446,23 +446,18 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
         return left, inquiry.trial(inquiry.drawing.repeated(loop), before=[left])
 
     left, _ = run()
-    everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, float | None])
+    everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, str])
     wrong = sorted({its.rank for its in first})
     if not all(everyones[rank][0] for rank in wrong):  # a rank that does not clip changes nothing
         return
-    factors = {rank: everyones[rank][1] for rank in wrong}
-    numbers = {r: f"{its:.4g}" for r, its in factors.items() if its and abs(its - 1) > PLAIN}
-    by, times = "", ""
-    if None not in factors.values() and numbers:
-        many = len(set(numbers.values())) > 1
-        listed = [f"{its}{f' on rank {rank}' * many}" for rank, its in numbers.items()]
-        listed = listed if many else listed[:1]
-        by, times = f" by the factor {', '.join(listed)}", f", × {', × '.join(listed)}"
+    factors = {everyones[rank][1] for rank in wrong}
+    factor = min(factors) if len(factors) == 1 else ""
     yield PossibleCause(
         blamed=root_cause(
-            first, ranks, state=Subject.GRADIENTS, factor=f"changed after backward{times}",
+            first, ranks, state=Subject.GRADIENTS,
+            factor=f"changed after backward{factor and f', × {factor}'}",
             sentence="The gradients that backward leaves are right. Before the optimizer steps "
-            f"they are changed{by}.",
+            f"they are changed{factor and f' by the factor {factor}'}.",
             fix="Remove what scales or writes them there (a division, a clip, an unscaling of "
             "what was not scaled).",
         ),

@@ -45,7 +45,6 @@ class Ingredient(StrEnum):
     SETTING = "setting"
     STATE = "state"
     VALUE = "value"
-    RULE = "class"
     GRADIENT = "gradient"
 
 
@@ -58,8 +57,6 @@ class Swap:
 
     def value(self, side: Ingredients) -> Any:
         """Return this ingredient of one side."""
-        if self.ingredient is Ingredient.RULE:
-            return side.rule.kind
         of_keys = {Ingredient.SETTING: side.settings, Ingredient.STATE: side.state}
         kept = of_keys.get(self.ingredient)
         return getattr(side, self.ingredient) if kept is None else kept.get(self.key)
@@ -74,10 +71,6 @@ class Swap:
                 return replace(own, settings=kept | known)
             case Ingredient.STATE:
                 return own.with_state(**{self.key: its})
-            case Ingredient.RULE:
-                kept = {k: v for k, v in own.settings.items() if k not in _OF_CLASS}
-                settings = other.settings | kept
-                return replace(own, rule=other.rule, tensor=other.tensor, settings=settings)
             case _:
                 return replace(own, **{self.ingredient: its})
 
@@ -126,21 +119,16 @@ def left_with(case: UpdateCase, swaps: Swaps) -> Remainder:
     return case.repeated(taken)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class SwapSearch:
-    """`fixes`: the fewest swaps that make the update one device's, on all ranks, the best first;
-    `left`: what is left then; `singles`: what is left with each alone; `num_combined`: how often
-    several were tried."""
-
-    fixes: tuple[Swaps, ...]
-    left: Remainder
-    singles: dict[Swap, Remainder]
-    num_combined: int = 0
+# What is left with each swap alone.
+Singles = dict[Swap, Remainder]
 
 
-def search(case: UpdateCase, ranks: Ranks, mismatch: Remainder) -> SwapSearch:
-    """Try one ingredient, then all of a kind, then pairs. All ranks call it with the same
-    `mismatch`, which is that of the update as it was."""
+def search(
+    case: UpdateCase, ranks: Ranks, mismatch: Remainder
+) -> tuple[list[Swaps], Remainder, Singles]:
+    """Try one ingredient, then all of a kind, then pairs; return the fewest swaps that make the
+    update one device's on all ranks, the best first, and what is left then. All ranks call it with
+    the same `mismatch`, which is that of the update as it was."""
     everyones = ranks.gather(list(differing(case)), list[Swap])
     order = list(Ingredient)
     of_any = {swap for of_rank in everyones for swap in of_rank}
@@ -151,20 +139,18 @@ def search(case: UpdateCase, ranks: Ranks, mismatch: Remainder) -> SwapSearch:
         lefts = _all_ranks(case, ranks, _several(swaps))
     fixes = [its for its, left in lefts.items() if left.is_fix_of(mismatch)]
     fixes.sort(key=lambda its: (len(its), lefts[its].worst))
-    alike = tuple(its for its in fixes if len(its) == len(fixes[0]))
-    return SwapSearch(alike, lefts[fixes[0]] if fixes else mismatch, by_swap, len(lefts))
+    alike = [its for its in fixes if len(its) == len(fixes[0])]
+    return alike, lefts[fixes[0]] if fixes else mismatch, by_swap
 
 
 def _several(swaps: Sequence[Swap]) -> list[Swaps]:
     """Pairs, and all of a kind together: what is lost with an optimizer is all of its state."""
-    state, settings, rule = (
+    state, settings = (
         tuple(swap for swap in swaps if swap.ingredient is kind)
-        for kind in (Ingredient.STATE, Ingredient.SETTING, Ingredient.RULE)
+        for kind in (Ingredient.STATE, Ingredient.SETTING)
     )
     kinds = [its for its in (state, settings, state + settings) if len(its) > 2]
-    kinds += [(*rule, *settings, *state)] if rule else []
-    pairs = combinations([swap for swap in swaps if swap.ingredient is not Ingredient.RULE], 2)
-    return list(dict.fromkeys([*kinds, *pairs]))[:_MOST]
+    return list(dict.fromkeys([*kinds, *combinations(swaps, 2)]))[:_MOST]
 
 
 def _all_ranks(case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]) -> dict[Swaps, Remainder]:
@@ -175,15 +161,14 @@ def _all_ranks(case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngredientPair:
-    """Of one parameter on one rank an ingredient that is not one device's: both in words, and as
-    numbers where they are; `is_master`: the optimizer has a copy of the parameter."""
+    """Of one parameter on one rank an ingredient that is not one device's: both in words;
+    `is_master`: the optimizer has a copy of the parameter."""
 
     swap: Swap
     name: str
     rank: int
     own: str
     other: str
-    numbers: tuple[float | None, float | None] = (None, None)
     is_master: bool = False
 
 
@@ -195,7 +180,7 @@ def differing_pairs(case: UpdateCase, swaps: Swaps) -> Iterator[IngredientPair]:
         yield IngredientPair(
             swap=swap, name=name, rank=case.verdict.rank,
             own=_text(own, other), other=_text(other, own),
-            numbers=(as_number(own), as_number(other)), is_master=name in case.run.record.masters,
+            is_master=name in case.run.record.masters,
         )  # fmt: skip
 
 
@@ -206,14 +191,12 @@ def _text(value: Any, other: Any) -> str:
         is_apart = isinstance(other, Tensor) and is_row(value, other) and bool(other.any())
         return f"{distance(value, other):.2g} off" if is_apart else "values"
     number = None if isinstance(value, bool) else as_number(value)
-    text = getattr(value, "__name__", str(value).replace("None", "none"))
-    return text if number is None else f"{number:g}"
+    return str(value).replace("None", "none") if number is None else f"{number:g}"
 
 
 _FIXES = {
     Ingredient.SETTING: "Use the same settings on every rank.",
     Ingredient.STATE: "Keep the optimizer, or load all of its state when it is created again.",
-    Ingredient.RULE: "Use one class.",
     Ingredient.VALUE: "Check the loads and writes before the update.",
     Ingredient.GRADIENT: "Sum it in a finer dtype or in one order, and check its copy to the "
     "optimizer; or set `Terms(tolerance=...)`.",
@@ -228,7 +211,6 @@ def words(
     settled = tuple(swap for swap in fix if swap.ingredient is Ingredient.SETTING)
     if settled and all(row.own == "none" for row in rows if row.swap not in settled):
         fix = settled  # what is kept beside a parameter follows from these
-    fix = tuple(swap for swap in fix if swap.ingredient is Ingredient.RULE) or fix  # or from this
     parts = [_of_swap(swap, [row for row in rows if row.swap == swap], degrees) for swap in fix]
     state, factor = parts[0][0], " and ".join(factor for _, factor, _ in parts)
     kept = [row for row in rows if row.swap.key != "step" and not settled]
@@ -253,9 +235,8 @@ def _of_swap(
     )
     own, other = next(iter(pairs))
     factor = f"{title} {own}{other and f' for {other}'}"
-    mine, right = rows[0].numbers
-    if swap.key == "lr" and len(pairs) == 1 and mine is not None and right:
-        factor = factor_text(mine / right, degrees)
+    if swap.key == "lr" and len(pairs) == 1 and "none" not in (own, other) and float(other):
+        factor = factor_text(float(own) / float(other), degrees)
     states = {
         Ingredient.GRADIENT: Subject.GRADIENTS,
         Ingredient.VALUE: Subject.OPTIMIZER if rows[0].is_master else Subject.PARAMETERS,
@@ -312,6 +293,10 @@ class UpdateExplainer:
         everyones = self.ranks.gather(case.run.record.obstacle or case.reference.record.obstacle)
         if obstacle := next(filter(None, everyones), ""):
             return self.unexplained(f"the update cannot be replayed: {obstacle}{self._differing()}")
+        kinds = [[its.rule.kind.__name__ for its in (case.own[n], case.other[n])] for n in case.own]
+        unlike = [both for its in self.ranks.gather(kinds) for both in its if both[0] != both[1]]
+        if unlike:
+            return self.unexplained("the loop steps by {}, the reference by {}".format(*unlike[0]))
         after = case.run.record.after
         mismatch = self._of_all(case.remainder({name: after[name] for name in case.own}))
         if mismatch.count == 0:
@@ -447,13 +432,11 @@ class UpdateExplainer:
                 f"settings give {families((name for _, name in rows))} other values than its "
                 f"step did{self._differing()}"
             )
-        result = search(case, self.ranks, mismatch)
-        if not result.fixes:
-            return self.unexplained(_ruled_out(result))
-        is_coarse = result.left.worst > _COARSE
-        return self._exchanged(
-            result, f" (it differed by {mismatch.worst:.2g})" if is_coarse else ""
-        )
+        fixes, rest, singles = search(case, self.ranks, mismatch)
+        if not fixes:
+            return self.unexplained(_ruled_out(singles))
+        was = f" (it differed by {mismatch.worst:.2g})" if rest.worst > _COARSE else ""
+        return self._exchanged(fixes, f"{rest.worst:.2g}{was}")
 
     def _differing(self) -> str:
         """What is not one device's before an update of which nothing can be tried."""
@@ -467,20 +450,19 @@ class UpdateExplainer:
         listed = ", ".join(sorted(titles)) or "none of its settings and state"
         return f"; {listed} differed from the reference before it"
 
-    def _exchanged(self, result: SwapSearch, was: str) -> RootCause:
-        mine = list(differing_pairs(self.case, result.fixes[0]))
+    def _exchanged(self, fixes: Sequence[Swaps], rest: str) -> RootCause:
+        mine = list(differing_pairs(self.case, fixes[0]))
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
-        state, factor, sentence, fix = words(result.fixes[0], rows, self.ranks.degrees)
+        state, factor, sentence, fix = words(fixes[0], rows, self.ranks.degrees)
         what, *others = (
-            ", ".join(swap.key or str(swap.ingredient) for swap in its) for its in result.fixes
+            ", ".join(swap.key or str(swap.ingredient) for swap in its) for its in fixes
         )
         if others:
             sentence += f" {POSSIBLE}{'; '.join((what, *others))}."
         return self._proven(
             state, factor, sentence, fix, [row.name for row in rows],
             sorted({row.rank for row in rows}),
-            f"the update replayed with the reference's {what} matches the reference to "
-            f"{result.left.worst:.2g}{was}",
+            f"the update replayed with the reference's {what} matches the reference to {rest}",
         )  # fmt: skip
 
     def _proven(
@@ -510,11 +492,11 @@ class UpdateExplainer:
         )  # fmt: skip
 
 
-def _ruled_out(result: SwapSearch) -> str:
+def _ruled_out(singles: Singles) -> str:
     """What is not one device's, and how far the update with one device's is from it still."""
     tried = [
         f"{swap.key or swap.ingredient}: {left.worst:.2g}"
-        for swap, left in sorted(result.singles.items(), key=lambda pair: pair[1].worst)
+        for swap, left in sorted(singles.items(), key=lambda pair: pair[1].worst)
     ]
     if not tried:
         return (
@@ -522,8 +504,7 @@ def _ruled_out(result: SwapSearch) -> str:
             "so the reference's step uses them differently (a hook, an attribute of its "
             "optimizer)"
         )
-    together = f", and with each of {result.num_combined} combinations" * bool(result.num_combined)
     return (
-        "the update replayed with the reference's still differs, by relative distance "
-        f"({', '.join(tried)}){together}"
+        "the update replayed with the reference's, also with several at once, still differs, by "
+        f"relative distance ({', '.join(tried)})"
     )
