@@ -225,15 +225,6 @@ class OwnGradients:
         both = torch.stack([truth.double(), old.double(), mine])
         return torch.cat([both, _basis(truth, self.given, name, self.micro_batches)])
 
-    def emptiness(self, name: str) -> str:
-        """Return in words why this rank has no gradient of a parameter; nothing where it has."""
-        gradient = self.taken.get(name)
-        if gradient is not None:
-            return "" if bool(gradient.any()) else "it is all zeros: set to zero, or never written"
-        if not self.holds[name].parameter.requires_grad:
-            return "it does not require a gradient (requires_grad is False)"
-        return ".grad is None: backward does not reach it, or it is not copied back from a copy"
-
     def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
         """Return whether every element that this rank's optimizer took is a number of a coarser
         dtype, as near to one device's as such numbers lie, which are none of that dtype."""
@@ -416,18 +407,12 @@ class Fix:
 After = Callable[[Mapping[str, Tensor], Fix], str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixTrial:
-    """What a fix leaves: the largest difference of a gradient (relative), whether that is within
-    what roundings make, and the whole gradients that this gives, a row each."""
-
-    left: float
-    fixes: bool
-    gradients: Mapping[str, Tensor]
-
-
-def tried(fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> FixTrial:
-    """Try a fix on all gradients. All ranks call it."""
+def tried(
+    fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance
+) -> tuple[float, Mapping[str, Tensor] | None]:
+    """Try a fix on all gradients; return the largest difference (relative) that it leaves, and the
+    whole gradients that it gives, a row each: None where it leaves more than roundings make. All
+    ranks call it."""
     truths = own.truths
     scale = Magnitude.of(truths)
     bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
@@ -452,7 +437,7 @@ def tried(fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> FixTri
             largest = max(largest, after)
             helps = after <= was_off / 2 or was_off <= limit.gradients
             fixes = fixes and after <= bound and helps
-    return FixTrial(left=largest, fixes=fixes, gradients=rows)
+    return largest, rows if fixes else None
 
 
 def _relative(size: float, length: float) -> float:
@@ -468,9 +453,9 @@ def with_trial(
     """Return the root cause with what came of its fix."""
     if fix is None:
         return said
-    trial = tried(fix, evidence.own, ranks, limit)
-    if not trial.fixes:
+    left, gradients = tried(fix, evidence.own, ranks, limit)
+    if gradients is None:
         return said.unexplained(fix.words)
-    words = f"{fix.words}, {evidence.match_words} the reference to {trial.left:.1e}"
-    others = after(trial.gradients, fix)
+    words = f"{fix.words}, {evidence.match_words} the reference to {left:.1e}"
+    others = after(gradients, fix)
     return said.fits(f"{words}{others}") if others else said.proven(words)

@@ -168,16 +168,13 @@ class GradientCase:
         if names := [name for name, ranks in lacking.items() if ranks]:
             without = sorted({rank for its in lacking.values() for rank in its})
             holders = sorted({rank for name in names for rank in self.samples[name].holders()})
-            own = self.evidence.own
-            seen = [own.emptiness(name) for name in names if name in own.holds]
-            kinds = {kind for kinds in self.ranks.gather(seen) for kind in kinds if kind}
             is_everywhere, count = without == holders, self._count(names)
             yield self._say(
                 "" if is_everywhere else self.ranks.axis_of(holders),
                 "no gradient",
                 f"{count[0].upper()}{count[1:]} get a gradient in the reference, but "
                 f"{'no rank' if is_everywhere else 'not every rank'} that holds them has one when "
-                f"the optimizer steps: {' or '.join(sorted(kinds)) or 'all gradients are zero'}.",
+                "the optimizer steps: .grad is None or zero.",
                 "Let backward reach these parameters, and hand their gradients to the optimizer.",
                 ranks=without, names=names,
             ), self._fix(
@@ -461,7 +458,7 @@ def of_own_samples(
         names=set(evidence.samples), undone=contributed.rest,
         words="computed by the plain module from the samples given to the ranks",
     )  # fmt: skip
-    trial = tried(fix, evidence.own, ranks, limit)
-    if not trial.fixes:
+    left, gradients = tried(fix, evidence.own, ranks, limit)
+    if gradients is None:
         return None
-    return where.located(f"{fix.words}, {evidence.match_words} the loop to {trial.left:.1e}")
+    return where.located(f"{fix.words}, {evidence.match_words} the loop to {left:.1e}")

@@ -189,9 +189,7 @@ class Inquiry:
         draws = self.drawing.replayed(pair.reference.model, still=still)
         if (loss := self._ran(pair.reference, batch, expected, draws, Alone())) is None:
             return None
-        both = number(loss[0]), number(self.step.losses[1])
-        measured = self._loss.of(*both)
-        apart = 0.0 if measured is None else numbers_apart(both[0] or 0.0, measured)
+        apart = max(self._loss_apart(self.step.losses[1], loss[0]), default=0.0)
         right = self.step.case.with_gradients(self._parts(self.step.expected.gradients))
         left = self._most_apart(self.step.seen.gradients, expected.gradients)
         return Trial(left, self._before(), self._others(apart, *right))
@@ -508,11 +506,9 @@ class Inquiry:
                 yield math.inf
 
     def _loss_apart(self, *losses: Any) -> list[float]:
-        """How far the global loss is from the reference's: of this rank's, or of the step as it
-        was; nothing where there is none. All ranks call it."""
-        right, own = (
-            number(loss) for loss in (*self.step.losses[:1], *(losses or self.step.losses[1:]))
-        )
+        """How far the global loss is from the reference's: of this rank's and of this reference's,
+        or of the step as it was; nothing where there is none. All ranks call it."""
+        own, right = map(number, (*losses, *self.step.losses[::-1][len(losses) :]))
         measured = self._loss.of(right, own)
         return [] if right is None or measured is None else [numbers_apart(right, measured)]
 

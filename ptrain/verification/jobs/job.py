@@ -289,6 +289,8 @@ class Terms:
         mesh: The device mesh of the ranks, if no DTensor refers to it.
         part: Returns this rank's shard, given a name and the full tensor, for tensors that are
             sharded in a way that neither a DTensor nor their shape shows.
+        document_end: The token that ends a document, if samples contain several. Tokens after it
+            belong to another document and are not expected to depend on it.
         padded: Number of rows (first dimension) of the loop's full tensor, by parameter name, where
             it is padded to more rows than in the reference, for example a vocabulary to a multiple
             of the ranks. The rows that the reference does not have are not compared.
@@ -311,6 +313,7 @@ class Terms:
     loss: Losses = "mean"
     mesh: DeviceMesh | None = None
     part: Callable[[str, Tensor], Tensor] | None = None
+    document_end: int | None = None
     padded: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -41,10 +41,11 @@ _FEWEST = 8  # positions from which a task is told
 _FITS = 1e-4  # of a gradient's rows, relative
 
 
-def task_of(call: ForwardCall) -> tuple[Tensor, int | None] | None:
-    """Tell the targets of a cross-entropy by its gradient: the tokens [rows, positions], and how
-    many tokens behind a position is what it is asked for; None of what is no token of the input.
-    None at all of a model that is given no tokens, or returns no logits of them."""
+def task_of(call: ForwardCall) -> tuple[Tensor, Tensor, int | None] | None:
+    """Tell the targets of a cross-entropy by its gradient: the tokens [rows, positions], which of
+    them have a target, and how many tokens behind a position is what it is asked for; None where
+    that is no token of the input. None at all of a model that is given no tokens, or returns no
+    logits of them."""
     tokens, gradient = tokens_of(call), call.upstream.get(0)
     if tokens is None or gradient is None or gradient.dim() != 3:
         return None
@@ -61,7 +62,7 @@ def task_of(call: ForwardCall) -> tuple[Tensor, int | None] | None:
         shares.append(float(right.double().mean()))
     *_, second, most = sorted(shares)
     is_clear = most >= _NEARLY_ALL and second <= _RARELY
-    return tokens, shares.index(most) if is_clear else None
+    return tokens, has_target, shares.index(most) if is_clear else None
 
 
 def softmaxed(call: ForwardCall) -> str:
@@ -122,10 +123,11 @@ class Metamorphic:
 
     def __init__(
         self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *,
-        drawing: Drawing,
+        drawing: Drawing, document_end: int | None = None,
     ) -> None:  # fmt: skip
         self._job, self._wholes, self._limit = job, wholes, limit
         self._num_ranks, self._drawing = drawing.ranks.size, drawing
+        self._document_end = document_end
         self.notes: list[str] = []
 
     def relations(self, batch: Any, trained: Collection[str]) -> Iterator[TriedRelation]:
@@ -213,7 +215,7 @@ class Metamorphic:
                 "labels and the causal mask: not tested, no logits of tokens are seen"
             )
             return
-        tokens, shift = task
+        tokens, has_label, shift = task
         name = "labels are the next tokens"
         if shift == 0 and not self._is_causal(calls[0], tokens):
             self.notes.append(
@@ -240,6 +242,23 @@ class Metamorphic:
         yield TriedRelation.of(name)
         if (seen := self._sees_no_future(calls[0], tokens)) is not None:
             yield seen
+        if (end := self._document_end) is None:
+            self.notes.append(
+                "labels across documents: not tested; if samples have several documents, set "
+                "the token that ends one: `Terms(document_end=...)`"
+            )
+            return
+        ends = tokens[:, :-1] == end
+        count = int((ends & has_label[:, :-1]).sum())
+        across = f"{count} of {int(ends.sum())} tokens {end} have a label"
+        yield TriedRelation.of("no label is of another document", self._blame(
+            Subject.BATCH, "labels across documents", [],
+            f"The last token of a document (token {end}) has the first token of the next "
+            "document as its target.",
+            "Ignore these labels (ignore_index) on both sides.",
+            f"{across}, according to the gradient of their logits",
+            place="labels",
+        ) if count else None, why=across)  # fmt: skip
 
     def _sees_no_future(self, call: ForwardCall, tokens: Tensor) -> TriedRelation | None:
         at = tokens.size(1) // 2

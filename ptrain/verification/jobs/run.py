@@ -312,6 +312,7 @@ class Examiner:
         """What both sides share is tried on the reference alone, on every rank."""
         metamorphic = Metamorphic(
             self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
+            document_end=self.terms.document_end,
         )  # fmt: skip
         relations = list(self.watched.relations(self.pair.origin))
         try:
