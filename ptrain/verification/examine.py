@@ -87,7 +87,7 @@ class SideRecorder(StepRecorder):
         self.outputs, self._watch = outputs, watch
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(self._watch)
+        self.enter_context(self._watch)
         return super().__enter__()
 
 

@@ -100,11 +100,6 @@ class DrawMode(OperatorMode):
         self._stood: dict[int, Tensor] = {}  # in the place of a draw of `draws`
         self._hooks = ExitStack()
 
-    @property
-    def rows_now(self) -> Rows:
-        """Return the rows of the pass that runs."""
-        return self.rows.get((self._outer, self._call), ())
-
     def __enter__(self) -> Self:
         for index, model in enumerate(self._models):
             for path, module in canonical_modules(model):
@@ -258,11 +253,11 @@ class EveryonesDraws:
     def gathered(cls, drawn: DrawMode, ranks: Ranks) -> EveryonesDraws:
         """All ranks call it."""
         body = io.BytesIO()
-        own = []
-        for draw in drawn.draws:
-            place = draw.outer, draw.call
-            passed = draw.call, drawn.rows[place], drawn.times[place]
-            own.append([draw.path, draw.number, passed, *_packed(draw.value)])
+        passes = {place: (place[1], its, drawn.times[place]) for place, its in drawn.rows.items()}
+        own = [
+            [draw.path, draw.number, passes[draw.outer, draw.call], *_packed(draw.value)]
+            for draw in drawn.draws
+        ]
         torch.save(own, body)
         result = cls()
         for rank, its in enumerate(ranks.bytes([body.getvalue()])):
@@ -271,9 +266,6 @@ class EveryonesDraws:
                 held = RankDraw(rank, call, rows, times, value.to(dtype))
                 result.by_key.setdefault((path, number), []).append(held)
         return result
-
-    def __bool__(self) -> bool:
-        return bool(self.by_key)
 
     def of(self, draw: RandomDraw, rows: Rows, times: int = 0) -> Tensor | None:
         """Return what one device is to draw for these samples, which so many of its passes had
@@ -362,8 +354,7 @@ def _dim_of_rows(whole: torch.Size, count: int, part: torch.Size, its_count: int
 def _packed(value: Tensor) -> tuple[Tensor, torch.dtype]:
     """Return a tensor as it is sent, a mask of zeros and ones in bytes, and its dtype."""
     own = value.detach().cpu().contiguous()
-    is_mask = bool(((own == 0) | (own == 1)).all())
-    return own.bool() if is_mask else own, own.dtype
+    return own.bool() if bool(((own == 0) | (own == 1)).all()) else own, own.dtype
 
 
 def drawn_again_otherwise(drawn: DrawMode) -> Iterator[RandomDraw]:

@@ -29,6 +29,7 @@ from ptrain.verification.parts import (
     are_alike,
     combination,
     is_number_of,
+    mean_size,
     multiple,
     norm,
 )
@@ -227,16 +228,18 @@ class OwnGradients:
 
     def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
         """Return whether every element that this rank's optimizer took is a number of a coarser
-        dtype, as near to one device's as such numbers lie, which are none of that dtype."""
+        dtype, as near to one device's as such numbers lie, which are none of that dtype. Addends of
+        a sum are about as large as the other elements."""
         right = self._expected(names)
-        own = {name: self.taken[name] for name in right}
-        if not sum(row.numel() for row in own.values()):
+        if not any(self.taken[name].numel() for name in right):
             return True  # it has nothing to say
-        return (
-            all(is_number_of(row, dtype) for row in own.values())
-            and not all(is_number_of(row, dtype) for row in right.values())
-            and all(_is_near(own[name], row, dtype) for name, row in right.items())
+        eps = torch.finfo(dtype).eps
+        is_near = all(
+            bool(((self.taken[name] - its).abs() <= eps * (its.abs() + 2 * mean_size(its))).all())
+            for name, its in right.items()
         )
+        own = all(is_number_of(self.taken[name], dtype) for name in right)
+        return is_near and own and not all(is_number_of(its, dtype) for its in right.values())
 
     def _expected(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return one device's elements of what this rank's optimizer took."""
@@ -288,7 +291,7 @@ def evidence(
     """Return what all ranks know of a loop's step. All ranks call it."""
     own = OwnGradients(
         holds=holds, truths=reference.gradients, taken=run.gradients, given=probe.gradients,
-        before=before, micro_batches=_most(ranks, probe.gradients),
+        before=before, micro_batches=min(max(ranks.gather(len(probe.gradients))), MOST),
     )  # fmt: skip
     return replace(
         sampled(ranks, own),
@@ -298,37 +301,14 @@ def evidence(
     )
 
 
-def untold(count: int) -> str:
-    """Return in words which of so many micro-batches of a rank are not told apart; nothing where
-    all are."""
-    if count <= MOST:
-        return ""
-    return f"; only the first {MOST} of {count} micro-batches of a rank were distinguished"
-
-
-def _most(ranks: Ranks, given: Sequence[object]) -> int:
-    return min(max(ranks.gather(len(given))), MOST)
-
-
 def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
     """Gather samples of the gradients of both sides on all ranks. All ranks call it."""
     names = list(own.truths)
     places = places_of(ranks, {name: own.truths[name].flatten() for name in names})
     everyones = ranks.stack(torch.cat([own.rows(n)[:, places[n]] for n in names], dim=1))
-    samples, start = {}, 0
-    for name in names:
-        size = places[name].numel()
-        samples[name] = Sample.of_rows(everyones[:, :, start : start + size])
-        start += size
+    parts = everyones.split([places[name].numel() for name in names], dim=2)
+    samples = {name: Sample.of_rows(part) for name, part in zip(names, parts, strict=True)}
     return JobEvidence(samples=samples, micro_batches=own.micro_batches, own=own)
-
-
-def _is_near(own: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether each element is as near as roundings of it, and of what is added up to it,
-    leave it: addends are about as large as the other elements."""
-    usual = float(right.square().mean().sqrt()) if right.numel() else 0.0
-    bound = torch.finfo(dtype).eps * (right.abs() + 2 * usual)
-    return bool(((own - right).abs() <= bound).all())
 
 
 def places_of(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -441,9 +421,8 @@ def tried(
 
 
 def _relative(size: float, length: float) -> float:
-    if not math.isfinite(size):
-        return math.inf
-    return size / length if length else math.inf if size else 0.0
+    is_known = bool(length) and math.isfinite(size)
+    return size / length if is_known else math.inf if size else 0.0
 
 
 def with_trial(

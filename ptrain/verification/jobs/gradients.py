@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from statistics import fmean
 
 from torch import Tensor
@@ -127,13 +128,12 @@ class GradientCase:
         return contributions(self.joint)
 
     def hypotheses(self) -> Iterator[Hypothesis]:
-        """Yield how the gradients may have been made, the simplest first."""
-        if self.samples:
-            yield from self._of_missing()
-            yield from self._of_multiples()
-            yield from self._of_partial_sums()
-            yield from self._of_earlier_gradients()
-            yield from self._of_micro_batches()
+        """Return how the gradients may have been made, the simplest first."""
+        ways = (
+            self._of_missing, self._of_multiples, self._of_partial_sums,
+            self._of_earlier_gradients, self._of_micro_batches,
+        )  # fmt: skip
+        return chain.from_iterable(way() for way in ways if self.samples)
 
     def _fix(
         self, words: str, undone: Callable[[Sample, int], Tensor],
@@ -240,9 +240,8 @@ class GradientCase:
         reference's; nothing where these are not known."""
         degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
         contributed = self.contributed
-        if contributed is None or not contributed.of_loop:
-            return degrees | micro, ""
-        if not contributed.of_truth.holds(self.tolerance):
+        is_known = contributed is not None and contributed.of_truth.holds(self.tolerance)
+        if contributed is None or not (is_known and contributed.of_loop):
             return degrees | micro, ""
         actual = fmean(next(iter(contributed.of_loop.values())).coefficients)
         right = fmean(contributed.of_truth.coefficients)
@@ -433,11 +432,10 @@ def of_own_samples(
     themselves, though the reference's are not: the loss asks something else of them, or something
     ties them together. All ranks call it."""
     contributed, reports = evidence.contributed, evidence.rows
-    if contributed is None or not contributed.of_loop:
+    if contributed is None or contributed.of_truth.holds(_loose(limit)):
         return None
-    if contributed.of_truth.holds(_loose(limit)):
-        return None
-    if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_loop.values()):
+    fits = contributed.of_loop.values()
+    if not fits or not all(is_even(fit.coefficients, _EVEN) for fit in fits):
         return None
     if any(report.sliced for report in reports) or not all(report.count for report in reports):
         return None

@@ -29,7 +29,7 @@ from ptrain.report.finding import (
     Subject,
 )
 from ptrain.verification.jobs.draws import Key
-from ptrain.verification.jobs.evidence import Fix, JobEvidence, evidence, rows_of, untold
+from ptrain.verification.jobs.evidence import MOST, Fix, JobEvidence, evidence, rows_of
 from ptrain.verification.jobs.gradients import (
     explain_gradients,
     of_own_samples,
@@ -197,44 +197,24 @@ class Inquiry:
     def of_buffers(self, said: RootCause) -> RootCause:
         """Try why only buffers differ at the end of the step. All ranks call it."""
         plain, loop = self.pair.reference.model, self.pair.loop.model
-        ends = [(its.clone(), own.clone()) for _, its, own in shared_buffers(plain, loop)]
-
-        def apart(*sides: int) -> bool:
-            """Return whether what a side has now differs from what one had at the end."""
-            now, end = sides
-            pairs = [
-                (both[now], ends[place][end])
-                for place, (_, *both) in enumerate(shared_buffers(plain, loop))
-            ]
-            sizes = (difference(its, other, norm(other)) for its, other in pairs)
-            return any(self.ranks.gather(max(sizes, default=0.0) > self.limit.updates))
-
-        draws = self.drawing.repeated(loop)
-        trial = self.trial(draws, kept_in_backward(loop))
+        ends = {name: its.clone() for name, its, _ in shared_buffers(plain, loop)}
+        trial = self.trial(self.drawing.repeated(loop), kept_in_backward(loop))
         near = _LOOSE * self.limit.gradients
         is_right = trial is not None and not trial.others and trial.gradients <= near
-        if is_right and not apart(1, 0):
-            said = replace(
-                said, factor=f"{said.factor}, written again in backward",
-                sentence=f"{said.sentence} The recomputation in backward writes it once more.",
-                fix="Write it outside of the recomputed part, or not within backward.",
-            )  # fmt: skip
-            return said.proven(
-                "with what backward writes to buffers undone, buffers, gradients, loss and update "
-                "match the reference"
-            )
-        if POSSIBLE not in said.sentence:
+        now = ((own, ends[name]) for name, _, own in shared_buffers(plain, loop))
+        apart = max((difference(own, its, norm(its)) for own, its in now), default=0.0)
+        if any(self.ranks.gather(not is_right or apart > self.limit.updates)):
             return said
-        self.rewind()
-        if self._ran(self.pair.reference, self.share, Alone()) is None or apart(0, 1):
-            return said
-        facts = said.sentence.partition(POSSIBLE)[0]
-        return replace(
-            said,
-            factor="not reduced over the ranks",
-            sentence=f"{facts}Each rank computes it from its own samples.",
-            fix="Reduce what it is computed from over the ranks, before it is written.",
-        ).proven("run on a rank's samples alone, the reference leaves the same values")
+        said = replace(
+            said, factor=f"{said.factor}, written again in backward",
+            sentence=f"{said.sentence.partition(POSSIBLE)[0]} The recomputation in backward writes "
+            "it once more.",
+            fix="Write it outside of the recomputed part, or not within backward.",
+        )  # fmt: skip
+        return said.proven(
+            "with what backward writes to buffers undone, buffers, gradients, loss and update "
+            "match the reference"
+        )
 
     def _evidence(self, before: Mapping[str, Tensor]) -> tuple[ProbeResult, JobEvidence]:
         self._restore_models()
@@ -519,7 +499,9 @@ class Inquiry:
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(mismatch.difference for mismatch in first)
         out = "; ".join(self._ruled_out) or "nothing, as no fix that is known fits"
-        out += untold(job_evidence.micro_batches) + self.untried
+        out += self.untried
+        if (count := job_evidence.micro_batches) > MOST:
+            out += f"; only the first {MOST} of {count} micro-batches of a rank were distinguished"
         place, where = families(names) or first[0].name, ""
         suspect = None if localised is None else localised.first_in_words()
         if suspect is not None:
@@ -543,8 +525,7 @@ class Inquiry:
         ).unexplained(out)
 
 
-def _keep_loss(values: list[float], tensors: Any) -> Callable[[], None]:
+def _keep_loss(values: list[float], losses: list[Tensor]) -> Callable[[], None]:
     """Keep the number that a backward pass starts from."""
-    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     values += [float(loss.detach()) for loss in losses if loss.numel() == 1]
     return lambda: None

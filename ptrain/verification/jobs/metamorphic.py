@@ -155,7 +155,7 @@ class Metamorphic:
         """A gradient comes back to a module whose output the model goes on with."""
         inner = dict(canonical_modules(self._job.model))
         order = [path for path, _ in calls]
-        has = [_has_gradient(call) for call in calls.values()]
+        has = [c.upstream is not None and bool(c.upstream.any()) for c in calls.values()]
         last = max((n for n, known in enumerate(has) if known), default=0)
         lost = [
             path
@@ -217,18 +217,20 @@ class Metamorphic:
             return
         tokens, has_label, shift = task
         name = "labels are the next tokens"
-        if shift == 0 and not self._is_causal(calls[0], tokens):
+        seen = self._sees_no_future(calls[0], tokens) if shift in (0, 1) else None
+        if shift == 0 and (seen is None or seen.root_cause is not None):
             self.notes.append(
                 "the labels are the tokens themselves: intended if the task is to copy"
             )
             return
         if shift in (0, 2):
-            says = "the current token" if shift == 0 else "the token after the next"
-            fix = (
-                "Shift the labels by one: logits[:, :-1] against tokens[:, 1:]"
+            says, fix = (
+                ("the current token", "Shift the labels by one: logits[:, :-1] against "
+                 "tokens[:, 1:]")
                 if shift == 0
-                else "The model or the data already shifts the labels: shift them once"
-            )
+                else ("the token after the next", "The model or the data already shifts the "
+                      "labels: shift them once")
+            )  # fmt: skip
             yield TriedRelation.of(name, self._blame(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
                 f"The loss has {says} as the target of every position.", f"{fix}.",
@@ -240,7 +242,7 @@ class Metamorphic:
             self.notes.append("the causal mask: not tested, the labels are not the next tokens")
             return
         yield TriedRelation.of(name)
-        if (seen := self._sees_no_future(calls[0], tokens)) is not None:
+        if seen is not None:
             yield seen
         if (end := self._document_end) is None:
             self.notes.append(
@@ -298,10 +300,6 @@ class Metamorphic:
         where = where.to(before.device)
         rows = before[where], after[where]
         return norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)
-
-    def _is_causal(self, call: ForwardCall, tokens: Tensor) -> bool:
-        relation = self._sees_no_future(call, tokens)
-        return relation is not None and relation.root_cause is None
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
         still = self._drawing.stilled(self._job.model)
@@ -367,10 +365,6 @@ def _num_rows(batch: Any) -> int:
     sizes: set[int] = set()
     each_tensor(batch, lambda rows: sizes.add(len(rows)))
     return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _has_gradient(call: ModuleCall) -> bool:
-    return call.upstream is not None and bool(call.upstream.any())
 
 
 def _is_returned(root: ModuleCall | None, output: Tensor) -> bool:

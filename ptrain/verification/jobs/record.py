@@ -130,8 +130,8 @@ class StepRecorder(UpdateRecorder):
     def __enter__(self) -> Self:
         model = dict(canonical_modules(self.model))[""]
         begins = model.register_forward_pre_hook(self._begins, prepend=True, with_kwargs=True)
-        self._stack.callback(begins.remove)
-        self._stack.callback(model.register_forward_hook(self._ends).remove)
+        self.callback(begins.remove)
+        self.callback(model.register_forward_hook(self._ends).remove)
         return super().__enter__()
 
     @property

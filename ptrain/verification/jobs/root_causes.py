@@ -256,14 +256,6 @@ def reference_not_finite(step: int, ranks: Ranks) -> RootCause:
     )  # fmt: skip
 
 
-_WAYS = "`Terms(loss='mean' | 'sum' | 'same' or a function)`"
-_OF_REPORTED = ": the reported loss is combined in another way than the trained loss."
-_OF_EITHER = (
-    f". {POSSIBLE}the ranks' losses combine in another way; the trained loss differs, for example "
-    "by a factor that clipping hides."
-)
-
-
 def explain_loss(
     mismatches: Sequence[Mismatch],
     ranks: Ranks,
@@ -282,8 +274,13 @@ def explain_loss(
         mismatches, ranks, state=Subject.LOSS, axis="",
         factor=_size(mismatches) if is_near else factor_text(ratio, ranks.degrees),
         sentence=f"The loss is {actual:.6g}, the reference loss is {expected:.6g}, and the "
-                 f"gradients {gradients}{_OF_REPORTED if gradients == 'match' else _OF_EITHER}",
-        fix=f"Set how the ranks' losses combine: {_WAYS}.",
+                 f"gradients {gradients}{': ' if gradients == 'match' else f'. {POSSIBLE}'}"
+                 + ("the reported loss is combined in another way than the trained loss."
+                    if gradients == "match" else
+                    "the ranks' losses combine in another way; the trained loss differs, for "
+                    "example by a factor that clipping hides."),
+        fix="Set how the ranks' losses combine: "
+            "`Terms(loss='mean' | 'sum' | 'same' or a function)`.",
     )  # fmt: skip
     if not fitting:
         return blamed.unexplained("the mean, the sum and the loss of one rank")

@@ -98,7 +98,7 @@ class Drawing:
 
     @property
     def any(self) -> bool:
-        return bool(self.everyones or self.everyones.alone)
+        return bool(self.everyones.by_key or self.everyones.alone)
 
     def recorded(self, model: nn.Module) -> Any:
         """Return what the loop's step is to run in."""
@@ -148,7 +148,8 @@ class Drawing:
             if draw.path in self.still or (draw.path, draw.number) in still:
                 return draw.stilled()
             value = own.get((draw.path, draw.number, draw.call))
-            if alike and (first := self.everyones.of_first(draw, mode.rows_now)) is not None:
+            rows = mode.rows.get((draw.outer, draw.call), ())
+            if alike and (first := self.everyones.of_first(draw, rows)) is not None:
                 value = first
             return value if value is not None and value.shape == draw.value.shape else None
 
@@ -173,7 +174,7 @@ class Drawing:
 
     def notes(self) -> Iterator[str]:
         """Say what was replayed, and what was not."""
-        if self.everyones:
+        if self.everyones.by_key:
             yield (
                 f"the random draws of the model in {self.count} "
                 f"place{'s' * (self.count != 1)} (dropout masks) are replayed in the "

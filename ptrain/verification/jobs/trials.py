@@ -134,18 +134,13 @@ def without_cast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def copied_for_backward() -> Context:
-    """Keep copies of what forward saves: nothing that is written meanwhile reaches backward."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda own: own.clone(), lambda copy: copy)
-
-
 @contextmanager
-def around_backward(begins: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
+def around_backward(begins: Callable[[list[Tensor]], Callable[[], None]]) -> Iterator[None]:
     """Call `begins` with what each backward pass starts from, and afterwards what it returns."""
     run = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        ends = begins(tensors)
+        ends = begins([tensors] if isinstance(tensors, Tensor) else list(tensors))
         run(tensors, *args, **kwargs)
         ends()
 
@@ -171,26 +166,23 @@ def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         local(tensor.detach()).copy_(value)
 
 
-class AsBackwardLeft:
+class AsBackwardLeft(ExitStack):
     """While entered, optimizers step with the gradients that the last backward pass left, `times`
     what the reference multiplies its own by. `has_replaced`: the gradients that they would have
     taken are others than backward left; `factor`: in words the multiple of those
     that they are, of the parameters in `fitted`; "" where they are none, or the same."""
 
     def __init__(self, model: nn.Module, fitted: Iterable[Tensor], times: float) -> None:
+        super().__init__()
         self.factor, self.has_replaced, self._times = "", False, times
         self._parameters = list(model.parameters())
         self._fitted = {id(its) for its in fitted}
         self._left: dict[int, Tensor] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(around_backward(lambda tensors: self._keep))
-        self._stack.callback(register_optimizer_step_pre_hook(self._put_back).remove)
+        self.enter_context(around_backward(lambda tensors: self._keep))
+        self.callback(register_optimizer_step_pre_hook(self._put_back).remove)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def _keep(self) -> None:
         gradients = {id(its): its.grad for its in self._parameters if its.grad is not None}
@@ -252,7 +244,7 @@ class ScalarValues(TorchFunctionMode):
         return result
 
 
-class LossTerms:
+class LossTerms(ExitStack):
     """`with LossTerms(model) as terms:` around a step: the `coefficients` that the terms of a loss
     have in it, by name: what the model returns beside its first output by its key, else the
     operator that makes the term. `times`: what the gradients of these terms are multiplied by;
@@ -263,31 +255,27 @@ class LossTerms:
         self, model: nn.Module, times: Mapping[str, float] | None = None,
         joined: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.coefficients: dict[str, float] = {}
         self.outputs: set[str] = set()
         self._shares = [0.0, 0.0]  # of the loss: as it is, and with other coefficients
         self._nodes: dict[Any, str] = {}
         self._scalars = ScalarValues()
         self._model, self._times, self._joined = model, times or {}, joined or {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         root = dict(canonical_modules(self._model))[""]
-        self._stack.callback(root.register_forward_hook(self._returned).remove)
-        self._stack.enter_context(around_backward(self._begins))
-        self._stack.enter_context(self._scalars)
+        self.callback(root.register_forward_hook(self._returned).remove)
+        self.enter_context(around_backward(self._begins))
+        self.enter_context(self._scalars)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def of(self, loss: float | None) -> float | None:
         """Return what a loss that the step returned is with the other coefficients."""
         was, now = self._shares
         return loss if loss is None or was == now or not was else loss * now / was
 
-    def _begins(self, tensors: Any) -> Callable[[], None]:
-        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    def _begins(self, losses: list[Tensor]) -> Callable[[], None]:
         if len(losses) == 1 and losses[0].numel() == 1 and losses[0].grad_fn is not None:
             self._watch(losses[0].grad_fn)
         return lambda: None
@@ -381,7 +369,10 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
             "Receive every micro-batch into its own buffer, and write after backward.",
         ),
         words="with copies of what is saved for backward",
-        run=lambda: inquiry.trial(draws(), copied_for_backward()),
+        # nothing that is written meanwhile reaches what forward saved
+        run=lambda: inquiry.trial(
+            draws(), torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda its: its)
+        ),
     )  # fmt: skip
     yield from _of_changed_gradients(inquiry, first)
     yield from _of_masks(inquiry, said)

@@ -220,7 +220,8 @@ def compare_masters(differences: Differences, case: UpdateCase) -> None:
         name: case.run.record.after[name]
         for name in case.run.record.masters & case.own.keys()
         if name in case.run.record.after
-        and _is_as_fine(case.own[name].value, case.other[name].value)
+        and torch.finfo(case.other[name].value.dtype).eps
+        <= torch.finfo(case.own[name].value.dtype).eps
     }
     scratch = case.differences(masters)
     for mismatch in scratch.mismatches:
@@ -228,10 +229,6 @@ def compare_masters(differences: Differences, case: UpdateCase) -> None:
             differences.mismatches.append(
                 replace(mismatch, subject=Subject.OPTIMIZER, name=f"{mismatch.name} · master copy")
             )
-
-
-def _is_as_fine(own: Tensor, other: Tensor) -> bool:
-    return torch.finfo(other.dtype).eps <= torch.finfo(own.dtype).eps
 
 
 def _is_alike(repeated: Tensor, seen: Tensor, before: Tensor) -> bool:
@@ -299,10 +296,9 @@ class ClippedGradient:
             for name, gradient in gradients.items()
             if squares.get(name)
         ]
-        if not factors or max(factors) - min(factors) > tolerance * max(factors):
-            return None
-        factor = factors[0]
-        if not 0.0 < factor < 1.0 - _LEAST or math.log2(factor).is_integer():
+        factor, most = (min(factors), max(factors)) if factors else (0.0, 0.0)
+        is_clip = 0.0 < factor < 1.0 - _LEAST and not math.log2(factor).is_integer()
+        if not is_clip or most - factor > tolerance * most:
             return None
         return cls(squares, factor)
 
@@ -476,26 +472,22 @@ def _ways_of_axes(
             if all(len({parts.get((name, rank)) for rank in group}) == 1 for group in groups)
         )
         sharded = tuple(name for name in names if name not in copied)
-        both = ((copied, "replicated"), (sharded, "sharded"))
-        for chosen, kind in both:
+        for chosen, kind, times in (
+            (copied, "replicated", 0), (copied, "replicated", degree), (sharded, "sharded", 0)
+        ):  # fmt: skip
             if not chosen:
                 continue
-            counted = gradient.norm(chosen) ** 2
-            total = gradient.norm() ** 2
-            ways = [("left out of the norm", 0, "left out")]
-            if kind == "replicated":
-                ways.append(("counted several times", degree, f"counted {degree} times"))
-            for factor, times, verb in ways:
-                length = math.sqrt(max(total + (times - 1) * counted, 0.0))
-                yield ClipWay(
-                    factor,
-                    f"In the norm, the squares of what is {kind} over {axis} "
-                    f"({families(chosen)}) are {verb}.",
-                    "Count each element once.",
-                    f"the reference gradient before clipping, with these squares {verb}, equals "
-                    "the gradients that the optimizers take",
-                    partial(_constant, length), axis=axis, names=chosen,
-                )  # fmt: skip
+            verb = f"counted {times} times" if times else "left out"
+            squares = gradient.norm() ** 2 + (times - 1) * gradient.norm(chosen) ** 2
+            yield ClipWay(
+                "counted several times" if times else "left out of the norm",
+                f"In the norm, the squares of what is {kind} over {axis} "
+                f"({families(chosen)}) are {verb}.",
+                "Count each element once.",
+                f"the reference gradient before clipping, with these squares {verb}, equals "
+                "the gradients that the optimizers take",
+                partial(_constant, math.sqrt(max(squares, 0.0))), axis=axis, names=chosen,
+            )  # fmt: skip
 
 
 def _constant(length: float, row: Scaling) -> float:

@@ -97,18 +97,12 @@ def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Iter
         for key in sorted(keys.get(kind, {""})):
             swap = Swap(kind, key)
             mine, right = swap.value(own), swap.value(other)
-            is_kept = kind is Ingredient.STATE
-            if is_kept and is_row(mine, own.value) and is_row(right, other.value):
-                differs = distance(mine, right) > tolerance
-            else:
-                differs = not same(mine, right)
+            is_of_rows = is_row(mine, own.value) and is_row(right, other.value)
+            differs = not same(mine, right)
+            if kind is Ingredient.STATE and is_of_rows:
+                differs = difference(mine, right, norm(right)) > tolerance
             if differs:
                 yield swap
-
-
-def distance(own: Tensor, other: Tensor) -> float:
-    """Return how far a row is from one device's, relative to that."""
-    return difference(own, other, norm(other))
 
 
 def left_with(case: UpdateCase, swaps: Swaps) -> Remainder:
@@ -134,13 +128,13 @@ def search(
     of_any = {swap for of_rank in everyones for swap in of_rank}
     swaps = sorted(of_any, key=lambda swap: (order.index(swap.ingredient), swap.key))
     lefts = _all_ranks(case, ranks, [(swap,) for swap in swaps])
-    by_swap = {swap: left for (swap,), left in lefts.items()}
+    singles = {swap: left for (swap,), left in lefts.items()}
     if not any(left.is_fix_of(mismatch) for left in lefts.values()):
         lefts = _all_ranks(case, ranks, _several(swaps))
     fixes = [its for its, left in lefts.items() if left.is_fix_of(mismatch)]
     fixes.sort(key=lambda its: (len(its), lefts[its].worst))
     alike = [its for its in fixes if len(its) == len(fixes[0])]
-    return alike, lefts[fixes[0]] if fixes else mismatch, by_swap
+    return alike, lefts[fixes[0]] if fixes else mismatch, singles
 
 
 def _several(swaps: Sequence[Swap]) -> list[Swaps]:
@@ -189,7 +183,7 @@ def _text(value: Any, other: Any) -> str:
         if not bool(value.any()):
             return "zeros"
         is_apart = isinstance(other, Tensor) and is_row(value, other) and bool(other.any())
-        return f"{distance(value, other):.2g} off" if is_apart else "values"
+        return f"{difference(value, other, norm(other)):.2g} off" if is_apart else "values"
     number = None if isinstance(value, bool) else as_number(value)
     return str(value).replace("None", "none") if number is None else f"{number:g}"
 
@@ -298,7 +292,8 @@ class UpdateExplainer:
         if unlike:
             return self.unexplained("the loop steps by {}, the reference by {}".format(*unlike[0]))
         after = case.run.record.after
-        mismatch = self._of_all(case.remainder({name: after[name] for name in case.own}))
+        own = case.remainder({name: after[name] for name in case.own})
+        mismatch = Remainder.of_all(self.ranks.gather(own, Remainder))
         if mismatch.count == 0:
             return self._written_after(mismatch)
         return self._in_the_step(mismatch)
@@ -316,13 +311,10 @@ class UpdateExplainer:
         everyones = self.ranks.gather(names)
         return [(rank, name) for rank, its in enumerate(everyones) for name in its]
 
-    def _of_all(self, remainder: Remainder) -> Remainder:
-        return Remainder.of_all(self.ranks.gather(remainder, Remainder))
-
     def _repeated(self, taken: dict[str, Ingredients]) -> Remainder:
         """Return what is left of the mismatch on all ranks."""
         left, self.obstacle = self.case.repeated(taken)
-        return self._of_all(left)
+        return Remainder.of_all(self.ranks.gather(left, Remainder))
 
     def _without_a_step(self) -> set[str]:
         """Return what differs here and no optimizer of this rank stepped, but for what has the

@@ -143,7 +143,9 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
             for name, own in taken.items():
                 _give(optimizer, pieces[name], own)
             with Alone(lambda words: CannotRepeat(f"its {words}")):
-                _bare_step(rule.kind)(optimizer)
+                # without the hooks that torch puts around it: a user's must not run again
+                step: Any = rule.kind.step
+                (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
     except CodeRaised as error:
         if isinstance(error.__cause__, CannotRepeat):
             raise error.__cause__ from error
@@ -171,13 +173,6 @@ def _give(optimizer: Optimizer, piece: nn.Parameter, own: Ingredients) -> None:
             key: copied(value.view(own.shape) if is_row(value, own.value) else value)
             for key, value in own.state.items()
         }
-
-
-def _bare_step(kind: type[Optimizer]) -> Any:
-    """Return the class's step without the hooks that torch puts around it (Optimizer.__init__):
-    those of a user must not run again."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def copied(value: Any) -> Any:
@@ -219,9 +214,8 @@ def is_row(value: Any, row: Tensor) -> bool:
 
 def same(own: Any, other: Any) -> bool:
     """Return whether two settings, or two entries of state, are the same to the bit."""
-    if isinstance(own, Tensor) and isinstance(other, Tensor):
-        if own.dtype != other.dtype or own.shape != other.shape:
-            return as_number(own) is not None and as_number(own) == as_number(other)
+    are_both = isinstance(own, Tensor) and isinstance(other, Tensor)
+    if are_both and (own.dtype, own.shape) == (other.dtype, other.shape):
         return torch.equal(own, other)
     if isinstance(own, Tensor) or isinstance(other, Tensor):
         return as_number(own) is not None and as_number(own) == as_number(other)
@@ -241,13 +235,14 @@ class UpdateRecord:
     obstacle: str = ""
 
 
-class UpdateRecorder:
+class UpdateRecorder(ExitStack):
     """`with UpdateRecorder(holds) as updates:` around a step. `holds` are the parameters by name as
     this rank has them; `gradients` theirs as an optimizer takes them; `updated` those that one
     steps with, at these `rates`; `has_closure`: an optimizer runs passes itself (LBFGS), each with
     other parameters."""
 
     def __init__(self, holds: Mapping[str, ParameterShard]) -> None:
+        super().__init__()
         self.record = UpdateRecord()
         self.gradients: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
@@ -259,15 +254,11 @@ class UpdateRecorder:
         self._running: list[tuple[Optimizer, dict[str, Ingredients]]] = []
         self._num_groups = 0
         self._depth = 0  # of a step that calls its base class's, which torch's hooks see too
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
+        self.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self.callback(register_optimizer_step_post_hook(self._after_update).remove)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     @property
     def updates(self) -> int:
@@ -390,9 +381,8 @@ def _state(shard: ParameterShard, optimizer: Optimizer) -> dict[str, object]:
     entries = optimizer.state.get(shard.parameter, {})
     state: dict[str, object] = {}
     for key, value in entries.items():
-        if isinstance(value, Tensor):
-            row = shard.like(value) if value.dim() else None
-            state[key] = (held(value) if row is None else row).clone()
-        else:
-            state[key] = copied(value)
+        row = shard.like(value) if isinstance(value, Tensor) and value.dim() else None
+        state[key] = copied(held(value) if isinstance(value, Tensor) and row is None else value)
+        if row is not None:
+            state[key] = row.clone()
     return state
