@@ -244,6 +244,10 @@ class Metamorphic:
         yield TriedRelation.of(name)
         if seen is not None:
             yield seen
+        yield from self._of_documents(tokens, has_label)
+
+    def _of_documents(self, tokens: Tensor, has_label: Tensor) -> Iterator[TriedRelation]:
+        """Nothing is asked of the last token of a document."""
         if (end := self._document_end) is None:
             self.notes.append(
                 "labels across documents: not tested; if samples have several documents, set "
