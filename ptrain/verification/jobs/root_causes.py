@@ -36,7 +36,6 @@ from ptrain.verification.parts import (
     missing_sum,
     multiple,
     named,
-    rounded,
 )
 
 
@@ -160,8 +159,7 @@ def explain_buffers(
         ),
         (torch.empty(0), torch.empty(0)),  # of another stage
     )
-    coarse = [d for d in COARSER if not is_number_of(right, d)]
-    coarse = [d for d in coarse if torch.equal(rounded(right, d).double(), own.double())]
+    coarse = [d for d in COARSER if is_number_of(own, d) and not is_number_of(right, d)]
     dtype = named(coarse[0]) if coarse else ""
     fit = multiple(own, right)
     times = f"× {fit.factor:.4g}" if fit.holds(limit) else ""
@@ -174,7 +172,7 @@ def explain_buffers(
             sentence=f"Every element of the buffer is {when} a number of {dtype}, unlike in the "
             "reference.",
             fix="Keep it in the dtype of the reference when the model is cast.",
-        ).fits(f"it equals the reference rounded to {dtype}")
+        )
     bits = [its for its, *_ in everyones if its != digest(torch.empty(0))]
     if len(set(bits)) == 1:
         times = everyones[first.rank][2]
