@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52320,
+    "ptrain": 51870,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 450,
     "ptrain/traces": 2200,
     "ptrain/train": 3140,
-    "ptrain/verification": 6980,
+    "ptrain/verification": 6540,
 }
 ONE_IMPORTER = 54  # modules that exactly one other imports
 SMALL_MODULES = 49  # modules with fewer lines than SMALL

@@ -87,7 +87,7 @@ class SideRecorder(StepRecorder):
         self.outputs, self._watch = outputs, watch
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(self._watch)
+        self.enter_context(self._watch)
         return super().__enter__()
 
 
@@ -234,7 +234,7 @@ class ProgramEvidence:
             if its.moment is Moment.UPDATE and its.subject in _UPDATED and not its.between
         ]
         mine = {its.name.partition(" · ")[0] for its in updated if its.rank == self.ranks.rank}
-        is_known = all(self.ranks.gather(mine <= step.case.courses.keys()))
+        is_known = all(self.ranks.gather(mine <= step.case.verdict.courses.keys()))
         everyones = self.ranks.gather(sorted(step.seen.omitted))
         omitted = sorted({name for its in everyones for name in its})
         if not (updated and is_known and omitted):

@@ -76,26 +76,6 @@ def local_clip(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
     )
 
 
-def local_clip_unhooked(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
-    """The same beside a reference whose gradients come from `torch.autograd.grad`: no hook of a
-    parameter sees them accumulate."""
-    (mine, _), reference = local_clip(model, sound, between), sound.model
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-
-    def step(tokens: Tensor) -> Tensor:
-        loss = mean_loss(reference, tokens)
-        parameters = list(reference.parameters())
-        for parameter, gradient in zip(
-            parameters, torch.autograd.grad(loss, parameters), strict=True
-        ):
-            parameter.grad = gradient
-        nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        return loss.detach()
-
-    return mine, ptrain.Job(model=reference, step=step)
-
-
 def stale(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
     """From the second step on the update uses the gradients of the step before."""
     kept: list[list[Tensor]] = []
@@ -240,7 +220,6 @@ FAULTS = {
     "zero": _with(_zero),
     "frozen shard": _with(_freeze),
     "local clip": local_clip,
-    "local clip, unhooked": local_clip_unhooked,
     "stale": stale,
     "last micro-batch only": last_only,
     "never zeroed": never_zeroed,

@@ -67,7 +67,7 @@ def buffer_said(fault: str) -> tuple[bool, str, str, str]:
     ("fault", "factor", "certainty"),
     [
         ("", "", ""),
-        ("not reduced", "not reduced over the ranks", Certainty.PROVEN),
+        ("not reduced", "ranks differ", Certainty.FITS),
         ("twice", "× 2", Certainty.FITS),
         ("rounded", "rounded to bfloat16", Certainty.FITS),
     ],

@@ -62,7 +62,6 @@ NAMED = {
     ("fsdp2", "zero"): ("gradients", "", "changed after backward", ""),
     ("fsdp2", "frozen shard"): ("gradients", "dp", "no gradient", "blocks.1.up.weight"),
     ("fsdp2", "local clip"): ("gradient norm", "dp", "clipped by the local norm", ""),
-    ("fsdp2", "local clip, unhooked"): ("gradients", "dp", "different factor on each rank", ""),
     ("ddp", "stale"): ("gradients", "", "stale by 1 step", ""),
     ("fsdp2", "last micro-batch only"): ("gradients", "", "micro-batch 0 missing", ""),
     ("by_hand", "never zeroed"): ("gradients", "", "previous step added", ""),

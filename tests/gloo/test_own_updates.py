@@ -41,19 +41,16 @@ NAMED = {
         "gradient norm", False, "clip per group", LATE, ALL, "each group clipped separately",
     ),
     "clip on one rank": (
-        "gradients", True, "different factor on each rank", 0, ONE, "divided by a different",
+        "gradient norm", True, "not clipped", 0, ONE, "before clipping equals",
     ),
     "clip on one rank late": (
-        "gradients", True, "different factor on each rank", LATE, ONE, "divided by a different",
+        "gradient norm", True, "not clipped", LATE, ONE, "before clipping equals",
     ),
     "not clipped": (
         "gradient norm", False, "not clipped", 0, ALL, "before clipping equals the gradients",
     ),
     "rebuilt masters": (
         "optimizer", False, "value ", LATE, ALL, "with the reference's value",
-    ),
-    "added in bf16": (
-        "gradients", False, "accumulated in bfloat16", 0, ALL, "without rounding",
     ),
     "other rate on one rank": (
         "learning rate", True, "× 2", 0, ONE, "the reference's lr matches the",

@@ -181,26 +181,6 @@ class WrittenAfter(Loop):
         return next(name for name, _ in self.model.named_parameters() if "head" in name)
 
 
-class AddedInBf16(Loop):
-    """A buffer of 16 bits, one micro-batch after the other."""
-
-    def backward(self, tokens: Tensor) -> Tensor:
-        sums: dict[str, Tensor] = {}
-        total = torch.zeros(())
-        for micro in tokens.chunk(MICRO_BATCHES):
-            loss = mean_loss(self.model, micro) / MICRO_BATCHES
-            loss.backward()
-            total = total + loss.detach()
-            for name, parameter in self.model.named_parameters():
-                gradient = local(parameter.grad).bfloat16()
-                sums[name] = sums[name] + gradient if name in sums else gradient
-                parameter.grad = None
-        for name, parameter in self.model.named_parameters():
-            parameter.grad = torch.zeros_like(parameter)
-            local(parameter.grad).copy_(sums[name])
-        return total
-
-
 class Masters(Loop):
     """The model is in 16 bits, its optimizer has copies of 32."""
 
@@ -298,7 +278,6 @@ CASES = {
     "clip on one rank late": Case(ClippedOnOneRankLate, Clipped),
     "not clipped": Case(Loop, Clipped),
     "rebuilt masters": Case(RebuiltMasters, Masters, torch.bfloat16),
-    "added in bf16": Case(AddedInBf16),
     "other rate on one rank": Case(OtherRateOnOneRank),
     "written after": Case(WrittenAfter),
 }

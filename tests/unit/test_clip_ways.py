@@ -26,7 +26,7 @@ def _fitting(counts: dict[str, int], sharded: dict[str, str]) -> list[ClipWay]:
             for name in SQUARES
         ]
     gradient = ClippedGradient(SQUARES, FACTOR)
-    return [way for error, way in fits(gradient, rows, ranks) if error <= 1e-6]
+    return [way for error, way in fits(gradient, rows, ranks, range(4)) if error <= 1e-6]
 
 
 SHARDED = {"up.weight": "tp", "head.weight": "tp"}

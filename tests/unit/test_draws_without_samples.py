@@ -19,11 +19,8 @@ def of_one_device() -> RandomDraw:
 
 def of_ranks(*draws: tuple[tuple[str, ...], Tensor]) -> EveryonesDraws:
     """Rank by rank, for which samples it drew what."""
-    held = [
-        RankDraw(rank=rank, call=0, rows=rows, value=value)
-        for rank, (rows, value) in enumerate(draws)
-    ]
-    return EveryonesDraws(by_key={("drop", 0): held}, passes={0: {rows for rows, _ in draws}})
+    held = [RankDraw(rank, 0, rows, 0, value) for rank, (rows, value) in enumerate(draws)]
+    return EveryonesDraws(by_key={("drop", 0): held})
 
 
 def test_it_is_what_all_ranks_drew_where_they_have_none_either() -> None:

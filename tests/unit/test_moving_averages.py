@@ -1,5 +1,5 @@
-"""Moving averages of the parameters beside one device's: sound ones hold, and what a faulty one was
-made of is named, and tried. One process."""
+"""Moving averages of the parameters beside one device's: sound ones hold, faulty ones are named.
+One process."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ def job(way: str = "by hand", decay: float = 0.99, fault: str = "") -> Callable[
                 for name, its in copies[max(number - 1, 0)].items():
                     average[name].mul_(decay).add_(its, alpha=1 - decay)
                 return loss
-            if fault == "twice, and its loss":
-                times[fault], loss = 2, 2 * loss
             for _ in range(times.get(fault, 1)):
                 follow()
             return loss
@@ -79,36 +77,18 @@ def test_a_sound_average_holds(way: str) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.999])
-@pytest.mark.parametrize(
-    ("fault", "said", "step"),
-    [
-        ("twice", "the parameters are mixed in with the weight", 0),
-        ("before", "it is as before the step", 0),
-        ("old copy", "it is as before the step", 0),
-        ("never", "it is as before the step", 0),
-        ("every other", "it is as before the step", 0),
-    ],
-)
-def test_what_a_faulty_average_was_made_of_is_named(
-    fault: str, said: str, step: int, decay: float
-) -> None:
+@pytest.mark.parametrize("fault", ["twice", "before", "old copy", "never", "every other", "zeros"])
+def test_a_faulty_average_is_named(fault: str, decay: float) -> None:
     root_cause = ptrain.verify(job(decay=decay), job(decay=decay, fault=fault), ROWS).root_cause
     assert root_cause is not None
-    assert (root_cause.state, root_cause.step) == ("moving average", step)
-    assert said in root_cause.sentence
-    assert root_cause.certainty == "proven by trying"
+    assert (root_cause.state, root_cause.step) == ("moving average", 0)
+    assert root_cause.certainty is Certainty.FITS
 
 
-def test_another_decay_is_named_with_both() -> None:
+def test_another_decay_is_named() -> None:
     root_cause = ptrain.verify(job(decay=0.99), job(decay=0.9), ROWS).root_cause
     assert root_cause is not None
-    assert "decay 0.9)" in root_cause.sentence and "decay 0.99)" in root_cause.sentence
-
-
-def test_an_average_that_begins_elsewhere_is_named() -> None:
-    root_cause = ptrain.verify(job(), job(fault="zeros"), ROWS).root_cause
-    assert root_cause is not None
-    assert (root_cause.factor, root_cause.place) == ("other values before the step", "0.weight")
+    assert root_cause.state == "moving average"
 
 
 def test_an_average_is_not_blamed_for_parameters_that_depart() -> None:
@@ -129,7 +109,6 @@ def test_an_average_that_is_right_again_after_a_step_is_named_all_the_same() -> 
     ).root_cause
     assert root_cause is not None
     assert root_cause.state == "moving average"
-    assert "it is as before the step" in root_cause.sentence
 
 
 def test_a_tolerance_of_nothing_holds_for_the_same_bits() -> None:
@@ -138,14 +117,3 @@ def test_a_tolerance_of_nothing_holds_for_the_same_bits() -> None:
     verdict = ptrain.verify(job(), job(), ROWS, terms=terms)
     assert verdict.holds, verdict
     assert not ptrain.verify(job(), job(decay=0.9), ROWS, terms=terms).holds
-
-
-@pytest.mark.parametrize(
-    ("fault", "certainty"),
-    [("twice", Certainty.PROVEN), ("twice, and its loss", Certainty.FITS)],
-)
-def test_an_average_explains_only_what_it_makes_wrong(fault: str, certainty: Certainty) -> None:
-    root_cause = ptrain.verify(job(), job(fault=fault), ROWS).root_cause
-    assert root_cause is not None
-    assert (root_cause.state, root_cause.certainty) == ("moving average", certainty), root_cause
-    assert ("the loss still differs" in root_cause.tried) is (certainty is Certainty.FITS)

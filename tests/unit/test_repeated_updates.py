@@ -164,11 +164,8 @@ SETTINGS = [
     (adamw(lr=2e-2, fused=True), adamw(foreach=True), "× 2", 0),
     (adamw(), adamw(amsgrad=True), "amsgrad False for True", 1),
     (adamw(lr=2e-2, weight_decay=0.3), adamw(), "× 2 and weight_decay 0.3 for 0.01", 0),
-    (lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.01), adamw(), "Adam for AdamW", 0),
-    (lambda p: torch.optim.SGD(p, lr=1e-2), adamw(), "SGD for AdamW", 0),
     (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.5), sgd, "momentum 0.5 for 0.9", 1),
     (lambda p: torch.optim.Adagrad(p, lr=2e-2), lambda p: torch.optim.Adagrad(p), "× 2", 0),
-    (lambda p: Heavy(p, 1e-2, 0.5), lambda p: Heavy(p, 1e-2), "drag 0.5 for 0.9", 1),
 ]
 
 
@@ -241,10 +238,11 @@ def test_what_hooks_write_within_a_step_is_told_from_settings() -> None:
     )
 
 
-def test_a_class_that_adds_to_its_base_is_named_and_counts_one_update() -> None:
+def test_another_class_is_told_and_a_class_that_adds_to_its_base_counts_one_update() -> None:
     root_cause = judged(lambda p: Decaying(p, lr=1e-2), adamw())
     assert root_cause is not None
-    assert (root_cause.factor, root_cause.certainty) == ("Decaying for AdamW", Certainty.PROVEN)
+    assert root_cause.certainty is Certainty.UNEXPLAINED
+    assert "the loop steps by Decaying, the reference by AdamW" in root_cause.tried
 
 
 def test_state_that_is_written_after_the_step_is_told_from_state_before_it() -> None:
@@ -268,16 +266,14 @@ def test_state_that_is_written_after_the_step_is_told_from_state_before_it() -> 
     assert verdict.root_cause.certainty is Certainty.PROVEN
 
 
-def test_a_parameter_that_one_device_does_not_train_is_named() -> None:
+def test_a_parameter_that_one_side_does_not_train_is_told() -> None:
     def first_alone(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return adamw()(parameters[:2])
 
     root_cause = judged(adamw(), first_alone)
     assert root_cause is not None
-    assert (root_cause.factor, root_cause.certainty) == (
-        "frozen parameter updated",
-        Certainty.PROVEN,
-    )
+    assert root_cause.certainty is Certainty.UNEXPLAINED
+    assert "no torch.optim.Optimizer of the reference has" in root_cause.tried
     root_cause = judged(first_alone, adamw())
     assert root_cause is not None
     assert (root_cause.factor, root_cause.certainty) == ("not updated", Certainty.PROVEN)

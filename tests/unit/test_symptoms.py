@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.report.finding import POSSIBLE, Certainty, Mismatch, Moment, RootCause, Subject
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.verification.jobs.evidence import (
     Contributions,
+    Fix,
     JobEvidence,
     OwnGradients,
     Sample,
     contributions,
 )
-from ptrain.verification.jobs.fixes import Fix
 from ptrain.verification.jobs.gradients import GradientCase
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.parts import LeastSquares
@@ -49,20 +49,18 @@ def _sample(gradients: torch.Tensor) -> Sample:
 
 
 def _explained(sample: Sample, ranks: Ranks = PAIR) -> list[tuple[RootCause, Fix | None]]:
-    """Return the hypotheses about one parameter, without that of a factor on each rank."""
+    """Return the hypotheses about one parameter."""
     own = OwnGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=1)
     mismatch = Mismatch(
         step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="w", rank=0
     )
     evidence = JobEvidence(samples={"w": sample}, own=own, micro_batches=1)
     case = GradientCase([mismatch], evidence, ranks, 1e-6, ["w"])
-    return [its for its in case.hypotheses() if its[0].factor != "different factor on each rank"]
+    return list(case.hypotheses())
 
 
-def test_shards_that_were_cut_and_not_summed_lack_the_reduction_of_their_axis() -> None:
-    ((said, _),) = _explained(_sample(_cut(DRAWN)))
-    assert (said.axis, said.factor) == ("dp", "missing all-reduce over dp")
-    assert "includes only the ranks at the same coordinate" in said.sentence
+def test_shards_that_were_cut_and_not_summed_lack_no_micro_batch_of_one_rank() -> None:
+    assert not _explained(_sample(_cut(DRAWN)))
     assert not _explained(_sample(_cut(DRAWN.sum(0).expand(2, -1))))
 
 
@@ -151,48 +149,6 @@ def test_a_loss_without_a_sum_or_a_weight_has_no_factor(
     right, own = LeastSquares((0.5, 0.5), 0.0), LeastSquares(actual, 0.0)
     its = Contributions(((0, 0), (0, 1)), right, {0: own}, {0: (0, 1)})
     assert its.loss_factor(0, losses) == factor
-
-
-def _of_two(factors: tuple[float, float], *, is_shared: bool) -> list[RootCause]:
-    """Return what is said of two ranks' gradients that are these multiples: of one parameter, or of
-    one each, as stages of a pipeline have."""
-    basis = DRAWN[:, :0, None]
-    samples = {}
-    for name in ("v", "w"):
-        rows = DRAWN[0] * torch.tensor(factors)[:, None]
-        if not is_shared:
-            rows[int(name == "v")] = math.nan
-        samples[name] = Sample(
-            truth=DRAWN[0], before=torch.zeros(16).double(), gradients=rows, basis=basis
-        )
-    own = OwnGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=0)
-    mismatches = [
-        Mismatch(step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name=name, rank=0)
-        for name in samples
-    ]
-    evidence = JobEvidence(samples=samples, own=own, micro_batches=0)
-    case = GradientCase(mismatches, evidence, PAIR, 1e-6, [*samples])
-    said = [said for said, _ in case.hypotheses()]
-    return [its for its in said if its.factor == "different factor on each rank"]
-
-
-def test_a_factor_on_each_rank_is_of_ranks_that_share_parameters() -> None:
-    (said,) = _of_two((0.5, 0.25), is_shared=True)
-    assert said.ranks == (0, 1)
-    assert "(rank 0: × 0.5, rank 1: × 0.25). Each of these ranks scales it" in said.sentence
-    assert POSSIBLE not in said.sentence
-
-
-def test_a_factor_on_one_stage_has_possible_causes() -> None:
-    """The gradient that it is sent by the next stage may have the factor."""
-    (said,) = _of_two((0.5, 0.75), is_shared=False)
-    assert POSSIBLE in said.sentence
-    assert said.proven("").certainty is Certainty.FITS
-
-
-def test_ranks_with_one_factor_have_no_different_ones() -> None:
-    assert not _of_two((0.5, 0.5), is_shared=True)
-    assert not _of_two((0.5, math.inf), is_shared=True)
 
 
 def test_a_small_part_of_the_gradient_is_no_stale_one() -> None:

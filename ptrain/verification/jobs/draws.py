@@ -11,7 +11,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -53,13 +53,10 @@ class RandomDraw:
     def stilled(self) -> Tensor | None:
         """Return what drops nothing and adds nothing: a mask that is divided by its share is one
         then. None of what has no such value."""
-        if self.kind == "native_dropout":
-            return torch.ones_like(self.value)
-        if self.kind in _CHANCES:
-            return torch.full_like(self.value, self.kept)
-        if self.kind in _UNIFORM:
-            return torch.full_like(self.value, 0.5)
-        return torch.zeros_like(self.value) if self.kind in _NORMAL else None
+        levels = dict.fromkeys(_CHANCES, self.kept) | {"native_dropout": 1.0}
+        levels |= dict.fromkeys(_UNIFORM, 0.5) | dict.fromkeys(_NORMAL, 0.0)
+        level = levels.get(self.kind)
+        return None if level is None else torch.full_like(self.value, level)
 
 
 @dataclass(slots=True)
@@ -76,19 +73,16 @@ Seen = tuple[tuple[int, str], int, str]  # a place, the how many-th of a visit, 
 Rows = tuple[str, ...]
 
 
-def nothing(draw: RandomDraw) -> None:
-    """Leave what was drawn."""
-
-
 class DrawMode(OperatorMode):
     """`with DrawMode(model) as drawn:` around a step. `draws` are those of forward passes,
     `again` those of backward passes, which repeat a part of one; `rows` are checksums of the rows
     that a pass of the outermost module was given. `replace` returns what is to stand in the place
-    of a draw, if anything; in backward that is what stood there in forward. Attention that drops
+    of a draw, if anything; in backward that is what stood there in forward. With `keeps` backward
+    draws what forward drew. Attention that drops
     out within its kernel has no mask to be seen: it drops nothing in here (`hidden`)."""
 
     def __init__(
-        self, *models: nn.Module, replace: Replace = nothing, replace_again: Replace = nothing
+        self, *models: nn.Module, replace: Replace = lambda draw: None, keeps: bool = False
     ) -> None:
         super().__init__()
         self.draws: list[RandomDraw] = []
@@ -96,7 +90,7 @@ class DrawMode(OperatorMode):
         self.rows: dict[tuple[str, int], Rows] = {}
         self.times: dict[tuple[str, int], int] = {}  # how many passes of these rows came before
         self.hidden: set[str] = set()
-        self._models, self._replace, self._replace_again = models, replace, replace_again
+        self._models, self._replace, self._keeps = models, replace, keeps
         self._running: list[ModuleVisit] = []
         self._visits: dict[tuple[int, str, bool], int] = {}
         self._counts: dict[tuple[int, str], int] = {}
@@ -105,23 +99,6 @@ class DrawMode(OperatorMode):
         self._of_visits: dict[Seen, list[Tensor]] = {}
         self._stood: dict[int, Tensor] = {}  # in the place of a draw of `draws`
         self._hooks = ExitStack()
-
-    @property
-    def rows_now(self) -> Rows:
-        """Return the rows of the pass that runs."""
-        return self.rows.get((self._outer, self._call), ())
-
-    def before(self, draw: RandomDraw) -> Tensor | None:
-        """Return what forward had where backward draws again: in the module that it is in, or of
-        the only draw of that kind; None where several may be meant."""
-        alike = [
-            its for its in self.draws
-            if (its.kind, its.value.shape) == (draw.kind, draw.value.shape)
-            and draw.path in ("", its.path)
-        ]  # fmt: skip
-        if len(alike) != 1:
-            return None
-        return self._stood.get(id(alike[0]), alike[0].value)
 
     def __enter__(self) -> Self:
         for index, model in enumerate(self._models):
@@ -202,7 +179,7 @@ class DrawMode(OperatorMode):
             known = self._of_visits.get(seen, [])
             if known:
                 return known.pop() if len(known) > 1 else known[0]
-            other = self._replace_again(draw)
+            other = self._before(draw) if self._keeps else None
             return self._replaced.get(bits) if other is None and not self._running else other
         self._counts[visit.place] = draw.number + 1
         self.draws.append(draw)
@@ -211,6 +188,14 @@ class DrawMode(OperatorMode):
             self._replaced[bits] = self._stood[id(draw)] = other
             self._of_visits.setdefault(seen, []).append(other)
         return other
+
+    def _before(self, draw: RandomDraw) -> Tensor | None:
+        """Return what forward had where backward draws again: in the module that it is in, or of
+        the only draw of that kind; None where several may be meant."""
+        alike = [its for its in self.draws if _is_alike(its, draw) and draw.path in ("", its.path)]
+        if len(alike) != 1:
+            return None
+        return self._stood.get(id(alike[0]), alike[0].value)
 
     def _undropped(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Fused attention, and its backward pass, drop nothing."""
@@ -239,7 +224,7 @@ def _kept(name: str, args: tuple[Any, ...]) -> float:
 Key = tuple[str, int]  # a module's path, the how many-th draw in it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RankDraw:
     """A draw of one rank, in the pass `call` of the samples `rows`, which so many passes of the
     rank had before (`times`)."""
@@ -247,51 +232,40 @@ class RankDraw:
     rank: int
     call: int
     rows: Rows
+    times: int
     value: Tensor
-    times: int = 0
 
 
 @dataclass(slots=True)
 class EveryonesDraws:
-    """Of a step, on every rank. What a look-up finds out on the way: `assumed`, modules of which
-    ranks have slices, taken to lie in the order of the ranks; `lost`, modules whose draws cannot be
-    told by samples; `unlike`, modules in which ranks that have the same samples drew differently,
-    with these ranks; `alone`, draws of one device that no rank has."""
+    """Of a step, on every rank. What a look-up finds out on the way: `lost`, modules whose draws
+    cannot be told by samples (of slices of features or tokens, of a later stage); `unlike`, modules
+    in which ranks that have the same samples drew differently, with these ranks; `alone`, draws of
+    one device that no rank has; `used`, those that it has too."""
 
     by_key: dict[Key, list[RankDraw]] = field(default_factory=dict)
-    assumed: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     alone: set[Key] = field(default_factory=set)
     unlike: dict[str, tuple[int, ...]] = field(default_factory=dict)
     used: set[Key] = field(default_factory=set)
-    passes: dict[int, set[Rows]] = field(default_factory=dict)  # by number, of all ranks
 
     @classmethod
     def gathered(cls, drawn: DrawMode, ranks: Ranks) -> EveryonesDraws:
         """All ranks call it."""
         body = io.BytesIO()
-        rows = [[place, drawn.times[place], its] for place, its in drawn.rows.items()]
+        passes = {place: (place[1], its, drawn.times[place]) for place, its in drawn.rows.items()}
         own = [
-            [draw.path, draw.number, (draw.outer, draw.call), *_packed(draw.value)]
+            [draw.path, draw.number, passes[draw.outer, draw.call], *_packed(draw.value)]
             for draw in drawn.draws
         ]
-        torch.save((rows, own), body)
+        torch.save(own, body)
         result = cls()
         for rank, its in enumerate(ranks.bytes([body.getvalue()])):
-            passes, draws = torch.load(io.BytesIO(its), weights_only=True)
-            known = {place: (row, times) for place, times, row in passes}
-            for (_, call), (row, _) in known.items():
-                result.passes.setdefault(call, set()).add(row)
-            for path, number, place, value, dtype in draws:
-                row, times = known[place]
-                draw = RankDraw(
-                    rank=rank, call=place[1], rows=row, value=value.to(dtype), times=times
-                )
-                result.by_key.setdefault((path, number), []).append(draw)
+            draws = torch.load(io.BytesIO(its), weights_only=True)
+            for path, number, (call, rows, times), value, dtype in draws:
+                held = RankDraw(rank, call, rows, times, value.to(dtype))
+                result.by_key.setdefault((path, number), []).append(held)
         return result
-
-    def __bool__(self) -> bool:
-        return bool(self.by_key)
 
     def of(self, draw: RandomDraw, rows: Rows, times: int = 0) -> Tensor | None:
         """Return what one device is to draw for these samples, which so many of its passes had
@@ -302,91 +276,45 @@ class EveryonesDraws:
             return None
         self.used.add(key)
         held = _of_such_passes(self.by_key[key], draw, rows, times)
-        held = self._of_known_samples(draw, held, rows)
-        value = self._in_one_pass(draw, rows, held)
-        if value is None and _is_one(held) and held[0].value.shape == draw.value.shape:
-            value = held[0].value
-        if value is None:
+        shapes, first = {its.value.shape for its in held}, held[0].value
+        value = None
+        if same := [its for its in held if its.rows == rows]:
+            value = self._of_replicas(draw.path, same)
+        elif shapes == {draw.value.shape} and all(torch.equal(its.value, first) for its in held):
+            value = first
+        if value is None or value.shape != draw.value.shape:
             value = self._by_rows(draw, rows, held)
         if value is None:
             self.lost.add(draw.path)
         return value
 
-    def _of_known_samples(
-        self, draw: RandomDraw, held: Sequence[RankDraw], rows: Rows
-    ) -> Sequence[RankDraw]:
-        """A later stage is given what an earlier one returned: the samples of its n-th pass are
-        those of the n-th pass of the ranks that are given samples."""
-        wanted = set(rows)
-        if any(set(its.rows) & wanted for its in held):
-            return held
-        known = {
-            call: [row for row in its if set(row) & wanted] for call, its in self.passes.items()
-        }
-        if any(
-            len(known[its.call]) != 1 or len(known[its.call][0]) != len(its.rows) for its in held
-        ):
-            return held
-        self.assumed.add(draw.path)
-        return [replace(its, rows=known[its.call][0]) for its in held]
-
-    def _in_one_pass(self, draw: RandomDraw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
-        """These samples are those of a pass of some ranks, or slices of them are."""
-        same = [its for its in held if its.rows == rows]
-        if not same:  # slices of the tokens, or a stage, whose input is none of one device's
-            known = {its.rank for its in held if set(its.rows) & set(rows)}
-            same = [its for its in held if its.call == draw.call and len(its.rows) == len(rows)]
-            if known or len({its.rank for its in same}) < len(same):
-                return None
-            self.assumed |= {draw.path} if same else set()
-        return self._together(draw, same, len(draw.value.shape) + 1)
-
     def _by_rows(self, draw: RandomDraw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
         """Of every sample its own rows, of whichever pass has them."""
+        whole, dim = draw.value.shape, None
         passes: dict[tuple[int, Rows], list[RankDraw]] = {}
         for its in held:
             passes.setdefault((its.call, its.rows), []).append(its)
-        places: dict[str, list[tuple[Tensor, int]]] = {}
+        known: dict[str, list[Tensor]] = {}
         for (_, its_rows), group in passes.items():
-            dim = _dim_of_rows(draw.value.shape, len(rows), group[0].value.shape, len(its_rows))
-            if dim is None or not its_rows:
+            value, count = self._of_replicas(draw.path, group), len(its_rows)
+            dim = None if value is None else _dim_of_rows(whole, len(rows), value.shape, count)
+            if value is None or dim is None:
                 return None
-            value = self._together(draw, group, dim)
-            if value is None:
-                return None
-            blocks = _blocks(value, dim, len(its_rows))
-            for place, row in enumerate(its_rows):
-                places.setdefault(row, []).append((blocks, place))
-        if not all(places.get(row) for row in rows):
+            for row, block in zip(its_rows, value.movedim(dim, 0).chunk(count), strict=True):
+                known.setdefault(row, []).append(block)
+        if dim is None or not all(row in known for row in rows):
             return None
-        dim = _dim_of_rows(
-            draw.value.shape, len(rows), held[0].value.shape, len(held[0].rows)
-        )  # the same for all
-        assert dim is not None, "every pass has it"
-        chosen = [places[row].pop(0) if len(places[row]) > 1 else places[row][0] for row in rows]
-        stacked = torch.stack([blocks[place] for blocks, place in chosen])
-        return stacked.flatten(0, 1).movedim(0, dim)
+        blocks = [known[row].pop(0) if len(known[row]) > 1 else known[row][0] for row in rows]
+        return torch.cat(blocks).movedim(0, dim)
 
-    def _together(self, draw: RandomDraw, same: Sequence[RankDraw], rows_dim: int) -> Tensor | None:
-        """Return what ranks with the same samples drew for them: one of them, or their slices one
-        after the other."""
-        if not same:
+    def _of_replicas(self, path: str, same: Sequence[RankDraw]) -> Tensor | None:
+        """Return what ranks with the same samples drew for them; None where they have slices."""
+        first = same[0].value
+        if any(its.value.shape != first.shape for its in same):
             return None
-        first, whole = same[0].value, draw.value.shape
-        if first.dim() != len(whole) or any(its.value.shape != first.shape for its in same):
-            return None
-        cut = [
-            dim for dim in range(first.dim()) if dim != rows_dim and first.size(dim) != whole[dim]
-        ]
-        if not cut:
-            differ = [its.rank for its in same if not torch.equal(its.value, first)]
-            if differ:
-                self.unlike.setdefault(draw.path, (same[0].rank, *differ))
-            return first
-        if len(cut) > 1 or first.size(cut[0]) * len(same) != whole[cut[0]]:
-            return None
-        self.assumed.add(draw.path)
-        return torch.cat([its.value for its in same], cut[0])
+        if differ := [its.rank for its in same if not torch.equal(its.value, first)]:
+            self.unlike.setdefault(path, (same[0].rank, *differ))
+        return first
 
     def of_first(self, draw: RandomDraw, rows: Rows) -> Tensor | None:
         """Return what the first of the ranks with these samples drew, in the modules in which they
@@ -411,35 +339,22 @@ def _of_such_passes(
     return same if same and is_whole else graded
 
 
-def _is_one(held: Sequence[RankDraw]) -> bool:
-    first = held[0].value
-    return all(its.value.shape == first.shape and torch.equal(its.value, first) for its in held)
-
-
 def _dim_of_rows(whole: torch.Size, count: int, part: torch.Size, its_count: int) -> int | None:
-    """Return the dimension that grows as the number of samples does."""
-    if len(whole) != len(part):
-        return None
+    """Return the only dimension that grows as the number of samples does."""
     fits = (
         dim
         for dim in range(len(whole))
-        if its_count and whole[dim] * its_count == part[dim] * count
+        if its_count and count and whole[dim] * its_count == part[dim] * count
         and whole[dim] % count == 0 and (count != its_count or not dim)
+        and (*whole[:dim], *whole[dim + 1 :]) == (*part[:dim], *part[dim + 1 :])
     )  # fmt: skip
-    return next(fits, None)
-
-
-def _blocks(value: Tensor, dim: int, count: int) -> Tensor:
-    """[samples, elements of each along `dim`, the other dimensions]."""
-    moved = value.movedim(dim, 0)
-    return moved.reshape(count, moved.size(0) // count, *moved.shape[1:])
+    return next(fits, None) if len(whole) == len(part) else None
 
 
 def _packed(value: Tensor) -> tuple[Tensor, torch.dtype]:
     """Return a tensor as it is sent, a mask of zeros and ones in bytes, and its dtype."""
     own = value.detach().cpu().contiguous()
-    is_mask = bool(((own == 0) | (own == 1)).all())
-    return own.bool() if is_mask else own, own.dtype
+    return own.bool() if bool(((own == 0) | (own == 1)).all()) else own, own.dtype
 
 
 def drawn_again_otherwise(drawn: DrawMode) -> Iterator[RandomDraw]:

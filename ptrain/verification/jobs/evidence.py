@@ -1,6 +1,6 @@
 """Collect on every rank the evidence of all ranks about a step whose gradients differ. Per
 parameter it is a sample of its elements: one device's, each optimizer's, and each micro-batch's
-contribution.
+contribution. What would undo a difference is tried on every element of all parameters.
 
 This rank's samples are compared with one device's row by row. A batch that the loop rearranges
 (padding, pieces of sequences) has other rows and gives no result.
@@ -9,7 +9,7 @@ This rank's samples are compared with one device's row by row. A batch that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,20 +17,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from ptrain.report.finding import RootCause
 from ptrain.verification.capture import Samples, ledger_of
-from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.modules import ProbeResult
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digest
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import (
     LeastSquares,
+    Magnitude,
     are_alike,
     combination,
-    difference,
     is_number_of,
+    mean_size,
     multiple,
     norm,
-    rounded,
 )
 
 
@@ -71,7 +72,6 @@ def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
 
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
-_SHARE = 0.1  # of what differs, that a rounding may leave
 _CHUNK = 1 << 25  # numbers (in fp64) that are gathered of all ranks' rows at once
 MOST = 16  # micro-batches whose contributions are told apart
 
@@ -226,37 +226,20 @@ class OwnGradients:
         both = torch.stack([truth.double(), old.double(), mine])
         return torch.cat([both, _basis(truth, self.given, name, self.micro_batches)])
 
-    def emptiness(self, name: str) -> str:
-        """Return in words why this rank has no gradient of a parameter; nothing where it has."""
-        gradient = self.taken.get(name)
-        if gradient is not None:
-            return "" if bool(gradient.any()) else "it is all zeros: set to zero, or never written"
-        if not self.holds[name].parameter.requires_grad:
-            return "it does not require a gradient (requires_grad is False)"
-        return ".grad is None: backward does not reach it, or it is not copied back from a copy"
-
     def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
         """Return whether every element that this rank's optimizer took is a number of a coarser
-        dtype, as near to one device's as such numbers lie, which are none of that dtype."""
+        dtype, as near to one device's as such numbers lie, which are none of that dtype. Addends of
+        a sum are about as large as the other elements."""
         right = self._expected(names)
-        own = {name: self.taken[name] for name in right}
-        if not sum(row.numel() for row in own.values()):
+        if not any(self.taken[name].numel() for name in right):
             return True  # it has nothing to say
-        return (
-            all(is_number_of(row, dtype) for row in own.values())
-            and not all(is_number_of(row, dtype) for row in right.values())
-            and all(_is_near(own[name], row, dtype) for name, row in right.items())
+        eps = torch.finfo(dtype).eps
+        is_near = all(
+            bool(((self.taken[name] - its).abs() <= eps * (its.abs() + 2 * mean_size(its))).all())
+            for name, its in right.items()
         )
-
-    def is_rounding_of(self, dtype: torch.dtype, names: Collection[str]) -> bool:
-        """Return whether what this rank's optimizer took is one device's rounded to a dtype, but
-        for elements that roundings before it bring to the next number."""
-        for name, right in self._expected(names).items():
-            own, length = self.taken[name], norm(right)
-            left = difference(own, rounded(right, dtype), length)
-            if left > _SHARE * difference(own, right, length):
-                return False
-        return True
+        own = all(is_number_of(self.taken[name], dtype) for name in right)
+        return is_near and own and not all(is_number_of(its, dtype) for its in right.values())
 
     def _expected(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return one device's elements of what this rank's optimizer took."""
@@ -285,6 +268,12 @@ class JobEvidence:
     rows: tuple[RowReport, ...] = ()
 
     @property
+    def match_words(self) -> str:
+        """Return in words that all gradients match."""
+        count = len(self.samples)
+        return f"all {count} gradients match" if count > 1 else "the gradient matches"
+
+    @property
     def contributed(self) -> Contributions | None:
         """Return what the micro-batches give of all parameters."""
         return contributions(Sample.joined(self.samples.values()))
@@ -302,7 +291,7 @@ def evidence(
     """Return what all ranks know of a loop's step. All ranks call it."""
     own = OwnGradients(
         holds=holds, truths=reference.gradients, taken=run.gradients, given=probe.gradients,
-        before=before, micro_batches=_most(ranks, probe.gradients),
+        before=before, micro_batches=min(max(ranks.gather(len(probe.gradients))), MOST),
     )  # fmt: skip
     return replace(
         sampled(ranks, own),
@@ -312,37 +301,14 @@ def evidence(
     )
 
 
-def untold(count: int) -> str:
-    """Return in words which of so many micro-batches of a rank are not told apart; nothing where
-    all are."""
-    if count <= MOST:
-        return ""
-    return f"; only the first {MOST} of {count} micro-batches of a rank were distinguished"
-
-
-def _most(ranks: Ranks, given: Sequence[object]) -> int:
-    return min(max(ranks.gather(len(given))), MOST)
-
-
 def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
     """Gather samples of the gradients of both sides on all ranks. All ranks call it."""
     names = list(own.truths)
     places = places_of(ranks, {name: own.truths[name].flatten() for name in names})
     everyones = ranks.stack(torch.cat([own.rows(n)[:, places[n]] for n in names], dim=1))
-    samples, start = {}, 0
-    for name in names:
-        size = places[name].numel()
-        samples[name] = Sample.of_rows(everyones[:, :, start : start + size])
-        start += size
+    parts = everyones.split([places[name].numel() for name in names], dim=2)
+    samples = {name: Sample.of_rows(part) for name, part in zip(names, parts, strict=True)}
     return JobEvidence(samples=samples, micro_batches=own.micro_batches, own=own)
-
-
-def _is_near(own: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether each element is as near as roundings of it, and of what is added up to it,
-    leave it: addends are about as large as the other elements."""
-    usual = float(right.square().mean().sqrt()) if right.numel() else 0.0
-    bound = torch.finfo(dtype).eps * (right.abs() + 2 * usual)
-    return bool(((own - right).abs() <= bound).all())
 
 
 def places_of(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -386,3 +352,89 @@ def _basis(truth: Tensor, given: Sequence[Mapping[str, Tensor]], name: str, coun
         elif name in gradients:
             rows[number] = gradients[name].double().flatten()
     return rows
+
+
+_ROUNDINGS = 10  # a fix divides and adds once more: so many tolerances
+_LOOSEST = 0.1  # of 16 bits
+
+LossFactor = Callable[[int, Sequence[float]], float | None]
+
+
+def unknown_factor(rank: int, losses: Sequence[float]) -> None:
+    """Return that one cannot tell what is undone in a loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """What undoes a hypothesis: of the parameters `names` a rank would have the gradient that
+    `undone` makes of a sample; all gradients are divided by `scale` first. `words` say what is
+    tried. `loss_factor` returns what a rank's loss would be multiplied by, if what is undone is in
+    the loss, given the losses of its micro-batches; None where one cannot tell."""
+
+    names: Collection[str]
+    undone: Callable[[Sample, int], Tensor]
+    words: str
+    scale: float = 1.0
+    loss_factor: LossFactor = unknown_factor
+
+    def of(self, name: str, sample: Sample, rank: int) -> Tensor:
+        """Return the gradient that a rank would have; NaN where it holds nothing."""
+        sample = sample.scaled(self.scale)
+        return self.undone(sample, rank) if name in self.names else sample.gradients[rank]
+
+
+# Returns in words what still differs with these gradients, "" where nothing does.
+After = Callable[[Mapping[str, Tensor], Fix], str]
+
+
+def tried(
+    fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance
+) -> tuple[float, Mapping[str, Tensor] | None]:
+    """Try a fix on all gradients; return the largest difference (relative) that it leaves, and the
+    whole gradients that it gives, a row each: None where it leaves more than roundings make. All
+    ranks call it."""
+    truths = own.truths
+    scale = Magnitude.of(truths)
+    bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
+    largest, fixes, rows = 0.0, True, dict[str, Tensor]()
+    for name, whole in truths.items():
+        squares: dict[int, Tensor] = {}
+        pieces = []
+        for sample in own.of_all_ranks(name, ranks):
+            piece = sample.truth.clone()
+            for rank in sorted(sample.holders(), key=lambda its: its == ranks.rank):
+                has = ~sample.gradients[rank].isnan()
+                undone, (was, truth) = fix.of(name, sample, rank)[has], sample.of(rank)
+                sizes = [norm(undone - truth), norm(was - truth), norm(truth)]
+                counted = torch.tensor([*(size**2 for size in sizes), truth.numel()]).double()
+                squares[rank] = squares.get(rank, torch.zeros(4).double()) + counted
+                piece[has] = undone
+            pieces.append(piece)
+        rows[name] = torch.cat(pieces)
+        for left, before, length, numel in (row.tolist() for row in squares.values()):
+            size = max(math.sqrt(length), scale.quiet(whole) * math.sqrt(numel))
+            after, was_off = (_relative(math.sqrt(its), size) for its in (left, before))
+            largest = max(largest, after)
+            helps = after <= was_off / 2 or was_off <= limit.gradients
+            fixes = fixes and after <= bound and helps
+    return largest, rows if fixes else None
+
+
+def _relative(size: float, length: float) -> float:
+    is_known = bool(length) and math.isfinite(size)
+    return size / length if is_known else math.inf if size else 0.0
+
+
+def with_trial(
+    said: RootCause, fix: Fix | None, evidence: JobEvidence, ranks: Ranks, limit: Tolerance,
+    after: After,
+) -> RootCause:  # fmt: skip
+    """Return the root cause with what came of its fix."""
+    if fix is None:
+        return said
+    left, gradients = tried(fix, evidence.own, ranks, limit)
+    if gradients is None:
+        return said.unexplained(fix.words)
+    words = f"{fix.words}, {evidence.match_words} the reference to {left:.1e}"
+    others = after(gradients, fix)
+    return said.fits(f"{words}{others}") if others else said.proven(words)

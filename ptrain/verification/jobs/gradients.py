@@ -10,23 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from statistics import fmean
 
 from torch import Tensor
 
 from ptrain.report.finding import POSSIBLE, RULED_OUT, Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.evidence import (
+    After,
     Contributions,
+    Fix,
     JobEvidence,
+    LossFactor,
     Sample,
     contributions,
-)
-from ptrain.verification.jobs.fixes import (
-    After,
-    Fix,
-    LossFactor,
-    coarse_sum,
-    match_words,
     tried,
     unknown_factor,
     with_trial,
@@ -47,7 +44,6 @@ from ptrain.verification.parts import (
     factor_text,
     is_even,
     missing_sum,
-    multiple,
     products,
 )
 
@@ -76,8 +72,6 @@ def explain_gradients(
     given. `after` tells what still differs with a fix. All ranks call it."""
     names = [name for name in evidence.samples if any(its.name == name for its in mismatches)]
     unexplained = unclear(mismatches, evidence, names, ranks)
-    if (coarse := coarse_sum(unexplained, evidence, ranks, limit, after)) is not None:
-        return coarse
     out: list[str] = []
     for said, fix in GradientCase(mismatches, evidence, ranks, _loose(limit), names).hypotheses():
         likeliest = with_trial(said, fix, evidence, ranks, limit, after)
@@ -134,13 +128,12 @@ class GradientCase:
         return contributions(self.joint)
 
     def hypotheses(self) -> Iterator[Hypothesis]:
-        """Yield how the gradients may have been made, the simplest first."""
-        if self.samples:
-            yield from self._of_missing()
-            yield from self._of_multiples()
-            yield from self._of_partial_sums()
-            yield from self._of_earlier_gradients()
-            yield from self._of_micro_batches()
+        """Return how the gradients may have been made, the simplest first."""
+        ways = (
+            self._of_missing, self._of_multiples, self._of_partial_sums,
+            self._of_earlier_gradients, self._of_micro_batches,
+        )  # fmt: skip
+        return chain.from_iterable(way() for way in ways if self.samples)
 
     def _fix(
         self, words: str, undone: Callable[[Sample, int], Tensor],
@@ -175,16 +168,13 @@ class GradientCase:
         if names := [name for name, ranks in lacking.items() if ranks]:
             without = sorted({rank for its in lacking.values() for rank in its})
             holders = sorted({rank for name in names for rank in self.samples[name].holders()})
-            own = self.evidence.own
-            seen = [own.emptiness(name) for name in names if name in own.holds]
-            kinds = {kind for kinds in self.ranks.gather(seen) for kind in kinds if kind}
             is_everywhere, count = without == holders, self._count(names)
             yield self._say(
                 "" if is_everywhere else self.ranks.axis_of(holders),
                 "no gradient",
                 f"{count[0].upper()}{count[1:]} get a gradient in the reference, but "
                 f"{'no rank' if is_everywhere else 'not every rank'} that holds them has one when "
-                f"the optimizer steps: {' or '.join(sorted(kinds)) or 'all gradients are zero'}.",
+                "the optimizer steps: .grad is None or zero.",
                 "Let backward reach these parameters, and hand their gradients to the optimizer.",
                 ranks=without, names=names,
             ), self._fix(
@@ -200,7 +190,7 @@ class GradientCase:
             ), None  # fmt: skip
 
     def _of_multiples(self) -> Iterator[Hypothesis]:
-        """They are one multiple of the reference's, or one on each rank."""
+        """They are one multiple of the reference's."""
         fit = self.joint.multiple()
         if fit.holds(self.tolerance):
             yield self._even(fit.factor), self._fix(
@@ -208,34 +198,6 @@ class GradientCase:
                 lambda sample, rank: sample.gradients[rank] / fit.factor,
                 lambda rank, losses: 1 / fit.factor,
             )  # fmt: skip
-        fits = {rank: multiple(*self.joint.of(rank)) for rank in self.joint.holders()}
-        factors = {rank: its.factor for rank, its in fits.items()}
-        if not all(its.holds(self.tolerance) for its in fits.values()):
-            return
-        if max(factors.values()) - min(factors.values()) <= self.tolerance:
-            return
-        odd = {rank: its for rank, its in factors.items() if abs(its - 1) > self.tolerance}
-        listed = ", ".join(f"rank {rank}: × {its:.4g}" for rank, its in odd.items())
-        causes = "Each of these ranks scales it by its own number after the reduction."
-        if not self._is_of_data(factors.keys()):
-            causes = f"{POSSIBLE}a norm of its own by which each rank clips; a factor in what "
-            causes += "ranks pass on to each other in backward."
-        yield self._say(
-            self.ranks.axis_of([*factors]), "different factor on each rank",
-            f"On every rank the gradient has the right direction, and on some another length than "
-            f"in the reference ({listed}). {causes}",
-            "Clip by one norm on all ranks.", ranks=odd,
-        ), self._fix(
-            "divided by a different factor on each rank",
-            lambda sample, rank: sample.gradients[rank] / factors.get(rank, 1.0),
-        )  # fmt: skip
-
-    def _is_of_data(self, ranks: Collection[int]) -> bool:
-        """Return whether these ranks hold the same parameters, or each computes gradients of
-        samples of its own: what one passes on to another changes none of theirs alone."""
-        if all(set(its.holders()) == set(ranks) for its in self.samples.values()):
-            return True
-        return self.contributed is not None and set(ranks) <= set(self.contributed.data_ranks)
 
     def _even(self, factor: float) -> RootCause:
         """State the multiple, and the number of ranks or micro-batches that it is; apart from it
@@ -278,9 +240,8 @@ class GradientCase:
         reference's; nothing where these are not known."""
         degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
         contributed = self.contributed
-        if contributed is None or not contributed.of_loop:
-            return degrees | micro, ""
-        if not contributed.of_truth.holds(self.tolerance):
+        is_known = contributed is not None and contributed.of_truth.holds(self.tolerance)
+        if contributed is None or not (is_known and contributed.of_loop):
             return degrees | micro, ""
         actual = fmean(next(iter(contributed.of_loop.values())).coefficients)
         right = fmean(contributed.of_truth.coefficients)
@@ -370,35 +331,17 @@ class GradientCase:
             return
         if all(evens) or (right and not any(evens) and not lacks):
             said = self._reweighted(its, is_loss=all(evens))
-        elif lacks and ((axis := self._axis_apart(its, lacking)) or len({*lacking.values()}) == 1):
-            said = self._incomplete(its, axis, lacking[min(lacking)])
+        elif lacks and len({*lacking.values()}) == 1:
+            said = self._incomplete(its, lacking[min(lacking)])
         else:
             return
         factor = its.loss_factor if all(evens) else unknown_factor
         words = "with the weight that each micro-batch has in the reference"
         yield said, self._fix(words, its.reweighted, factor)
 
-    def _axis_apart(self, its: Contributions, lacking: Mapping[int, Collection[int]]) -> str:
-        """Return the axis that nothing was summed over: each rank's gradient, where it is no whole
-        sum, has the micro-batches of the ranks at its own place along it alone."""
-        every = set(range(len(its.labels)))
-        for axis, groups in self.ranks.summed.items():
-            alike = {r: [g[n] for g in groups] for own in groups for n, r in enumerate(own)}
-            left = {r: every.difference(*(its.own.get(n, ()) for n in alike[r])) for r in lacking}
-            if all(set(own) in (left[r], set()) for r, own in lacking.items()):
-                return axis
-        return ""
-
-    def _incomplete(self, its: Contributions, axis: str, missing: Collection[int]) -> RootCause:
+    def _incomplete(self, its: Contributions, missing: Collection[int]) -> RootCause:
         """Some micro-batches are not in the gradient."""
-        count, over = self.evidence.micro_batches, over_axis(axis)
-        if axis:
-            return self._say(
-                axis.partition("+")[0], f"missing all-reduce {over}",
-                f"The gradient of {self._count(self.samples)} on each rank includes only the ranks "
-                "at the same coordinate.",
-                f"Reduce it {over} before the optimizer steps.",
-            )  # fmt: skip
+        count = self.evidence.micro_batches
         ranks = sorted(rank for rank, own in its.own.items() if {*own} & {*missing})
         numbers = sorted({its.labels[index][1] for index in missing})
         listed, who = (", ".join(map(str, row)) for row in (numbers, ranks))
@@ -489,11 +432,10 @@ def of_own_samples(
     themselves, though the reference's are not: the loss asks something else of them, or something
     ties them together. All ranks call it."""
     contributed, reports = evidence.contributed, evidence.rows
-    if contributed is None or not contributed.of_loop:
+    if contributed is None or contributed.of_truth.holds(_loose(limit)):
         return None
-    if contributed.of_truth.holds(_loose(limit)):
-        return None
-    if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_loop.values()):
+    fits = contributed.of_loop.values()
+    if not fits or not all(is_even(fit.coefficients, _EVEN) for fit in fits):
         return None
     if any(report.sliced for report in reports) or not all(report.count for report in reports):
         return None
@@ -514,7 +456,7 @@ def of_own_samples(
         names=set(evidence.samples), undone=contributed.rest,
         words="computed by the plain module from the samples given to the ranks",
     )  # fmt: skip
-    trial = tried(fix, evidence.own, ranks, limit)
-    if not trial.fixes:
+    left, gradients = tried(fix, evidence.own, ranks, limit)
+    if gradients is None:
         return None
-    return where.located(f"{fix.words}, {match_words(evidence)} the loop to {trial.left:.1e}")
+    return where.located(f"{fix.words}, {evidence.match_words} the loop to {left:.1e}")

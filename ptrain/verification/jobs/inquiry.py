@@ -25,20 +25,17 @@ from ptrain.report.finding import (
     RULED_OUT,
     Certainty,
     Mismatch,
-    Moment,
     RootCause,
     Subject,
 )
 from ptrain.verification.jobs.draws import Key
-from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
-from ptrain.verification.jobs.fixes import Fix, coarse_sum
+from ptrain.verification.jobs.evidence import MOST, Fix, JobEvidence, evidence, rows_of
 from ptrain.verification.jobs.gradients import (
     explain_gradients,
     of_own_samples,
     of_samples,
 )
 from ptrain.verification.jobs.job import (
-    TOLERANCES,
     Alone,
     GlobalLoss,
     Job,
@@ -46,13 +43,13 @@ from ptrain.verification.jobs.job import (
     number,
 )
 from ptrain.verification.jobs.localise import ModuleInquiry
-from ptrain.verification.jobs.loss_terms import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
 from ptrain.verification.jobs.record import StepRecorder, digests, shared_buffers
 from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.jobs.trials import (
     Context,
+    LossTerms,
     PossibleCause,
     Trial,
     Waited,
@@ -75,7 +72,6 @@ _EVEN = 1e-3  # relative: weights of terms that are alike
 _MOST_TERMS = 4  # of a loss, of which each is run alone
 _SHARE = 1e-3  # of what differs within a module, that differs outside of it too
 _HALF = 2  # bytes
-_FINE = TOLERANCES[torch.float32]
 _RACES = 3  # runs of a step that waits for too little, one of which is wrong
 _NEAR = 1e-3  # of a gradient, that is a sum of those of its terms
 _LOOSE = 10  # tolerances of a gradient: the same addends in another order
@@ -193,9 +189,7 @@ class Inquiry:
         draws = self.drawing.replayed(pair.reference.model, still=still)
         if (loss := self._ran(pair.reference, batch, expected, draws, Alone())) is None:
             return None
-        both = number(loss[0]), number(self.step.losses[1])
-        measured = self._loss.of(*both)
-        apart = 0.0 if measured is None else numbers_apart(both[0] or 0.0, measured)
+        apart = max(self._loss_apart(self.step.losses[1], loss[0]), default=0.0)
         right = self.step.case.with_gradients(self._parts(self.step.expected.gradients))
         left = self._most_apart(self.step.seen.gradients, expected.gradients)
         return Trial(left, self._before(), self._others(apart, *right))
@@ -203,44 +197,24 @@ class Inquiry:
     def of_buffers(self, said: RootCause) -> RootCause:
         """Try why only buffers differ at the end of the step. All ranks call it."""
         plain, loop = self.pair.reference.model, self.pair.loop.model
-        ends = [(its.clone(), own.clone()) for _, its, own in shared_buffers(plain, loop)]
-
-        def apart(*sides: int) -> bool:
-            """Return whether what a side has now differs from what one had at the end."""
-            now, end = sides
-            pairs = [
-                (both[now], ends[place][end])
-                for place, (_, *both) in enumerate(shared_buffers(plain, loop))
-            ]
-            sizes = (difference(its, other, norm(other)) for its, other in pairs)
-            return any(self.ranks.gather(max(sizes, default=0.0) > self.limit.updates))
-
-        draws = self.drawing.repeated(loop)
-        trial = self.trial(draws, kept_in_backward(loop))
+        ends = {name: its.clone() for name, its, _ in shared_buffers(plain, loop)}
+        trial = self.trial(self.drawing.repeated(loop), kept_in_backward(loop))
         near = _LOOSE * self.limit.gradients
         is_right = trial is not None and not trial.others and trial.gradients <= near
-        if is_right and not apart(1, 0):
-            said = replace(
-                said, factor=f"{said.factor}, written again in backward",
-                sentence=f"{said.sentence} The recomputation in backward writes it once more.",
-                fix="Write it outside of the recomputed part, or not within backward.",
-            )  # fmt: skip
-            return said.proven(
-                "with what backward writes to buffers undone, buffers, gradients, loss and update "
-                "match the reference"
-            )
-        if POSSIBLE not in said.sentence:
+        now = ((own, ends[name]) for name, _, own in shared_buffers(plain, loop))
+        apart = max((difference(own, its, norm(its)) for own, its in now), default=0.0)
+        if any(self.ranks.gather(not is_right or apart > self.limit.updates)):
             return said
-        self.rewind()
-        if self._ran(self.pair.reference, self.share, Alone()) is None or apart(0, 1):
-            return said
-        facts = said.sentence.partition(POSSIBLE)[0]
-        return replace(
-            said,
-            factor="not reduced over the ranks",
-            sentence=f"{facts}Each rank computes it from its own samples.",
-            fix="Reduce what it is computed from over the ranks, before it is written.",
-        ).proven("run on a rank's samples alone, the reference leaves the same values")
+        said = replace(
+            said, factor=f"{said.factor}, written again in backward",
+            sentence=f"{said.sentence.partition(POSSIBLE)[0]} The recomputation in backward writes "
+            "it once more.",
+            fix="Write it outside of the recomputed part, or not within backward.",
+        )  # fmt: skip
+        return said.proven(
+            "with what backward writes to buffers undone, buffers, gradients, loss and update "
+            "match the reference"
+        )
 
     def _evidence(self, before: Mapping[str, Tensor]) -> tuple[ProbeResult, JobEvidence]:
         self._restore_models()
@@ -250,39 +224,26 @@ class Inquiry:
             probe=probe, before=before,
         )  # fmt: skip
 
-    def accumulated(self, before: Mapping[str, Tensor]) -> RootCause | None:
-        """Return the root cause of gradients within the tolerance whose micro-batches are added up
-        in 16 bits, and the reference's are not: by the dtype of `.grad`, or in the first step by
-        that sum itself. None of one micro-batch. All ranks call it."""
+    def accumulated(self) -> RootCause | None:
+        """Return the root cause of gradients whose micro-batches are added up in 16 bits, and the
+        reference's are not, by the dtype of `.grad`: they may differ within the tolerance. None of
+        one micro-batch. All ranks call it."""
         own, right = self.step.seen.gradients, self.step.expected.gradients
         both = [name for name in own if name in right and right[name].dtype.itemsize > _HALF]
-        halves = [name for name in both if own[name].dtype.itemsize == _HALF]
-        count, apart = len(self.step.seen.calls), self.step.differences
-        is_apart = apart.most(Moment.GRADIENTS, Subject.GRADIENTS) > _FINE.gradients
-        is_hidden = not apart.step and is_apart and self.limit.gradients > _FINE.gradients
-        everyones = self.ranks.gather((halves if count > 1 else [], is_hidden and count > 1))
-        names = [*dict.fromkeys(name for its, _ in everyones for name in its)] or both
-        blamed = RootCause(
-            state=Subject.GRADIENTS, axis="", factor="", place=families(names), sentence="",
-            step=self.step.differences.step, ranks=tuple(range(self.ranks.size)),
-        )  # fmt: skip
-        if any(its for its, _ in everyones):
-            dtypes = self.ranks.gather([named(own[name].dtype) for name in halves[:1]])
-            dtype = next(its[0] for its in dtypes if its)
-            return replace(
-                blamed, factor=f"accumulated in {dtype}",
-                sentence=f"The gradients of {count} micro-batches are added up in {dtype}, unlike "
-                "in the reference.",
-                fix="Accumulate them in a dtype as fine as the reference's.",
-                tried="the dtypes of .grad were compared when the optimizer steps",
-            )  # fmt: skip
-        if not all(is_tried for _, is_tried in everyones):
+        count = len(self.step.seen.calls)
+        halves = [name for name in both if own[name].dtype.itemsize == _HALF and count > 1]
+        everyones = self.ranks.gather([[name, named(own[name].dtype)] for name in halves])
+        dtypes = {name: dtype for its in everyones for name, dtype in its}
+        if not dtypes:
             return None
-        now = self.pair.states()
-        _, job_evidence = self._evidence(before)
-        for state in now:
-            state.restore()  # the run goes on
-        return coarse_sum(blamed, job_evidence, self.ranks, self.limit, self._after)
+        dtype = min(dtypes.values())
+        return blame(
+            Subject.GRADIENTS, f"accumulated in {dtype}", families(dtypes),
+            f"The gradients of {count} micro-batches are added up in {dtype}, unlike in the "
+            "reference.",
+            "Accumulate them in a dtype as fine as the reference's.",
+            step=self.step.differences.step, ranks=range(self.ranks.size),
+        ).fits("the dtypes of .grad were compared when the optimizer steps")  # fmt: skip
 
     def _of_terms(self, first: Sequence[Mismatch]) -> RootCause | None:
         """One term of the loss has another weight than in the reference, or no gradient: each is
@@ -313,15 +274,14 @@ class Inquiry:
         if not is_sum or len(odd) != 1:
             return None
         name, weight = names[odd[0]], weights[odd[0]]
-        if name not in whole.coefficients:
-            change = LossTerms(loop, joined={name: weight})
+        is_new, is_nothing = name not in whole.coefficients, abs(weight) <= _EVEN
+        change = LossTerms(loop, *(({}, {name: weight}) if is_new else ({name: weight},)))
+        factor = 0.0 if is_nothing else 1 / weight
+        said, what = f"× {factor:.4g}", f"has {factor:.4g} times its weight beside the other terms"
+        if is_new:
             said, what = "no gradient", "gets no gradient from the loss of the loop"
-        elif abs(weight) <= _EVEN:
-            change, said = LossTerms(loop, {name: 0.0}), "not in the reference"
-            what = "is not in the loss of the reference"
-        else:
-            change, said = LossTerms(loop, {name: weight}), f"× {1 / weight:.4g}"
-            what = f"has {1 / weight:.4g} times its weight beside the other terms"
+        elif is_nothing:
+            said, what = "not in the reference", "is not in the loss of the reference"
         trial = self.trial(change, draws(), loss=change.of)
         if trial is None or not trial.is_near(self.limit.gradients):
             return None
@@ -416,7 +376,7 @@ class Inquiry:
         it."""
         if said.certainty is not Certainty.PROVEN:
             return said
-        right, apart = Remainder(0, 0.0, 0.0), max(self._loss_apart(), default=0.0)
+        right, apart = Remainder(0, 0.0), max(self._loss_apart(), default=0.0)
         gradients = self._parts(self.step.expected.gradients)
         left = self.step.case.with_gradients(gradients) if repeats else (right, "")
         others = self._others(apart, *left)
@@ -526,11 +486,9 @@ class Inquiry:
                 yield math.inf
 
     def _loss_apart(self, *losses: Any) -> list[float]:
-        """How far the global loss is from the reference's: of this rank's, or of the step as it
-        was; nothing where there is none. All ranks call it."""
-        right, own = (
-            number(loss) for loss in (*self.step.losses[:1], *(losses or self.step.losses[1:]))
-        )
+        """How far the global loss is from the reference's: of this rank's and of this reference's,
+        or of the step as it was; nothing where there is none. All ranks call it."""
+        own, right = map(number, (*losses, *self.step.losses[::-1][len(losses) :]))
         measured = self._loss.of(right, own)
         return [] if right is None or measured is None else [numbers_apart(right, measured)]
 
@@ -541,7 +499,9 @@ class Inquiry:
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(mismatch.difference for mismatch in first)
         out = "; ".join(self._ruled_out) or "nothing, as no fix that is known fits"
-        out += untold(job_evidence.micro_batches) + self.untried
+        out += self.untried
+        if (count := job_evidence.micro_batches) > MOST:
+            out += f"; only the first {MOST} of {count} micro-batches of a rank were distinguished"
         place, where = families(names) or first[0].name, ""
         suspect = None if localised is None else localised.first_in_words()
         if suspect is not None:
@@ -565,8 +525,7 @@ class Inquiry:
         ).unexplained(out)
 
 
-def _keep_loss(values: list[float], tensors: Any) -> Callable[[], None]:
+def _keep_loss(values: list[float], losses: list[Tensor]) -> Callable[[], None]:
     """Keep the number that a backward pass starts from."""
-    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     values += [float(loss.detach()) for loss in losses if loss.numel() == 1]
     return lambda: None

@@ -35,56 +35,34 @@ from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import Drawing
 from ptrain.verification.parts import canonical_modules, difference, multiple, norm
 
-
-def targets_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which tokens have a target, and the target that each has, by the gradient of logits
-    [..., vocabulary]."""
-    return (gradient < 0).sum(-1) == 1, gradient.argmin(-1)
-
-
 _NEARLY_ALL = 0.99  # of the positions that have a target
 _RARELY = 0.9
 _FEWEST = 8  # positions from which a task is told
 _FITS = 1e-4  # of a gradient's rows, relative
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTask:
-    """`shift`: how far behind a position (in tokens) is what it is asked for; None where that is
-    no token of the input. `count`: how many positions have a target; `has_label` [rows, positions]:
-    which."""
-
-    tokens: Tensor
-    shift: int | None
-    count: int
-    has_label: Tensor
-
-
-def task_of(call: ForwardCall) -> TokenTask | None:
-    """Tell the targets of a cross-entropy by its gradient. None of a model that is given no tokens
-    [rows, positions], or returns no logits of them."""
-    tokens = tokens_of(call)
-    gradient = call.upstream.get(0)
+def task_of(call: ForwardCall) -> tuple[Tensor, Tensor, int | None] | None:
+    """Tell the targets of a cross-entropy by its gradient: the tokens [rows, positions], which of
+    them have a target, and how many tokens behind a position is what it is asked for; None where
+    that is no token of the input. None at all of a model that is given no tokens, or returns no
+    logits of them."""
+    tokens, gradient = tokens_of(call), call.upstream.get(0)
     if tokens is None or gradient is None or gradient.dim() != 3:
         return None
     if gradient.shape[:2] != tokens.shape or int(tokens.max()) >= gradient.size(2):
         return None
-    has_target, targets = targets_of(gradient)
-    shares = {}
+    has_target, targets = (gradient < 0).sum(-1) == 1, gradient.argmin(-1)
+    shares = []
     for shift in range(3):
         length = tokens.size(1) - shift
         has = has_target[:, :length]
         if int(has.sum()) < _FEWEST:
             return None
         right = targets[:, :length][has] == tokens[:, shift:][has]
-        shares[shift] = float(right.double().mean())
-    likeliest = max(shares, key=lambda shift: shares[shift])
-    others = max(share for shift, share in shares.items() if shift != likeliest)
-    is_clear = shares[likeliest] >= _NEARLY_ALL and others <= _RARELY
-    return TokenTask(
-        tokens=tokens, shift=likeliest if is_clear else None, count=int(has_target.sum()),
-        has_label=has_target,
-    )  # fmt: skip
+        shares.append(float(right.double().mean()))
+    *_, second, most = sorted(shares)
+    is_clear = most >= _NEARLY_ALL and second <= _RARELY
+    return tokens, has_target, shares.index(most) if is_clear else None
 
 
 def softmaxed(call: ForwardCall) -> str:
@@ -93,12 +71,10 @@ def softmaxed(call: ForwardCall) -> str:
     output, gradient = call.output, call.upstream.get(0)
     if output is None or gradient is None or gradient.shape != output.shape or output.dim() < 2:
         return ""
-    if output.size(-1) < 3:
-        return ""
     rows, slopes = (tensor.double().flatten(0, -2) for tensor in (output, gradient))
     has = slopes.abs().amax(-1) > 0
     rows, slopes = rows[has], slopes[has]
-    if len(rows) < _FEWEST:
+    if len(rows) < _FEWEST or rows.size(-1) < 3:
         return ""
     targets = torch.nn.functional.one_hot(slopes.argmin(-1), rows.size(-1)).double()
     plain = rows.softmax(-1) - targets
@@ -113,12 +89,6 @@ def softmaxed(call: ForwardCall) -> str:
 
 def _is_multiple(slopes: Tensor, expected: Tensor) -> bool:
     return multiple(slopes.flatten(), expected.flatten()).holds(_FITS)
-
-
-def _ends(tokens: Tensor, end: int) -> Tensor:
-    is_end = tokens == end
-    is_end[:, -1] = False
-    return is_end
 
 
 _ORDERS = 3  # of samples that are tried
@@ -185,7 +155,7 @@ class Metamorphic:
         """A gradient comes back to a module whose output the model goes on with."""
         inner = dict(canonical_modules(self._job.model))
         order = [path for path, _ in calls]
-        has = [_has_gradient(call) for call in calls.values()]
+        has = [c.upstream is not None and bool(c.upstream.any()) for c in calls.values()]
         last = max((n for n, known in enumerate(has) if known), default=0)
         lost = [
             path
@@ -245,25 +215,26 @@ class Metamorphic:
                 "labels and the causal mask: not tested, no logits of tokens are seen"
             )
             return
-        shift, count = task.shift, task.count
+        tokens, has_label, shift = task
         name = "labels are the next tokens"
-        if shift == 0 and not self._is_causal(calls[0], task):
+        seen = self._sees_no_future(calls[0], tokens) if shift in (0, 1) else None
+        if shift == 0 and (seen is None or seen.root_cause is not None):
             self.notes.append(
                 "the labels are the tokens themselves: intended if the task is to copy"
             )
             return
         if shift in (0, 2):
-            says = "the current token" if shift == 0 else "the token after the next"
-            fix = (
-                "Shift the labels by one: logits[:, :-1] against tokens[:, 1:]"
+            says, fix = (
+                ("the current token", "Shift the labels by one: logits[:, :-1] against "
+                 "tokens[:, 1:]")
                 if shift == 0
-                else "The model or the data already shifts the labels: shift them once"
-            )
+                else ("the token after the next", "The model or the data already shifts the "
+                      "labels: shift them once")
+            )  # fmt: skip
             yield TriedRelation.of(name, self._blame(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
                 f"The loss has {says} as the target of every position.", f"{fix}.",
-                f"at {count} positions the target is {says}, according to the gradient of "
-                "the loss",
+                f"according to the gradient of the loss the target is {says}",
                 place="labels",
             ), why=f"the target of every position is {says}")  # fmt: skip
             return
@@ -271,36 +242,31 @@ class Metamorphic:
             self.notes.append("the causal mask: not tested, the labels are not the next tokens")
             return
         yield TriedRelation.of(name)
-        if (seen := self._sees_no_future(calls[0], task)) is not None:
+        if seen is not None:
             yield seen
-        yield from self._of_documents(calls[0], task)
+        yield from self._of_documents(tokens, has_label)
 
-    def _of_documents(self, call: ForwardCall, task: TokenTask) -> Iterator[TriedRelation]:
+    def _of_documents(self, tokens: Tensor, has_label: Tensor) -> Iterator[TriedRelation]:
         """Nothing is asked of the last token of a document."""
-        end = self._document_end
-        if end is None:
+        if (end := self._document_end) is None:
             self.notes.append(
                 "labels across documents: not tested; if samples have several documents, set "
                 "the token that ends one: `Terms(document_end=...)`"
             )
             return
-        ends = _ends(task.tokens, end)
-        count, across = int(ends.sum()), int((ends & task.has_label).sum())
-        if not count:
-            self.notes.append(f"labels across documents: not tested, no sample has token {end}")
-            return
+        ends = tokens[:, :-1] == end
+        count = int((ends & has_label[:, :-1]).sum())
+        across = f"{count} of {int(ends.sum())} tokens {end} have a label"
         yield TriedRelation.of("no label is of another document", self._blame(
             Subject.BATCH, "labels across documents", [],
             f"The last token of a document (token {end}) has the first token of the next "
             "document as its target.",
             "Ignore these labels (ignore_index) on both sides.",
-            f"{across} of {count} tokens {end} have a label, according to the gradient of "
-            "their logits",
+            f"{across}, according to the gradient of their logits",
             place="labels",
-        ) if across else None, why=f"at {across} of {count} ends of documents")  # fmt: skip
+        ) if count else None, why=across)  # fmt: skip
 
-    def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> TriedRelation | None:
-        tokens = task.tokens
+    def _sees_no_future(self, call: ForwardCall, tokens: Tensor) -> TriedRelation | None:
         at = tokens.size(1) // 2
         other = tokens.clone()
         other[:, at:] = other[:, at:].roll(1, 0) if tokens.size(0) > 1 else other[:, at:].flip(1)
@@ -338,10 +304,6 @@ class Metamorphic:
         where = where.to(before.device)
         rows = before[where], after[where]
         return norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)
-
-    def _is_causal(self, call: ForwardCall, task: TokenTask) -> bool:
-        relation = self._sees_no_future(call, task)
-        return relation is not None and relation.root_cause is None
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
         still = self._drawing.stilled(self._job.model)
@@ -407,10 +369,6 @@ def _num_rows(batch: Any) -> int:
     sizes: set[int] = set()
     each_tensor(batch, lambda rows: sizes.add(len(rows)))
     return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _has_gradient(call: ModuleCall) -> bool:
-    return call.upstream is not None and bool(call.upstream.any())
 
 
 def _is_returned(root: ModuleCall | None, output: Tensor) -> bool:

@@ -38,7 +38,7 @@ from ptrain.verification.parts import (
     mean_size,
     norm,
 )
-from ptrain.verification.updates.repeat import StepSide, UpdateRecorder
+from ptrain.verification.updates.repeat import UpdateRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ class StepRecorder(UpdateRecorder):
     def __enter__(self) -> Self:
         model = dict(canonical_modules(self.model))[""]
         begins = model.register_forward_pre_hook(self._begins, prepend=True, with_kwargs=True)
-        self._stack.callback(begins.remove)
-        self._stack.callback(model.register_forward_hook(self._ends).remove)
+        self.callback(begins.remove)
+        self.callback(model.register_forward_hook(self._ends).remove)
         return super().__enter__()
 
     @property
@@ -236,7 +236,7 @@ def at_start(
 
 def compare_in_use(
     differences: Differences,
-    sides: tuple[StepSide, StepSide],
+    sides: tuple[StepRecorder, StepRecorder],
     before: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
@@ -268,7 +268,7 @@ def beside_way(
 
 def compare_gradients(
     differences: Differences,
-    sides: tuple[StepSide, StepSide],
+    sides: tuple[StepRecorder, StepRecorder],
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:

@@ -36,7 +36,6 @@ from ptrain.verification.parts import (
     missing_sum,
     multiple,
     named,
-    rounded,
 )
 
 
@@ -162,24 +161,21 @@ def explain_buffers(
     )
     coarse = [d for d in COARSER if is_number_of(own, d) and not is_number_of(right, d)]
     dtype = named(coarse[0]) if coarse else ""
-    is_it = bool(coarse) and torch.equal(rounded(right, coarse[0]).double(), own.double())
     fit = multiple(own, right)
     times = f"× {fit.factor:.4g}" if fit.holds(limit) else ""
-    everyones = ranks.gather((digest(own), dtype, is_it, times), tuple[str, str, bool, str])
-    kinds = {everyones[its.rank][1:3] for its in mismatches if its.name == first.name}
+    everyones = ranks.gather((digest(own), dtype, times), tuple[str, str, str])
+    dtypes = {everyones[its.rank][1] for its in mismatches if its.name == first.name}
     when = "at the start" if first.moment is Moment.START else "at the end of the step"
-    dtype, is_it = min(kinds)
-    if dtype and len({name for name, _ in kinds}) == 1:
-        said = blame(
+    if (dtype := min(dtypes)) and len(dtypes) == 1:
+        return blame(
             factor=f"rounded to {dtype}",
             sentence=f"Every element of the buffer is {when} a number of {dtype}, unlike in the "
             "reference.",
             fix="Keep it in the dtype of the reference when the model is cast.",
         )
-        return said.fits(f"it equals the reference rounded to {dtype}") if is_it else said
     bits = [its for its, *_ in everyones if its != digest(torch.empty(0))]
     if len(set(bits)) == 1:
-        times = everyones[first.rank][3]
+        times = everyones[first.rank][2]
         return blame(
             factor=times or "other values on all ranks",
             sentence=f"The buffer has {when} the same values on all ranks"
@@ -198,6 +194,17 @@ def explain_buffers(
         "from what is not reduced over the ranks; it is not broadcast from one rank.",
         fix="Reduce what it is computed from, or broadcast it.",
     )
+
+
+def explain_average(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
+    """Explain averages that differ though the parameters do not."""
+    return root_cause(
+        mismatches, ranks, state=Subject.AVERAGE, factor=_size(mismatches),
+        sentence="The parameters match the reference, but their moving average differs.",
+        fix="Update it once per step, from the parameters after the update, on every rank, with "
+            "the reference's decay.",
+        tried="all that is compared before it matches",
+    )  # fmt: skip
 
 
 def explain_in_use(
@@ -247,14 +254,6 @@ def reference_not_finite(step: int, ranks: Ranks) -> RootCause:
     )  # fmt: skip
 
 
-_WAYS = "`Terms(loss='mean' | 'sum' | 'same' or a function)`"
-_OF_REPORTED = ": the reported loss is combined in another way than the trained loss."
-_OF_EITHER = (
-    f". {POSSIBLE}the ranks' losses combine in another way; the trained loss differs, for example "
-    "by a factor that clipping hides."
-)
-
-
 def explain_loss(
     mismatches: Sequence[Mismatch],
     ranks: Ranks,
@@ -273,8 +272,13 @@ def explain_loss(
         mismatches, ranks, state=Subject.LOSS, axis="",
         factor=_size(mismatches) if is_near else factor_text(ratio, ranks.degrees),
         sentence=f"The loss is {actual:.6g}, the reference loss is {expected:.6g}, and the "
-                 f"gradients {gradients}{_OF_REPORTED if gradients == 'match' else _OF_EITHER}",
-        fix=f"Set how the ranks' losses combine: {_WAYS}.",
+                 f"gradients {gradients}{': ' if gradients == 'match' else f'. {POSSIBLE}'}"
+                 + ("the reported loss is combined in another way than the trained loss."
+                    if gradients == "match" else
+                    "the ranks' losses combine in another way; the trained loss differs, for "
+                    "example by a factor that clipping hides."),
+        fix="Set how the ranks' losses combine: "
+            "`Terms(loss='mean' | 'sum' | 'same' or a function)`.",
     )  # fmt: skip
     if not fitting:
         return blamed.unexplained("the mean, the sum and the loss of one rank")
@@ -302,7 +306,7 @@ def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Rank
 
 
 # How much some roundings change a gradient, at most; the coarsest first, whose numbers are others'.
-_ROUNDINGS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
+_MOST_OFF = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
 
 
 def unclear(
@@ -314,7 +318,7 @@ def unclear(
     coarse = next(
         (
             dtype
-            for dtype, most in _ROUNDINGS.items()
+            for dtype, most in _MOST_OFF.items()
             if largest <= most and all(ranks.gather(evidence.own.is_rounded_to(dtype, names)))
         ),
         None,
@@ -328,7 +332,6 @@ def unclear(
     if coarse is None:
         return unknown
     dtype = named(coarse)
-    is_it = all(ranks.gather(evidence.own.is_rounding_of(coarse, names)))
     return replace(
         unknown,
         factor=f"rounded to {dtype}",
@@ -336,10 +339,8 @@ def unclear(
         "communication hook or an operator computes in it.",
         fix=f"Compute it as the reference does. If this is intended, set "
         f"`Terms(dtype=torch.{dtype})`.",
-        certainty=Certainty.PROVEN if is_it else Certainty.FITS,
-        tried=f"the reference rounded to {dtype} equals the gradients that the optimizers take"
-        if is_it
-        else f"every element is a number of {dtype}, and few elements of the reference are",
+        certainty=Certainty.FITS,
+        tried=f"every element is a number of {dtype}, and few elements of the reference are",
     )
 
 

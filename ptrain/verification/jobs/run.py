@@ -28,7 +28,6 @@ from ptrain.verification.compare import (
     alive,
     claim,
 )
-from ptrain.verification.jobs.averages import explain_average
 from ptrain.verification.jobs.evidence import rows_of
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
@@ -62,6 +61,7 @@ from ptrain.verification.jobs.record import (
     replicas,
 )
 from ptrain.verification.jobs.root_causes import (
+    explain_average,
     explain_buffers,
     explain_in_use,
     explain_loss,
@@ -132,8 +132,10 @@ class Watched:
         moved = any(not torch.equal(row, self._values[name]) for name, row in now.items())
         self.trained |= trained
         self.steps.append((bool(trained), moved))
-        for name in self._kept & run.without_state:
-            self.emptied[name] = self.emptied.get(name, 0) + 1
+        for name in self._kept & run.record.before.keys():
+            state = run.record.before[name].state.values()
+            has_any = any(isinstance(row, Tensor) and bool(row.any()) for row in state)
+            self.emptied[name] = self.emptied.get(name, 0) + (not has_any)
         own = {id(shard.parameter): name for name, shard in wholes.items()}
         given = [
             id(parameter)
@@ -350,7 +352,7 @@ class Examiner:
         self.sums.append(kept)
         self.differences.take(seen.differences)
         self.differences.add(replicas(step, self.ranks.gather(sums["parameters"])))
-        self.drawing.require_attributed(bool(self.mismatches))
+        self.drawing.require_attributed()
         self._note_norms(seen)
         self.watched.see(seen.expected, self.pair.wholes)
         if step == 0 and self.pair.loop.evidence is None:
@@ -373,7 +375,7 @@ class Examiner:
         elif self.mismatches:
             self.root_cause = self._explain(seen)
         else:
-            self.root_cause = self._inquiry(seen).accumulated(self.before)
+            self.root_cause = self._inquiry(seen).accumulated()
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
     def _allow_rounding(self, step: StepComparison) -> None:
@@ -441,7 +443,7 @@ class Examiner:
                 others = [its for its in first if its.subject is not Subject.AVERAGE]
                 inquiry = self._inquiry(step)
                 if not others:
-                    said = explain_average(first, self.pair.averages, self.ranks)
+                    said = explain_average(first, self.ranks)
                 elif (buffers := self._explain_buffers(others)) is not None:
                     said = inquiry.of_buffers(buffers)
                     if len(others) < len(first) and said.certainty is Certainty.PROVEN:

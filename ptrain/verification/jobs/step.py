@@ -98,7 +98,7 @@ class Drawing:
 
     @property
     def any(self) -> bool:
-        return bool(self.everyones or self.everyones.alone)
+        return bool(self.everyones.by_key or self.everyones.alone)
 
     def recorded(self, model: nn.Module) -> Any:
         """Return what the loop's step is to run in."""
@@ -148,36 +148,33 @@ class Drawing:
             if draw.path in self.still or (draw.path, draw.number) in still:
                 return draw.stilled()
             value = own.get((draw.path, draw.number, draw.call))
-            if alike and (first := self.everyones.of_first(draw, mode.rows_now)) is not None:
+            rows = mode.rows.get((draw.outer, draw.call), ())
+            if alike and (first := self.everyones.of_first(draw, rows)) is not None:
                 value = first
             return value if value is not None and value.shape == draw.value.shape else None
 
-        def as_in_forward(draw: RandomDraw) -> Tensor | None:
-            return mode.before(draw) if alike else None
-
-        mode = DrawMode(*models, replace=instead, replace_again=as_in_forward)
+        mode = DrawMode(*models, replace=instead, keeps=alike)
         return mode
 
     def stilled(self, model: nn.Module) -> Any:
         """Return what passes are to run in that are to draw nothing."""
         return nullcontext() if self.ends else DrawMode(model, replace=RandomDraw.stilled)
 
-    def require_attributed(self, differs: bool) -> None:
-        """Raises Unattributed on every rank where what one device draws is not told, or something
-        differs and it was assumed. All ranks call it, when one device has done its step too."""
+    def require_attributed(self) -> None:
+        """Raises Unattributed on every rank where what one device draws is not told. All ranks call
+        it, when one device has done its step too."""
         self.lasts |= self.any or bool(self.hidden)
         self.ends = not (self._draws and self.lasts)
         if not self.any:
             return
-        everyones = self.everyones
-        mine = everyones.lost | (everyones.assumed if differs else set())
-        paths = {path for paths in self.ranks.gather(sorted(mine)) for path in paths}
+        mine = sorted(self.everyones.lost)
+        paths = {path for paths in self.ranks.gather(mine) for path in paths}
         if paths:
             raise Unattributed(tuple(sorted(paths | self.still)))
 
     def notes(self) -> Iterator[str]:
         """Say what was replayed, and what was not."""
-        if self.everyones:
+        if self.everyones.by_key:
             yield (
                 f"the random draws of the model in {self.count} "
                 f"place{'s' * (self.count != 1)} (dropout masks) are replayed in the "
@@ -186,9 +183,9 @@ class Drawing:
         if self.still:
             yield (
                 f"compared without the draws of {families(sorted(self.still))}: they are "
-                "drawn for shards of samples or for several samples at once, and cannot be "
-                "attributed to samples. Set its rate to 0 on both sides, or draw one row per "
-                "sample"
+                "drawn for shards of samples, by stages or for several samples at once, and "
+                "cannot be attributed to samples. Set its rate to 0 on both sides, or draw one "
+                "row per sample"
             )
         if self.hidden:
             yield (
@@ -227,7 +224,7 @@ class LoopPair:
     averages: Averages = field(init=False)
 
     def __post_init__(self) -> None:
-        self.averages = Averages(self.reference, self.loop, self.holds, self.wholes)
+        self.averages = Averages(self.reference, self.loop, self.holds)
         self.origin = values_of(self.wholes)
 
     def values(self) -> Rows:
@@ -357,7 +354,9 @@ def run_step(
         )
         quiet = gradient is not None and scale.is_noise(gradient)
         compare_update(differences, name, course, is_noise=quiet, limit=limit)
-    case = UpdateCase.of(differences, sides, pair.holds, limit)
+    case = UpdateCase(
+        verdict=differences, reference=expected, run=seen, holds=pair.holds, limit=limit
+    )
     if pair.loop.evidence:
         pair.loop.evidence.compare_step(differences)
     else:

@@ -4,12 +4,11 @@ difference: of the gradients, of the loss, and of the update repeated with these
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 
@@ -18,9 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ptrain.meters.traffic import group_of
 from ptrain.models.ledger import OperatorMode, local
+from ptrain.models.watch import first_real, is_real
 from ptrain.report.finding import Mismatch, RootCause, Subject, Way
 from ptrain.verification.capture import Samples
 from ptrain.verification.jobs.draws import drawn_again_otherwise
@@ -31,7 +33,7 @@ from ptrain.verification.jobs.job import (
     each_tensor,
     number,
 )
-from ptrain.verification.jobs.record import shared_buffers
+from ptrain.verification.jobs.record import counts, shared_buffers
 from ptrain.verification.jobs.root_causes import PLAIN, blame, families, root_cause
 from ptrain.verification.parts import canonical_modules, held, multiple, numbers_apart
 
@@ -74,16 +76,16 @@ class PossibleCause:
     is_of_time: bool = False
 
 
-# By key: what ranks start together, a collective of a group or a message, and these ranks.
+# By the name of a group, and its ranks: a collective; nobody of a message between two ranks.
 Started = list[tuple[str, list[int]]]
-_MESSAGE = " to "
+_MESSAGES = {"send", "recv_", "recv_any_source_"}
 _GROUPS = {"process_group", "group_name"}  # an operator's argument
 
 
 class Waited(OperatorMode):
     """While entered: the collectives and messages that this rank starts (`started`), and whether it
     does not wait for one of its collectives there (`is_async`). With `waits` each of these is
-    waited for; no message is, as two ranks that send to each other would wait forever."""
+    waited for."""
 
     def __init__(self, *, waits: bool) -> None:
         super().__init__()
@@ -96,19 +98,11 @@ class Waited(OperatorMode):
         if function.namespace not in COLLECTIVES or not _GROUPS.intersection(names):
             return result
         given, group = dict(zip(names, args, strict=False)) | kwargs, group_of((args, kwargs))
-        own, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-        name = function._schema.name.partition("::")[2]
-        if name == "recv_any_source_":  # from nobody, so that waiting comes to no end
-            self.started.append((f"any{_MESSAGE}{own}", ranks))
-            return result
-        if name in ("send", "recv_"):
-            other = ranks[given["dst" if name == "send" else "src"]]
-            pair = (own, other) if name == "send" else (other, own)
-            self.started.append((_MESSAGE.join(map(str, pair)), list(pair)))
-            return result
-        self.started.append((group.group_name, ranks))
+        is_message = function._schema.name.partition("::")[2] in _MESSAGES
+        everyone = [] if is_message else dist.get_process_group_ranks(group)
+        self.started.append((group.group_name, everyone))
         work = result[-1] if isinstance(result, tuple) else result
-        if isinstance(work, torch.ScriptObject):
+        if not is_message and isinstance(work, torch.ScriptObject):
             self.is_async |= bool(given.get("async_op", True))
             if self._waits:
                 dist.Work.unbox(work).wait()
@@ -117,51 +111,16 @@ class Waited(OperatorMode):
 
 def come_to_end(everyones: Sequence[Started]) -> bool:
     """Return whether all ranks come to the end of what they start if each waits for every
-    collective: where messages that follow each other are started together, and, if the step would
-    end like this without these waits, where each message is received before anything else is
-    started."""
-    together = [
-        [
-            list(its)
-            for is_message, run in groupby(row, lambda its: _MESSAGE in its[0])
-            for its in ([run] if is_message else ([one] for one in run))
-        ]
-        for row in everyones
-    ]
-    waited, unwaited = (
-        [
-            [[(key, _awaited(rank, key, ranks, waits=waits))] for key, ranks in row]
-            for rank, row in enumerate(everyones)
-        ]
-        for waits in (True, False)
-    )
-    return _all_end(together) and (_all_end(waited) or not _all_end(unwaited))
-
-
-def _awaited(rank: int, key: str, ranks: list[int], *, waits: bool) -> list[int]:
-    """Return whom a rank waits for that starts this alone: a message is sent without waiting."""
-    _, is_message, receiver = key.partition(_MESSAGE)
-    if is_message:
-        return ranks if receiver == str(rank) else []
-    return ranks if waits else []
-
-
-def _all_end(units: Sequence[Sequence[Started]]) -> bool:
-    """Return whether all ranks come to the end of their units: each starts a unit when all that
-    its last one waits for is started, by key and the ranks that start it."""
-    begun = [Counter(key for key, _ in row[0]) if row else Counter[str]() for row in units]
-    at, moves = [0] * len(units), True
-    while moves:
-        moves = False
-        for rank, row in enumerate(units):
-            if at[rank] < len(row) and all(
-                begun[other][key] >= begun[rank][key]
-                for key, others in row[at[rank]]
-                for other in others
-            ):
-                at[rank], moves = at[rank] + 1, True
-                begun[rank].update(key for key, _ in (row[at[rank] :] or [[]])[0])
-    return at == [len(row) for row in units]
+    collective: all ranks of its group start it next. Where there are messages, nothing tells."""
+    left = [list(row) for row in everyones]
+    while any(left):
+        nexts = [(ranks, row[:1]) for row in left for _, ranks in row[:1]]
+        together = next((on for on, its in nexts if all(left[r][:1] == its for r in on)), [])
+        if not together:
+            return False
+        for rank in together:
+            left[rank].pop(0)
+    return True
 
 
 @contextmanager
@@ -175,18 +134,13 @@ def without_cast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def copied_for_backward() -> Context:
-    """Keep copies of what forward saves: nothing that is written meanwhile reaches backward."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda own: own.clone(), lambda copy: copy)
-
-
 @contextmanager
-def around_backward(begins: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
+def around_backward(begins: Callable[[list[Tensor]], Callable[[], None]]) -> Iterator[None]:
     """Call `begins` with what each backward pass starts from, and afterwards what it returns."""
     run = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        ends = begins(tensors)
+        ends = begins([tensors] if isinstance(tensors, Tensor) else list(tensors))
         run(tensors, *args, **kwargs)
         ends()
 
@@ -212,27 +166,23 @@ def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         local(tensor.detach()).copy_(value)
 
 
-class AsBackwardLeft:
+class AsBackwardLeft(ExitStack):
     """While entered, optimizers step with the gradients that the last backward pass left, `times`
     what the reference multiplies its own by. `has_replaced`: the gradients that they would have
-    taken are others than backward left; `factor`: a multiple of those that they take instead, None
-    where they are none, of the parameters in `fitted`."""
+    taken are others than backward left; `factor`: in words the multiple of those
+    that they are, of the parameters in `fitted`; "" where they are none, or the same."""
 
     def __init__(self, model: nn.Module, fitted: Iterable[Tensor], times: float) -> None:
-        self.factor: float | None = None
-        self.has_replaced, self._times = False, times
+        super().__init__()
+        self.factor, self.has_replaced, self._times = "", False, times
         self._parameters = list(model.parameters())
         self._fitted = {id(its) for its in fitted}
         self._left: dict[int, Tensor] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(around_backward(lambda tensors: self._keep))
-        self._stack.callback(register_optimizer_step_pre_hook(self._put_back).remove)
+        self.enter_context(around_backward(lambda tensors: self._keep))
+        self.callback(register_optimizer_step_pre_hook(self._put_back).remove)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def _keep(self) -> None:
         gradients = {id(its): its.grad for its in self._parameters if its.grad is not None}
@@ -248,10 +198,132 @@ class AsBackwardLeft:
             rows = [map(held, side) for side in zip(*fitted, strict=True)]
             own, left = (torch.cat([its.double().flatten() for its in row]) for row in rows)
             fit = multiple(own, left)
-            self.factor = fit.factor / self._times if fit.holds(1e-3) else None
+            times = fit.factor / self._times
+            self.factor = f"{times:.4g}" if fit.holds(1e-3) and abs(times - 1) > PLAIN else ""
         for parameter, own, left in pairs:
             self.has_replaced |= not torch.equal(held(own), held(left))
             parameter.grad = left if self._times == 1.0 else left * self._times
+
+
+# What passes a gradient on to several terms, or times a number; of a mean or a sum where it is of
+# terms that are stacked.
+_LINEAR = {
+    "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
+    "StackBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0",
+    "UnsqueezeBackward0", "CloneBackward0",
+}  # fmt: skip
+_OF_STACKED = {"MeanBackward0", "SumBackward0"}
+
+
+class WithTerm(torch.autograd.Function):
+    """A tensor whose backward gives another one a gradient too, which is a number."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, term: Tensor, coefficient: float) -> Tensor:
+        ctx.coefficient, ctx.like = coefficient, torch.empty_like(term)
+        return first.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, torch.full_like(ctx.like, ctx.coefficient), None
+
+
+class ScalarValues(TorchFunctionMode):
+    """While entered: the `values` of single numbers, by the autograd node that made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[Any, float] = {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.grad_fn is not None and result.numel() == 1:
+            self.values[result.grad_fn] = float(result.detach())
+        return result
+
+
+class LossTerms(ExitStack):
+    """`with LossTerms(model) as terms:` around a step: the `coefficients` that the terms of a loss
+    have in it, by name: what the model returns beside its first output by its key, else the
+    operator that makes the term. `times`: what the gradients of these terms are multiplied by;
+    `joined`: coefficients of terms of the model that are given one though the loss lacks them.
+    `outputs`: the terms that the model returns."""
+
+    def __init__(
+        self, model: nn.Module, times: Mapping[str, float] | None = None,
+        joined: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.coefficients: dict[str, float] = {}
+        self.outputs: set[str] = set()
+        self._shares = [0.0, 0.0]  # of the loss: as it is, and with other coefficients
+        self._nodes: dict[Any, str] = {}
+        self._scalars = ScalarValues()
+        self._model, self._times, self._joined = model, times or {}, joined or {}
+
+    def __enter__(self) -> Self:
+        root = dict(canonical_modules(self._model))[""]
+        self.callback(root.register_forward_hook(self._returned).remove)
+        self.enter_context(around_backward(self._begins))
+        self.enter_context(self._scalars)
+        return self
+
+    def of(self, loss: float | None) -> float | None:
+        """Return what a loss that the step returned is with the other coefficients."""
+        was, now = self._shares
+        return loss if loss is None or was == now or not was else loss * now / was
+
+    def _begins(self, losses: list[Tensor]) -> Callable[[], None]:
+        if len(losses) == 1 and losses[0].numel() == 1 and losses[0].grad_fn is not None:
+            self._watch(losses[0].grad_fn)
+        return lambda: None
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
+        first, joined = first_real(output), first_real(output)
+        leaves, spec = tree_flatten_with_path(output)
+        if first is None or not counts():
+            return None
+        put = []
+        for place, leaf in leaves:
+            if is_real(leaf) and leaf.numel() == 1 and leaf is not first and leaf.requires_grad:
+                name = f"output{keystr(place)}"
+                self.outputs.add(name)
+                self._nodes[leaf.grad_fn] = name
+                self._scalars.values[leaf.grad_fn] = float(leaf.detach())
+                if name in self._joined:
+                    self._shares[1] += self._joined[name] * float(leaf.detach())
+                    joined, leaf = WithTerm.apply(joined, leaf, self._joined[name]), leaf.detach()
+            put.append(leaf)
+        return tree_unflatten([joined if leaf is first else leaf for leaf in put], spec)
+
+    def _watch(self, loss: Any) -> None:
+        seen: dict[str, int] = {}
+        nodes = [loss]
+        while nodes:
+            node = nodes.pop()
+            inner = [its for its, _ in node.next_functions if its is not None]
+            name = self._nodes.get(node, "")
+            is_linear = node.name() in _LINEAR and (len(inner) == 1 or "Mul" not in node.name())
+            is_linear |= node.name() in _OF_STACKED and inner[0].name() == "StackBackward0"
+            if not name and is_linear:
+                nodes += inner[::-1]
+                continue
+            name = name or node.name().removesuffix("Backward0")
+            seen[name] = seen.get(name, 0) + 1
+            full = name if seen[name] == 1 else f"{name} ({seen[name]})"
+            value = self._scalars.values.get(node, math.nan)
+            node.register_prehook(partial(self._weighed, full, value))
+
+    def _weighed(
+        self, name: str, value: float, gradients: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        own, times = float(gradients[0].detach().double().sum()), self._times.get(name, 1.0)
+        self.coefficients[name] = self.coefficients.get(name, 0.0) + own
+        self._shares[0] += own * value
+        self._shares[1] += times * own * value
+        return (gradients[0] * times, *gradients[1:])
 
 
 def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
@@ -297,7 +369,10 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
             "Receive every micro-batch into its own buffer, and write after backward.",
         ),
         words="with copies of what is saved for backward",
-        run=lambda: inquiry.trial(draws(), copied_for_backward()),
+        # nothing that is written meanwhile reaches what forward saved
+        run=lambda: inquiry.trial(
+            draws(), torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda its: its)
+        ),
     )  # fmt: skip
     yield from _of_changed_gradients(inquiry, first)
     yield from _of_masks(inquiry, said)
@@ -362,23 +437,18 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
         return left, inquiry.trial(inquiry.drawing.repeated(loop), before=[left])
 
     left, _ = run()
-    everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, float | None])
+    everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, str])
     wrong = sorted({its.rank for its in first})
     if not all(everyones[rank][0] for rank in wrong):  # a rank that does not clip changes nothing
         return
-    factors = {rank: everyones[rank][1] for rank in wrong}
-    numbers = {r: f"{its:.4g}" for r, its in factors.items() if its and abs(its - 1) > PLAIN}
-    by, times = "", ""
-    if None not in factors.values() and numbers:
-        many = len(set(numbers.values())) > 1
-        listed = [f"{its}{f' on rank {rank}' * many}" for rank, its in numbers.items()]
-        listed = listed if many else listed[:1]
-        by, times = f" by the factor {', '.join(listed)}", f", × {', × '.join(listed)}"
+    factors = {everyones[rank][1] for rank in wrong}
+    factor = min(factors) if len(factors) == 1 else ""
     yield PossibleCause(
         blamed=root_cause(
-            first, ranks, state=Subject.GRADIENTS, factor=f"changed after backward{times}",
+            first, ranks, state=Subject.GRADIENTS,
+            factor=f"changed after backward{factor and f', × {factor}'}",
             sentence="The gradients that backward leaves are right. Before the optimizer steps "
-            f"they are changed{by}.",
+            f"they are changed{factor and f' by the factor {factor}'}.",
             fix="Remove what scales or writes them there (a division, a clip, an unscaling of "
             "what was not scaled).",
         ),

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
-from ptrain.verification.compare import Differences, ParameterMove
+from ptrain.verification.compare import Differences
 from ptrain.verification.jobs.job import Ranks, Tolerance
-from ptrain.verification.jobs.record import compare_states, compare_update, digest
+from ptrain.verification.jobs.record import StepRecorder, compare_states, compare_update, digest
 from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.trials import around_backward
@@ -28,7 +28,6 @@ from ptrain.verification.parts import Magnitude, multiple, square
 from ptrain.verification.updates.repeat import (
     CannotRepeat,
     Ingredients,
-    StepSide,
     UpdateOutcome,
     UpdateRecord,
     is_row,
@@ -41,24 +40,15 @@ _COARSE = 1e-3  # a dtype's rounding above which a skipped update of some elemen
 @dataclass(frozen=True, slots=True)
 class Remainder:
     """How far an update's outcome is from one device's, on one rank or on all: how many tensors
-    differ, and the largest differences of parameters and of state, relative as the verdict's."""
+    differ, and the largest difference of a parameter or of state, relative as the verdict's."""
 
     count: int
-    parameters: float
-    state: float
-
-    @property
-    def worst(self) -> float:
-        return max(self.parameters, self.state)
+    worst: float
 
     @classmethod
     def of_all(cls, everyones: Sequence[Remainder]) -> Remainder:
         """Return the largest of all ranks' differences."""
-        return cls(
-            count=sum(its.count for its in everyones),
-            parameters=max(its.parameters for its in everyones),
-            state=max(its.state for its in everyones),
-        )
+        return cls(sum(its.count for its in everyones), max(its.worst for its in everyones))
 
     def is_fix_of(self, before: Remainder) -> bool:
         """Return whether nothing differs any more, and what is left is a tenth or less of what
@@ -69,70 +59,44 @@ class Remainder:
 def update_apart(left: Remainder, obstacle: str, ranks: Ranks) -> str:
     """Return in words what is left of an update that was repeated, or why it could not be; "" where
     it is right. All ranks call it."""
-    everyones = ranks.gather((left, obstacle), tuple[Remainder, str])
-    if why := next((its for _, its in everyones if its), ""):
+    lefts, obstacles = zip(*ranks.gather((left, obstacle), tuple[Remainder, str]), strict=True)
+    if why := next(filter(None, obstacles), ""):
         return f"; the update could not be repeated ({why})"
-    if any(its.count for its, _ in everyones):
-        worst = max(its.worst for its, _ in everyones)
-        return f"; the update repeated with them still differs by {worst:.2g}"
-    return ""
+    left = Remainder.of_all(lefts)
+    still = f"; the update repeated with them still differs by {left.worst:.2g}"
+    return still if left.count else ""
 
 
-BROKEN = Remainder(1, math.inf, math.inf)  # of an update that cannot be repeated
+BROKEN = Remainder(1, math.inf)  # of an update that cannot be repeated
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateCase:
-    """`seen` and `expected`: what the loop's and the reference's optimizers were given and left;
-    `gradients`: the loop's; `courses`: how the model's parameters went in this step, by name.
-    `is_noise`: whether the verdict compares a parameter at all, or its gradient is nothing;
-    `clip`: what the reference's gradients are multiplied by before its update."""
+    """`run` and `reference`: the loop's step and one device's; `verdict`: their differences, with
+    how the model's parameters went."""
 
-    step: int
-    rank: int
-    seen: UpdateRecord
-    expected: UpdateRecord
-    gradients: Mapping[str, Tensor]
+    verdict: Differences
+    reference: StepRecorder
+    run: StepRecorder
     holds: Mapping[str, ParameterShard]
-    courses: Mapping[str, ParameterMove]
-    is_noise: Callable[[str], bool]
     limit: Tolerance
-    clip: float = 1.0
 
-    @classmethod
-    def of(
-        cls,
-        differences: Differences,
-        sides: tuple[StepSide, StepSide],
-        holds: Mapping[str, ParameterShard],
-        limit: Tolerance,
-    ) -> UpdateCase:
-        """`sides`: the reference's step and the loop's; `differences`: with how parameters went."""
-        expected, seen = sides
-        return cls(
-            step=differences.step,
-            rank=differences.rank,
-            seen=seen.record,
-            expected=expected.record,
-            gradients=seen.gradients,
-            holds=holds,
-            courses=differences.courses,
-            is_noise=Magnitude.noise_among(expected.gradients),
-            limit=limit,
-            clip=expected.clip,
-        )
+    @cached_property
+    def is_noise(self) -> Callable[[str], bool]:
+        """Whether the verdict does not compare a parameter, as its gradient is nothing."""
+        return Magnitude.noise_among(self.reference.gradients)
 
     @cached_property
     def own(self) -> dict[str, Ingredients]:
         """What the loop's optimizers step on this rank, where one device's step it too."""
-        return {name: its for name, its in self.seen.before.items() if name in self.other}
+        return {name: its for name, its in self.run.record.before.items() if name in self.other}
 
     @cached_property
     def other(self) -> dict[str, Ingredients]:
         """This rank's elements of what one device's optimizers are given."""
         return {
             name: self._part(name, its)
-            for name, its in self.expected.before.items()
+            for name, its in self.reference.record.before.items()
             if name in self.holds
         }
 
@@ -151,34 +115,32 @@ class UpdateCase:
 
     def target(self, name: str) -> UpdateOutcome:
         """This rank's elements of what one device's step left."""
-        after, row = self.expected.after[name], self.expected.before[name].value
+        after, row = self.reference.record.after[name], self.reference.record.before[name].value
         value = self.holds[name].of(after.value)
         return UpdateOutcome(value, self._part_of_state(name, after.state, row))
 
     def remainder(self, outcomes: Mapping[str, UpdateOutcome]) -> Remainder:
         """Return how far these outcomes are from one device's."""
         scratch = self.differences(outcomes)
-        values, state = (
-            scratch.most(Moment.UPDATE, subject)
-            for subject in (Subject.PARAMETERS, Subject.OPTIMIZER)
-        )
-        return Remainder(len(scratch.mismatches), values, state)
+        both = Subject.PARAMETERS, Subject.OPTIMIZER
+        worst = max(scratch.most(Moment.UPDATE, subject) for subject in both)
+        return Remainder(len(scratch.mismatches), worst)
 
     def differences(self, outcomes: Mapping[str, UpdateOutcome]) -> Differences:
         """Compare outcomes with one device's as the verdict does."""
-        scratch = Differences(step=self.step, rank=self.rank)
+        scratch = Differences(step=self.verdict.step, rank=self.verdict.rank)
         rights: dict[str, dict[str, Tensor]] = {}
         owns: dict[str, dict[str, Tensor]] = {}
         rows: dict[str, ParameterShard] = {}
         for name, outcome in outcomes.items():
             target = self.target(name)
             course = replace(
-                self.courses[name],
+                self.verdict.courses[name],
                 before=self.other[name].value,
                 after=target.value,
-                run_before=self.seen.before[name].value
-                if name in self.seen.before
-                else self.courses[name].run_before,
+                run_before=self.run.record.before[name].value
+                if name in self.run.record.before
+                else self.verdict.courses[name].run_before,
                 run_after=outcome.value,
             )
             compare_update(
@@ -197,18 +159,24 @@ class UpdateCase:
         """Repeat the update from this rank's elements of other gradients; return how far it is from
         one device's, and why it cannot be repeated, if so. `trial`: what the optimizers were given
         and left when the step ran with these gradients."""
-        obstacle = self.seen.obstacle or self.expected.obstacle
-        if not (self.own or obstacle) and any(not its.stood_still for its in self.courses.values()):
+        obstacle = self.run.record.obstacle or self.reference.record.obstacle
+        moved = any(not its.stood_still for its in self.verdict.courses.values())
+        if not (self.own or obstacle) and moved:
             obstacle = "no torch.optim.Optimizer makes it"
-        rows = {n: row * self.clip for n, row in gradients.items() if row is not None}
-        taken = {n: replace(own, gradient=rows.get(n)) for n, own in self.own.items()}
+        if obstacle:
+            return BROKEN, obstacle
+        rows = {n: row * self.reference.clip for n, row in gradients.items() if row is not None}
+        its = self.repeated({n: replace(own, gradient=rows.get(n)) for n, own in self.own.items()})
+        is_own = its[1] or not self.unlike(trial)
+        return its if is_own else (BROKEN, "its step gives other values than its class computes")
+
+    def repeated(self, taken: Mapping[str, Ingredients]) -> tuple[Remainder, str]:
+        """Repeat the update with these ingredients; return how far it is from one device's, and why
+        it cannot be repeated, if so."""
         try:
-            outcomes = {} if obstacle else repeat(taken)
-            if not obstacle and self.repeats(None, trial):
-                obstacle = "its step gives other values than its class computes"
+            return self.remainder(repeat(taken)), ""
         except CannotRepeat as error:
-            obstacle = str(error)
-        return (BROKEN, obstacle) if obstacle else (self.remainder(outcomes), "")
+            return BROKEN, str(error)
 
     def follows_gradients(self, names: Collection[str], ranks: Ranks) -> bool:
         """Return whether the update is one device's where these parameters have its gradients. All
@@ -217,17 +185,14 @@ class UpdateCase:
         left, obstacle = self.with_gradients({n: side[n].gradient for n, side in sides.items()})
         return all(ranks.gather(not obstacle and left.count == 0))
 
-    def repeats(
-        self, outcomes: Mapping[str, UpdateOutcome] | None, trial: UpdateRecord | None = None
-    ) -> list[str]:
+    def unlike(self, trial: UpdateRecord | None = None) -> list[str]:
         """Return the parameters of which the repeated update is not what the loop's step left, or
         its `trial`."""
-        record = self.seen if trial is None else trial
+        record = trial or self.run.record
         before = {name: its for name, its in record.before.items() if name in self.other}
-        repeated = repeat(before) if outcomes is None else outcomes
         return [
             name
-            for name, outcome in repeated.items()
+            for name, outcome in repeat(before).items()
             if not _is_alike(outcome.value, record.after[name].value, before[name].value)
         ]
 
@@ -235,10 +200,11 @@ class UpdateCase:
         """Return the parameters that are not what this rank's optimizer left, bit by bit."""
         return [
             name
-            for name, outcome in self.seen.after.items()
-            if name in self.courses
+            for name, outcome in self.run.record.after.items()
+            if name in self.verdict.courses
             and not torch.equal(
-                outcome.value.to(self.courses[name].run_after), self.courses[name].run_after
+                outcome.value.to(self.verdict.courses[name].run_after),
+                self.verdict.courses[name].run_after,
             )
         ]
 
@@ -251,9 +217,11 @@ def compare_masters(differences: Differences, case: UpdateCase) -> None:
     """Compare what the optimizer updates in the place of a parameter, where one device's optimizer
     has as fine a dtype: roundings to the model's dtype hide it."""
     masters = {
-        name: case.seen.after[name]
-        for name in case.seen.masters & case.own.keys()
-        if name in case.seen.after and _is_as_fine(case.own[name].value, case.other[name].value)
+        name: case.run.record.after[name]
+        for name in case.run.record.masters & case.own.keys()
+        if name in case.run.record.after
+        and torch.finfo(case.other[name].value.dtype).eps
+        <= torch.finfo(case.own[name].value.dtype).eps
     }
     scratch = case.differences(masters)
     for mismatch in scratch.mismatches:
@@ -261,10 +229,6 @@ def compare_masters(differences: Differences, case: UpdateCase) -> None:
             differences.mismatches.append(
                 replace(mismatch, subject=Subject.OPTIMIZER, name=f"{mismatch.name} · master copy")
             )
-
-
-def _is_as_fine(own: Tensor, other: Tensor) -> bool:
-    return torch.finfo(other.dtype).eps <= torch.finfo(own.dtype).eps
 
 
 def _is_alike(repeated: Tensor, seen: Tensor, before: Tensor) -> bool:
@@ -332,10 +296,9 @@ class ClippedGradient:
             for name, gradient in gradients.items()
             if squares.get(name)
         ]
-        if not factors or max(factors) - min(factors) > tolerance * max(factors):
-            return None
-        factor = factors[0]
-        if not 0.0 < factor < 1.0 - _LEAST or math.log2(factor).is_integer():
+        factor, most = (min(factors), max(factors)) if factors else (0.0, 0.0)
+        is_clip = 0.0 < factor < 1.0 - _LEAST and not math.log2(factor).is_integer()
+        if not is_clip or most - factor > tolerance * most:
             return None
         return cls(squares, factor)
 
@@ -387,11 +350,11 @@ def clipping(
     wrong = {row.rank for row in rows if abs(row.factor - 1.0) > tolerance}
     largest = max((abs(row.factor - 1.0) for row in rows), default=0.0)
     bound = min(case.limit.gradients, _LOOSEST, _SHARE * largest)
-    fitting = [pair for pair in fits(gradient, rows, ranks) if pair[0] <= bound]
+    fitting = [pair for pair in fits(gradient, rows, ranks, wrong) if pair[0] <= bound]
     if not wrong or len({way.factor for _, way in fitting}) != 1:
         return None  # none fits, or several rules do
     error, way = min(fitting, key=lambda pair: pair[0])
-    sentence, axis = way.sentence, way.axis
+    sentence, axis = way.sentence, way.axis or None
     if len(fitting) > 1:
         axis = ""
         sentence += f" The norm fits the same way over {', '.join(w.axis for _, w in fitting)}."
@@ -407,13 +370,14 @@ def clipping(
 
 
 def fits(
-    gradient: ClippedGradient, rows: Sequence[Scaling], ranks: Ranks
+    gradient: ClippedGradient, rows: Sequence[Scaling], ranks: Ranks, wrong: Collection[int]
 ) -> list[tuple[float, ClipWay]]:
-    """Return every way to clip with how far the factors are from it. A way of an axis that is
+    """Return every way to clip with how far the factors are from it, those of the ranks `wrong` are
+    not 1. A way of an axis that is
     another way by another name on these ranks (only one axis shards) is left out."""
     measured = []
     predictions: list[list[float]] = []
-    for way in (*_ways(gradient, rows), *_ways_of_axes(gradient, rows, ranks)):
+    for way in (*_ways(gradient, rows, wrong), *_ways_of_axes(gradient, rows, ranks)):
         factors = [gradient.scaled(way.norm(row), (0.0, 0.0)) for row in rows]
         if way.axis and any(
             all(math.isclose(*both, rel_tol=_REPRODUCED) for both in zip(factors, its, strict=True))
@@ -423,7 +387,8 @@ def fits(
         if not way.axis:
             predictions.append(factors)
         error = min(
-            _error(way, gradient, rows, epsilons) for epsilons in product(_EPSILONS, _EPSILONS)
+            max(abs(row.factor / gradient.scaled(way.norm(row), both) - 1.0) for row in rows)
+            for both in product(_EPSILONS, _EPSILONS)
         )
         measured.append((error, way))
     return measured
@@ -436,17 +401,21 @@ def _scalings(
     parts = {n: case.holds[n].of(whole) for n, whole in wholes.items() if n in case.holds}
     local = math.sqrt(sum(map(square, parts.values())))
     for name, part in parts.items():
-        own = case.gradients.get(name)
+        own = case.run.gradients.get(name)
         if case.is_noise(name) or not bool(part.any()):
             continue
         fit = multiple(own, part) if own is not None else None
         factor = fit.factor if fit is not None and fit.holds(_FITS * tolerance) else math.nan
-        taken = case.seen.before.get(name)
+        taken = case.run.record.before.get(name)
         group = -1 if taken is None else taken.group
-        yield Scaling(case.rank, name, group, factor, local / gradient.factor, case.part(name))
+        yield Scaling(
+            case.verdict.rank, name, group, factor, local / gradient.factor, case.part(name)
+        )
 
 
-def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWay]:
+def _ways(
+    gradient: ClippedGradient, rows: Sequence[Scaling], wrong: Collection[int]
+) -> Iterator[ClipWay]:
     groups: dict[int, set[str]] = {}
     for row in rows:
         groups.setdefault(row.group, set()).add(row.name)
@@ -481,10 +450,10 @@ def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWa
     )
     yield ClipWay(
         "not clipped",
-        "The optimizers take unclipped gradients.",
+        "The optimizers of these ranks take unclipped gradients.",
         "Clip them by the global norm, after they are reduced and before the update.",
-        f"{before} equals the gradients that the optimizers take",
-        lambda row: 0.0,
+        f"{before} equals the gradients that the optimizers of these ranks take",
+        lambda row: 0.0 if row.rank in wrong else gradient.norm(),
     )
 
 
@@ -503,37 +472,23 @@ def _ways_of_axes(
             if all(len({parts.get((name, rank)) for rank in group}) == 1 for group in groups)
         )
         sharded = tuple(name for name in names if name not in copied)
-        both = ((copied, "replicated"), (sharded, "sharded"))
-        for chosen, kind in both:
+        for chosen, kind, times in (
+            (copied, "replicated", 0), (copied, "replicated", degree), (sharded, "sharded", 0)
+        ):  # fmt: skip
             if not chosen:
                 continue
-            counted = gradient.norm(chosen) ** 2
-            total = gradient.norm() ** 2
-            ways = [("left out of the norm", 0, "left out")]
-            if kind == "replicated":
-                ways.append(("counted several times", degree, f"counted {degree} times"))
-            for factor, times, verb in ways:
-                length = math.sqrt(max(total + (times - 1) * counted, 0.0))
-                yield ClipWay(
-                    factor,
-                    f"In the norm, the squares of what is {kind} over {axis} "
-                    f"({families(chosen)}) are {verb}.",
-                    "Count each element once.",
-                    f"the reference gradient before clipping, with these squares {verb}, equals "
-                    "the gradients that the optimizers take",
-                    partial(_constant, length), axis=axis, names=chosen,
-                )  # fmt: skip
+            verb = f"counted {times} times" if times else "left out"
+            squares = gradient.norm() ** 2 + (times - 1) * gradient.norm(chosen) ** 2
+            yield ClipWay(
+                "counted several times" if times else "left out of the norm",
+                f"In the norm, the squares of what is {kind} over {axis} "
+                f"({families(chosen)}) are {verb}.",
+                "Count each element once.",
+                f"the reference gradient before clipping, with these squares {verb}, equals "
+                "the gradients that the optimizers take",
+                partial(_constant, math.sqrt(max(squares, 0.0))), axis=axis, names=chosen,
+            )  # fmt: skip
 
 
 def _constant(length: float, row: Scaling) -> float:
     return length
-
-
-def _error(
-    way: ClipWay,
-    gradient: ClippedGradient,
-    rows: Sequence[Scaling],
-    epsilons: tuple[float, float],
-) -> float:
-    """Return how far the factors are from those of this way, relative."""
-    return max(abs(row.factor / gradient.scaled(way.norm(row), epsilons) - 1.0) for row in rows)

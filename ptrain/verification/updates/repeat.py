@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,12 @@ class Rule:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         known = {id(tensor) for tensor in tensors}
         attributes = {
-            name: tree_map(lambda leaf: leaf if id(leaf) in known else _local(leaf), value)
+            name: tree_map(
+                lambda leaf: (
+                    held(leaf) if isinstance(leaf, DTensor) and id(leaf) not in known else leaf
+                ),
+                value,
+            )
             for name, value in vars(optimizer).items()
             if name not in _LEFT_OUT and not isinstance(value, FunctionType | MethodType)
         }
@@ -74,14 +79,6 @@ class Rule:
         except CodeRaised as error:
             return cls(type(optimizer), {}, f"its attributes cannot be copied ({_cause(error)})")
         return cls(type(optimizer), copied)
-
-    def attribute(self, name: str) -> object:
-        """Return an attribute that is a plain value; None of what is none."""
-        value = self.attributes.get(name)
-        return value if isinstance(value, bool | int | float | str | tuple) else None
-
-    def with_attribute(self, name: str, value: object) -> Rule:
-        return replace(self, attributes=self.attributes | {name: value})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +143,9 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
             for name, own in taken.items():
                 _give(optimizer, pieces[name], own)
             with Alone(lambda words: CannotRepeat(f"its {words}")):
-                _bare_step(rule.kind)(optimizer)
+                # without the hooks that torch puts around it: a user's must not run again
+                step: Any = rule.kind.step
+                (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
     except CodeRaised as error:
         if isinstance(error.__cause__, CannotRepeat):
             raise error.__cause__ from error
@@ -155,7 +154,9 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
         name: UpdateOutcome(
             piece.detach().flatten(),
             {
-                key: value.flatten() if is_alike(value, piece) else value
+                key: value.flatten()
+                if isinstance(value, Tensor) and value.dim() and value.shape == piece.shape
+                else value
                 for key, value in optimizer.state.get(piece, {}).items()
             },
         )
@@ -166,27 +167,12 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
 def _give(optimizer: Optimizer, piece: nn.Parameter, own: Ingredients) -> None:
     if own.gradient is not None:
         piece.grad = own.gradient.to(piece.dtype, copy=True).view(own.shape)
-    optimizer.param_groups.append({**_settings(own.settings), "params": [piece]})
+    optimizer.param_groups.append({**settings_of(own.settings), "params": [piece]})
     if own.state:
         optimizer.state[piece] = {
             key: copied(value.view(own.shape) if is_row(value, own.value) else value)
             for key, value in own.state.items()
         }
-
-
-def _bare_step(kind: type[Optimizer]) -> Any:
-    """Return the class's step without the hooks that torch puts around it (Optimizer.__init__):
-    those of a user must not run again."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: False if key == "capturable" else copied(value)
-        for key, value in settings.items()
-        if key not in _OF_TENSORS
-    }
 
 
 def copied(value: Any) -> Any:
@@ -197,16 +183,17 @@ def copied(value: Any) -> Any:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group without its tensors."""
-    return {key: copied(value) for key, value in group.items() if key not in _OF_TENSORS}
+    """Return the settings of a parameter group without its tensors, for a step that no graph of
+    CUDA captures."""
+    return {
+        key: False if key == "capturable" else copied(value)
+        for key, value in group.items()
+        if key not in _OF_TENSORS
+    }
 
 
 def _refusal(error: BaseException) -> Fault:
     return Fault(place="optimizer", finding=said(error))
-
-
-def _local(leaf: Any) -> Any:
-    return held(leaf) if isinstance(leaf, DTensor) else leaf
 
 
 def _cause(error: CodeRaised) -> str:
@@ -220,11 +207,6 @@ def as_number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def is_alike(value: Any, piece: Tensor) -> bool:
-    """Return whether it is a tensor of a piece's shape, element by element."""
-    return isinstance(value, Tensor) and value.shape == piece.shape and value.dim() > 0
-
-
 def is_row(value: Any, row: Tensor) -> bool:
     """Return whether it is kept element by element beside a row."""
     return isinstance(value, Tensor) and value.shape == row.shape and value.dim() == 1
@@ -232,9 +214,8 @@ def is_row(value: Any, row: Tensor) -> bool:
 
 def same(own: Any, other: Any) -> bool:
     """Return whether two settings, or two entries of state, are the same to the bit."""
-    if isinstance(own, Tensor) and isinstance(other, Tensor):
-        if own.dtype != other.dtype or own.shape != other.shape:
-            return as_number(own) is not None and as_number(own) == as_number(other)
+    are_both = isinstance(own, Tensor) and isinstance(other, Tensor)
+    if are_both and (own.dtype, own.shape) == (other.dtype, other.shape):
         return torch.equal(own, other)
     if isinstance(own, Tensor) or isinstance(other, Tensor):
         return as_number(own) is not None and as_number(own) == as_number(other)
@@ -254,52 +235,30 @@ class UpdateRecord:
     obstacle: str = ""
 
 
-class StepSide(Protocol):
-    """What any side, a program, a loop or one device, shows of a step. `in_use`: the parameters as
-    the first pass has them; `gradients` as the optimizers took them; `record`: what these were
-    given and left; `clip`: what the gradients are multiplied by before the update."""
-
-    @property
-    def in_use(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def gradients(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def record(self) -> UpdateRecord: ...
-
-    @property
-    def clip(self) -> float: ...
-
-
-class UpdateRecorder:
+class UpdateRecorder(ExitStack):
     """`with UpdateRecorder(holds) as updates:` around a step. `holds` are the parameters by name as
     this rank has them; `gradients` theirs as an optimizer takes them; `updated` those that one
-    steps with, at these `rates`, `without_state` those of which it kept nothing when it stepped
-    first; `has_closure`: an optimizer runs passes itself (LBFGS), each with other parameters."""
+    steps with, at these `rates`; `has_closure`: an optimizer runs passes itself (LBFGS), each with
+    other parameters."""
 
     def __init__(self, holds: Mapping[str, ParameterShard]) -> None:
+        super().__init__()
         self.record = UpdateRecord()
         self.gradients: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
         self.num_updates: dict[int, int] = {}
         self.has_closure = False
-        self.without_state: set[str] = set()
         self.updated: set[str] = set()
         self.rates: set[float] = set()
         self.holds = holds
         self._running: list[tuple[Optimizer, dict[str, Ingredients]]] = []
         self._num_groups = 0
         self._depth = 0  # of a step that calls its base class's, which torch's hooks see too
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
+        self.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self.callback(register_optimizer_step_post_hook(self._after_update).remove)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     @property
     def updates(self) -> int:
@@ -314,17 +273,11 @@ class UpdateRecorder:
         given = [*args[1:], kwargs.get("closure")]
         self.has_closure = self.has_closure or any(callable(argument) for argument in given)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes it itself
         for name, shard in self.holds.items():
-            is_first = id(optimizer) not in self.num_updates
             self.updated |= {name} if id(shard.parameter) in own else set()
-            if id(shard.parameter) in own and is_first and not _has_state(optimizer, shard):
-                self.without_state.add(name)
             if id(shard.parameter) in own or name not in self.gradients:
-                gradient = shard.gradient()
-                if gradient is not None:
-                    taken = gradient.clone()  # `+` would give the very tensor
-                    self.gradients[name] = taken if scale is None else taken / float(scale)
+                if (gradient := _gradient(optimizer, shard)) is not None:
+                    self.gradients[name] = gradient
                 elif id(shard.parameter) in own:  # another optimizer, before, is not its own
                     self.gradients.pop(name, None)
         if all(optimizer is not other for other in self.optimizers):
@@ -338,8 +291,7 @@ class UpdateRecorder:
     @torch.no_grad()
     def _keep(self, optimizer: Optimizer) -> None:
         """Keep what it is given."""
-        rule, scale = Rule.of(optimizer), getattr(optimizer, "grad_scale", None)
-        taken: dict[str, Ingredients] = {}
+        rule, taken = Rule.of(optimizer), dict[str, Ingredients]()
         places = {
             id(tensor): (tensor, number, group)
             for number, group in enumerate(optimizer.param_groups, self._num_groups)
@@ -350,13 +302,10 @@ class UpdateRecorder:
         given = [tensor for tensor, _, _ in places.values() if tensor.numel()]
         for name, shard in self._named(given):
             tensor, number, group = places[id(shard.parameter)]
-            if shard is self.holds[name]:
-                gradient = self.gradients.get(name) if tensor.grad is not None else None
-            else:
-                gradient = shard.gradient()
-                if gradient is not None:
-                    gradient = gradient.clone() if scale is None else gradient / float(scale)
+            if is_master := shard is not self.holds[name]:
                 self.record.masters.add(name)
+            is_new = is_master or tensor.grad is None
+            gradient = _gradient(optimizer, shard) if is_new else self.gradients.get(name)
             self.record.shards[name] = shard
             if "lr" in group:
                 self.rates.add(float(group["lr"]))
@@ -409,11 +358,6 @@ class UpdateRecorder:
                     break
 
 
-def wholes(tensors: Mapping[str, Tensor]) -> dict[str, ParameterShard]:
-    """Return tensors as shards that are all of what they stand for."""
-    return {name: ParameterShard(name, tensor, tensor.shape) for name, tensor in tensors.items()}
-
-
 def piece_shape(shard: ParameterShard) -> torch.Size:
     """Return the shape of this rank's piece; of one in a flat parameter that of its row."""
     return held(shard.parameter).shape if shard.within is None else shard.value().shape
@@ -424,9 +368,12 @@ def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
     return own.shape == other.shape and torch.equal(own.to(other.dtype), other)
 
 
-def _has_state(optimizer: Optimizer, shard: ParameterShard) -> bool:
-    state = optimizer.state.get(shard.parameter, {})
-    return any(isinstance(row, Tensor) and bool(held(row).any()) for row in state.values())
+def _gradient(optimizer: Optimizer, shard: ParameterShard) -> Tensor | None:
+    """Return a copy of a gradient as an optimizer takes it: a fused one undoes the scale itself."""
+    gradient, scale = shard.gradient(), getattr(optimizer, "grad_scale", None)
+    if gradient is None:
+        return None
+    return gradient.clone() if scale is None else gradient / float(scale)
 
 
 def _state(shard: ParameterShard, optimizer: Optimizer) -> dict[str, object]:
@@ -434,9 +381,8 @@ def _state(shard: ParameterShard, optimizer: Optimizer) -> dict[str, object]:
     entries = optimizer.state.get(shard.parameter, {})
     state: dict[str, object] = {}
     for key, value in entries.items():
-        if isinstance(value, Tensor):
-            row = shard.like(value) if value.dim() else None
-            state[key] = (held(value) if row is None else row).clone()
-        else:
-            state[key] = copied(value)
+        row = shard.like(value) if isinstance(value, Tensor) and value.dim() else None
+        state[key] = copied(held(value) if isinstance(value, Tensor) and row is None else value)
+        if row is not None:
+            state[key] = row.clone()
     return state
