@@ -124,7 +124,6 @@ def _rules() -> Iterator[Rule]:
     values = [f"{key}={word}" for key, words in pairs.items() for word in words]
     yield [" *"], [*VERBS]
     yield ["* --cluster *"], clusters
-    yield ["* --against *"], specs
     files = []
     for verb in COMMANDS:
         for name, words in _choices(verb):

@@ -13,18 +13,17 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ptrain.cli.arguments import print_json
-from ptrain.errors import VerdictFailed, refused
+from ptrain.errors import VerdictFailed
 from ptrain.installed import require_torch
 from ptrain.plan.lower import own_facts
 from ptrain.report.screen import command_line, next_line, show
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_file_tier, require_leave, require_transformers
-from ptrain.spec.load import load, parse_override, split_arguments, sweeps
+from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import names
 from ptrain.spec.spec import Spec
@@ -61,10 +60,9 @@ def run(args: Namespace) -> int:
         for source in sources or [names().default]
         for choice in sweeps(overrides)
     ]
-    other = _other(args, jobs, overrides)
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # 0700; stays, with its logs, if a rank fails
     try:
-        records = _started(jobs, other, args, folder)
+        records = _started(jobs, args, folder)
     except Interrupted as interrupted:
         shutil.rmtree(folder)
         return interrupted.code
@@ -79,16 +77,10 @@ def run(args: Namespace) -> int:
     return 0 if holds else VerdictFailed.exit_code
 
 
-def _started(
-    jobs: Sequence[TitledSpec], other: TitledSpec | None, args: Namespace, folder: Path
-) -> list[dict[str, Any]]:
-    """The records of all jobs, one after the other; the other mesh goes first."""
+def _started(jobs: Sequence[TitledSpec], args: Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The records of all jobs, one after the other."""
     every = replace(_options(args), references=folder / "references")
     (folder / "references").mkdir(mode=0o700)
-    if other is not None:
-        account = folder / "account.pt"
-        start(other.spec, replace(every, account=account), folder / "other")
-        every = replace(every, compare=account)
     records = []
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
@@ -117,52 +109,14 @@ def _require_room(spec: Spec, numel: int) -> None:
     )
 
 
-def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) -> TitledSpec | None:
-    """What is of the training and not of its mesh holds for both; of a list of values the first,
-    so that the others are refused."""
-    if args.against is None:
-        return None
-    keys = common(jobs[0].spec)
-    routes = {override: parse_override(override).route for override in overrides}
-    shared = [
-        override
-        for override, route in routes.items()
-        if any(".".join(route[: key.count(".") + 1]) == key for key in keys)  # it, or below it
-    ]
-    other = _checked(args.against, next(sweeps(shared)), allow_import=args.allow_import)
-    there = common(other.spec)
-    for key, here in chain.from_iterable(common(job.spec).items() for job in jobs):
-        if there[key] != here:
-            raise refused(
-                f"--against {args.against}",
-                f"{key} is {there[key][:120]} there, and {here[:120]} here",
-                "Use a spec that differs only in mesh and placement.",
-            )
-    return other
-
-
 def _options(args: Namespace) -> VerifyOptions:
     """Return what the command says of every spec."""
     return VerifyOptions(steps=args.steps, **{flag: getattr(args, flag) for flag in options.FLAGS})
 
 
 def _become_rank(args: Namespace) -> None:
-    if args.against is not None:
-        raise refused(
-            "--against",
-            "starts the ranks of both specs, and torchrun has started ranks already",
-            "Run `ptrain verify` without torchrun.",
-        )
     words = [*args.arguments, *options.said(_options(args))]
     environment.become("ptrain.verification", words)
-
-
-def common(spec: Spec) -> dict[str, str]:
-    """Return what another spec must have in common with this one, as text, by key of the spec."""
-    shape = {"model": spec.model, "optimizer": spec.optimizer, "data": spec.data}
-    batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.window}
-    rest = {"train.seed": spec.train.seed}
-    return {key: str(value) for key, value in (shape | batch | rest).items()}
 
 
 class Interrupted(Exception):
@@ -174,8 +128,8 @@ class Interrupted(Exception):
 
 
 def start(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
-    """Verify `spec` in a new private `folder`; return the record, empty where only an account was
-    asked for. `options` say how; `spec` and `folder` take the place of theirs.
+    """Verify `spec` in a new private `folder`; return the record. `options` say how; `spec` and
+    `folder` take the place of theirs.
 
     Raises RankFailed, PtrainError in a rank's words, Interrupted.
     """
@@ -193,7 +147,5 @@ def start(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
     )
     if code not in (0, VerdictFailed.exit_code):
         raise Interrupted(code)
-    if options.account is not None:
-        return {}
     record: dict[str, Any] = json.loads(run.summary.read_text(encoding="utf-8"))
     return record

@@ -1,16 +1,11 @@
 """Verify a spec on the ranks of its own mesh against one device, stage by stage.
 
     preconditions -> examination -> consistency -> trajectory in fp64 -> in the spec's own dtypes
-                  -> invariance
 
 Each stage presupposes those before it: a trajectory that differs proves nothing if the same run
 twice differs, and a difference in step 1 is found in step 1. So the first stage that fails is the
 last that runs, and the stages left out are listed. The examination runs all the same, because it
 explains preconditions.
-
-Invariance: the gradient is a property of the global batch. It depends neither on the number of
-micro-batches nor on the mesh (Theorems 3 and 5). Programs are compared with each other in fp64,
-without a reference between them.
 
 `run` is one rank of `ptrain verify`: it reads the spec, meets the other ranks, verifies and
 reports.
@@ -20,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import signal
 import sys
 import time
@@ -51,13 +45,11 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.heading import announce_node, header
 from ptrain.train.session import device_name
-from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
-from ptrain.verification.compare import apart, at_most, gradient_check
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.job import Verdict
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.preconditions import REPEATED, Make, Watch, consistency, preconditions
-from ptrain.verification.reference import ReferenceTraining, Trajectory
+from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.references import (
     NOTE,
     Ask,
@@ -65,13 +57,11 @@ from ptrain.verification.references import (
     ReferenceRun,
     dropping,
     exactly,
-    in_other_batches,
     references,
     undropped,
     without_dropout,
 )
 from ptrain.verification.tolerances import (
-    FP64_GRADIENT,
     Allowed,
     ReferencePlan,
     fixed_in_fp32,
@@ -84,51 +74,11 @@ from ptrain.verification.tolerances import (
 from ptrain.verification.trajectory import (
     Corridor,
     ProgramRun,
-    anywhere,
     checks,
     follow,
-    from_rank,
     of_dtypes,
-    of_losses,
     of_reference,
 )
-from ptrain.verification.updates.repeat import UpdateRecorder
-
-
-def in_micro_batches(
-    spec: Spec, run: ProgramRun, world: World, exchange: Exchange, make: Make
-) -> tuple[tuple[Check, ...], str]:
-    """The gradient of step 0 (of `spec`, in `run`) with another number of micro-batches; or no
-    check, and why."""
-    other, why = in_other_batches(spec)
-    if other is None:
-        return (), f"micro-batches: not checked: {why}"
-    program = make(other, world)
-    with UpdateRecorder(shards_of(program)) as updates:
-        _, norm = drive_and_add(program, corpus(spec.data), 0, exchange)
-    gradients = whole_gradients(program, updates, exchange, norm)
-    batch = spec.batch
-    name = f"{batch.accumulate} x {batch.micro} as {other.batch.accumulate} x {other.batch.micro}"
-    return (gradient_check(name, apart(run.gradients, gradients), FP64_GRADIENT),), ""
-
-
-def against(run: Trajectory, other: Trajectory, allowed: Sequence[float]) -> tuple[Check, ...]:
-    """Compare gradient and losses of two meshes; `allowed` is that of one device's loss in each
-    step (absolute). Where each of two is off by as much, by chance, they are sqrt(2) times that
-    apart."""
-    title = f"against {other.name}"
-    most = [math.sqrt(2) * limit for limit in allowed]
-    count = min(len(run.losses), len(other.losses))
-    name = f"{title}: loss of every step"
-    why = f"{count} of {len(most)} steps can be compared. Verify {other.name} alone first"
-    return (
-        gradient_check(
-            f"{title}: gradient of step 0", apart(other.gradients, run.gradients), FP64_GRADIENT
-        ),
-        at_most(name, math.inf, most[0], why)
-        if count < len(most)
-        else of_losses(name, run.losses, other.losses, most, "and {} on the other mesh"),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,18 +169,6 @@ def verify_here(
             note = f"{failed} fails: {', '.join(left)} not checked"
             return replace(result, notes=(*result.notes, note)) if left else result
     return result
-
-
-def account_here(spec: Spec, world: World, exchange: Exchange, request: VerifyOptions) -> None:
-    """Run in fp64 alone, for another spec to be compared with."""
-    context = Context(spec=spec, world=world, exchange=exchange, request=request, make=interpreted)
-    program = context.make(exactly(spec), world)
-    with undropped(spec):
-        within, watch = anywhere(request.steps), context.watch(program)
-        run = follow(program, exchange, within, watch, context.progress)
-    if request.account is not None and world.is_first:
-        replace(run, name=spec.name, parameters={}).save(request.account)
-    exchange.barrier()
 
 
 def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> Verification:
@@ -355,36 +293,16 @@ def _followed(
     )  # fmt: skip
 
 
-def _invariance(context: Context) -> Verdict:
-    run, within, exchange = context.exact, context.within, context.exchange
-    assert run is not None and within is not None, "the trajectory in fp64 comes before"
-    spec = exactly(context.spec)
-    all_checks, note = in_micro_batches(spec, run, context.world, exchange, context.make)
-    notes = [note]
-    if (path := context.request.compare) is not None:
-        other = Trajectory.load(path) if exchange.world.is_first else None
-
-        def beside(allowed: Allowed) -> tuple[Check, ...]:
-            own = () if other is None else against(run, other, allowed.losses)
-            return from_rank(0, list(own), exchange)
-
-        said = within.allowed.explanation  # with the trajectory
-        all_checks = (*all_checks, *within.judged(beside))
-        notes.append(within.allowed.explanation.removeprefix(said))
-    return Verdict(checks=all_checks, notes=tuple(filter(None, notes)))
-
-
 STAGES: dict[str, Stage] = {
     "preconditions": _preconditions,
     "examination": _examination,
     "consistency": _consistency,
     "trajectory in fp64": _in_fp64,
     "trajectory in own dtypes": _in_own_dtypes,
-    "invariance": _invariance,
 }
 _OF_STEPS = ("preconditions", "examination", "consistency")  # single steps: what `quick` runs
 _HINT = "--every-collective"  # in a note that states no limit of the verdict
-_QUICK = "quick: no trajectory and no other micro-batches; use `--full` to run them"
+_QUICK = "quick: no trajectory; use `--full` to run them"
 _WITH_DROPOUT = ("preconditions", "consistency")  # stages that compare ranks, or a run with itself
 
 
@@ -402,9 +320,6 @@ def run(options: VerifyOptions) -> int:
         stack.callback(exchange.close)
         require_corpus(corpus(spec.data), spec, logits)
         gc.freeze()  # what imports made is looked at by no collection after
-        if options.account is not None:
-            account_here(spec, world, exchange, options)
-            return 0
         return _verify(spec, world, exchange, options)
 
 

@@ -21,7 +21,7 @@ No placement splits the softmax or the core of attention of one head, so these s
 `tolerances` derives from these distances how close a run under test must be.
 
 The specs that run beside the user's own are made of the resolved spec, so that what was chosen
-stays: in fp64 without dropout, on one device, and in other micro-batches. What is compared with one
+stays: in fp64 without dropout, and on one device. What is compared with one
 device drops nothing: ranks may draw other masks than one does. A built-in model is one of another
 shape for that (`without_dropout`). Of any other torch's functions are switched off, which its
 layers call; a model whose loss depends on random numbers all the same is none that can be judged.
@@ -45,13 +45,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptrain.algebra.legality import check, executed
 from ptrain.errors import refused
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.modes import SwitchedOff, forked, reseed, switched_off
-from ptrain.selection.alternatives import with_micro
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Precision
 from ptrain.spec.spec import Spec
@@ -102,24 +100,6 @@ def is_banded(spec: Spec) -> bool:
     dtypes = (layout.parameters, layout.reduced, layout.gradients, layout.updated, layout.moments)
     coarse = any(dtype not in _FIXED for dtype in dtypes)
     return coarse or (spec.optimizer.row.enlarges_rounding and layout.updated is not DType.FP64)
-
-
-def in_other_batches(spec: Spec) -> tuple[Spec | None, str]:
-    """The same global batch in one micro-batch a rank, or in the fewest (but not as many as now)
-    that are legal. None and why, where there are no others."""
-    why, samples = (
-        "one sample per rank is one micro-batch",
-        spec.batch.micro * spec.batch.accumulate,
-    )
-    for accumulate in range(1, samples + 1):
-        if samples % accumulate or accumulate == spec.batch.accumulate:
-            continue
-        other = with_micro(spec, samples // accumulate)
-        faults = (*check(other), *executed(other))
-        if not faults:
-            return other, ""
-        why = f"{accumulate} micro-batches: {faults[0].place}: {faults[0].finding}"
-    return None, why
 
 
 NOTE = (

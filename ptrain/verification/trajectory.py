@@ -282,12 +282,6 @@ class ProgramRun(Trajectory):
     onward: tuple[Check, ...] = ()
 
 
-def anywhere(steps: int) -> Corridor:
-    """Return the corridor of a run that is compared later, with another: any loss is in it."""
-    allowed = Allowed(losses=(math.inf,) * steps, gradient=math.inf)
-    return Corridor(center=(0.0,) * steps, allowed=allowed)
-
-
 def follow(
     program: Program, exchange: Exchange, within: Corridor, watch: Watch, progress: Progress
 ) -> ProgramRun:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import torch
 
@@ -18,7 +17,6 @@ from ptrain.verification.options import VerifyOptions
 from ptrain.verification.preconditions import preconditions
 from ptrain.verification.protocol import (
     Verification,
-    account_here,
     interpreted,
     verify_here,
 )
@@ -107,14 +105,5 @@ def verified(spec: Spec, asked: VerifyOptions, otherwise: Otherwise | None = Non
     exchange = Exchange(world)
     try:
         return verify_here(spec, world, exchange, asked, make=Made(otherwise))
-    finally:
-        exchange.close()
-
-
-def accounted(spec: Spec, path: Path, steps: int) -> None:
-    world = World.join(spec.timeout)
-    exchange = Exchange(world)
-    try:
-        account_here(spec, world, exchange, VerifyOptions(steps=steps, account=path))
     finally:
         exchange.close()

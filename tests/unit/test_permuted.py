@@ -20,7 +20,6 @@ from ptrain.verification.references import (
     Progress,
     ReferenceRun,
     _owners,
-    in_other_batches,
     is_banded,
     references,
 )
@@ -315,27 +314,6 @@ def test_a_reference_is_computed_once_for_all_specs_of_a_command(tmp_path):
     assert one.again is not None and one.again == other.again < one.losses[0]
     for name, gradient in one.gradients.items():
         assert torch.equal(gradient, other.gradients[name])
-
-
-# -- the same global batch in other micro-batches
-
-
-@pytest.mark.parametrize(
-    ("name", "accumulate"),
-    [("zero3", 1), ("pp-1f1b", 2), ("optimizer-in-backward", None)],
-)
-def test_other_micro_batches_are_one_or_as_few_as_are_legal(name, accumulate):
-    other, why = in_other_batches(load(name).spec)
-    assert (other.batch.accumulate if other else None) == accumulate
-    assert bool(why) == (other is None)
-    if other:
-        batch = other.batch
-        assert batch.micro * batch.accumulate * other.data_degree == batch.global_samples
-
-
-def test_one_micro_batch_is_compared_with_several():
-    other, _ = in_other_batches(tiny("zero3", "batch.micro=4", "batch.global=8"))
-    assert other is not None and other.batch.accumulate > 1
 
 
 def test_ranks_share_references_by_what_these_take() -> None:
