@@ -150,7 +150,6 @@ class Trajectory:
     travelled: float
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     again: float | None = None
-    name: str = ""
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all: other processes may read or write it at once."""

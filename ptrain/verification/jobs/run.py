@@ -7,6 +7,7 @@ its optimizers keep from step to step, and which units are copies of each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -86,16 +87,14 @@ from ptrain.verification.jobs.step import (
     StepComparison,
     both_losses,
     checksums,
-    gradient_norms,
     is_finite,
     repeated,
     run_step,
-    travelled,
     written,
 )
 from ptrain.verification.jobs.trials import tried_start
-from ptrain.verification.parts import canonical_parameters, numbers_apart
-from ptrain.verification.reference import Trajectory
+from ptrain.verification.parts import canonical_parameters, numbers_apart, square
+from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
 
@@ -261,7 +260,7 @@ class Examiner:
         self.worst_loss = LargestDifference("losses", self.limit.losses)
         self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
-        self.norms: tuple[list[float], list[float]] = ([], [])
+        self.norms: list[float] = []  # of the reference's gradients
         self.sums = [{"parameters": digests(self.pair.holds, self.start)}]
         self.root_cause: RootCause | None = None
         self.before: dict[str, torch.Tensor] = {}
@@ -346,12 +345,14 @@ class Examiner:
         self._batch, self._share = batch, share
         seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
         sums = checksums(self.pair, seen)
+        has_closure = any(self.ranks.gather(seen.seen.has_closure))
         kept = sums if step < _REPEATED else {"parameters": sums["parameters"]}
         self.sums.append(kept)
         self.differences.take(seen.differences)
         self.differences.add(replicas(step, self.ranks.gather(sums["parameters"])))
         self.drawing.require_attributed(bool(self.mismatches))
-        self._note_norms(seen)
+        if seen.expected.updates and not has_closure:  # else not every gradient is seen
+            self.norms.append(math.sqrt(sum(map(square, seen.expected.gradients.values()))))
         self.watched.see(seen.expected, self.pair.wholes)
         if step == 0 and self.pair.loop.evidence is None:
             everyones = self.ranks.gather(rows_of(seen.seen.calls))
@@ -360,7 +361,6 @@ class Examiner:
             self._has_rows = samples is not None and (differ or self.ranks.size == 1)
         self._allow_rounding(seen)
         self._compare_losses(step, *seen.losses)
-        has_closure = any(self.ranks.gather(seen.seen.has_closure))
         if has_closure and self.terms.examined is None:
             self.terms = replace(self.terms, examined=1)
             self.worst_loss.tolerance *= _OF_CLOSURES
@@ -410,14 +410,6 @@ class Examiner:
                 f"{worst.difference:.2g}; another order of the samples changes it in the reference "
                 f"by {allowed[worst.name]:.2g}{_CANCELS}"
             )
-
-    def _note_norms(self, step: StepComparison) -> None:
-        if not step.expected.updates or step.expected.has_closure:
-            return  # an optimizer that torch knows nothing of, a step that is left out
-        for norms, norm in zip(
-            self.norms, gradient_norms(step, self.pair, self.ranks), strict=True
-        ):
-            norms.append(norm)
 
     def _explain(self, step: StepComparison) -> RootCause:
         if (evidence := self.pair.loop.evidence) is not None:
@@ -545,32 +537,26 @@ class Examiner:
             self.root_cause = cause or self.root_cause
         return claim("the same twice", None, cause is None, "other bits")
 
-    def _life(self, batch: Any, share: Any) -> list[Trajectory]:
-        """What both runs learned; the loss of the first batch comes from one more step, where that
-        can be run."""
+    def _life(self, batch: Any, share: Any) -> list[Check]:
+        """What one device learned, and so a loop whose steps equal its; the loss of the first batch
+        comes from one more step, where that can be run."""
+        again = None
         try:
             with boundary(lambda error: Fault(place="step", finding=said(error))):
                 self.random.restore()  # what the first step drew: other masks are another loss
-                both = both_losses(self.pair, batch, share, self.drawing)
-                right, mine = map(number, both)
+                again = number(both_losses(self.pair, batch, share, self.drawing)[0])
         except CodeRaised as error:
-            right = mine = None
             self.notes.append(
                 f"no further step can be run, so the loss after it is unknown: {error}"
             )
-        again = right, self.loss.of(right, mine)
-        ways = travelled(self.pair, self.start, self.ranks)
-        return [
-            Trajectory(
-                name=name, losses=tuple(losses), gradient_norms=tuple(norms), parameters={},
-                travelled=way, again=loss,
-            )
-            for name, losses, norms, way, loss in zip(
-                ("reference", "loop"), self.losses, self.norms, ways, again, strict=True
-            )
-        ]  # fmt: skip
+        way = distance(self.pair.origin, values_of(self.pair.wholes))
+        run = Trajectory(
+            losses=tuple(self.losses[0]), gradient_norms=tuple(self.norms), parameters={},
+            travelled=way, again=again,
+        )  # fmt: skip
+        return list(alive("reference", run))
 
-    def _checks(self, life: Sequence[Trajectory], repeats: Sequence[Check]) -> Iterator[Check]:
+    def _checks(self, life: Sequence[Check], repeats: Sequence[Check]) -> Iterator[Check]:
         unlike = any(mismatch.between for mismatch in self.mismatches)
         same_bits = claim("replicas", None, not unlike, "ranks have different bits")
         if self.pair.loop.evidence is not None:
@@ -586,5 +572,4 @@ class Examiner:
         yield same_bits
         if self.worst_loss.count:
             yield self.worst_loss.check()
-        for run in life:
-            yield from alive(run.name, run)
+        yield from life

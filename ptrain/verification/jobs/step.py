@@ -391,35 +391,6 @@ def checksums(pair: LoopPair, step: StepComparison) -> dict[str, dict[str, list[
     }
 
 
-def gradient_norms(step: StepComparison, pair: LoopPair, ranks: Ranks) -> tuple[float, float]:
-    """Return one device's norm of all gradients and the loop's, in which replicas count once. All
-    ranks call it."""
-    sizes = {name: gradient.numel() for name, gradient in step.seen.gradients.items()}
-    own = {name: square(gradient) for name, gradient in step.seen.gradients.items()}
-    everyones = ranks.gather([own, sizes])
-    total = 0.0
-    for name, shard in pair.wholes.items():
-        held = sum(counts.get(name, 0) for _, counts in everyones)
-        squares = sum(sums.get(name, 0.0) for sums, _ in everyones)
-        total += squares * shard.shape.numel() / held if held else 0.0
-    right = sum(map(square, step.expected.gradients.values()))
-    return math.sqrt(right), math.sqrt(total)
-
-
-def travelled(pair: LoopPair, start: Mapping[str, Tensor], ranks: Ranks) -> tuple[float, float]:
-    """Return how far the parameters went relative to the initial weights, by the 2-norm: one
-    device's, and the loop's over all ranks' parts, which began at `start`. All ranks call it."""
-    distances = []
-    for holds, began in ((pair.wholes, pair.origin), (pair.holds, start)):
-        moved = sum(
-            square(shard.value().double() - began[name].double()) for name, shard in holds.items()
-        )
-        length = sum(map(square, began.values()))
-        both = [sum(of_rank) for of_rank in zip(*ranks.gather([moved, length]), strict=True)]
-        distances.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
-    return distances[0], distances[1]
-
-
 def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:
     """Return whether gradients and parameters are numbers at all."""
     values = (*gradients.values(), *(shard.value() for shard in holds.values()))
