@@ -1,6 +1,5 @@
-"""Check the preconditions of Theorem 5, each under a name: the run continues, it is a function of
-its spec (deterministic: the same run twice has the same bits), and it starts where one device
-starts. Ranks exchange digests alone.
+"""Check the preconditions of Theorem 5: the run continues, and it is a function of its spec
+(deterministic: the same run twice has the same bits). Ranks exchange digests alone.
 
 State consistency (Theorem 4) is checked while a program runs: replicas must be bitwise equal at the
 start, in each step's gradients, norm and learning rate, and after the update; on request also the
@@ -26,10 +25,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ptrain.cost import Phase, State
+from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.meters.replicas import ReplicaMeter, coordinates, digests, generator_digest, kind
+from ptrain.meters.replicas import ReplicaMeter, coordinates, digests, generator_digest
 from ptrain.meters.traffic import CollectiveLedger
 from ptrain.models.modes import drops_out, own_dropouts
 from ptrain.models.watch import listening, watching
@@ -41,10 +40,9 @@ from ptrain.spec.placement import TOKEN_AXES
 from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, paths
-from ptrain.verification.compare import AllDifferences, Differences, counted
-from ptrain.verification.jobs.job import ranks_of_spec
-from ptrain.verification.program_step import compare_states, of_program
-from ptrain.verification.reference import ReferenceTraining
+from ptrain.verification.compare import counted
+from ptrain.verification.jobs.record import digest
+from ptrain.verification.parts import held
 
 DIFFERENT = "differs where it must be shared"
 UNLIKE = "differs where shards of one mask are needed"
@@ -236,42 +234,30 @@ def consistency(program: Program, exchange: Exchange, *, every_collective: bool)
 STEPS = 3
 REPEATED = "the same run twice"
 Make: TypeAlias = "Callable[[Spec, World], Program]"
-Digests: TypeAlias = "dict[str, str]"
 
 
 def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> tuple[Check, ...]:
     """Two programs of the spec as it is, of STEPS steps each. All ranks call it; equal on all."""
     with deterministic():
-        program, every = make(spec, world), AllDifferences(ranks_of_spec(spec, exchange))
-        differences = Differences(step=0, rank=world.rank)
-        compare_states(  # Theta_0 and Omega_0, bit by bit, in the spec's own dtypes
-            differences, program, ReferenceTraining(spec), Moment.START, every.ranks,
-            tolerance=0.0, subjects=(Subject.PARAMETERS, Subject.OPTIMIZER),
-        )  # fmt: skip
-        losses, broken = _steps(program, exchange)
+        first, broken = _bits(make(spec, world), exchange)
         if broken:
-            every.take(differences)
-            return (
-                counted(
-                    "steps that end",
-                    STEPS,
-                    STEPS - len(losses),
-                    f"{broken}; earlier differences, if any, are reported below",
-                ),
-                *every.checks(),
-            )
-        first = _digests(program)
-        every.take(differences)
-        del program
-        again = make(spec, world)
-        losses_again, _ = _steps(again, exchange)
-        second = _digests(again)
-        del again
-    return (
-        _same_bits(losses, losses_again),
-        _same_tensors(first, second, exchange),
-        *every.checks(),
-    )
+            return (counted("steps that end", STEPS, STEPS - len(first), broken),)
+        again, _ = _bits(make(spec, world), exchange)
+    differing = [
+        [step, name]
+        for step, (mine, its) in enumerate(zip(first, again, strict=False))
+        for name in mine | its
+        if mine.get(name) != its.get(name)
+    ]
+    everyones = exchange.gather(differing)
+    wrong = min(((*its[0], rank) for rank, its in enumerate(everyones) if its), default=None)
+    why = ""
+    if wrong is not None:
+        why = (
+            f"step {wrong[0]}: {wrong[1]} has other bits on rank {wrong[2]}: something is not a "
+            "function of the spec (an operator, an order of arrival, the random state)"
+        )
+    return (counted(REPEATED, STEPS, STEPS - wrong[0] if wrong else 0, why),)
 
 
 @contextmanager
@@ -286,11 +272,10 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
-def _steps(program: Program, exchange: Exchange) -> tuple[list[float], str]:
-    """Return the losses of the steps that ended, and what broke the first that did not end: its
-    cause may be in a step before."""
-    source = corpus(program.spec.data)
-    losses: list[float] = []
+def _bits(program: Program, exchange: Exchange) -> tuple[list[dict[str, str]], str]:
+    """Return the bits of what each step that ended left, by name, and what broke the first that did
+    not end: its cause may be in a step before."""
+    source, rows = corpus(program.spec.data), list[dict[str, str]]()
     for step in range(STEPS):
         broken, share = "", 0.0
         try:
@@ -299,51 +284,8 @@ def _steps(program: Program, exchange: Exchange) -> tuple[list[float], str]:
             words = str(error).strip().partition("\n")[0]
             broken = f"step {step} stops: {type(error).__name__}: {words}"
         if everyone := [its for its in exchange.gather(broken) if its]:
-            return losses, everyone[0]
-        losses.append(exchange.add([share])[0])
-    return losses, ""
-
-
-def _digests(program: Program) -> Digests:
-    """Return digests of every local tensor: by canonical name, and what is stored of parameters and
-    optimizer state by its place among them (16-bit copies have no name of their own)."""
-    digests = {
-        f"{subject} {name}": _digest(tensor)
-        for (subject, name), tensor in of_program(program).items()
-    }
-    counts: Counter[State] = Counter()
-    for state, tensor in program.storages():
-        if state in (State.PARAMETERS, State.OPTIMIZER) and not tensor.is_meta:
-            digests[f"{state} storage {counts[state]}"] = _digest(tensor)
-            counts[state] += 1
-    return digests
-
-
-def _same_bits(losses: Sequence[float], again: Sequence[float]) -> Check:
-    texts, texts_again = list(map(repr, losses)), list(map(repr, again))  # NaN is no other than NaN
-    differing = [step for step in range(len(losses)) if texts[step] != texts_again[step]]
-    why = ""
-    if differing:
-        step = differing[0]
-        why = f"step {step}: {texts[step]} the first time, {texts_again[step]} the second"
-    return counted(f"{REPEATED}: losses", len(losses), len(differing), why)
-
-
-def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
-    names = first | second
-    own = [name for name in names if first.get(name) != second.get(name)]
-    everyone = exchange.gather([len(names), own])
-    wrong = [(rank, name) for rank, (_, its) in enumerate(everyone) for name in its]
-    why = ""
-    if wrong:
-        more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        why = (
-            f"{wrong[0][1]} has other bits on rank {wrong[0][0]} after {STEPS} steps: something is "
-            f"not a function of the spec (an operator, an order of arrival, the random state){more}"
-        )
-    return counted(f"{REPEATED}: tensors", sum(its[0] for its in everyone), len(wrong), why)
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """With dtype and shape."""
-    return f"{kind(tensor)} {digests([tensor])[0]}"
+            return rows, everyone[0]
+        state = program.state_dict().items()
+        left = {f"{kind} {name}": its for kind, named in state for name, its in named.items()}
+        rows.append({"loss": repr(share), **{n: digest(held(its)) for n, its in left.items()}})
+    return rows, ""

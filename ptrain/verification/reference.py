@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -233,10 +233,9 @@ class ReferenceTraining:
             ids = local.sample_ids[k * micro : (k + 1) * micro]
             yield MicroBatch(data_index=index, k=k, samples=samples, batch=local, sample_ids=ids)
 
-    def accumulate(self, step: int, begins: Callable[[MicroBatch], None] | None = None) -> Pass:
-        """Accumulate gradients over the whole global batch of `step` (from 0); `begins` is called
-        before each micro-batch. What drops out draws for each data rank as that one would, had it
-        one device.
+    def accumulate(self, step: int) -> Pass:
+        """Accumulate gradients over the whole global batch of `step` (from 0). What drops out draws
+        for each data rank as that one would, had it one device.
 
         By Theorem 3 it is the sum over all samples divided by their global number. Each
         micro-batch's gradient is rounded to the dtype in which gradients travel, and the sum to the
@@ -251,8 +250,6 @@ class ReferenceTraining:
         for micro_batch in self.micro_batches(step):
             if micro_batch.k == 0:
                 torch.manual_seed(seed_of_step(self.spec.train.seed, step, micro_batch.data_index))
-            if begins is not None:
-                begins(micro_batch)
             loss = micro_batch.loss(self.objective, self.module)
             (loss * self.updater.scale).backward()
             total += loss.item()

@@ -295,9 +295,9 @@ class Permuted(ReferenceTraining):
         order = torch.randperm(len(batches), generator=self.generator).tolist()
         return [batches[place] for place in order]
 
-    def accumulate(self, step: int, begins: Callable[[MicroBatch], None] | None = None) -> Pass:
+    def accumulate(self, step: int) -> Pass:
         with PermutedSums(self.generator):
-            return super().accumulate(step, begins)
+            return super().accumulate(step)
 
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         with PermutedSums(self.generator):

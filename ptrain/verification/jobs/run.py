@@ -324,19 +324,19 @@ class Examiner:
     def _begin(self, batch: Any, share: Any) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
         self.watched.begin(self.pair.wholes)
-        if (evidence := self.pair.loop.evidence) is not None:
-            evidence.compare_start(differences)
-            if self.differences.take(differences):
-                self.root_cause = first_difference(self.mismatches, self.ranks)
-            return
-        names = parameter_names(self.pair.loop.model, self._tied)
+        holds, is_program = self.pair.holds, self.pair.loop.evidence is not None
+        names = holds if is_program else parameter_names(self.pair.loop.model, self._tied)
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
-        elsewhere = {name for own in self.ranks.gather(sorted(self.pair.holds)) for name in own}
-        at_start(differences, wholes, names, self.pair.holds, elsewhere)
-        models = self.pair.reference.model, self.pair.loop.model
-        compare_buffers(differences, *models, self.limit, Moment.START)
-        if self.differences.take(differences):
-            first = self.differences.first
+        elsewhere = {name for own in self.ranks.gather(sorted(holds)) for name in own}
+        elsewhere |= wholes.keys() if is_program else set()  # what is frozen no optimizer holds
+        at_start(differences, wholes, names, self.start, holds, elsewhere)
+        compare_buffers(differences, self.pair.buffers(), self.limit, Moment.START)
+        if not self.differences.take(differences):
+            return
+        first = self.differences.first
+        if is_program:
+            self.root_cause = first_difference(self.mismatches, self.ranks)
+        else:
             said = self._explain_buffers(first) or explain_start(first, self.ranks)
             step = partial(run_step, self.pair, 0, batch, share, self.limit, self.drawing)
             self.root_cause = tried_start(said, first, self.pair, self.loss, step, self.limit)
@@ -559,12 +559,12 @@ class Examiner:
     def _checks(self, life: Sequence[Check], repeats: Sequence[Check]) -> Iterator[Check]:
         unlike = any(mismatch.between for mismatch in self.mismatches)
         same_bits = claim("replicas", None, not unlike, "ranks have different bits")
-        if self.pair.loop.evidence is not None:
-            yield from (*self.differences.checks(), same_bits)
-            return
         starts = [mismatch for mismatch in self.mismatches if mismatch.moment is Moment.START]
         held = not any(mismatch.subject is Subject.PARAMETERS for mismatch in starts)
         yield claim("same weights at the start", None, held, "they differ")
+        if self.pair.loop.evidence is not None:
+            yield from (*self.differences.checks(), same_bits)
+            return
         counts = [mismatch.told for mismatch in starts if mismatch.subject is Subject.COUNTER]
         yield claim("updates in a step", None, not counts, "".join(counts[:1]))
         yield from repeats

@@ -21,6 +21,7 @@ from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.draws import DrawMode, EveryonesDraws, Key, RandomDraw
 from ptrain.verification.jobs.job import Alone, Job, Ranks, SavedState, Terms, Tolerance
 from ptrain.verification.jobs.record import (
+    Buffers,
     ModelState,
     StepRecorder,
     compare_buffers,
@@ -31,6 +32,7 @@ from ptrain.verification.jobs.record import (
     cuda_devices,
     digest,
     digests,
+    shared_buffers,
     state_of,
     sure_of,
 )
@@ -235,6 +237,17 @@ class LoopPair:
         evidence = self.loop.evidence
         return evidence.values(self.holds) if evidence else values_of(self.holds)
 
+    def kept(self, seen: StepRecorder) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return what the loop's optimizers keep beside each parameter."""
+        evidence = self.loop.evidence
+        return evidence.kept() if evidence else state_of(seen, self.holds)
+
+    def buffers(self) -> Buffers:
+        """Yield the buffers that both sides have."""
+        evidence = self.loop.evidence
+        both = self.reference.model, self.loop.model
+        return evidence.buffers(both[0]) if evidence else shared_buffers(*both)
+
     def recorders(self) -> tuple[StepRecorder, StepRecorder]:
         """Return a recorder of the reference's step, and one of the loop's."""
         sides = (self.reference, self.wholes), (self.loop, self.holds)
@@ -358,14 +371,14 @@ def run_step(
         quiet = gradient is not None and scale.is_noise(gradient)
         compare_update(differences, name, course, is_noise=quiet, limit=limit)
     case = UpdateCase.of(differences, sides, pair.holds, limit)
+    states = state_of(expected, pair.wholes), pair.kept(seen)
+    compare_states(differences, *states, pair.holds, limit)
+    compare_buffers(differences, pair.buffers(), limit)
     if pair.loop.evidence:
         pair.loop.evidence.compare_step(differences)
     else:
-        states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
-        compare_states(differences, *states, pair.holds, limit)
         compare_masters(differences, case)
         pair.averages.compare(differences, limit)
-        compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
         differences=differences, expected=expected, seen=seen, losses=(right, loss),
         reference_state=began[0], loop_state=began[1], random=random, values=run_after,
