@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -66,7 +65,6 @@ from ptrain.verification.tolerances import (
     ReferencePlan,
     fixed_in_fp32,
     fixed_in_fp64,
-    grows_in_proportion,
     in_fp64,
     in_own_dtypes,
     plan,
@@ -217,11 +215,11 @@ def _in_fp64(context: Context) -> Verdict:
     """Run the references that every trajectory needs first: that is what ranks share the work
     of."""
     context.plan = plan(context.spec, context.request.steps)
-    reference = context.runs(context.plan.asks)[0]
+    reference, permuted = context.runs(context.plan.asks)[0], context.plan.permuted
     context.within = within = Corridor(
         center=reference.losses,
         allowed=fixed_in_fp64(reference),
-        wider=partial(_grown, context, reference),
+        wider=lambda: in_fp64([reference, *context.runs(permuted)], context.exchange),
     )
     spec, exchange = exactly(context.spec), context.exchange
     context.exact, outcome = _followed(context, spec, reference, within)
@@ -232,15 +230,6 @@ def _in_fp64(context: Context) -> Verdict:
     return replace(
         outcome, root_cause=outcome.root_cause or of_reference(outcome.checks, context.world.size)
     )
-
-
-def _grown(context: Context, reference: ReferenceRun) -> Allowed:
-    """What training makes of a rounding in fp64."""
-    assert context.plan is not None
-    growth = context.runs(context.plan.growth)
-    if not grows_in_proportion(growth):
-        growth = [reference, *context.runs(context.plan.permuted)]
-    return in_fp64(growth, reference, context.exchange)
 
 
 def _in_own_dtypes(context: Context) -> Verdict:
@@ -341,7 +330,6 @@ def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions
     progress = Progress(sys.stderr if speaks else None)
 
     def print_stage(name: str, checks: Sequence[Check], seconds: float) -> None:
-        progress.clear()
         show(stage_text(name, checks, seconds, verbose=options.verbose))
 
     if speaks:

@@ -140,14 +140,15 @@ class Trajectory:
     """What a run of some steps did. `losses` are the global batches' means, before each update;
     `gradient_norms` of the global gradient, before clipping (empty where nobody computed them,
     infinite in steps that a scaled loss skips); `parameters` full tensors by canonical name;
-    `travelled` is the distance of the parameters from their initial values, relative to these, all
-    by the 2-norm; `gradients` of step 0 by name, without clipping and the loss's scale; `again` the
-    loss of the first batch after all updates (None if no further step could be run)."""
+    `gradients` of step 0 by name, without clipping and the loss's scale. Of one device also what it
+    learned: `travelled`, the distance of the parameters from their initial values, relative to
+    these, all by the 2-norm; `again`, the loss of the first batch after all updates (None if no
+    further step could be run)."""
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     parameters: Mapping[str, Tensor]
-    travelled: float
+    travelled: float = 0.0
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     again: float | None = None
 

@@ -32,7 +32,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,7 +50,7 @@ from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.modes import SwitchedOff, forked, reseed, switched_off
 from ptrain.spec.model import ModelShape
-from ptrain.spec.precision import DType, Precision
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.jobs.draws import DrawMode
@@ -78,12 +77,6 @@ def exactly(spec: Spec) -> Spec:
     """Return the spec without dropout, in fp64, in which a sum in another order differs by 1e-15
     and a fault by 1e-5."""
     return replace(without_dropout(spec), precision=replace(spec.precision, compute_fp64=True))
-
-
-def in_fp32(spec: Spec) -> Spec:
-    """Return the spec with every state in fp32 and without dropout: what rounding grows to is
-    measured there."""
-    return replace(without_dropout(spec), precision=Precision())
 
 
 def on_one_device(spec: Spec) -> Spec:
@@ -165,49 +158,28 @@ def _seen(spec: Spec) -> tuple[bool, str, str]:
     return off.drops, place, f"{finding}runs with other draws can be compared"
 
 
-SECONDS = 10.0  # between two lines of a log
-_SILENT, _REDRAWN = 2.0, 0.2  # seconds before a terminal's line, and between two drawings
-_CLEAR = "\r\x1b[2K"
+SECONDS = 10.0  # between two lines
 
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a verification. Draws a line on a terminal that rank 0 prints to, and writes
-    one every SECONDS to `stream`, which is a log. Without a stream it does neither."""
+    """The progress of a verification, one line every SECONDS to `stream`; none without a stream."""
 
     stream: TextIO | None = None
     stage: str = ""
     _last: float = field(default_factory=time.monotonic)
-    _began: float = field(default_factory=time.monotonic)
-    _drawn: float = 0.0
-    _what: str = ""
 
     def begin(self, stage: str) -> None:
         """A stage begins."""
-        self.stage, self._what, self._last = stage, "", time.monotonic()
+        self.stage, self._last = stage, time.monotonic()
 
     def step(self, what: str, done: int, count: int) -> None:
         """`done` of `count` steps of something are over."""
         now = time.monotonic()
-        if what != self._what:
-            self._what, self._began = what, now
-        if self.stream is None:
-            return
-        text = f"{self.stage}: {what}, step {done} of {count}"
-        if now - self._last >= SECONDS:
+        if self.stream is not None and now - self._last >= SECONDS:
             self._last = now
+            text = f"{self.stage}: {what}, step {done} of {count}"
             print(text, file=self.stream, flush=True)
-        is_due = now - self._began >= _SILENT and now - self._drawn >= _REDRAWN
-        if is_due and sys.stdout.isatty():
-            left = (now - self._began) / max(1, done) * (count - done)
-            self._drawn = now
-            print(f"{_CLEAR}{text}, {left:.0f} s left", end="", flush=True)
-
-    def clear(self) -> None:
-        """Remove the line from the terminal."""
-        if self._drawn:
-            self._drawn = 0.0
-            print(_CLEAR, end="", flush=True)
 
 
 PARTS = (2, 4, 8)  # groups of a contraction: what degrees of tp make of it

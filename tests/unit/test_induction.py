@@ -19,7 +19,6 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import trajectory
 from ptrain.verification.compare import LargestDifference
-from ptrain.verification.program_step import of_reference
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.tolerances import MANY
 from ptrain.verification.trajectory import Onward, ReferenceStep
@@ -36,13 +35,16 @@ def spec(*changes: str) -> Spec:
 
 def states(device: ReferenceTraining) -> dict[str, dict[str, torch.Tensor]]:
     """As a program's `state_dict` names them."""
-    found: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
-    for (subject, name), tensor in of_reference(device).items():
-        kind = {"parameters": "model", "optimizer": "optimizer", "step counter": "optimizer"}
-        if subject in kind:
-            found[kind[subject]][name.replace(" · ", ".")] = tensor.clone()
-    if device.updater.layout.scales_loss:
-        updater = device.updater
+    updater, optimizer = device.updater, dict[str, torch.Tensor]()
+    for name, updated in updater.updated.items():
+        if updated is not updater.parameters[name]:
+            optimizer[f"{name}.master"] = updated.detach().clone()
+        kept = updater.owner(name).state.get(updated) or updater.initial(name)
+        known = {key: torch.as_tensor(its) for key, its in kept.items() if its is not None}
+        optimizer |= {f"{name}.{key}": its.clone() for key, its in known.items()}
+    model = {name: tensor.clone() for name, tensor in device.parameters.items()}
+    found = {"model": model, "optimizer": optimizer}
+    if updater.layout.scales_loss:
         scaling = {"scale": updater.scale, "growth_tracker": updater.steps_since_change}
         found["scaling"] = {name: torch.tensor(value) for name, value in scaling.items()}
     return found

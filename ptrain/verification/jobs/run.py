@@ -227,9 +227,8 @@ class Examiner:
     """`run` once. Everything that decides is gathered, so that all ranks do the same."""
 
     def __init__(
-        self, reference: Job, loop: Job, terms: Terms, still: Collection[str] = (),
-        *, lasts: bool = True,
-    ) -> None:  # fmt: skip
+        self, reference: Job, loop: Job, terms: Terms, still: Collection[str] = ()
+    ) -> None:
         require_plain(reference)
         has_parameters(reference.model)
         self.terms = terms
@@ -242,7 +241,7 @@ class Examiner:
             self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
         )
         self.loss = GlobalLoss(terms.loss, self.ranks)
-        self.drawing = Drawing(self.ranks, still, lasts=lasts, draws=evidence is None)
+        self.drawing = Drawing(self.ranks, still, draws=evidence is None)
         self.random = RandomState.of(loop.model)
         self.limit = terms.tolerance or tolerance_of(terms.dtype, wholes.values())
         self.pair = LoopPair(

@@ -50,11 +50,6 @@ class Unattributed(Exception):
     paths: tuple[str, ...]
 
 
-class DrawsLater(Exception):
-    """All ranks raise it: a loop that drew nothing in its first step, and so is not recorded any
-    more, draws in a later one; both loops are to be run anew."""
-
-
 @dataclass(frozen=True, slots=True)
 class RandomState:
     """Torch's generators: the CPU's, and those of the GPUs that a model is on."""
@@ -67,12 +62,6 @@ class RandomState:
         gpus = {device: torch.cuda.get_rng_state(device) for device in cuda_devices(model)}
         return cls(torch.get_rng_state(), gpus)
 
-    def is_now(self, model: nn.Module) -> bool:
-        """Return whether nothing was drawn since."""
-        now = RandomState.of(model)
-        its = (self.cpu, *self.gpus.values()), (now.cpu, *now.gpus.values())
-        return all(torch.equal(left, right) for left, right in zip(*its, strict=True))
-
     def restore(self) -> None:
         """Let them go on from here."""
         torch.set_rng_state(self.cpu)
@@ -82,21 +71,16 @@ class RandomState:
 
 class Drawing:
     """All ranks call `exchange` after the loop's step, before one device's. `still`: modules whose
-    draws are stilled on both sides. `lasts`: steps are recorded though the first drew nothing;
-    `draws`: what the loop's model draws is given to the reference; else both draw by themselves in
-    every step, and are compared by it."""
+    draws are stilled on both sides. `draws`: what the loop's model draws is given to the
+    reference; else both draw by themselves in every step, and are compared by it."""
 
-    def __init__(
-        self, ranks: Ranks, still: Collection[str] = (), *, lasts: bool = True, draws: bool = True
-    ) -> None:
+    def __init__(self, ranks: Ranks, still: Collection[str] = (), *, draws: bool = True) -> None:
         self.ranks, self.still = ranks, frozenset(still)
         self.everyones = EveryonesDraws()
         self.loop = DrawMode()
         self.hidden: set[str] = set()
         self.count = 0
-        self.lasts, self._draws = lasts, draws
-        self.ends = not draws  # nothing was drawn in the first step
-        self._before: tuple[RandomState, nn.Module] | None = None  # the loop's step
+        self.draws = draws
 
     @property
     def any(self) -> bool:
@@ -104,17 +88,12 @@ class Drawing:
 
     def recorded(self, model: nn.Module) -> Any:
         """Return what the loop's step is to run in."""
-        self._before = RandomState.of(model), model
         self.loop = DrawMode(model, replace=self._stilled)
-        return nullcontext() if self.ends else self.loop
+        return self.loop if self.draws else nullcontext()
 
     def exchange(self) -> None:
-        """All ranks tell each other what they drew. Raises DrawsLater."""
-        if self.ends:
-            assert self._before is not None, "a step was recorded"
-            state, model = self._before
-            if self._draws and not all(self.ranks.gather(state.is_now(model))):
-                raise DrawsLater
+        """All ranks tell each other what they drew."""
+        if not self.draws:
             return
         self.everyones = EveryonesDraws.gathered(self.loop, self.ranks)
         hidden = self.ranks.gather(sorted(self.loop.hidden))
@@ -124,7 +103,7 @@ class Drawing:
     def replayed(self, *models: nn.Module, still: Collection[Key] = ()) -> Any:
         """Return what passes of the plain model are to run in: each sample is dropped out as on the
         rank that had it."""
-        if self.ends:
+        if not self.draws:
             return nullcontext()
         mode: DrawMode
 
@@ -141,7 +120,7 @@ class Drawing:
         """Return what passes of the loop's modules, or of plain ones on what these were given, are
         to run in: they draw what this rank's drew in its step. `alike`: ranks with the same samples
         draw what the first of them drew; and backward draws what forward drew."""
-        if self.ends:
+        if not self.draws:
             return nullcontext()
         own = {(draw.path, draw.number, draw.call): draw.value for draw in self.loop.draws}
         mode: DrawMode
@@ -162,13 +141,11 @@ class Drawing:
 
     def stilled(self, model: nn.Module) -> Any:
         """Return what passes are to run in that are to draw nothing."""
-        return nullcontext() if self.ends else DrawMode(model, replace=RandomDraw.stilled)
+        return DrawMode(model, replace=RandomDraw.stilled) if self.draws else nullcontext()
 
     def require_attributed(self, differs: bool) -> None:
         """Raises Unattributed on every rank where what one device draws is not told, or something
         differs and it was assumed. All ranks call it, when one device has done its step too."""
-        self.lasts |= self.any or bool(self.hidden)
-        self.ends = not (self._draws and self.lasts)
         if not self.any:
             return
         everyones = self.everyones
