@@ -41,6 +41,7 @@ from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, paths
 from ptrain.verification.compare import counted
+from ptrain.verification.jobs.job import Verdict
 from ptrain.verification.jobs.record import digest
 from ptrain.verification.parts import held
 
@@ -151,7 +152,6 @@ def _mismatch(rank: int, between: Iterable[int], fault: str) -> Mismatch:
     )  # fmt: skip
 
 
-COMPARED_STEPS = 3
 EVERY = 10  # steps of a trajectory
 
 
@@ -167,6 +167,8 @@ class Watch:
         self.draws = any(exchange.gather(drops_out(program.model)))
         self.looks = {"state that ranks share": 0, "masks of dropout": 0, "collectives": 0}
         self.failed = ""
+        self.broken = ""  # by what a step that did not end stops
+        self.bits: list[dict[str, str]] = []  # of what each step left, by name
 
     def start(self) -> None:
         """Before any step."""
@@ -218,34 +220,49 @@ class Watch:
         )
 
 
-def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:
-    """STEPS steps, each looked at, or fewer where one differs. All ranks call it."""
-    source = corpus(program.spec.data)
-    watch = Watch(program, exchange, every_collective=every_collective)
-    watch.start()
-    for step in range(COMPARED_STEPS):
-        if watch.mismatches:
-            break
-        with watch.step(step):
-            drive(program, source, step)
-    return watch
-
-
 STEPS = 3
 REPEATED = "the same run twice"
 Make: TypeAlias = "Callable[[Spec, World], Program]"
 
 
-def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> tuple[Check, ...]:
+def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:
+    """STEPS steps, each looked at, or fewer where one differs or does not end. All ranks call
+    it."""
+    source = corpus(program.spec.data)
+    watch = Watch(program, exchange, every_collective=every_collective)
+    watch.start()
+    for step in range(STEPS):
+        if watch.mismatches:
+            break
+        broken, share = "", 0.0
+        with watch.step(step):
+            try:
+                share, _ = drive(program, source, step)
+            except (RuntimeError, TypeError) as error:
+                words = str(error).strip().partition("\n")[0]
+                broken = f"step {step} stops: {type(error).__name__}: {words}"
+        watch.broken = next(filter(None, exchange.gather(broken)), "")
+        if watch.broken:
+            break
+        state = program.state_dict().items()
+        left = {f"{kind} {name}": its for kind, named in state for name, its in named.items()}
+        watch.bits.append({"loss": repr(share)} | {n: digest(held(its)) for n, its in left.items()})
+    return watch
+
+
+def preconditions(
+    spec: Spec, world: World, exchange: Exchange, make: Make, *, every_collective: bool = False
+) -> Verdict:
     """Two programs of the spec as it is, of STEPS steps each. All ranks call it; equal on all."""
     with deterministic():
-        first, broken = _bits(make(spec, world), exchange)
-        if broken:
-            return (counted("steps that end", STEPS, STEPS - len(first), broken),)
-        again, _ = _bits(make(spec, world), exchange)
+        first = consistency(make(spec, world), exchange, every_collective=every_collective)
+        if first.broken:
+            left = STEPS - len(first.bits)
+            return Verdict(checks=(counted("steps that end", STEPS, left, first.broken),))
+        again = consistency(make(spec, world), exchange, every_collective=False)
     differing = [
         [step, name]
-        for step, (mine, its) in enumerate(zip(first, again, strict=False))
+        for step, (mine, its) in enumerate(zip(first.bits, again.bits, strict=False))
         for name in mine | its
         if mine.get(name) != its.get(name)
     ]
@@ -257,7 +274,9 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
             f"step {wrong[0]}: {wrong[1]} has other bits on rank {wrong[2]}: something is not a "
             "function of the spec (an operator, an order of arrival, the random state)"
         )
-    return (counted(REPEATED, STEPS, STEPS - wrong[0] if wrong else 0, why),)
+    same = counted(REPEATED, STEPS, STEPS - wrong[0] if wrong else 0, why)
+    checks = same, *first.checks()
+    return Verdict(checks=checks, mismatches=first.mismatches, root_cause=first.root_cause)
 
 
 @contextmanager
@@ -270,22 +289,3 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
-
-
-def _bits(program: Program, exchange: Exchange) -> tuple[list[dict[str, str]], str]:
-    """Return the bits of what each step that ended left, by name, and what broke the first that did
-    not end: its cause may be in a step before."""
-    source, rows = corpus(program.spec.data), list[dict[str, str]]()
-    for step in range(STEPS):
-        broken, share = "", 0.0
-        try:
-            share, _ = drive(program, source, step)
-        except (RuntimeError, TypeError) as error:
-            words = str(error).strip().partition("\n")[0]
-            broken = f"step {step} stops: {type(error).__name__}: {words}"
-        if everyone := [its for its in exchange.gather(broken) if its]:
-            return rows, everyone[0]
-        state = program.state_dict().items()
-        left = {f"{kind} {name}": its for kind, named in state for name, its in named.items()}
-        rows.append({"loss": repr(share), **{n: digest(held(its)) for n, its in left.items()}})
-    return rows, ""

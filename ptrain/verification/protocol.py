@@ -1,6 +1,6 @@
 """Verify a spec on the ranks of its own mesh against one device, stage by stage.
 
-    preconditions -> examination -> consistency -> trajectory in fp64 -> in the spec's own dtypes
+    preconditions -> examination -> trajectory in fp64 -> in the spec's own dtypes
 
 Each stage presupposes those before it: a trajectory that differs proves nothing if the same run
 twice differs, and a difference in step 1 is found in step 1. So the first stage that fails is the
@@ -47,7 +47,7 @@ from ptrain.train.session import device_name
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.job import Verdict
 from ptrain.verification.options import VerifyOptions
-from ptrain.verification.preconditions import REPEATED, Make, Watch, consistency, preconditions
+from ptrain.verification.preconditions import REPEATED, Make, Watch, preconditions
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.references import (
     NOTE,
@@ -175,7 +175,7 @@ def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> 
     return Verification(
         checks=(*result.checks, *named),
         mismatches=(*result.mismatches, *outcome.mismatches),
-        root_cause=result.root_cause or outcome.root_cause,
+        root_cause=outcome.root_cause or result.root_cause,
         seconds=result.seconds | {name: seconds},
         trajectories=result.trajectories | steps,
         notes=(*result.notes, *outcome.notes),
@@ -183,9 +183,15 @@ def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> 
 
 
 def _preconditions(context: Context) -> Verdict:
-    return Verdict(
-        checks=preconditions(context.spec, context.world, context.exchange, context.make)
+    """Check them, and consistency, with the spec's own dtypes and dropout."""
+    every = context.request.every_collective
+    outcome = preconditions(
+        context.spec, context.world, context.exchange, context.make, every_collective=every
     )
+    note = "the results of collectives are not hashed; use `--every-collective`"
+    if context.world.size == 1:
+        note = "a single rank shares nothing"
+    return outcome if every and context.world.size > 1 else replace(outcome, notes=(note,))
 
 
 def _examination(context: Context) -> Verdict:
@@ -193,22 +199,6 @@ def _examination(context: Context) -> Verdict:
     program = context.make(exactly(context.spec), context.world)
     examination = examine(program, context.exchange)
     return replace(examination, notes=(NOTE,)) if drops else examination
-
-
-def _consistency(context: Context) -> Verdict:
-    """Check consistency with the spec's own dtypes and dropout."""
-    program, request = context.make(context.spec, context.world), context.request
-    every = request.every_collective
-    watch = consistency(program, context.exchange, every_collective=every)
-    outcome = Verdict(
-        checks=watch.checks(), mismatches=watch.mismatches, root_cause=watch.root_cause
-    )
-    if context.world.size == 1:
-        return replace(outcome, notes=("consistency: a single rank shares nothing",))
-    if every:
-        return outcome
-    note = "the results of collectives are not hashed; use `--every-collective`"
-    return replace(outcome, notes=(note,))
 
 
 def _in_fp64(context: Context) -> Verdict:
@@ -285,14 +275,13 @@ def _followed(
 STAGES: dict[str, Stage] = {
     "preconditions": _preconditions,
     "examination": _examination,
-    "consistency": _consistency,
     "trajectory in fp64": _in_fp64,
     "trajectory in own dtypes": _in_own_dtypes,
 }
-_OF_STEPS = ("preconditions", "examination", "consistency")  # single steps: what `quick` runs
+_OF_STEPS = ("preconditions", "examination")  # single steps: what `quick` runs
 _HINT = "--every-collective"  # in a note that states no limit of the verdict
 _QUICK = "quick: no trajectory; use `--full` to run them"
-_WITH_DROPOUT = ("preconditions", "consistency")  # stages that compare ranks, or a run with itself
+_WITH_DROPOUT = ("preconditions",)  # it compares ranks, and a run with itself
 
 
 def run(options: VerifyOptions) -> int:

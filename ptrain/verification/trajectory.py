@@ -10,8 +10,7 @@ Over a hundred steps training grows a single rounding beyond any fixed figure th
 from a fault (`tolerances`). Two runs from the same state start with no difference: loss and
 gradient of the next step, and the loss after its update, agree as closely at the end of a training
 as at its beginning. So every STATE_EVERY steps a reference takes the run's full state and goes two
-steps with it. In 16 bits, and where the update computes in them, the tolerance follows from
-references that take the same state and add in other orders.
+steps with it. How close these must be any loop's tolerances of the coarsest dtype say.
 
 `verify_every: n` makes the same induction every n steps of a training. A step that the meters
 measure, or after which they measure, is skipped for the next one: they would measure the reference.
@@ -23,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -41,7 +39,6 @@ from ptrain.train.guard import StepGuard
 from ptrain.train.journal import LOG
 from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
 from ptrain.verification.compare import (
-    FP64_LOSS,
     LargestDifference,
     alive,
     apart,
@@ -50,11 +47,11 @@ from ptrain.verification.compare import (
     parted,
     worst_of,
 )
+from ptrain.verification.jobs.job import TOLERANCES, Tolerance
 from ptrain.verification.parts import whole
 from ptrain.verification.preconditions import EVERY, Watch
 from ptrain.verification.reference import ReferenceTraining, Trajectory
 from ptrain.verification.references import (
-    Permuted,
     Progress,
     ReferenceRun,
     dropping,
@@ -62,12 +59,7 @@ from ptrain.verification.references import (
     without_dropout,
 )
 from ptrain.verification.tolerances import (
-    FP32_GRADIENT,
-    FP32_LOSS,
-    FP64_GRADIENT,
-    MANY,
     Allowed,
-    from_permuted,
 )
 from ptrain.verification.updates.repeat import UpdateRecorder
 
@@ -86,28 +78,28 @@ class ReferenceStep:
     following: float
 
 
-# What a permuted reference makes of the same state: both losses, and how far its gradient is from
-# the first's.
-Other = tuple[float, float, float]
-
-
 @dataclass(slots=True)
 class Onward:
     """Of one run: `around` a step from whose state one device goes on, `judge` after it and after
-    the next. Rank 0 compares; all ranks call all, and share the permuted references, each of which
-    is gone before the next is built."""
+    the next. Rank 0 compares; all ranks call all."""
 
     program: Program
     exchange: Exchange
     worst: dict[str, LargestDifference] = field(default_factory=dict)
     _of: int = -1  # the step whose reference is there
     _first: ReferenceStep | None = None  # rank 0's
-    _others: list[Other] = field(default_factory=list)
     _updates: UpdateRecorder | None = None  # of this step
 
     @property
     def spec(self) -> Spec:
         return self.program.spec
+
+    @property
+    def limit(self) -> Tolerance:
+        """Return the tolerances of any loop in the run's coarsest dtype."""
+        if self.spec.precision.compute_fp64:
+            return TOLERANCES[torch.float64]
+        return TOLERANCES[torch.bfloat16 if is_banded(self.spec) else torch.float32]
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -140,19 +132,8 @@ class Onward:
             kind: whole(tensors, self.exchange)
             for kind, tensors in self.program.state_dict().items()
         }
-        self._of, world = step, self.exchange.world
-        number = MANY if is_banded(self.spec) else 0
-        seeds = [seed for seed in range(number) if seed % world.size == world.rank]
-        first, own = None, []
-        if world.is_first or seeds:  # what the permuted ones are compared with is not sent
-            first = self._onward(ReferenceTraining(self.spec), state)
-            own = [self._other(seed, first, state) for seed in seeds]
-        self._first = first if world.is_first else None
-        self._others = [*chain.from_iterable(self.exchange.gather(own, list[Other]))]
-
-    def _other(self, seed: int, first: ReferenceStep, states: States) -> Other:
-        its = self._onward(Permuted(self.spec, seed), states)
-        return its.loss, its.following, apart(first.gradients, its.gradients)
+        self._of, is_first = step, self.exchange.world.is_first
+        self._first = self._onward(ReferenceTraining(self.spec), state) if is_first else None
 
     def _onward(self, device: ReferenceTraining, states: States) -> ReferenceStep:
         """Run two steps from a state; the second without an update."""
@@ -165,35 +146,20 @@ class Onward:
 
     def compare(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
         """Compare the run's loss in that step, and its gradients without clipping."""
-        if self._first is None:
-            return
-        first, distances = self._first, [distance for *_, distance in self._others]
-        losses = [first.loss, *(other for other, *_ in self._others)]
-        self._add("loss", loss - first.loss, self._loss_allowed(losses))
-        fixed = FP64_GRADIENT if self.spec.precision.compute_fp64 else FP32_GRADIENT
-        allowed = from_permuted(distances) if distances else fixed
-        self._add("gradient", apart(first.gradients, gradients), allowed)
+        if (first := self._first) is not None:
+            self._add("loss", loss - first.loss, self.limit.losses * abs(first.loss))
+            self._add("gradient", apart(first.gradients, gradients), self.limit.gradients)
 
     def compare_following(self, step: int, loss: float) -> None:
         """Compare the run's loss in the step after, if `step` is that."""
-        if self._first is None or step != self._of + 1:
-            return
-        losses = [self._first.following, *(following for _, following, _ in self._others)]
-        self._add("loss after the update", loss - losses[0], self._loss_allowed(losses))
+        if self._first is not None and step == self._of + 1:
+            right = self._first.following
+            self._add("loss after the update", loss - right, self.limit.losses * abs(right))
 
     def _add(self, name: str, difference: float, allowed: float) -> None:
         name, place = f"from its own state: {name}", f"step {self._of}"
         now = LargestDifference(name, allowed, abs(difference), place)
         self.worst[name] = max(self.worst.get(name, now), now, key=lambda its: its.share)
-
-    def _loss_allowed(self, losses: Sequence[float]) -> float:
-        if len(losses) > 1:
-            # a loss is a sum in fp32 at best, whose last bit no reference need differ in
-            summing = 4 * torch.finfo(torch.float32).eps * abs(losses[0])
-            return from_permuted([abs(loss - losses[0]) for loss in losses[1:]]) + summing
-        if self.spec.precision.compute_fp64:
-            return FP64_LOSS * abs(losses[0])
-        return FP32_LOSS
 
     def differs(self, step: int) -> bool:
         """Return whether what was compared in this step is off, on all ranks alike. All ranks call

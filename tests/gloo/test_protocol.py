@@ -11,6 +11,7 @@ from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.options import VerifyOptions
+from ptrain.verification.preconditions import REPEATED
 from ptrain.verification.protocol import STAGES
 from tests.gloo.cases import named
 from tests.gloo.verify_runs import LATE, Otherwise, presupposed, verified
@@ -52,7 +53,7 @@ def test_each_precondition_is_checked_and_the_one_that_fails_is_named(
     expected = dict(PRESUPPOSED[otherwise])
     assert failed.keys() == expected.keys(), failed
     assert all(words in failed[name] for name, words in expected.items()), failed
-    assert len(found[0]) == 1
+    assert [check.name for check in found[0]] == [REPEATED, "state that ranks share"]
 
 
 def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks) -> None:
@@ -63,7 +64,7 @@ def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks)
     assert one.holds, [f"{check.name}: {check.why}" for check in one.checks if not check.holds]
     assert of_stages(one.checks) == list(STAGES) == list(one.seconds)
     names = {check.name for check in one.checks}
-    assert "consistency: collectives" in names
+    assert "preconditions: collectives" in names
     assert any("7 of them with permuted sums" in note for note in one.notes)
     exact, own = one.trajectories.values()
     assert not exact["references"]  # the run keeps to the fixed figures, of which 16 bits have none
@@ -82,7 +83,7 @@ def test_one_rank_is_verified_too(ranks: Ranks) -> None:
     assert found.holds
     names = {check.name for check in found.checks}
     assert not any("ranks share" in name for name in names)
-    assert "consistency: a single rank shares nothing" in found.notes
+    assert "a single rank shares nothing" in found.notes
 
 
 @pytest.mark.parametrize(

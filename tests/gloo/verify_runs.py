@@ -86,7 +86,7 @@ def presupposed(spec: Spec, otherwise: Otherwise | None) -> tuple[Check, ...]:
     world = World.join(spec.timeout)
     exchange = Exchange(world)
     try:
-        return preconditions(spec, world, exchange, Made(otherwise))
+        return preconditions(spec, world, exchange, Made(otherwise)).checks
     finally:
         exchange.close()
 

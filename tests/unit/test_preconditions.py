@@ -34,7 +34,8 @@ def checked(*changes: Callable[[Program], None]) -> Check:
         next(left)(program)
         return program
 
-    (check,) = preconditions(resolve_auto(load("zero2", TINY)), World(), Exchange(World()), make)
+    spec = resolve_auto(load("zero2", TINY))
+    (check,) = preconditions(spec, World(), Exchange(World()), make).checks
     return check
 
 
@@ -96,7 +97,6 @@ def test_a_step_that_breaks_off_is_a_check_that_fails(error: type[Exception]) ->
         return program
 
     spec = resolve_auto(load("zero2", TINY))
-    checks = preconditions(spec, World(), Exchange(World()), make)
-    (broken,) = [check for check in checks if not check.holds]
+    (broken,) = preconditions(spec, World(), Exchange(World()), make).checks
     assert (broken.predicted, broken.measured) == (3, 1)
     assert broken.why.startswith(f"step 1 stops: {error.__name__}: not again")

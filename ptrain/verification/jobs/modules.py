@@ -29,7 +29,7 @@ from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.models.watch import is_real
 from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices
-from ptrain.verification.jobs.shards import shard_of
+from ptrain.verification.jobs.shards import part_of
 from ptrain.verification.parts import (
     canonical_modules,
     canonical_parameters,
@@ -116,9 +116,8 @@ def parts_of(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iter
     """Yield every part of the reference's tensor that this rank's may stand for: itself, or what is
     cut along one or two dimensions; of a DTensor the one that its placements say."""
     if isinstance(own, DTensor):
-        is_sum = any(placement.is_partial() for placement in own.placements)
-        if whole.shape == own.shape and not is_sum:
-            yield shard_of("", own, whole.shape).of(whole).view(held(own).shape)
+        if (its := part_of(whole, own)) is not None:
+            yield its
         return
     sizes = list(enumerate(zip(whole.shape, own.shape, strict=False)))
     cut = [(dim, *both) for dim, both in sizes if both[0] != both[1]]
