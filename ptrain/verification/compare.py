@@ -153,13 +153,6 @@ def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
     )  # fmt: skip
 
 
-def gradient_check(name: str, difference: float, allowed: float) -> Check:
-    """Return the check of a gradient vector: its difference over its length."""
-    return at_most(
-        name, difference, allowed, f"the gradient vector differs by {difference:.3g} of its length"
-    )
-
-
 def worst_of(differences: Sequence[float], allowed: Sequence[float]) -> int:
     """Return the place where a difference takes most of what is allowed there."""
     shares = [share_of(*pair) for pair in zip(differences, allowed, strict=False)]
@@ -311,25 +304,19 @@ _OF_RANK = tuple[dict[str, int], list[Mismatch], dict[Kind, LargestDifference]]
 
 class AllDifferences:
     """What all ranks see, step after step: `mismatches`, the first first, the same on all ranks.
+    `parameters`: in the order in which the model has them."""
 
-    `parameters`: in the order in which the model has them. A rank tells of so many mismatches of
-    a kind at `most`."""
-
-    def __init__(
-        self, ranks: Ranks, parameters: Iterable[str] = (), *, most: int | None = None
-    ) -> None:
+    def __init__(self, ranks: Ranks, parameters: Iterable[str] = ()) -> None:
         self.ranks = ranks
         self.mismatches: list[Mismatch] = []
         self._largest: dict[Kind, LargestDifference] = {}
         self._parameters = {name: place for place, name in enumerate(parameters)}
         self._modules: dict[str, int] = {}
-        self._most = most
 
     def take(self, own: Differences) -> bool:
         """Add every rank's differences of a step. Return whether anything differs. All ranks call
         it."""
         self._modules |= own.modules
-        own.mismatches = self._first_of_each_kind(own.mismatches)
         mismatches = list(self.mismatches)
         mine = self._modules, own.mismatches, own.largest
         for places, its, kinds in self.ranks.gather(mine, _OF_RANK):
@@ -368,12 +355,6 @@ class AllDifferences:
         for its in (its for (moment, _), its in self._largest.items() if moment >= since):
             rows[its.name] = max(rows.get(its.name, its), its, key=lambda row: row.difference)
         yield from (largest.check(first.get(name)) for name, largest in rows.items())
-
-    def _first_of_each_kind(self, mismatches: Iterable[Mismatch]) -> list[Mismatch]:
-        groups: dict[Kind, list[Mismatch]] = {}
-        for mismatch in sorted(mismatches, key=self._when):
-            groups.setdefault((mismatch.moment, mismatch.subject), []).append(mismatch)
-        return [mismatch for group in groups.values() for mismatch in group[: self._most]]
 
     def _when(self, mismatch: Mismatch) -> tuple[int, ...]:
         """Parameters that are used stand before what their module makes of them."""

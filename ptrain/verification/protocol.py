@@ -91,8 +91,7 @@ class Verification(Verdict):
 
 @dataclass(slots=True)
 class Context:
-    """What stages share: which references there may be, those that were run by their keys, and the
-    run in fp64 with where it should be."""
+    """What stages share: which references there may be, and those that were run by their keys."""
 
     spec: Spec
     world: World
@@ -102,8 +101,6 @@ class Context:
     progress: Progress = field(default_factory=Progress)
     plan: ReferencePlan | None = None
     references: dict[str, ReferenceRun] = field(default_factory=dict)
-    exact: ProgramRun | None = None
-    within: Corridor | None = None
 
     def runs(self, asks: Sequence[Ask]) -> list[ReferenceRun]:
         """Return these references; those that are not there yet are run. All ranks call it."""
@@ -206,16 +203,15 @@ def _in_fp64(context: Context) -> Verdict:
     of."""
     context.plan = plan(context.spec, context.request.steps)
     reference, permuted = context.runs(context.plan.asks)[0], context.plan.permuted
-    context.within = within = Corridor(
+    within = Corridor(
         center=reference.losses,
         allowed=fixed_in_fp64(reference),
         wider=lambda: in_fp64([reference, *context.runs(permuted)], context.exchange),
     )
     spec, exchange = exactly(context.spec), context.exchange
-    context.exact, outcome = _followed(context, spec, reference, within)
-    stopped = context.exact.stopped
-    if stopped is not None and outcome.root_cause is None:
-        beside = examine(context.make(spec, context.world), exchange, stopped + 1)
+    run, outcome = _followed(context, spec, reference, within)
+    if run.stopped is not None and outcome.root_cause is None:
+        beside = examine(context.make(spec, context.world), exchange, run.stopped + 1)
         outcome = replace(outcome, mismatches=beside.mismatches, root_cause=beside.root_cause)
     return replace(
         outcome, root_cause=outcome.root_cause or of_reference(outcome.checks, context.world.size)
@@ -230,7 +226,7 @@ def _in_own_dtypes(context: Context) -> Verdict:
     (reference,) = context.runs(asks[:1])
 
     def parted() -> Allowed:
-        return in_own_dtypes(spec, context.runs(asks), context.exchange)
+        return in_own_dtypes(spec, context.runs(asks))
 
     within = (
         Corridor(center=reference.losses, allowed=parted())

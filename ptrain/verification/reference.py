@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -139,17 +139,15 @@ def _within_blocks(module: nn.Module) -> set[str]:
 class Trajectory:
     """What a run of some steps did. `losses` are the global batches' means, before each update;
     `gradient_norms` of the global gradient, before clipping (empty where nobody computed them,
-    infinite in steps that a scaled loss skips); `parameters` full tensors by canonical name;
-    `gradients` of step 0 by name, without clipping and the loss's scale. Of one device also what it
-    learned: `travelled`, the distance of the parameters from their initial values, relative to
-    these, all by the 2-norm; `again`, the loss of the first batch after all updates (None if no
-    further step could be run)."""
+    infinite in steps that a scaled loss skips); `parameters` full tensors by canonical name. Of one
+    device also what it learned: `travelled`, the distance of the parameters from their initial
+    values, relative to these, all by the 2-norm; `again`, the loss of the first batch after all
+    updates (None if no further step could be run)."""
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     parameters: Mapping[str, Tensor]
     travelled: float = 0.0
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
     again: float | None = None
 
     def save(self, path: Path) -> None:
@@ -275,10 +273,9 @@ def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory
     """Run so many of a reference's steps from the initial weights. Yields after each of them, what
     the run did after the last: the loss of the first batch is computed once more for it."""
     initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
-    losses, norms, gradients = list[float](), list[float](), dict[str, Tensor]()
+    losses, norms = list[float](), list[float]()
     for step in range(steps):
         accumulated = device.accumulate(step)
-        gradients = gradients or accumulated.gradients
         norms.append(device.update(step, accumulated.sums))
         losses.append(accumulated.loss)
         if step + 1 < steps:
@@ -286,7 +283,7 @@ def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory
     parameters = device.parameters
     yield Trajectory(
         losses=tuple(losses), gradient_norms=tuple(norms), parameters=parameters,
-        travelled=distance(initial, parameters), gradients=gradients,
+        travelled=distance(initial, parameters),
         again=device.accumulate(0).loss,
     )  # fmt: skip
 

@@ -11,13 +11,13 @@ is one more draw of the same kind, (X - L_1) / (s sqrt 2) has Student's t distri
 degrees of freedom, s being the sample deviation. So the run may be off by lambda · s(t), lambda =
 q · sqrt 2, where q is exceeded once in 10^4, and s(t) is the largest deviation of the steps up to
 t: roundings add up, and references may come close to each other by chance. The same holds for
-gradient norms; for the gradient of step 0, as one vector, and the parameters at the end, s² is
+gradient norms; for the parameters at the end, s² is
 half the mean square distance of permuted references from the first. Nothing of it is of the run
 under test.
 is of the run under test.
 
 - In 16 bits, and where the update computes in them, that is all: 7 permuted references.
-- In fp32 at least 1e-4 is allowed, absolute, and 1e-5 of the gradient; 3 permuted references.
+- In fp32 at least 1e-4 is allowed, absolute; 3 permuted references.
 - In fp64 at least 1e-12, relative; 3 permuted references.
 
 Of a run that keeps to the fixed figures permuted references can say no more, so they are run once
@@ -28,14 +28,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import attrgetter
-from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
@@ -43,11 +40,9 @@ from ptrain.verification.compare import (
     FP64_LOSS,
     FP64_NORM,
     FP64_PARAMETERS,
-    apart,
     apart_by_tensor,
 )
 from ptrain.verification.parts import whole
-from ptrain.verification.reference import Trajectory
 from ptrain.verification.references import (
     Ask,
     ReferenceRun,
@@ -58,22 +53,19 @@ from ptrain.verification.references import (
 
 FEW, MANY = 3, 7  # permuted references beside a fixed figure, and instead of one
 QUANTILES = {FEW: 28.000, MANY: 7.885}  # of Student's t by degrees of freedom: once in 10^4
-FP64_GRADIENT = 1e-12  # the 2-norm of the difference over the reference's
-FP32_LOSS, FP32_GRADIENT = 1e-4, 1e-5
+FP32_LOSS = 1e-4
 _FP32 = torch.finfo(torch.float32).eps
-Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """Of every step's loss, absolute; of its gradient norm, of the gradient of step 0, as one
-    vector, and of the parameters at the end, relative (None: not compared).
+    """Of every step's loss, absolute; of its gradient norm and of the parameters at the end,
+    relative (None: not compared).
     `references`: how far the losses of permuted references are off at most, empty where none were
     run. `explanation`: where figures are from."""
 
     losses: tuple[float, ...]
     references: tuple[float, ...] = ()
-    gradient: float
     norms: tuple[float, ...] | None = None
     parameters: float | None = None
     explanation: str = ""
@@ -120,7 +112,6 @@ def fixed_in_fp64(exact: ReferenceRun) -> Allowed:
     """Return what is allowed of a run in fp64 as long as it is about rounding alone."""
     return Allowed(
         losses=tuple(FP64_LOSS * abs(loss) for loss in exact.losses),
-        gradient=FP64_GRADIENT,
         norms=(FP64_NORM,) * len(exact.norms),
         parameters=FP64_PARAMETERS,
     )
@@ -131,7 +122,7 @@ def in_fp64(runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
     order. All ranks call it."""
     fixed = fixed_in_fp64(runs[0])
     losses = _larger(fixed.losses, _spread([run.losses for run in runs]))
-    parameters = from_permuted(_distances(runs, exchange, _PARAMETERS, _worst))
+    parameters = from_permuted(_distances(runs, exchange))
     return replace(
         fixed,
         losses=losses,
@@ -151,13 +142,12 @@ def fixed_in_fp32(own: ReferenceRun) -> Allowed:
     """Return what is allowed of a run in fp32 as long as it is about rounding alone."""
     return Allowed(
         losses=(FP32_LOSS,) * len(own.losses),
-        gradient=FP32_GRADIENT,
     )
 
 
-def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
+def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun]) -> Allowed:
     """Derive what is allowed in the spec's own dtypes from references in these: where they are
-    fp32, beyond the fixed figures. All ranks call it."""
+    fp32, beyond the fixed figures."""
     spread = _spread([run.losses for run in runs])
     if not is_banded(spec):
         fixed = fixed_in_fp32(runs[0])
@@ -176,7 +166,6 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
             for deviation, loss in zip(spread, runs[0].losses, strict=True)
         ),
         references=_farthest(runs),
-        gradient=from_permuted(_distances(runs, exchange, _GRADIENTS, apart)),
         explanation=f"own dtypes: a loss may differ by {_factor(len(runs)):.1f} deviations "
         f"of {len(runs)} references, {len(runs) - 1} of them with permuted sums",
     )
@@ -216,22 +205,12 @@ def _largest(before: float, now: float) -> float:
     return now if math.isnan(now) or now > before else before
 
 
-_GRADIENTS, _PARAMETERS = attrgetter("gradients"), attrgetter("parameters")  # of a trajectory
-
-
-def _worst(one: Tensors, other: Tensors) -> float:
-    return max(apart_by_tensor(one, other).values())
-
-
-def _distances(
-    runs: Sequence[ReferenceRun],
-    exchange: Exchange,
-    of: Callable[[Trajectory], Tensors],
-    apart: Callable[[Tensors, Tensors], Any],
-) -> list[Any]:
-    """Return how far each permuted reference is from the first: each rank knows of its own runs."""
-    first = whole(of(runs[0].solo) if runs[0].solo else {}, exchange)
-    own = [apart(first, of(run.solo)) for run in runs[1:] if run.solo]
+def _distances(runs: Sequence[ReferenceRun], exchange: Exchange) -> list[float]:
+    """Return how far the parameter that differs most is from the first reference's, of each
+    permuted one: each rank knows of its own runs."""
+    first = whole(runs[0].solo.parameters if runs[0].solo else {}, exchange)
+    solos = (run.solo for run in runs[1:] if run.solo)
+    own = [max(apart_by_tensor(first, solo.parameters).values()) for solo in solos]
     distances = [distance for its in exchange.gather(own) for distance in its]
     assert len(distances) == len(runs) - 1, "each permuted reference is some rank's"
     return distances

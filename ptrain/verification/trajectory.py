@@ -1,4 +1,4 @@
-"""Compare the losses of many steps with one device's, step by step, and the gradient of the first.
+"""Compare the losses of many steps with one device's, step by step.
 
 Theorem 5 states that they are equal; `tolerances` defines how close they must be. The first step
 that is off, or not finite, is the last that runs. If no step explains why a trajectory fails, its
@@ -9,8 +9,9 @@ The induction of Theorem 5: one device continues from a state that the run itsel
 Over a hundred steps training grows a single rounding beyond any fixed figure that could tell it
 from a fault (`tolerances`). Two runs from the same state start with no difference: loss and
 gradient of the next step, and the loss after its update, agree as closely at the end of a training
-as at its beginning. So every STATE_EVERY steps a reference takes the run's full state and goes two
-steps with it. How close these must be any loop's tolerances of the coarsest dtype say.
+as at its beginning. So from the first on, every STATE_EVERY steps, a reference takes the run's full
+state and goes two steps with it. How close these must be any loop's tolerances of the coarsest
+dtype say.
 
 `verify_every: n` makes the same induction every n steps of a training. A step that the meters
 measure, or after which they measure, is skipped for the next one: they would measure the reference.
@@ -43,7 +44,6 @@ from ptrain.verification.compare import (
     alive,
     apart,
     at_most,
-    gradient_check,
     parted,
     worst_of,
 )
@@ -253,19 +253,15 @@ def follow(
     source = corpus(program.spec.data)
     losses: list[float] = []
     norms: list[float] = []
-    gradients: dict[str, Tensor] = {}
     stopped = None
     onward = Onward(program, exchange)
     for step in range(len(within.center)):
         with ExitStack() as stack:
-            if step % STATE_EVERY == 0 < step < len(within.center) - 1:
+            if step % STATE_EVERY == 0 and step < len(within.center) - 1:
                 stack.enter_context(onward.around(step))
             if step % EVERY == 0:
                 stack.enter_context(watch.step(step))
-            updates = stack.enter_context(UpdateRecorder(shards_of(program))) if not step else None
             loss, norm = drive_and_add(program, source, step, exchange)
-        if updates is not None:
-            gradients = whole_gradients(program, updates, exchange, norm)
         differs = onward.judge(step, loss, norm)
         progress.step("the ranks", step + 1, len(within.center))
         losses.append(loss)
@@ -278,7 +274,6 @@ def follow(
         losses=tuple(losses),
         gradient_norms=tuple(norms),
         parameters=parameters,
-        gradients=gradients,
         stopped=stopped,
         onward=from_rank(0, list(onward.checks()), exchange),
     )
@@ -291,9 +286,6 @@ def checks(
     own: list[Check] = []
     if (solo := reference.solo) is not None:
         own = [
-            gradient_check(
-                "gradient of step 0", apart(solo.gradients, run.gradients), allowed.gradient
-            ),
             of_losses(  # where it is more than allowed, that is the last step that ran
                 "loss of every step",
                 run.losses,
@@ -353,13 +345,12 @@ def of_dtypes(
     failed = next((check.name for check in checks if not check.holds), None)
     if failed is None:
         return None
-    is_first = failed.startswith("gradient of step 0")
     return RootCause(
         state=Subject.GRADIENTS if "gradient" in failed else Subject.LOSS,
         axis="",
         factor=f"in {layout} only",
         place="",
-        step=0 if is_first else stopped or 0,
+        step=stopped or 0,
         ranks=tuple(range(size)),
         sentence="In fp64 the same steps match the reference, so every sum is right.",
         fix="Look for a state that is stored, reduced or cast in a coarser dtype than "

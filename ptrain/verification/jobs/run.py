@@ -220,7 +220,6 @@ _NEAR = 1e-3  # relative: up to which rounding may be why a gradient differs, of
 _CANCELS = ": a sum that cancels"
 _ORDERS_MORE = 10  # times what some orders of the samples show
 _REPEATED = 3  # steps that the loop must do alike when it is run again from its start
-_MOST_TOLD = 400  # mismatches of a kind that a job with evidence tells of, per rank: 0.1 MB
 
 
 class Examiner:
@@ -255,7 +254,7 @@ class Examiner:
             },
         )
         self.start = self.pair.values()
-        self.differences = AllDifferences(self.ranks, wholes, most=_MOST_TOLD if evidence else None)
+        self.differences = AllDifferences(self.ranks, wholes)
         self.worst_loss = LargestDifference("losses", self.limit.losses)
         self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
