@@ -225,22 +225,16 @@ def _in_own_dtypes(context: Context) -> Verdict:
         return Verdict(checks=(), notes=("own dtypes: they are fp64",))
     (reference,) = context.runs(asks[:1])
 
-    def parted() -> Allowed:
+    def wider() -> Allowed:
         return in_own_dtypes(spec, context.runs(asks))
 
-    within = (
-        Corridor(center=reference.losses, allowed=parted())
-        if context.plan.is_banded
-        else Corridor(center=reference.losses, allowed=fixed_in_fp32(reference), wider=parted)
-    )
+    allowed = wider() if context.plan.is_banded else fixed_in_fp32(reference)
+    within = Corridor(center=reference.losses, allowed=allowed, wider=wider)
     run, outcome = _followed(context, spec, reference, within)
-    if outcome.root_cause is not None:
-        return outcome
     size, layout = context.world.size, spec.precision.layout.name
-    of_one = of_reference(outcome.checks, size)
-    return replace(
-        outcome, root_cause=of_one or of_dtypes(outcome.checks, run.stopped, layout, size)
-    )
+    said = outcome.root_cause or of_reference(outcome.checks, size)
+    said = said or of_dtypes(outcome.checks, run.stopped, layout, size)
+    return replace(outcome, root_cause=said)
 
 
 def _followed(
