@@ -361,9 +361,6 @@ COMMANDS = {
                 ],
                 flag("--every-collective", "Compare the result of every collective over its "
                     "group."),
-                value("--against", "SPEC", "Compare with this spec, another mesh of the same "
-                    "training. Overrides of model, optimizer, data, batch.global, batch.sequence "
-                    "and train.seed apply to both. Default: no other mesh."),
             ),
             "Options": (
                 _ALLOW_IMPORT,
@@ -376,7 +373,7 @@ COMMANDS = {
             "ptrain verify zero3",
             "ptrain verify tp-sp --quick",
             "ptrain verify runs/latest",
-            "ptrain verify tp-zero3 --against zero3 --steps 20",
+            "ptrain verify tp-zero3 zero3 --steps 20",
         ),
         topics=("verify", "what-verify-checks", "causes-of-a-mismatch"),
     ),

@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51870,
+    "ptrain": 51500,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
-    "ptrain/cli": 1810,
+    "ptrain/cli": 1780,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
     "ptrain/derivation": 5110,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 450,
     "ptrain/traces": 2200,
     "ptrain/train": 3140,
-    "ptrain/verification": 6540,
+    "ptrain/verification": 6190,
 }
 ONE_IMPORTER = 54  # modules that exactly one other imports
 SMALL_MODULES = 49  # modules with fewer lines than SMALL

@@ -127,7 +127,6 @@ def _completion_rules() -> Iterator[Rule]:
     # The first matching pattern wins, so options with values come before the rules of commands.
     yield [" *"], [*VERBS]
     yield ["* --cluster *"], clusters
-    yield ["* --against *"], specs
     files = []
     for verb in COMMANDS:
         for name, words in _option_values(verb):

@@ -13,18 +13,17 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ptrain.cli.arguments import print_json
-from ptrain.errors import VerdictFailed, refused
+from ptrain.errors import VerdictFailed
 from ptrain.installed import require_torch
 from ptrain.plan.lower import own_facts
 from ptrain.report.screen import command_line, next_line, show
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_file_tier, require_leave, require_transformers
-from ptrain.spec.load import load, parse_override, split_arguments, sweeps
+from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import names
 from ptrain.spec.spec import Spec
@@ -62,11 +61,10 @@ def run(args: Namespace) -> int:
         for source in sources or [names().default]
         for choice in sweeps(overrides)
     ]
-    other = _load_against(args, jobs, overrides)
     # mkdtemp creates it with mode 0700. It stays, with its logs, if a rank fails.
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))
     try:
-        records = _verify_all(jobs, other, args, folder)
+        records = _verify_all(jobs, args, folder)
     except Interrupted as interrupted:
         shutil.rmtree(folder)
         return interrupted.code
@@ -81,23 +79,16 @@ def run(args: Namespace) -> int:
     return 0 if holds else VerdictFailed.exit_code
 
 
-def _verify_all(
-    jobs: Sequence[TitledSpec], other: TitledSpec | None, args: Namespace, folder: Path
-) -> list[dict[str, Any]]:
+def _verify_all(jobs: Sequence[TitledSpec], args: Namespace, folder: Path) -> list[dict[str, Any]]:
     """Verify all jobs one after the other, and return their records.
 
     Args:
         jobs: The specs to verify.
-        other: The spec of `--against`. It runs first, and the jobs are compared with its account.
         args: The options of the command.
         folder: A new private folder.
     """
     common_options = replace(_verify_options(args), references=folder / "references")
     (folder / "references").mkdir(mode=0o700)
-    if other is not None:
-        account = folder / "account.pt"
-        start(other.spec, replace(common_options, account=account), folder / "other")
-        common_options = replace(common_options, compare=account)
     records = []
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
@@ -135,39 +126,6 @@ def _require_reference_memory(spec: Spec, numel: int) -> None:
     )
 
 
-def _load_against(
-    args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]
-) -> TitledSpec | None:
-    """Return the spec of `--against`; None without the option.
-
-    Overrides of the training (model, batch, data) apply to both specs, and overrides of the mesh
-    only to the jobs. If an override lists several values, the other spec gets the first one, so
-    that jobs with the others are rejected.
-
-    Raises:
-        SpecError: If the two specs differ in more than mesh and placement.
-    """
-    if args.against is None:
-        return None
-    keys = common(jobs[0].spec)
-    routes = {override: parse_override(override).route for override in overrides}
-    shared = [
-        override
-        for override, route in routes.items()
-        if any(".".join(route[: key.count(".") + 1]) == key for key in keys)  # the key or below it
-    ]
-    other = _load_checked(args.against, next(sweeps(shared)), allow_import=args.allow_import)
-    settings = common(other.spec)
-    for key, setting in chain.from_iterable(common(job.spec).items() for job in jobs):
-        if settings[key] != setting:
-            raise refused(
-                f"--against {args.against}",
-                f"{key} is {settings[key][:120]} there, and {setting[:120]} here",
-                "Use a spec that differs only in mesh and placement.",
-            )
-    return other
-
-
 def _verify_options(args: Namespace) -> VerifyOptions:
     """Return the options that apply to every spec."""
     return VerifyOptions(steps=args.steps, **{flag: getattr(args, flag) for flag in options.FLAGS})
@@ -175,22 +133,8 @@ def _verify_options(args: Namespace) -> VerifyOptions:
 
 def _become_rank(args: Namespace) -> None:
     """Replace this process by a rank of the verification."""
-    if args.against is not None:
-        raise refused(
-            "--against",
-            "starts the ranks of both specs, and torchrun has started ranks already",
-            "Run `ptrain verify` without torchrun.",
-        )
     words = [*args.arguments, *options.said(_verify_options(args))]
     environment.become("ptrain.verification", words)
-
-
-def common(spec: Spec) -> dict[str, str]:
-    """Return the settings that a spec for `--against` must share, as text by key."""
-    shape = {"model": spec.model, "optimizer": spec.optimizer, "data": spec.data}
-    batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.window}
-    rest = {"train.seed": spec.train.seed}
-    return {key: str(value) for key, value in (shape | batch | rest).items()}
 
 
 class Interrupted(Exception):
@@ -231,7 +175,5 @@ def start(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
     )
     if code not in (0, VerdictFailed.exit_code):
         raise Interrupted(code)
-    if options.account is not None:
-        return {}
     record: dict[str, Any] = json.loads(run.summary.read_text(encoding="utf-8"))
     return record

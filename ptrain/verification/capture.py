@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median_low, multimode
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 
 from ptrain.axes.context.attention import Span, context_of, spans_at
 from ptrain.axes.data.run.target import NamedTarget
-from ptrain.cost import Phase
 from ptrain.data.sampler import SampleSource
 from ptrain.facts.model import prefixes
 from ptrain.facts.parameters import OF_TOKENS
@@ -36,7 +34,6 @@ from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import MoE
 from ptrain.models.objective import SampleBatch, StepBatch
-from ptrain.models.watch import first_real, listening, watching
 from ptrain.optimizers.build import tensor_of
 from ptrain.report.finding import Mismatch, Moment, Subject
 from ptrain.spec.model import ModelShape
@@ -48,75 +45,9 @@ from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
 from ptrain.units import row_major
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.parts import full
+from ptrain.verification.parts import full, held
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.updates.repeat import UpdateRecorder
-
-Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
-
-
-@dataclass(slots=True)
-class Outputs:
-    """The first floating output of every module by path and micro-batch, of these micro-batches, in
-    the order in which they came, and its gradient; and the parameters with which modules compute in
-    the first pass, gathered where they are sharded between passes. `reached`: those of which there
-    was a gradient when the program had reduced them."""
-
-    micro_batches: Collection[int]
-    forward: dict[Key, Tensor] = field(default_factory=dict)
-    backward: dict[Key, Tensor] = field(default_factory=dict)
-    in_use: dict[str, Tensor] = field(default_factory=dict)
-    reached: set[str] = field(default_factory=set)
-    _holds: Mapping[str, LeafShard] = field(default_factory=dict)
-    _now: int | None = None
-
-    def phase(self, phase: Phase, micro_batch: int) -> None:
-        """Note which micro-batch begins. What runs again in backward is not kept."""
-        is_kept = phase is Phase.FORWARD and micro_batch in self.micro_batches
-        self._now = micro_batch if is_kept else None
-
-    def reduced(self) -> None:
-        """Note which gradients are where the optimizer is to find them."""
-        self.reached = {n for n, its in self._holds.items() if its.target.gradient is not None}
-
-    def clipped(self, norm: Tensor | None) -> None:
-        """Gradients are compared without it."""
-
-    @contextmanager
-    def of(self, modules: Iterator[tuple[str, nn.Module]]) -> Iterator[None]:
-        """Temporarily record these modules. A module that returns its input (Identity) is none."""
-        own = ((path, its) for path, its in modules if not isinstance(its, nn.Identity))
-        with watching(own, before=self._before, after=self._after):
-            yield
-
-    def _before(self, path: str, module: nn.Module, *_: object) -> None:
-        for name, parameter in module._parameters.items() if self._now is not None else ():
-            if parameter is not None:
-                self.in_use.setdefault(f"{path}.{name}", parameter.detach().clone())
-
-    def _after(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
-        first = None if self._now is None else first_real(output)
-        if first is None or self._now is None or (path, self._now) in self.forward:
-            return  # a block that is computed again comes a second time
-        key = path, self._now
-        self.forward[key] = first.detach().clone()
-        if first.requires_grad:
-            first.register_hook(partial(self._keep_gradient, key))
-
-    def _keep_gradient(self, key: Key, gradient: Tensor) -> None:
-        self.backward[key] = gradient.detach().clone()
-
-
-@contextmanager
-def recorded(program: Program, outputs: Outputs) -> Iterator[None]:
-    """Temporarily record what the program's modules compute."""
-    with (
-        listening(program.observers, outputs),
-        listening(program.gradient_observers, outputs),
-        outputs.of(paths(program)),
-    ):
-        yield
-
 
 Patterns = tuple[str, ...]
 
@@ -157,6 +88,12 @@ class LeafShard(ParameterShard):
     """This rank's elements of a parameter in the tensor that an optimizer steps, for a target."""
 
     target: NamedTarget
+    numel: int  # of the tensor that it steps, and of what it keeps beside that
+
+    def like(self, state: Tensor) -> Tensor | None:
+        row = held(state).flatten()
+        row = row if self.within is None or row.numel() != self.numel else row[self.within]
+        return row if state.dim() and state.numel() == self.numel else None
 
 
 _APART = 2.0**40  # more elements than a rank has
@@ -182,7 +119,7 @@ def shards_of(program: Program) -> dict[str, LeafShard]:
             at = ((row >= first) & (row < first + _APART)).flatten().nonzero().flatten()
             within = (row.flatten()[at] - first).long()
             shards[name] = LeafShard(
-                name, tensor_of(leaf), row.shape, target=target,
+                name, tensor_of(leaf), row.shape, target=target, numel=numbers.numel(),
                 at=None if at.numel() == row.numel() else at,
                 within=None if torch.equal(within, numbers.cpu().long()) else within,
             )  # fmt: skip
@@ -217,7 +154,9 @@ def whole_gradients(
     return gradients
 
 
-def as_held(program: Program, expected: Outputs) -> Outputs:
+def as_held(
+    program: Program, outputs: Mapping[str, Tensor], is_addend: Callable[[Roles, str], bool]
+) -> dict[str, Tensor]:
     """Return another device's outputs as this rank's modules give them: of its tokens, with
     features in the order of the ranks.
 
@@ -227,24 +166,13 @@ def as_held(program: Program, expected: Outputs) -> Outputs:
     own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
     routes_slices = program.plan.context or (experts and experts.folded)
     apart = tuple(_of_rows(program)) if routes_slices else ()
-
-    def held(
-        outputs: dict[Key, Tensor], is_addend: Callable[[Roles, str], bool]
-    ) -> dict[Key, Tensor]:
-        return {
-            (path, k): program.order.held_features(path, own.of_output(output))
-            for (path, k), output in outputs.items()
-            if not is_addend(roles, path)
-            and not (experts and experts.is_inside(path))
-            and not is_within(path, apart)
-        }
-
-    return Outputs(
-        expected.micro_batches,
-        forward=held(expected.forward, gives_addend),
-        backward=held(expected.backward, gets_addend),
-        in_use=expected.in_use,
-    )
+    return {
+        path: program.order.held_features(path, own.of_output(output))
+        for path, output in outputs.items()
+        if not is_addend(roles, path)
+        and not (experts and experts.is_inside(path))
+        and not is_within(path, apart)
+    }
 
 
 def clipped_by(spec: Spec, norm: float | None) -> float:

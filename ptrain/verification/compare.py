@@ -10,7 +10,7 @@ or whose loss does not fall holds nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from ptrain.report.finding import Mismatch, Moment, Subject, Way
 from ptrain.report.record import Check
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.parts import NOISE, Magnitude, difference, norm, numbers_apart
+from ptrain.verification.parts import Magnitude, difference, norm, numbers_apart
 from ptrain.verification.reference import Trajectory
 
 STILL = 1e-6  # parameters that moved less than this, relative to their length, stood still
@@ -59,7 +59,7 @@ def parted(
     reference: Trajectory, run: Trajectory, limits: Sequence[float] | None, parameters: float | None
 ) -> Iterator[Check]:
     """Yield the checks of the gradient norms of every step, and of the parameters at the end, each
-    by its norm and by its largest element. All `limits` are relative; None: not compared. A tensor
+    by its norm. All `limits` are relative; None: not compared. A tensor
     that is NOISE is relative to the model's root mean square."""
     norms = reference.gradient_norms, run.gradient_norms
     if limits is not None and all(norms):
@@ -74,9 +74,9 @@ def parted(
     if names := reference.parameters.keys() ^ run.parameters.keys():
         yield claim("parameters", len(names), False, f"{sorted(names)[0]} exists on one side only")
         return
-    for kind, sizes in _by_kind(reference.parameters, run.parameters).items():
-        name = max(sizes, key=sizes.__getitem__)
-        yield _relative(f"parameters {kind}", sizes[name], parameters, name)
+    sizes = apart_by_tensor(reference.parameters, run.parameters)
+    name = max(sizes, key=sizes.__getitem__)
+    yield _relative("parameters by norm", sizes[name], parameters, name)
 
 
 def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
@@ -92,20 +92,6 @@ def counted(name: str, number: int, differing: int, why: str) -> Check:
         name=name, predicted=number, measured=number - differing, tolerance=0.0,
         holds=not differing, why=why,
     )  # fmt: skip
-
-
-def _by_kind(
-    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
-) -> dict[str, dict[str, float]]:
-    """Return how far each tensor is off, by norm and by its largest element."""
-    ways = {"by norm": _by_norm, "by element": _by_element}
-    return {kind: apart_by_tensor(expected, actual, way) for kind, way in ways.items()}
-
-
-def worst_parameters(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
-    """Return the difference of the tensor that differs most, by norm or by its largest element;
-    infinite where it is no number."""
-    return max(max(sizes.values()) for sizes in _by_kind(expected, actual).values())
 
 
 def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
@@ -132,13 +118,10 @@ def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
 
 
 def apart_by_tensor(
-    expected: Mapping[str, Tensor],
-    actual: Mapping[str, Tensor],
-    measure: Callable[[Tensor, Tensor, Magnitude], float] = _by_norm,
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """Return the same of each tensor by itself, relative to its own length; one that is NOISE is
-    relative to the usual length of as many elements. `measure`: of two tensors beside the magnitude
-    of all."""
+    relative to the usual length of as many elements."""
     names = {**expected, **actual}
     scale = Magnitude.of(expected)
     if scale.usual == 0.0:
@@ -148,7 +131,7 @@ def apart_by_tensor(
         one, other = expected.get(name), actual.get(name)
         one = torch.zeros_like(actual[name]) if one is None else one
         other = torch.zeros_like(one) if other is None else other
-        differences[name] = measure(one, other, scale)
+        differences[name] = _by_norm(one, other, scale)
     return differences
 
 
@@ -170,13 +153,6 @@ def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
     )  # fmt: skip
 
 
-def gradient_check(name: str, difference: float, allowed: float) -> Check:
-    """Return the check of a gradient vector: its difference over its length."""
-    return at_most(
-        name, difference, allowed, f"the gradient vector differs by {difference:.3g} of its length"
-    )
-
-
 def worst_of(differences: Sequence[float], allowed: Sequence[float]) -> int:
     """Return the place where a difference takes most of what is allowed there."""
     shares = [share_of(*pair) for pair in zip(differences, allowed, strict=False)]
@@ -186,16 +162,6 @@ def worst_of(differences: Sequence[float], allowed: Sequence[float]) -> int:
 def _relative(name: str, difference: float, tolerance: float, place: str) -> Check:
     why = f"differs by {difference:.3g} (relative) at {place}"
     return at_most(name, difference, tolerance, why)
-
-
-def _by_element(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
-    """Of what is noise, relative to the usual element."""
-    if expected.shape != actual.shape:
-        return math.inf
-    distance = actual.double() - expected.double()
-    size, length = (float(tensor.abs().amax()) for tensor in (distance, expected.double()))
-    ratio = size / (length if length > NOISE * scale.usual else scale.usual)
-    return ratio if math.isfinite(ratio) else math.inf
 
 
 Kind: TypeAlias = tuple[Moment, Subject]
@@ -338,25 +304,19 @@ _OF_RANK = tuple[dict[str, int], list[Mismatch], dict[Kind, LargestDifference]]
 
 class AllDifferences:
     """What all ranks see, step after step: `mismatches`, the first first, the same on all ranks.
+    `parameters`: in the order in which the model has them."""
 
-    `parameters`: in the order in which the model has them. A rank tells of so many mismatches of
-    a kind at `most`."""
-
-    def __init__(
-        self, ranks: Ranks, parameters: Iterable[str] = (), *, most: int | None = None
-    ) -> None:
+    def __init__(self, ranks: Ranks, parameters: Iterable[str] = ()) -> None:
         self.ranks = ranks
         self.mismatches: list[Mismatch] = []
         self._largest: dict[Kind, LargestDifference] = {}
         self._parameters = {name: place for place, name in enumerate(parameters)}
         self._modules: dict[str, int] = {}
-        self._most = most
 
     def take(self, own: Differences) -> bool:
         """Add every rank's differences of a step. Return whether anything differs. All ranks call
         it."""
         self._modules |= own.modules
-        own.mismatches = self._first_of_each_kind(own.mismatches)
         mismatches = list(self.mismatches)
         mine = self._modules, own.mismatches, own.largest
         for places, its, kinds in self.ranks.gather(mine, _OF_RANK):
@@ -395,12 +355,6 @@ class AllDifferences:
         for its in (its for (moment, _), its in self._largest.items() if moment >= since):
             rows[its.name] = max(rows.get(its.name, its), its, key=lambda row: row.difference)
         yield from (largest.check(first.get(name)) for name, largest in rows.items())
-
-    def _first_of_each_kind(self, mismatches: Iterable[Mismatch]) -> list[Mismatch]:
-        groups: dict[Kind, list[Mismatch]] = {}
-        for mismatch in sorted(mismatches, key=self._when):
-            groups.setdefault((mismatch.moment, mismatch.subject), []).append(mismatch)
-        return [mismatch for group in groups.values() for mismatch in group[: self._most]]
 
     def _when(self, mismatch: Mismatch) -> tuple[int, ...]:
         """Parameters that are used stand before what their module makes of them."""

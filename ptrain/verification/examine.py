@@ -11,27 +11,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from itertools import chain
+from operator import attrgetter
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local
-from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
+from ptrain.models.watch import listening
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import (
-    Outputs,
+    LeafShard,
+    TokensOfRank,
     as_held,
     clipped_by,
     data_place,
     drive,
-    recorded,
+    gets_addend,
+    gives_addend,
+    modules,
+    paths,
     sample_mismatches,
     shards_of,
     taken,
@@ -45,14 +51,22 @@ from ptrain.verification.jobs.job import (
     Terms,
     ranks_of_spec,
 )
-from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.modules import ModuleRecorder
+from ptrain.verification.jobs.record import Buffers, StepRecorder, shared_buffers
 from ptrain.verification.jobs.root_causes import families, first_difference, root_cause
 from ptrain.verification.jobs.run import Examiner
-from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.shards import ParameterShard, part_of
 from ptrain.verification.jobs.step import StepComparison
-from ptrain.verification.parts import factor_text, numbers_apart, whole
-from ptrain.verification.program_step import Sides, compare_states, compare_tensors
-from ptrain.verification.reference import MicroBatch, ReferenceTraining
+from ptrain.verification.parts import (
+    Magnitude,
+    factor_text,
+    held,
+    numbers_apart,
+    relative,
+    whole,
+    without_masks,
+)
+from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.updates.explain import explain_update
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
@@ -73,22 +87,30 @@ def examine(program: Program, exchange: Exchange, steps: int = 3) -> LoopVerdict
 
 
 class SideRecorder(StepRecorder):
-    """A step of the program or of its reference: also the outputs of its modules, its loss and its
-    gradient norm (None if it is not computed)."""
+    """A step of the program or of its reference: also what its modules give, its loss, its gradient
+    norm (None if it is not computed), and the parameters that have a gradient when the program has
+    reduced them (`reached`)."""
 
     loss: float
     norm: float | None = None
 
     def __init__(
-        self, model: nn.Module, holds: Mapping[str, ParameterShard], outputs: Outputs,
-        watch: AbstractContextManager[object],
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, holds: Mapping[str, ParameterShard], modules: ModuleRecorder
+    ) -> None:
         super().__init__(model, holds)
-        self.outputs, self._watch = outputs, watch
+        self.modules, self.reached = modules, set[str]()
 
     def __enter__(self) -> Self:
-        self.enter_context(self._watch)
+        self.enter_context(self.modules)
         return super().__enter__()
+
+    def reduced(self) -> None:
+        """Note which gradients are where the optimizer is to find them."""
+        shards = (its for its in self.holds.values() if isinstance(its, LeafShard))
+        self.reached = {its.name for its in shards if its.target.gradient is not None}
+
+    def clipped(self, norm: Tensor | None) -> None:
+        """Gradients are compared without it."""
 
 
 class ProgramState:
@@ -126,28 +148,22 @@ class ProgramEvidence:
         self.ranks, self._shards = ranks_of_spec(self.spec, exchange), shards_of(program)
 
     def of_reference(self, holds: Mapping[str, ParameterShard]) -> SideRecorder:
-        """Return a recorder of the reference's next step."""
-        outputs, module = Outputs(self.passes), self.reference.module
-        watch = outputs.of(module.named_modules())
-        self.expected = SideRecorder(module, holds, outputs, watch)
+        """Return a recorder of the reference's next step, which has the passes of all ranks."""
+        module, first = self.reference.module, self._first_pass
+        modules = ModuleRecorder(module, kept={first + number for number in self.passes})
+        self.expected = SideRecorder(module, holds, modules)
         return self.expected
 
     def of_program(self, holds: Mapping[str, ParameterShard]) -> SideRecorder:
         """Return a recorder of the program's next step."""
-        outputs = Outputs(self.passes, _holds=self._shards)
-        watch = recorded(self.program, outputs)
-        self.seen = SideRecorder(self.program.model, holds, outputs, watch)
+        model, kept = self.program.model, self.passes
+        modules = ModuleRecorder(model, modules=paths(self.program), kept=kept)
+        self.seen = SideRecorder(model, holds, modules)
         return self.seen
 
     def run_reference(self, number: int) -> float:
         """Run a step of the reference."""
-        expected, place = self.expected, data_place(self.spec, self.program.world.rank)
-
-        def begins(batch: MicroBatch) -> None:
-            kept = batch.k if batch.data_index == place else -1
-            expected.outputs.phase(Phase.FORWARD, kept)
-
-        its = self.reference.accumulate(number, begins)
+        expected, its = self.expected, self.reference.accumulate(number)
         gradients = {name: gradient.flatten() for name, gradient in its.gradients.items()}
         expected.norm = self.reference.update(number, its.sums)
         expected.gradients, expected.loss = gradients, its.loss
@@ -157,11 +173,12 @@ class ProgramEvidence:
     def run(self, number: int) -> float:
         """Run a step of the program. Return this rank's share of the loss."""
         seen = self.seen
-        share, seen.norm = drive(self.program, self.source, number)
+        with listening(self.program.gradient_observers, seen):
+            share, seen.norm = drive(self.program, self.source, number)
         seen.loss = self.exchange.add([share])[0]
         seen.clip = clipped_by(self.spec, seen.norm)
         seen.gradients = taken(seen, seen.clip)
-        seen.omitted = seen.outputs.reached - seen.updated
+        seen.omitted = seen.reached - seen.updated
         seen.in_use = {}  # `compare_step` compares those that modules use
         return share
 
@@ -175,13 +192,19 @@ class ProgramEvidence:
         now = whole(self.program.state_dict()["model"], self.exchange)
         return {name: shard.of(now[name]).clone() for name, shard in holds.items()}
 
-    def compare_start(self, differences: Differences) -> None:
-        self._states(differences, Moment.START, tuple(Subject))
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        tensors = {id(target): its for target, its in self.program.update.tensors()}
+        return {name: tensors[id(shard.target)] for name, shard in self._shards.items()}
+
+    def buffers(self, reference: nn.Module) -> Buffers:
+        own = TokensOfRank(self.spec, self.program.world.rank)
+        named = (its.named_modules() for its in modules(self.program))
+        return shared_buffers(reference, chain.from_iterable(named), own.of_buffer)
 
     def compare_step(self, differences: Differences) -> None:
         program, step, expected, seen = self.program, differences.step, self.expected, self.seen
-        paths = dict.fromkeys(path for path, _ in expected.outputs.forward)
-        differences.modules = {path: place for place, path in enumerate(paths)}
+        ended = (path for path, ends in expected.modules.events if ends)
+        differences.modules = {path: place for place, path in enumerate(ended)}
         assert program.batch is not None, "a step has a batch"
         samples = list(
             sample_mismatches(program.batch, self.reference, step, differences.rank, self.exchange)
@@ -189,16 +212,17 @@ class ProgramEvidence:
         differences.mismatches += samples
         size = math.inf if samples else 0.0
         differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
-        right, own = as_held(program, expected.outputs), seen.outputs
-        in_use = program.order.canonical(own.in_use), right.in_use
+        in_use = program.order.canonical(seen.modules.in_use), expected.modules.in_use
         self._tensors(differences, Moment.FORWARD, Subject.PARAMETERS, in_use)
-        for moment, *both in (
-            (Moment.FORWARD, own.forward, right.forward),
-            (Moment.BACKWARD, own.backward, right.backward),
+        for moment, what, is_addend in (
+            (Moment.FORWARD, attrgetter("output"), gives_addend),
+            (Moment.BACKWARD, attrgetter("upstream"), gets_addend),
         ):
             for k in sorted(self.passes):
-                mine, its = ({p: t for (p, n), t in side.items() if n == k} for side in both)
-                self._tensors(differences, moment, Subject.ACTIVATIONS, (mine, its), k)
+                mine = seen.modules.of_pass(k, what)
+                whole = expected.modules.of_pass(self._first_pass + k, what)
+                both = mine, as_held(program, whole, is_addend)
+                self._tensors(differences, moment, Subject.ACTIVATIONS, both, k)
         self._number(differences, Moment.FORWARD, Subject.LOSS, seen.loss, expected.loss)
         rate = learning_rate(self.spec.optimizer, step)
         for actual in sorted(seen.rates):
@@ -207,7 +231,6 @@ class ProgramEvidence:
             both_skip = math.isinf(expected.norm) and not math.isfinite(seen.norm)
             norm = expected.norm if both_skip else seen.norm
             self._number(differences, Moment.CLIP, Subject.NORM, norm, expected.norm)
-        self._states(differences, Moment.UPDATE, _KEPT)
 
     def explain(
         self, mismatches: Sequence[Mismatch], step: StepComparison, by_gradients: Explain
@@ -226,19 +249,16 @@ class ProgramEvidence:
         return first_difference(mismatches, ranks, said.tried if said else "")
 
     def _of_update(self, mismatches: Sequence[Mismatch], step: StepComparison) -> RootCause | None:
-        """Return what explains an update; None if it is not of parameters that this rank's
-        optimizers have."""
+        """Return what explains an update; None if it is right."""
         updated = [
-            replace(its, subject=Subject.OPTIMIZER) if its.subject is Subject.COUNTER else its
+            its
             for its in mismatches
             if its.moment is Moment.UPDATE and its.subject in _UPDATED and not its.between
         ]
-        mine = {its.name.partition(" · ")[0] for its in updated if its.rank == self.ranks.rank}
-        is_known = all(self.ranks.gather(mine <= step.case.verdict.courses.keys()))
         everyones = self.ranks.gather(sorted(step.seen.omitted))
         omitted = sorted({name for its in everyones for name in its})
-        if not (updated and is_known and omitted):
-            return explain_update(updated, step.case, self.ranks) if updated and is_known else None
+        if not (updated and omitted):
+            return explain_update(updated, step.case, self.ranks) if updated else None
         return root_cause(
             updated, self.ranks, state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
             who=[rank for rank, its in enumerate(everyones) if its],
@@ -265,21 +285,37 @@ class ProgramEvidence:
             tried="whether all other differences follow from it was not tested",
         )  # fmt: skip
 
-    def _states(
-        self, differences: Differences, moment: Moment, subjects: tuple[Subject, ...]
-    ) -> None:
-        compare_states(
-            differences, self.program, self.reference, moment, self.ranks,
-            tolerance=TOLERANCE, subjects=subjects,
-        )  # fmt: skip
+    @property
+    def _first_pass(self) -> int:
+        """Return the reference's number of this rank's first micro-batch."""
+        return data_place(self.spec, self.program.world.rank) * self.spec.batch.accumulate
 
     def _tensors(
-        self, differences: Differences, moment: Moment, subject: Subject, sides: Sides,
-        index: int = 0,
+        self, differences: Differences, moment: Moment, subject: Subject,
+        sides: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], index: int = 0,
     ) -> None:  # fmt: skip
-        compare_tensors(
-            differences, moment, subject, sides, self.spec, tolerance=TOLERANCE, index=index
-        )
+        """Compare what both sides have of a name, with this rank's part of the reference's. An
+        activation of which nothing tells the part is left out: it is of another shape on
+        purpose."""
+        actual, expected = sides
+        shown = {n: without_masks(its, its)[0] for n, its in expected.items()}
+        scale, place = Magnitude.of(shown), coordinates(self.spec, differences.rank)
+        for name in (name for name in actual if name in expected):
+            its = part_of(
+                expected[name], actual[name], degree=self.spec.degree(Axis.TP),
+                place=place.get(Axis.TP, 0),
+            )  # fmt: skip
+            if its is None and subject is Subject.ACTIVATIONS:
+                continue
+            way, size = Way.SHAPE, math.inf
+            if its is not None:
+                own, its = without_masks(held(actual[name]), its)
+                way = Way.VALUE if own.dtype == its.dtype else Way.DTYPE
+                size = relative(own, its, scale.length(shown[name], its))
+            differences.compare(
+                moment, subject, name, difference=size, tolerance=TOLERANCE, way=way, index=index,
+                words="" if way is Way.VALUE else f"another {way}",
+            )  # fmt: skip
 
     def _number(
         self, differences: Differences, moment: Moment, subject: Subject, actual: float,
@@ -294,6 +330,5 @@ class ProgramEvidence:
         )  # fmt: skip
 
 
-_UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER)
-_KEPT = (Subject.OPTIMIZER, Subject.COUNTER, Subject.BUFFERS)  # besides parameters
+_UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
 _EXACT = 1e-6  # of a ratio

@@ -23,9 +23,7 @@ class VerifyOptions:
     collective leaves is hashed over its group (`every_collective`).
 
     `folder` is the private one of the command that started them: logs, and the record, which is
-    printed otherwise. `references` keeps what specs of one command share, `account` is where the
-    run is left for another mesh (and nothing is verified), `compare` where the other mesh left its
-    own."""
+    printed otherwise. `references` keeps what specs of one command share."""
 
     spec: str = ""
     overrides: tuple[str, ...] = ()
@@ -37,8 +35,6 @@ class VerifyOptions:
     allow_import: bool = False
     folder: Path | None = None
     references: Path | None = None
-    account: Path | None = None
-    compare: Path | None = None
 
 
 def require_steps(steps: int) -> None:
@@ -65,7 +61,7 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
         description="Verify SPEC on the ranks that torchrun started.",
         allow_abbrev=False,
     )
-    add_arguments(parser, "verify", without=("--against",))
+    add_arguments(parser, "verify")
     for name in _PATHS:
         parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(dotlist(argv))
@@ -98,4 +94,4 @@ def said(options: VerifyOptions) -> Iterator[str]:
 
 
 FLAGS = ("quick", "every_collective", "verbose", "json", "allow_import")
-_PATHS = ("folder", "references", "account", "compare")
+_PATHS = ("folder", "references")

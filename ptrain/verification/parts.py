@@ -325,7 +325,6 @@ def mean_size(tensor: Tensor) -> float:
 
 
 COARSER = (torch.bfloat16, torch.float16, torch.float32)
-INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

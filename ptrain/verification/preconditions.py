@@ -1,6 +1,5 @@
-"""Check the preconditions of Theorem 5, each under a name: the run continues, it is a function of
-its spec (deterministic: the same run twice has the same bits), and it starts where one device
-starts. Ranks exchange digests alone.
+"""Check the preconditions of Theorem 5: the run continues, and it is a function of its spec
+(deterministic: the same run twice has the same bits). Ranks exchange digests alone.
 
 State consistency (Theorem 4) is checked while a program runs: replicas must be bitwise equal at the
 start, in each step's gradients, norm and learning rate, and after the update; on request also the
@@ -26,10 +25,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ptrain.cost import Phase, State
+from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.meters.replicas import ReplicaMeter, coordinates, digests, generator_digest, kind
+from ptrain.meters.replicas import ReplicaMeter, coordinates, digests, generator_digest
 from ptrain.meters.traffic import CollectiveLedger
 from ptrain.models.modes import drops_out, own_dropouts
 from ptrain.models.watch import listening, watching
@@ -41,10 +40,10 @@ from ptrain.spec.placement import TOKEN_AXES
 from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, paths
-from ptrain.verification.compare import AllDifferences, Differences, counted
-from ptrain.verification.jobs.job import ranks_of_spec
-from ptrain.verification.program_step import compare_states, of_program
-from ptrain.verification.reference import ReferenceTraining
+from ptrain.verification.compare import counted
+from ptrain.verification.jobs.job import Verdict
+from ptrain.verification.jobs.record import digest
+from ptrain.verification.parts import held
 
 DIFFERENT = "differs where it must be shared"
 UNLIKE = "differs where shards of one mask are needed"
@@ -153,7 +152,6 @@ def _mismatch(rank: int, between: Iterable[int], fault: str) -> Mismatch:
     )  # fmt: skip
 
 
-COMPARED_STEPS = 3
 EVERY = 10  # steps of a trajectory
 
 
@@ -169,6 +167,8 @@ class Watch:
         self.draws = any(exchange.gather(drops_out(program.model)))
         self.looks = {"state that ranks share": 0, "masks of dropout": 0, "collectives": 0}
         self.failed = ""
+        self.broken = ""  # by what a step that did not end stops
+        self.bits: list[dict[str, str]] = []  # of what each step left, by name
 
     def start(self) -> None:
         """Before any step."""
@@ -220,58 +220,63 @@ class Watch:
         )
 
 
-def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:
-    """STEPS steps, each looked at, or fewer where one differs. All ranks call it."""
-    source = corpus(program.spec.data)
-    watch = Watch(program, exchange, every_collective=every_collective)
-    watch.start()
-    for step in range(COMPARED_STEPS):
-        if watch.mismatches:
-            break
-        with watch.step(step):
-            drive(program, source, step)
-    return watch
-
-
 STEPS = 3
 REPEATED = "the same run twice"
 Make: TypeAlias = "Callable[[Spec, World], Program]"
-Digests: TypeAlias = "dict[str, str]"
 
 
-def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> tuple[Check, ...]:
+def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:
+    """STEPS steps, each looked at, or fewer where one differs or does not end. All ranks call
+    it."""
+    source = corpus(program.spec.data)
+    watch = Watch(program, exchange, every_collective=every_collective)
+    watch.start()
+    for step in range(STEPS):
+        if watch.mismatches:
+            break
+        broken, share = "", 0.0
+        with watch.step(step):
+            try:
+                share, _ = drive(program, source, step)
+            except (RuntimeError, TypeError) as error:
+                words = str(error).strip().partition("\n")[0]
+                broken = f"step {step} stops: {type(error).__name__}: {words}"
+        watch.broken = next(filter(None, exchange.gather(broken)), "")
+        if watch.broken:
+            break
+        state = program.state_dict().items()
+        left = {f"{kind} {name}": its for kind, named in state for name, its in named.items()}
+        watch.bits.append({"loss": repr(share)} | {n: digest(held(its)) for n, its in left.items()})
+    return watch
+
+
+def preconditions(
+    spec: Spec, world: World, exchange: Exchange, make: Make, *, every_collective: bool = False
+) -> Verdict:
     """Two programs of the spec as it is, of STEPS steps each. All ranks call it; equal on all."""
     with deterministic():
-        program, every = make(spec, world), AllDifferences(ranks_of_spec(spec, exchange))
-        differences = Differences(step=0, rank=world.rank)
-        compare_states(  # Theta_0 and Omega_0, bit by bit, in the spec's own dtypes
-            differences, program, ReferenceTraining(spec), Moment.START, every.ranks,
-            tolerance=0.0, subjects=(Subject.PARAMETERS, Subject.OPTIMIZER),
-        )  # fmt: skip
-        losses, broken = _steps(program, exchange)
-        if broken:
-            every.take(differences)
-            return (
-                counted(
-                    "steps that end",
-                    STEPS,
-                    STEPS - len(losses),
-                    f"{broken}; earlier differences, if any, are reported below",
-                ),
-                *every.checks(),
-            )
-        first = _digests(program)
-        every.take(differences)
-        del program
-        again = make(spec, world)
-        losses_again, _ = _steps(again, exchange)
-        second = _digests(again)
-        del again
-    return (
-        _same_bits(losses, losses_again),
-        _same_tensors(first, second, exchange),
-        *every.checks(),
-    )
+        first = consistency(make(spec, world), exchange, every_collective=every_collective)
+        if first.broken:
+            left = STEPS - len(first.bits)
+            return Verdict(checks=(counted("steps that end", STEPS, left, first.broken),))
+        again = consistency(make(spec, world), exchange, every_collective=False)
+    differing = [
+        [step, name]
+        for step, (mine, its) in enumerate(zip(first.bits, again.bits, strict=False))
+        for name in mine | its
+        if mine.get(name) != its.get(name)
+    ]
+    everyones = exchange.gather(differing)
+    wrong = min(((*its[0], rank) for rank, its in enumerate(everyones) if its), default=None)
+    why = ""
+    if wrong is not None:
+        why = (
+            f"step {wrong[0]}: {wrong[1]} has other bits on rank {wrong[2]}: something is not a "
+            "function of the spec (an operator, an order of arrival, the random state)"
+        )
+    same = counted(REPEATED, STEPS, STEPS - wrong[0] if wrong else 0, why)
+    checks = same, *first.checks()
+    return Verdict(checks=checks, mismatches=first.mismatches, root_cause=first.root_cause)
 
 
 @contextmanager
@@ -284,66 +289,3 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
-
-
-def _steps(program: Program, exchange: Exchange) -> tuple[list[float], str]:
-    """Return the losses of the steps that ended, and what broke the first that did not end: its
-    cause may be in a step before."""
-    source = corpus(program.spec.data)
-    losses: list[float] = []
-    for step in range(STEPS):
-        broken, share = "", 0.0
-        try:
-            share, _ = drive(program, source, step)
-        except (RuntimeError, TypeError) as error:
-            words = str(error).strip().partition("\n")[0]
-            broken = f"step {step} stops: {type(error).__name__}: {words}"
-        if everyone := [its for its in exchange.gather(broken) if its]:
-            return losses, everyone[0]
-        losses.append(exchange.add([share])[0])
-    return losses, ""
-
-
-def _digests(program: Program) -> Digests:
-    """Return digests of every local tensor: by canonical name, and what is stored of parameters and
-    optimizer state by its place among them (16-bit copies have no name of their own)."""
-    digests = {
-        f"{subject} {name}": _digest(tensor)
-        for (subject, name), tensor in of_program(program).items()
-    }
-    counts: Counter[State] = Counter()
-    for state, tensor in program.storages():
-        if state in (State.PARAMETERS, State.OPTIMIZER) and not tensor.is_meta:
-            digests[f"{state} storage {counts[state]}"] = _digest(tensor)
-            counts[state] += 1
-    return digests
-
-
-def _same_bits(losses: Sequence[float], again: Sequence[float]) -> Check:
-    texts, texts_again = list(map(repr, losses)), list(map(repr, again))  # NaN is no other than NaN
-    differing = [step for step in range(len(losses)) if texts[step] != texts_again[step]]
-    why = ""
-    if differing:
-        step = differing[0]
-        why = f"step {step}: {texts[step]} the first time, {texts_again[step]} the second"
-    return counted(f"{REPEATED}: losses", len(losses), len(differing), why)
-
-
-def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
-    names = first | second
-    own = [name for name in names if first.get(name) != second.get(name)]
-    everyone = exchange.gather([len(names), own])
-    wrong = [(rank, name) for rank, (_, its) in enumerate(everyone) for name in its]
-    why = ""
-    if wrong:
-        more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        why = (
-            f"{wrong[0][1]} has other bits on rank {wrong[0][0]} after {STEPS} steps: something is "
-            f"not a function of the spec (an operator, an order of arrival, the random state){more}"
-        )
-    return counted(f"{REPEATED}: tensors", sum(its[0] for its in everyone), len(wrong), why)
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """With dtype and shape."""
-    return f"{kind(tensor)} {digests([tensor])[0]}"

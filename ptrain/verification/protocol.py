@@ -1,16 +1,11 @@
 """Verify a spec on the ranks of its own mesh against one device, stage by stage.
 
-    preconditions -> examination -> consistency -> trajectory in fp64 -> in the spec's own dtypes
-                  -> invariance
+    preconditions -> examination -> trajectory in fp64 -> in the spec's own dtypes
 
 Each stage presupposes those before it: a trajectory that differs proves nothing if the same run
 twice differs, and a difference in step 1 is found in step 1. So the first stage that fails is the
 last that runs, and the stages left out are listed. The examination runs all the same, because it
 explains preconditions.
-
-Invariance: the gradient is a property of the global batch. It depends neither on the number of
-micro-batches nor on the mesh (Theorems 3 and 5). Programs are compared with each other in fp64,
-without a reference between them.
 
 `run` is one rank of `ptrain verify`: it reads the spec, meets the other ranks, verifies and
 reports.
@@ -20,14 +15,12 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -51,13 +44,11 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.heading import announce_node, header
 from ptrain.train.session import device_name
-from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
-from ptrain.verification.compare import apart, at_most, gradient_check
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.job import Verdict
 from ptrain.verification.options import VerifyOptions
-from ptrain.verification.preconditions import REPEATED, Make, Watch, consistency, preconditions
-from ptrain.verification.reference import ReferenceTraining, Trajectory
+from ptrain.verification.preconditions import REPEATED, Make, Watch, preconditions
+from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.references import (
     NOTE,
     Ask,
@@ -65,18 +56,15 @@ from ptrain.verification.references import (
     ReferenceRun,
     dropping,
     exactly,
-    in_other_batches,
     references,
     undropped,
     without_dropout,
 )
 from ptrain.verification.tolerances import (
-    FP64_GRADIENT,
     Allowed,
     ReferencePlan,
     fixed_in_fp32,
     fixed_in_fp64,
-    grows_in_proportion,
     in_fp64,
     in_own_dtypes,
     plan,
@@ -84,51 +72,11 @@ from ptrain.verification.tolerances import (
 from ptrain.verification.trajectory import (
     Corridor,
     ProgramRun,
-    anywhere,
     checks,
     follow,
-    from_rank,
     of_dtypes,
-    of_losses,
     of_reference,
 )
-from ptrain.verification.updates.repeat import UpdateRecorder
-
-
-def in_micro_batches(
-    spec: Spec, run: ProgramRun, world: World, exchange: Exchange, make: Make
-) -> tuple[tuple[Check, ...], str]:
-    """The gradient of step 0 (of `spec`, in `run`) with another number of micro-batches; or no
-    check, and why."""
-    other, why = in_other_batches(spec)
-    if other is None:
-        return (), f"micro-batches: not checked: {why}"
-    program = make(other, world)
-    with UpdateRecorder(shards_of(program)) as updates:
-        _, norm = drive_and_add(program, corpus(spec.data), 0, exchange)
-    gradients = whole_gradients(program, updates, exchange, norm)
-    batch = spec.batch
-    name = f"{batch.accumulate} x {batch.micro} as {other.batch.accumulate} x {other.batch.micro}"
-    return (gradient_check(name, apart(run.gradients, gradients), FP64_GRADIENT),), ""
-
-
-def against(run: Trajectory, other: Trajectory, allowed: Sequence[float]) -> tuple[Check, ...]:
-    """Compare gradient and losses of two meshes; `allowed` is that of one device's loss in each
-    step (absolute). Where each of two is off by as much, by chance, they are sqrt(2) times that
-    apart."""
-    title = f"against {other.name}"
-    most = [math.sqrt(2) * limit for limit in allowed]
-    count = min(len(run.losses), len(other.losses))
-    name = f"{title}: loss of every step"
-    why = f"{count} of {len(most)} steps can be compared. Verify {other.name} alone first"
-    return (
-        gradient_check(
-            f"{title}: gradient of step 0", apart(other.gradients, run.gradients), FP64_GRADIENT
-        ),
-        at_most(name, math.inf, most[0], why)
-        if count < len(most)
-        else of_losses(name, run.losses, other.losses, most, "and {} on the other mesh"),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +91,7 @@ class Verification(Verdict):
 
 @dataclass(slots=True)
 class Context:
-    """What stages share: which references there may be, those that were run by their keys, and the
-    run in fp64 with where it should be."""
+    """What stages share: which references there may be, and those that were run by their keys."""
 
     spec: Spec
     world: World
@@ -154,8 +101,6 @@ class Context:
     progress: Progress = field(default_factory=Progress)
     plan: ReferencePlan | None = None
     references: dict[str, ReferenceRun] = field(default_factory=dict)
-    exact: ProgramRun | None = None
-    within: Corridor | None = None
 
     def runs(self, asks: Sequence[Ask]) -> list[ReferenceRun]:
         """Return these references; those that are not there yet are run. All ranks call it."""
@@ -221,25 +166,13 @@ def verify_here(
     return result
 
 
-def account_here(spec: Spec, world: World, exchange: Exchange, request: VerifyOptions) -> None:
-    """Run in fp64 alone, for another spec to be compared with."""
-    context = Context(spec=spec, world=world, exchange=exchange, request=request, make=interpreted)
-    program = context.make(exactly(spec), world)
-    with undropped(spec):
-        within, watch = anywhere(request.steps), context.watch(program)
-        run = follow(program, exchange, within, watch, context.progress)
-    if request.account is not None and world.is_first:
-        replace(run, name=spec.name, parameters={}).save(request.account)
-    exchange.barrier()
-
-
 def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> Verification:
     steps = {name: outcome.trajectory} if outcome.trajectory else {}
     named = tuple(replace(check, name=f"{name}: {check.name}") for check in outcome.checks)
     return Verification(
         checks=(*result.checks, *named),
         mismatches=(*result.mismatches, *outcome.mismatches),
-        root_cause=result.root_cause or outcome.root_cause,
+        root_cause=outcome.root_cause or result.root_cause,
         seconds=result.seconds | {name: seconds},
         trajectories=result.trajectories | steps,
         notes=(*result.notes, *outcome.notes),
@@ -247,9 +180,15 @@ def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> 
 
 
 def _preconditions(context: Context) -> Verdict:
-    return Verdict(
-        checks=preconditions(context.spec, context.world, context.exchange, context.make)
+    """Check them, and consistency, with the spec's own dtypes and dropout."""
+    every = context.request.every_collective
+    outcome = preconditions(
+        context.spec, context.world, context.exchange, context.make, every_collective=every
     )
+    note = "the results of collectives are not hashed; use `--every-collective`"
+    if context.world.size == 1:
+        note = "a single rank shares nothing"
+    return outcome if every and context.world.size > 1 else replace(outcome, notes=(note,))
 
 
 def _examination(context: Context) -> Verdict:
@@ -259,50 +198,24 @@ def _examination(context: Context) -> Verdict:
     return replace(examination, notes=(NOTE,)) if drops else examination
 
 
-def _consistency(context: Context) -> Verdict:
-    """Check consistency with the spec's own dtypes and dropout."""
-    program, request = context.make(context.spec, context.world), context.request
-    every = request.every_collective
-    watch = consistency(program, context.exchange, every_collective=every)
-    outcome = Verdict(
-        checks=watch.checks(), mismatches=watch.mismatches, root_cause=watch.root_cause
-    )
-    if context.world.size == 1:
-        return replace(outcome, notes=("consistency: a single rank shares nothing",))
-    if every:
-        return outcome
-    note = "the results of collectives are not hashed; use `--every-collective`"
-    return replace(outcome, notes=(note,))
-
-
 def _in_fp64(context: Context) -> Verdict:
     """Run the references that every trajectory needs first: that is what ranks share the work
     of."""
     context.plan = plan(context.spec, context.request.steps)
-    reference = context.runs(context.plan.asks)[0]
-    context.within = within = Corridor(
+    reference, permuted = context.runs(context.plan.asks)[0], context.plan.permuted
+    within = Corridor(
         center=reference.losses,
         allowed=fixed_in_fp64(reference),
-        wider=partial(_grown, context, reference),
+        wider=lambda: in_fp64([reference, *context.runs(permuted)], context.exchange),
     )
     spec, exchange = exactly(context.spec), context.exchange
-    context.exact, outcome = _followed(context, spec, reference, within)
-    stopped = context.exact.stopped
-    if stopped is not None and outcome.root_cause is None:
-        beside = examine(context.make(spec, context.world), exchange, stopped + 1)
+    run, outcome = _followed(context, spec, reference, within)
+    if run.stopped is not None and outcome.root_cause is None:
+        beside = examine(context.make(spec, context.world), exchange, run.stopped + 1)
         outcome = replace(outcome, mismatches=beside.mismatches, root_cause=beside.root_cause)
     return replace(
         outcome, root_cause=outcome.root_cause or of_reference(outcome.checks, context.world.size)
     )
-
-
-def _grown(context: Context, reference: ReferenceRun) -> Allowed:
-    """What training makes of a rounding in fp64."""
-    assert context.plan is not None
-    growth = context.runs(context.plan.growth)
-    if not grows_in_proportion(growth):
-        growth = [reference, *context.runs(context.plan.permuted)]
-    return in_fp64(growth, reference, context.exchange)
 
 
 def _in_own_dtypes(context: Context) -> Verdict:
@@ -312,22 +225,16 @@ def _in_own_dtypes(context: Context) -> Verdict:
         return Verdict(checks=(), notes=("own dtypes: they are fp64",))
     (reference,) = context.runs(asks[:1])
 
-    def parted() -> Allowed:
-        return in_own_dtypes(spec, context.runs(asks), context.exchange)
+    def wider() -> Allowed:
+        return in_own_dtypes(spec, context.runs(asks))
 
-    within = (
-        Corridor(center=reference.losses, allowed=parted())
-        if context.plan.is_banded
-        else Corridor(center=reference.losses, allowed=fixed_in_fp32(reference), wider=parted)
-    )
+    allowed = wider() if context.plan.is_banded else fixed_in_fp32(reference)
+    within = Corridor(center=reference.losses, allowed=allowed, wider=wider)
     run, outcome = _followed(context, spec, reference, within)
-    if outcome.root_cause is not None:
-        return outcome
     size, layout = context.world.size, spec.precision.layout.name
-    of_one = of_reference(outcome.checks, size)
-    return replace(
-        outcome, root_cause=of_one or of_dtypes(outcome.checks, run.stopped, layout, size)
-    )
+    said = outcome.root_cause or of_reference(outcome.checks, size)
+    said = said or of_dtypes(outcome.checks, run.stopped, layout, size)
+    return replace(outcome, root_cause=said)
 
 
 def _followed(
@@ -355,37 +262,16 @@ def _followed(
     )  # fmt: skip
 
 
-def _invariance(context: Context) -> Verdict:
-    run, within, exchange = context.exact, context.within, context.exchange
-    assert run is not None and within is not None, "the trajectory in fp64 comes before"
-    spec = exactly(context.spec)
-    all_checks, note = in_micro_batches(spec, run, context.world, exchange, context.make)
-    notes = [note]
-    if (path := context.request.compare) is not None:
-        other = Trajectory.load(path) if exchange.world.is_first else None
-
-        def beside(allowed: Allowed) -> tuple[Check, ...]:
-            own = () if other is None else against(run, other, allowed.losses)
-            return from_rank(0, list(own), exchange)
-
-        said = within.allowed.explanation  # with the trajectory
-        all_checks = (*all_checks, *within.judged(beside))
-        notes.append(within.allowed.explanation.removeprefix(said))
-    return Verdict(checks=all_checks, notes=tuple(filter(None, notes)))
-
-
 STAGES: dict[str, Stage] = {
     "preconditions": _preconditions,
     "examination": _examination,
-    "consistency": _consistency,
     "trajectory in fp64": _in_fp64,
     "trajectory in own dtypes": _in_own_dtypes,
-    "invariance": _invariance,
 }
-_OF_STEPS = ("preconditions", "examination", "consistency")  # single steps: what `quick` runs
+_OF_STEPS = ("preconditions", "examination")  # single steps: what `quick` runs
 _HINT = "--every-collective"  # in a note that states no limit of the verdict
-_QUICK = "quick: no trajectory and no other micro-batches; use `--full` to run them"
-_WITH_DROPOUT = ("preconditions", "consistency")  # stages that compare ranks, or a run with itself
+_QUICK = "quick: no trajectory; use `--full` to run them"
+_WITH_DROPOUT = ("preconditions",)  # it compares ranks, and a run with itself
 
 
 def run(options: VerifyOptions) -> int:
@@ -402,9 +288,6 @@ def run(options: VerifyOptions) -> int:
         stack.callback(exchange.close)
         require_corpus(corpus(spec.data), spec, logits)
         gc.freeze()  # what imports made is looked at by no collection after
-        if options.account is not None:
-            account_here(spec, world, exchange, options)
-            return 0
         return _verify(spec, world, exchange, options)
 
 
@@ -426,7 +309,6 @@ def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions
     progress = Progress(sys.stderr if speaks else None)
 
     def print_stage(name: str, checks: Sequence[Check], seconds: float) -> None:
-        progress.clear()
         show(stage_text(name, checks, seconds, verbose=options.verbose))
 
     if speaks:

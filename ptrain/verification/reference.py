@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -139,18 +139,16 @@ def _within_blocks(module: nn.Module) -> set[str]:
 class Trajectory:
     """What a run of some steps did. `losses` are the global batches' means, before each update;
     `gradient_norms` of the global gradient, before clipping (empty where nobody computed them,
-    infinite in steps that a scaled loss skips); `parameters` full tensors by canonical name;
-    `travelled` is the distance of the parameters from their initial values, relative to these, all
-    by the 2-norm; `gradients` of step 0 by name, without clipping and the loss's scale; `again` the
-    loss of the first batch after all updates (None if no further step could be run)."""
+    infinite in steps that a scaled loss skips); `parameters` full tensors by canonical name. Of one
+    device also what it learned: `travelled`, the distance of the parameters from their initial
+    values, relative to these, all by the 2-norm; `again`, the loss of the first batch after all
+    updates (None if no further step could be run)."""
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     parameters: Mapping[str, Tensor]
-    travelled: float
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    travelled: float = 0.0
     again: float | None = None
-    name: str = ""
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all: other processes may read or write it at once."""
@@ -234,10 +232,9 @@ class ReferenceTraining:
             ids = local.sample_ids[k * micro : (k + 1) * micro]
             yield MicroBatch(data_index=index, k=k, samples=samples, batch=local, sample_ids=ids)
 
-    def accumulate(self, step: int, begins: Callable[[MicroBatch], None] | None = None) -> Pass:
-        """Accumulate gradients over the whole global batch of `step` (from 0); `begins` is called
-        before each micro-batch. What drops out draws for each data rank as that one would, had it
-        one device.
+    def accumulate(self, step: int) -> Pass:
+        """Accumulate gradients over the whole global batch of `step` (from 0). What drops out draws
+        for each data rank as that one would, had it one device.
 
         By Theorem 3 it is the sum over all samples divided by their global number. Each
         micro-batch's gradient is rounded to the dtype in which gradients travel, and the sum to the
@@ -252,8 +249,6 @@ class ReferenceTraining:
         for micro_batch in self.micro_batches(step):
             if micro_batch.k == 0:
                 torch.manual_seed(seed_of_step(self.spec.train.seed, step, micro_batch.data_index))
-            if begins is not None:
-                begins(micro_batch)
             loss = micro_batch.loss(self.objective, self.module)
             (loss * self.updater.scale).backward()
             total += loss.item()
@@ -278,10 +273,9 @@ def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory
     """Run so many of a reference's steps from the initial weights. Yields after each of them, what
     the run did after the last: the loss of the first batch is computed once more for it."""
     initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
-    losses, norms, gradients = list[float](), list[float](), dict[str, Tensor]()
+    losses, norms = list[float](), list[float]()
     for step in range(steps):
         accumulated = device.accumulate(step)
-        gradients = gradients or accumulated.gradients
         norms.append(device.update(step, accumulated.sums))
         losses.append(accumulated.loss)
         if step + 1 < steps:
@@ -289,7 +283,7 @@ def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory
     parameters = device.parameters
     yield Trajectory(
         losses=tuple(losses), gradient_norms=tuple(norms), parameters=parameters,
-        travelled=distance(initial, parameters), gradients=gradients,
+        travelled=distance(initial, parameters),
         again=device.accumulate(0).loss,
     )  # fmt: skip
 

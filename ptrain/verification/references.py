@@ -21,7 +21,7 @@ No placement splits the softmax or the core of attention of one head, so these s
 `tolerances` derives from these distances how close a run under test must be.
 
 The specs that run beside the user's own are made of the resolved spec, so that what was chosen
-stays: in fp64 without dropout, on one device, and in other micro-batches. What is compared with one
+stays: in fp64 without dropout, and on one device. What is compared with one
 device drops nothing: ranks may draw other masks than one does. A built-in model is one of another
 shape for that (`without_dropout`). Of any other torch's functions are switched off, which its
 layers call; a model whose loss depends on random numbers all the same is none that can be judged.
@@ -32,7 +32,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,15 +44,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptrain.algebra.legality import check, executed
 from ptrain.errors import refused
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.modes import SwitchedOff, forked, reseed, switched_off
-from ptrain.selection.recompute import with_micro
 from ptrain.spec.model import ModelShape
-from ptrain.spec.precision import DType, Precision
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.jobs.draws import DrawMode
@@ -82,12 +79,6 @@ def exactly(spec: Spec) -> Spec:
     return replace(without_dropout(spec), precision=replace(spec.precision, compute_fp64=True))
 
 
-def in_fp32(spec: Spec) -> Spec:
-    """Return the spec with every state in fp32 and without dropout: what rounding grows to is
-    measured there."""
-    return replace(without_dropout(spec), precision=Precision())
-
-
 def on_one_device(spec: Spec) -> Spec:
     """All micro-batches of the global batch on one rank: the reference of every mesh that has
     them."""
@@ -102,24 +93,6 @@ def is_banded(spec: Spec) -> bool:
     dtypes = (layout.parameters, layout.reduced, layout.gradients, layout.updated, layout.moments)
     coarse = any(dtype not in _FIXED for dtype in dtypes)
     return coarse or (spec.optimizer.row.enlarges_rounding and layout.updated is not DType.FP64)
-
-
-def in_other_batches(spec: Spec) -> tuple[Spec | None, str]:
-    """The same global batch in one micro-batch a rank, or in the fewest (but not as many as now)
-    that are legal. None and why, where there are no others."""
-    why, samples = (
-        "one sample per rank is one micro-batch",
-        spec.batch.micro * spec.batch.accumulate,
-    )
-    for accumulate in range(1, samples + 1):
-        if samples % accumulate or accumulate == spec.batch.accumulate:
-            continue
-        other = with_micro(spec, samples // accumulate)
-        faults = (*check(other), *executed(other))
-        if not faults:
-            return other, ""
-        why = f"{accumulate} micro-batches: {faults[0].place}: {faults[0].finding}"
-    return None, why
 
 
 NOTE = (
@@ -185,49 +158,28 @@ def _seen(spec: Spec) -> tuple[bool, str, str]:
     return off.drops, place, f"{finding}runs with other draws can be compared"
 
 
-SECONDS = 10.0  # between two lines of a log
-_SILENT, _REDRAWN = 2.0, 0.2  # seconds before a terminal's line, and between two drawings
-_CLEAR = "\r\x1b[2K"
+SECONDS = 10.0  # between two lines
 
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a verification. Draws a line on a terminal that rank 0 prints to, and writes
-    one every SECONDS to `stream`, which is a log. Without a stream it does neither."""
+    """The progress of a verification, one line every SECONDS to `stream`; none without a stream."""
 
     stream: TextIO | None = None
     stage: str = ""
     _last: float = field(default_factory=time.monotonic)
-    _began: float = field(default_factory=time.monotonic)
-    _drawn: float = 0.0
-    _what: str = ""
 
     def begin(self, stage: str) -> None:
         """A stage begins."""
-        self.stage, self._what, self._last = stage, "", time.monotonic()
+        self.stage, self._last = stage, time.monotonic()
 
     def step(self, what: str, done: int, count: int) -> None:
         """`done` of `count` steps of something are over."""
         now = time.monotonic()
-        if what != self._what:
-            self._what, self._began = what, now
-        if self.stream is None:
-            return
-        text = f"{self.stage}: {what}, step {done} of {count}"
-        if now - self._last >= SECONDS:
+        if self.stream is not None and now - self._last >= SECONDS:
             self._last = now
+            text = f"{self.stage}: {what}, step {done} of {count}"
             print(text, file=self.stream, flush=True)
-        is_due = now - self._began >= _SILENT and now - self._drawn >= _REDRAWN
-        if is_due and sys.stdout.isatty():
-            left = (now - self._began) / max(1, done) * (count - done)
-            self._drawn = now
-            print(f"{_CLEAR}{text}, {left:.0f} s left", end="", flush=True)
-
-    def clear(self) -> None:
-        """Remove the line from the terminal."""
-        if self._drawn:
-            self._drawn = 0.0
-            print(_CLEAR, end="", flush=True)
 
 
 PARTS = (2, 4, 8)  # groups of a contraction: what degrees of tp make of it
@@ -315,9 +267,9 @@ class Permuted(ReferenceTraining):
         order = torch.randperm(len(batches), generator=self.generator).tolist()
         return [batches[place] for place in order]
 
-    def accumulate(self, step: int, begins: Callable[[MicroBatch], None] | None = None) -> Pass:
+    def accumulate(self, step: int) -> Pass:
         with PermutedSums(self.generator):
-            return super().accumulate(step, begins)
+            return super().accumulate(step)
 
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         with PermutedSums(self.generator):

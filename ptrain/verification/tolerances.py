@@ -11,18 +11,14 @@ is one more draw of the same kind, (X - L_1) / (s sqrt 2) has Student's t distri
 degrees of freedom, s being the sample deviation. So the run may be off by lambda · s(t), lambda =
 q · sqrt 2, where q is exceeded once in 10^4, and s(t) is the largest deviation of the steps up to
 t: roundings add up, and references may come close to each other by chance. The same holds for
-gradient norms; for the gradient of step 0, as one vector and of each parameter, and the parameters
-at the end, s² is half the mean square distance of permuted references from the first. Nothing of it
+gradient norms; for the parameters at the end, s² is
+half the mean square distance of permuted references from the first. Nothing of it is of the run
+under test.
 is of the run under test.
 
-- In 16 bits, and where the update computes in them, that is all: 7 permuted references. But one
-  parameter's gradient may be off by what two neighbours in its coarsest dtype part by: in a small
-  tensor all references can round alike by chance.
-- In fp32 at least 1e-4 is allowed, absolute, and 1e-5 of the gradient; 3 permuted references.
-- In fp64 at least 1e-12, relative. What the fp32 references part by times 2^-29, the quotient of
-  the two round-offs, is what fp64 ones would: the growth is the map's, and the same. That ends
-  where fp32 references differ by more than a hundredth of the loss, beyond which differences stop
-  growing in proportion: then 3 permuted references in fp64 say it themselves.
+- In 16 bits, and where the update computes in them, that is all: 7 permuted references.
+- In fp32 at least 1e-4 is allowed, absolute; 3 permuted references.
+- In fp64 at least 1e-12, relative; 3 permuted references.
 
 Of a run that keeps to the fixed figures permuted references can say no more, so they are run once
 it does not: they take more time than all else.
@@ -32,58 +28,44 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import attrgetter
-from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
-from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import (
     FP64_LOSS,
     FP64_NORM,
     FP64_PARAMETERS,
-    apart,
     apart_by_tensor,
-    worst_parameters,
 )
 from ptrain.verification.parts import whole
-from ptrain.verification.reference import Trajectory
 from ptrain.verification.references import (
     Ask,
     ReferenceRun,
     exactly,
-    in_fp32,
     is_banded,
     without_dropout,
 )
 
 FEW, MANY = 3, 7  # permuted references beside a fixed figure, and instead of one
 QUANTILES = {FEW: 28.000, MANY: 7.885}  # of Student's t by degrees of freedom: once in 10^4
-FP64_GRADIENT = 1e-12  # the 2-norm of the difference over the reference's
-FP32_LOSS, FP32_GRADIENT = 1e-4, 1e-5
-PROPORTIONAL = 1e-2  # of the loss
+FP32_LOSS = 1e-4
 _FP32 = torch.finfo(torch.float32).eps
-Tensors: TypeAlias = Mapping[str, Tensor]
-_FINER = torch.finfo(torch.float64).eps / _FP32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """Of every step's loss, absolute; of its gradient norm, of the gradient of step 0, as one
-    vector and `by_parameter`, and of the parameters at the end, relative (None: not compared).
+    """Of every step's loss, absolute; of its gradient norm and of the parameters at the end,
+    relative (None: not compared).
     `references`: how far the losses of permuted references are off at most, empty where none were
     run. `explanation`: where figures are from."""
 
     losses: tuple[float, ...]
     references: tuple[float, ...] = ()
-    gradient: float
-    by_parameter: Mapping[str, float] = field(default_factory=dict)
     norms: tuple[float, ...] | None = None
     parameters: float | None = None
     explanation: str = ""
@@ -91,14 +73,12 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferencePlan:
-    """Which references a verification may need: in fp64, in fp32 to see how rounding grows, and in
-    the spec's own dtypes (none where these are fp64); `permuted` ones in fp64 where in fp32 it
-    grows too far. Of `asks` it needs all: permuted ones take most of its time, and beside a fixed
-    figure say nothing of a run that keeps to it."""
+    """Which references a verification may need: in fp64, `permuted` ones too, and in the spec's own
+    dtypes (none where these are fp64). Of `asks` it needs all: permuted ones take most of its time,
+    and beside a fixed figure say nothing of a run that keeps to it."""
 
     exact: Ask
     permuted: tuple[Ask, ...]
-    growth: tuple[Ask, ...]
     own: tuple[Ask, ...]
     is_banded: bool
 
@@ -116,7 +96,6 @@ def plan(spec: Spec, steps: int) -> ReferencePlan:
     return ReferencePlan(
         exact=first,
         permuted=tuple(permuted),
-        growth=_permuted(in_fp32(spec), steps, FEW),
         own=()
         if own.precision == exact.precision
         else _permuted(own, steps, MANY if banded else FEW),
@@ -129,44 +108,33 @@ def _permuted(spec: Spec, steps: int, number: int) -> tuple[Ask, ...]:
     return (plain, *(replace(plain, seed=seed) for seed in range(number)))
 
 
-def grows_in_proportion(growth: Sequence[ReferenceRun]) -> bool:
-    """Return whether what references in fp32 part by tells what others in fp64 would."""
-    return all(
-        _deviation(losses) <= PROPORTIONAL * abs(losses[0])
-        for losses in zip(*(run.losses for run in growth), strict=True)
-    )
-
-
 def fixed_in_fp64(exact: ReferenceRun) -> Allowed:
     """Return what is allowed of a run in fp64 as long as it is about rounding alone."""
     return Allowed(
         losses=tuple(FP64_LOSS * abs(loss) for loss in exact.losses),
-        gradient=FP64_GRADIENT,
-        by_parameter=_alike(exact, FP64_GRADIENT),
         norms=(FP64_NORM,) * len(exact.norms),
         parameters=FP64_PARAMETERS,
     )
 
 
-def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Exchange) -> Allowed:
-    """Derive what is allowed beyond that from references in fp32, or, where `exact` is the first of
-    them, in fp64. All ranks call it."""
-    finer = 1.0 if growth[0] is exact else _FINER
-    fixed = fixed_in_fp64(exact)
-    losses = _larger(fixed.losses, _spread([run.losses for run in growth], finer))
-    norms = _spread([run.norms for run in growth], finer)
-    parameters = from_permuted(_distances(growth, exchange, _PARAMETERS, worst_parameters)) * finer
-    return Allowed(
+def in_fp64(runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
+    """Derive what is allowed beyond that from references in fp64, the first of them in the usual
+    order. All ranks call it."""
+    fixed = fixed_in_fp64(runs[0])
+    losses = _larger(fixed.losses, _spread([run.losses for run in runs]))
+    parameters = from_permuted(_distances(runs, exchange))
+    return replace(
+        fixed,
         losses=losses,
-        references=_farthest(growth, finer),
-        gradient=FP64_GRADIENT,
-        by_parameter=_by_parameter(growth, exchange, FP64_GRADIENT, finer),
+        references=_farthest(runs),
         norms=tuple(
             max(FP64_NORM, spread / norm) if norm else FP64_NORM
-            for spread, norm in zip(norms, exact.norms, strict=True)
+            for spread, norm in zip(
+                _spread([its.norms for its in runs]), runs[0].norms, strict=True
+            )
         ),
         parameters=max(FP64_PARAMETERS, parameters),
-        explanation=_until("fp64", "1e-12", fixed.losses, losses, len(growth)),
+        explanation=_until("fp64", "1e-12", fixed.losses, losses, len(runs)),
     )
 
 
@@ -174,14 +142,12 @@ def fixed_in_fp32(own: ReferenceRun) -> Allowed:
     """Return what is allowed of a run in fp32 as long as it is about rounding alone."""
     return Allowed(
         losses=(FP32_LOSS,) * len(own.losses),
-        gradient=FP32_GRADIENT,
-        by_parameter=_alike(own, FP32_GRADIENT),
     )
 
 
-def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
+def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun]) -> Allowed:
     """Derive what is allowed in the spec's own dtypes from references in these: where they are
-    fp32, beyond the fixed figures. All ranks call it."""
+    fp32, beyond the fixed figures."""
     spread = _spread([run.losses for run in runs])
     if not is_banded(spec):
         fixed = fixed_in_fp32(runs[0])
@@ -190,12 +156,8 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
             fixed,
             losses=losses,
             references=_farthest(runs),
-            by_parameter=_by_parameter(runs, exchange, FP32_GRADIENT),
             explanation=_until("own dtypes", "1e-4", fixed.losses, losses, len(runs)),
         )
-    layout = spec.precision.effective
-    dtypes = (layout.parameters, layout.reduced, layout.gradients)  # that a gradient goes through
-    coarsest = max(torch.finfo(TORCH_DTYPES[dtype]).eps for dtype in dtypes)
     num_addends = spec.batch.accumulate * spec.data_degree
     rounding = _factor(len(runs)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
     return Allowed(
@@ -204,16 +166,9 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
             for deviation, loss in zip(spread, runs[0].losses, strict=True)
         ),
         references=_farthest(runs),
-        gradient=from_permuted(_distances(runs, exchange, _GRADIENTS, apart)),
-        by_parameter=_by_parameter(runs, exchange, coarsest),
         explanation=f"own dtypes: a loss may differ by {_factor(len(runs)):.1f} deviations "
         f"of {len(runs)} references, {len(runs) - 1} of them with permuted sums",
     )
-
-
-def _alike(run: ReferenceRun, most: float) -> dict[str, float]:
-    """The same of all parameters' gradients, on the rank that has them."""
-    return dict.fromkeys(run.solo.gradients if run.solo else (), most)
 
 
 def _larger(fixed: Sequence[float], spread: Sequence[float]) -> tuple[float, ...]:
@@ -225,18 +180,17 @@ def _factor(number: int) -> float:
     return QUANTILES[number - 1] * math.sqrt(2)
 
 
-def _spread(runs: Sequence[Sequence[float]], finer: float = 1.0) -> tuple[float, ...]:
+def _spread(runs: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return what is allowed of each step, from its values in all runs; not a number from where one
     is none. Where a value is infinite (a step that is skipped) the spread is the one before."""
     deviations = (_deviation(values) for values in zip(*runs, strict=True))
-    factor = _factor(len(runs)) * finer
-    return tuple(factor * deviation for deviation in accumulate(deviations, _largest))
+    return tuple(_factor(len(runs)) * deviation for deviation in accumulate(deviations, _largest))
 
 
-def _farthest(runs: Sequence[ReferenceRun], finer: float = 1.0) -> tuple[float, ...]:
+def _farthest(runs: Sequence[ReferenceRun]) -> tuple[float, ...]:
     """Return of each step the largest difference to the first."""
     by_step = zip(*(run.losses for run in runs), strict=True)
-    return tuple(max(abs(loss - first) for loss in others) * finer for first, *others in by_step)
+    return tuple(max(abs(loss - first) for loss in others) for first, *others in by_step)
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -251,29 +205,12 @@ def _largest(before: float, now: float) -> float:
     return now if math.isnan(now) or now > before else before
 
 
-def _by_parameter(
-    runs: Sequence[ReferenceRun], exchange: Exchange, least: float, finer: float = 1.0
-) -> dict[str, float]:
-    """Return what is allowed of each parameter's gradient of step 0, and at least `least`."""
-    distances = _distances(runs, exchange, _GRADIENTS, apart_by_tensor)
-    return {
-        name: max(least, from_permuted([row[name] for row in distances]) * finer)
-        for name in distances[0]
-    }
-
-
-_GRADIENTS, _PARAMETERS = attrgetter("gradients"), attrgetter("parameters")  # of a trajectory
-
-
-def _distances(
-    runs: Sequence[ReferenceRun],
-    exchange: Exchange,
-    of: Callable[[Trajectory], Tensors],
-    apart: Callable[[Tensors, Tensors], Any],
-) -> list[Any]:
-    """Return how far each permuted reference is from the first: each rank knows of its own runs."""
-    first = whole(of(runs[0].solo) if runs[0].solo else {}, exchange)
-    own = [apart(first, of(run.solo)) for run in runs[1:] if run.solo]
+def _distances(runs: Sequence[ReferenceRun], exchange: Exchange) -> list[float]:
+    """Return how far the parameter that differs most is from the first reference's, of each
+    permuted one: each rank knows of its own runs."""
+    first = whole(runs[0].solo.parameters if runs[0].solo else {}, exchange)
+    solos = (run.solo for run in runs[1:] if run.solo)
+    own = [max(apart_by_tensor(first, solo.parameters).values()) for solo in solos]
     distances = [distance for its in exchange.gather(own) for distance in its]
     assert len(distances) == len(runs) - 1, "each permuted reference is some rank's"
     return distances

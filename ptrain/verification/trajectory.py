@@ -1,4 +1,4 @@
-"""Compare the losses of many steps with one device's, step by step, and the gradient of the first.
+"""Compare the losses of many steps with one device's, step by step.
 
 Theorem 5 states that they are equal; `tolerances` defines how close they must be. The first step
 that is off, or not finite, is the last that runs. If no step explains why a trajectory fails, its
@@ -9,9 +9,9 @@ The induction of Theorem 5: one device continues from a state that the run itsel
 Over a hundred steps training grows a single rounding beyond any fixed figure that could tell it
 from a fault (`tolerances`). Two runs from the same state start with no difference: loss and
 gradient of the next step, and the loss after its update, agree as closely at the end of a training
-as at its beginning. So every STATE_EVERY steps a reference takes the run's full state and goes two
-steps with it. In 16 bits, and where the update computes in them, the tolerance follows from
-references that take the same state and add in other orders.
+as at its beginning. So from the first on, every STATE_EVERY steps, a reference takes the run's full
+state and goes two steps with it. How close these must be any loop's tolerances of the coarsest
+dtype say.
 
 `verify_every: n` makes the same induction every n steps of a training. A step that the meters
 measure, or after which they measure, is skipped for the next one: they would measure the reference.
@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -39,25 +38,20 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.train.guard import StepGuard
 from ptrain.train.journal import LOG
-from ptrain.train.loop import local_batch
 from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
 from ptrain.verification.compare import (
-    FP64_LOSS,
     LargestDifference,
     alive,
     apart,
-    apart_by_tensor,
     at_most,
-    gradient_check,
     parted,
-    share_of,
     worst_of,
 )
+from ptrain.verification.jobs.job import TOLERANCES, Tolerance
 from ptrain.verification.parts import whole
 from ptrain.verification.preconditions import EVERY, Watch
-from ptrain.verification.reference import ReferenceTraining, Trajectory, distance
+from ptrain.verification.reference import ReferenceTraining, Trajectory
 from ptrain.verification.references import (
-    Permuted,
     Progress,
     ReferenceRun,
     dropping,
@@ -65,12 +59,7 @@ from ptrain.verification.references import (
     without_dropout,
 )
 from ptrain.verification.tolerances import (
-    FP32_GRADIENT,
-    FP32_LOSS,
-    FP64_GRADIENT,
-    MANY,
     Allowed,
-    from_permuted,
 )
 from ptrain.verification.updates.repeat import UpdateRecorder
 
@@ -89,28 +78,28 @@ class ReferenceStep:
     following: float
 
 
-# What a permuted reference makes of the same state: both losses, and how far its gradient is from
-# the first's.
-Other = tuple[float, float, float]
-
-
 @dataclass(slots=True)
 class Onward:
     """Of one run: `around` a step from whose state one device goes on, `judge` after it and after
-    the next. Rank 0 compares; all ranks call all, and share the permuted references, each of which
-    is gone before the next is built."""
+    the next. Rank 0 compares; all ranks call all."""
 
     program: Program
     exchange: Exchange
     worst: dict[str, LargestDifference] = field(default_factory=dict)
     _of: int = -1  # the step whose reference is there
     _first: ReferenceStep | None = None  # rank 0's
-    _others: list[Other] = field(default_factory=list)
     _updates: UpdateRecorder | None = None  # of this step
 
     @property
     def spec(self) -> Spec:
         return self.program.spec
+
+    @property
+    def limit(self) -> Tolerance:
+        """Return the tolerances of any loop in the run's coarsest dtype."""
+        if self.spec.precision.compute_fp64:
+            return TOLERANCES[torch.float64]
+        return TOLERANCES[torch.bfloat16 if is_banded(self.spec) else torch.float32]
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -143,19 +132,8 @@ class Onward:
             kind: whole(tensors, self.exchange)
             for kind, tensors in self.program.state_dict().items()
         }
-        self._of, world = step, self.exchange.world
-        number = MANY if is_banded(self.spec) else 0
-        seeds = [seed for seed in range(number) if seed % world.size == world.rank]
-        first, own = None, []
-        if world.is_first or seeds:  # what the permuted ones are compared with is not sent
-            first = self._onward(ReferenceTraining(self.spec), state)
-            own = [self._other(seed, first, state) for seed in seeds]
-        self._first = first if world.is_first else None
-        self._others = [*chain.from_iterable(self.exchange.gather(own, list[Other]))]
-
-    def _other(self, seed: int, first: ReferenceStep, states: States) -> Other:
-        its = self._onward(Permuted(self.spec, seed), states)
-        return its.loss, its.following, apart(first.gradients, its.gradients)
+        self._of, is_first = step, self.exchange.world.is_first
+        self._first = self._onward(ReferenceTraining(self.spec), state) if is_first else None
 
     def _onward(self, device: ReferenceTraining, states: States) -> ReferenceStep:
         """Run two steps from a state; the second without an update."""
@@ -168,35 +146,20 @@ class Onward:
 
     def compare(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
         """Compare the run's loss in that step, and its gradients without clipping."""
-        if self._first is None:
-            return
-        first, distances = self._first, [distance for *_, distance in self._others]
-        losses = [first.loss, *(other for other, *_ in self._others)]
-        self._add("loss", loss - first.loss, self._loss_allowed(losses))
-        fixed = FP64_GRADIENT if self.spec.precision.compute_fp64 else FP32_GRADIENT
-        allowed = from_permuted(distances) if distances else fixed
-        self._add("gradient", apart(first.gradients, gradients), allowed)
+        if (first := self._first) is not None:
+            self._add("loss", loss - first.loss, self.limit.losses * abs(first.loss))
+            self._add("gradient", apart(first.gradients, gradients), self.limit.gradients)
 
     def compare_following(self, step: int, loss: float) -> None:
         """Compare the run's loss in the step after, if `step` is that."""
-        if self._first is None or step != self._of + 1:
-            return
-        losses = [self._first.following, *(following for _, following, _ in self._others)]
-        self._add("loss after the update", loss - losses[0], self._loss_allowed(losses))
+        if self._first is not None and step == self._of + 1:
+            right = self._first.following
+            self._add("loss after the update", loss - right, self.limit.losses * abs(right))
 
     def _add(self, name: str, difference: float, allowed: float) -> None:
         name, place = f"from its own state: {name}", f"step {self._of}"
         now = LargestDifference(name, allowed, abs(difference), place)
         self.worst[name] = max(self.worst.get(name, now), now, key=lambda its: its.share)
-
-    def _loss_allowed(self, losses: Sequence[float]) -> float:
-        if len(losses) > 1:
-            # a loss is a sum in fp32 at best, whose last bit no reference need differ in
-            summing = 4 * torch.finfo(torch.float32).eps * abs(losses[0])
-            return from_permuted([abs(loss - losses[0]) for loss in losses[1:]]) + summing
-        if self.spec.precision.compute_fp64:
-            return FP64_LOSS * abs(losses[0])
-        return FP32_LOSS
 
     def differs(self, step: int) -> bool:
         """Return whether what was compared in this step is off, on all ranks alike. All ranks call
@@ -282,34 +245,23 @@ class ProgramRun(Trajectory):
     onward: tuple[Check, ...] = ()
 
 
-def anywhere(steps: int) -> Corridor:
-    """Return the corridor of a run that is compared later, with another: any loss is in it."""
-    allowed = Allowed(losses=(math.inf,) * steps, gradient=math.inf)
-    return Corridor(center=(0.0,) * steps, allowed=allowed)
-
-
 def follow(
     program: Program, exchange: Exchange, within: Corridor, watch: Watch, progress: Progress
 ) -> ProgramRun:
     """Run as many steps as the corridor has, or up to the first outside of it, or in which ranks
     differ from each other. All ranks call it."""
     source = corpus(program.spec.data)
-    initial = whole(program.state_dict()["model"], exchange)
     losses: list[float] = []
     norms: list[float] = []
-    gradients: dict[str, Tensor] = {}
     stopped = None
     onward = Onward(program, exchange)
     for step in range(len(within.center)):
         with ExitStack() as stack:
-            if step % STATE_EVERY == 0 < step < len(within.center) - 1:
+            if step % STATE_EVERY == 0 and step < len(within.center) - 1:
                 stack.enter_context(onward.around(step))
             if step % EVERY == 0:
                 stack.enter_context(watch.step(step))
-            updates = stack.enter_context(UpdateRecorder(shards_of(program))) if not step else None
             loss, norm = drive_and_add(program, source, step, exchange)
-        if updates is not None:
-            gradients = whole_gradients(program, updates, exchange, norm)
         differs = onward.judge(step, loss, norm)
         progress.step("the ranks", step + 1, len(within.center))
         losses.append(loss)
@@ -318,14 +270,10 @@ def follow(
             stopped = step
             break
     parameters = whole(program.state_dict()["model"], exchange)
-    share = program.evaluate(local_batch(program, source, 0))
     return ProgramRun(
         losses=tuple(losses),
         gradient_norms=tuple(norms),
         parameters=parameters,
-        travelled=distance(initial, parameters),
-        gradients=gradients,
-        again=exchange.add([float(share)])[0],
         stopped=stopped,
         onward=from_rank(0, list(onward.checks()), exchange),
     )
@@ -338,10 +286,6 @@ def checks(
     own: list[Check] = []
     if (solo := reference.solo) is not None:
         own = [
-            gradient_check(
-                "gradient of step 0", apart(solo.gradients, run.gradients), allowed.gradient
-            ),
-            _by_parameter(apart_by_tensor(solo.gradients, run.gradients), allowed.by_parameter),
             of_losses(  # where it is more than allowed, that is the last step that ran
                 "loss of every step",
                 run.losses,
@@ -352,26 +296,13 @@ def checks(
             *alive("reference", solo),
         ]
         if run.stopped is None:
-            own += [*alive("run", run), *parted(solo, run, allowed.norms, allowed.parameters)]
+            own += parted(solo, run, allowed.norms, allowed.parameters)
     return (*from_rank(reference.owner, own, exchange), *run.onward)
 
 
 def from_rank(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, ...]:
     """Return the checks of one rank, on all."""
     return tuple(exchange.gather(own, list[Check])[rank])
-
-
-def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -> Check:
-    """The parameter with the largest share of what is allowed of its own; one that one device has
-    no gradient of is allowed nothing."""
-    worst = max(measured, key=lambda name: share_of(measured[name], allowed.get(name, 0.0)))
-    its, most = measured[worst], allowed.get(worst, 0.0)
-    return at_most(
-        "gradient of step 0 by parameter",
-        its,
-        most,
-        f"the gradient of {worst} differs by {its:.3g} of its length",
-    )
 
 
 def of_losses(
@@ -414,13 +345,12 @@ def of_dtypes(
     failed = next((check.name for check in checks if not check.holds), None)
     if failed is None:
         return None
-    is_first = failed.startswith("gradient of step 0")
     return RootCause(
         state=Subject.GRADIENTS if "gradient" in failed else Subject.LOSS,
         axis="",
         factor=f"in {layout} only",
         place="",
-        step=0 if is_first else stopped or 0,
+        step=stopped or 0,
         ranks=tuple(range(size)),
         sentence="In fp64 the same steps match the reference, so every sum is right.",
         fix="Look for a state that is stored, reduced or cast in a coarser dtype than "

@@ -27,7 +27,7 @@ from ptrain.internals.process_groups import default_store
 from ptrain.verification.jobs.job import Job, LoopVerdict, Terms, each_tensor
 from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.jobs.run import Examiner
-from ptrain.verification.jobs.step import DrawsLater, Unattributed
+from ptrain.verification.jobs.step import Unattributed
 
 Make = Job | Callable[[], Job]
 
@@ -100,26 +100,20 @@ def _compared(
 
     is_built = not (isinstance(reference, Job) or isinstance(distributed, Job))
 
-    def run(still: tuple[str, ...], lasts: bool) -> LoopVerdict:
+    def run(still: tuple[str, ...]) -> LoopVerdict:
         again = distributed if not isinstance(distributed, Job) else None
-        examiner = Examiner(_built(reference), _built(distributed), terms, still, lasts=lasts)
+        examiner = Examiner(_built(reference), _built(distributed), terms, still)
         return examiner.run(steps, own, again)
 
-    def recorded(still: tuple[str, ...]) -> LoopVerdict:
-        try:
-            return run(still, lasts=not is_built)
-        except DrawsLater:
-            return run(still, lasts=True)
-
     try:
-        return recorded(())
+        return run(())
     except Unattributed as first:
         if not is_built:
             raise _not_told(
                 first, "Pass functions that make the jobs, so that both can run again."
             ) from None
         try:
-            return recorded(first.paths)
+            return run(first.paths)
         except Unattributed as second:
             raise _not_told(second, "Set its rate to 0 for the verdict, on both sides.") from None
 

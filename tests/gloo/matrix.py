@@ -104,7 +104,7 @@ def _norms_of_one_device(spec: Spec, steps: int) -> tuple[float, ...] | None:
     alone = Exchange(World())
     runs = references([planned.exact, *planned.permuted], alone, None, Progress())
     growth = [runs[ask.key] for ask in (planned.exact, *planned.permuted)]
-    return in_fp64(growth, growth[0], alone).norms
+    return in_fp64(growth, alone).norms
 
 
 def simulated_alike(spec: Spec) -> tuple[Check, ...]:

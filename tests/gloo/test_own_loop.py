@@ -161,7 +161,7 @@ def test_two_dead_runs_do_not_hold() -> None:
     assert verdict.root_cause is None
     failing = [check.name for check in verdict.checks if not check.holds]
     assert "reference: parameters move" in failing
-    assert "loop: learns" in failing
+    assert "reference: learns" in failing
     with pytest.raises(VerdictFailed, match="did not change"):
         verdict.raise_for_verdict()
 

@@ -16,17 +16,22 @@ def test_two_stages_by_hand_hold(ranks: Ranks) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("fault", "factor", "place"),
-    [("unscaled", "× 2", "embed.weight"), ("gradient", "× 0.5", "embed.weight, blocks.0")],
-)
-def test_a_factor_that_several_degrees_have_names_none_of_them(
-    ranks: Ranks, fault: str, factor: str, place: str
-) -> None:
-    told = ranks.run(2, own_stages.told, fault)
+def test_a_factor_that_several_degrees_have_names_none_of_them(ranks: Ranks) -> None:
+    told = ranks.run(2, own_stages.told, "unscaled")
     root_cause = told[0]["culprit"]
-    assert (root_cause["factor"], root_cause["certainty"]) == (factor, "fits")
-    assert root_cause["place"].startswith(place)
+    assert (root_cause["factor"], root_cause["certainty"]) == ("× 2", "fits")
+    assert root_cause["place"].startswith("embed.weight")
     assert root_cause["axis"] == ""
-    assert "over ranks (2)" in root_cause["sentence"]
-    assert "over micro-batches (2)" in root_cause["sentence"]
+    assert "not divided by all ranks (2)" in root_cause["sentence"]
+    assert "not divided by the micro-batches (2)" in root_cause["sentence"]
+
+
+@pytest.mark.nightly
+def test_half_of_a_gradient_that_is_sent_back_is_located_by_the_stage_that_gets_it(
+    ranks: Ranks,
+) -> None:
+    told = ranks.run(2, own_stages.told, "gradient")
+    root_cause = told[0]["culprit"]
+    assert (root_cause["place"], root_cause["ranks"]) == ("blocks.0", [0])
+    assert (root_cause["axis"], root_cause["certainty"]) == ("", "located by trying")
+    assert "returns its reference output, but the gradient of that output" in root_cause["sentence"]

@@ -82,14 +82,6 @@ def test_counters_of_the_start_and_of_later_are_one_check_which_a_loop_leaves_ou
     assert [check.name for check in differences.checks(since=Moment.BATCH)] == ["step counter"]
 
 
-def test_of_a_kind_the_first_mismatches_alone_are_told_where_a_rank_has_too_many() -> None:
-    differences, own = AllDifferences(ONE, ["a", "b", "c"], most=2), step()
-    for name in ("c", "b", "a"):
-        own.compare(*UPDATED, name, difference=1.0, tolerance=0.1)
-    differences.take(own)
-    assert [mismatch.name for mismatch in differences.mismatches] == ["a", "b"]
-
-
 def test_a_root_cause_says_what_differs_where_the_fix_and_how_sure_it_is_in_a_line_each() -> None:
     found = RootCause(
         state=Subject.GRADIENTS, axis="dp", factor="÷ 2", place="a", step=3, ranks=(0, 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +18,8 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import trajectory
 from ptrain.verification.compare import LargestDifference
-from ptrain.verification.program_step import of_reference
 from ptrain.verification.reference import ReferenceTraining
-from ptrain.verification.tolerances import MANY
-from ptrain.verification.trajectory import Onward, ReferenceStep
+from ptrain.verification.trajectory import Onward
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",
@@ -36,13 +33,16 @@ def spec(*changes: str) -> Spec:
 
 def states(device: ReferenceTraining) -> dict[str, dict[str, torch.Tensor]]:
     """As a program's `state_dict` names them."""
-    found: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
-    for (subject, name), tensor in of_reference(device).items():
-        kind = {"parameters": "model", "optimizer": "optimizer", "step counter": "optimizer"}
-        if subject in kind:
-            found[kind[subject]][name.replace(" · ", ".")] = tensor.clone()
-    if device.updater.layout.scales_loss:
-        updater = device.updater
+    updater, optimizer = device.updater, dict[str, torch.Tensor]()
+    for name, updated in updater.updated.items():
+        if updated is not updater.parameters[name]:
+            optimizer[f"{name}.master"] = updated.detach().clone()
+        kept = updater.owner(name).state.get(updated) or updater.initial(name)
+        known = {key: torch.as_tensor(its) for key, its in kept.items() if its is not None}
+        optimizer |= {f"{name}.{key}": its.clone() for key, its in known.items()}
+    model = {name: tensor.clone() for name, tensor in device.parameters.items()}
+    found = {"model": model, "optimizer": optimizer}
+    if updater.layout.scales_loss:
         scaling = {"scale": updater.scale, "growth_tracker": updater.steps_since_change}
         found["scaling"] = {name: torch.tensor(value) for name, value in scaling.items()}
     return found
@@ -101,26 +101,6 @@ def test_what_is_equal_holds_where_nothing_is_allowed_and_nothing_else_does() ->
     assert (look(25, 0.0, 0.0).share, look(50, 1e-300, 0.0).share) == (0.0, math.inf)
 
 
-class Devices:
-    """In the place of references: which were built, and how many were there at once."""
-
-    def __init__(self) -> None:
-        self.alive: weakref.WeakSet[Device] = weakref.WeakSet()
-        self.seeds: list[int] = []
-        self.most = 0
-
-    def __call__(self, _: Spec, *seeds: int) -> Device:
-        device = Device()
-        self.alive.add(device)
-        self.seeds += seeds
-        self.most = max(self.most, len(self.alive))
-        return device
-
-
-class Device:
-    pass
-
-
 @dataclass
 class Told:
     """In the place of an exchange: what this rank tells, and nothing of the others."""
@@ -131,27 +111,7 @@ class Told:
         return [value]
 
 
-def test_references_are_dealt_over_the_ranks_and_built_one_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(trajectory, "whole", lambda *_: {})
-    monkeypatch.setattr(
-        trajectory.Onward, "_onward", lambda *_: ReferenceStep(1.0, {"a": torch.ones(1)}, 1.0)
-    )
-    program: Any = SimpleNamespace(spec=spec("precision.layout=zero16"), state_dict=dict)
-    dealt = []
-    for rank in range(3):
-        devices = Devices()
-        monkeypatch.setattr(trajectory, "ReferenceTraining", devices)
-        monkeypatch.setattr(trajectory, "Permuted", devices)
-        exchange: Any = Told(SimpleNamespace(rank=rank, size=3, is_first=rank == 0))
-        Onward(program, exchange).take(25)
-        dealt.append(devices.seeds)
-        assert devices.most == 1
-    assert dealt == [[0, 3, 6], [1, 4], [2, 5]]
-
-
-def test_a_run_in_16_bits_is_held_against_references_that_go_on_from_its_state() -> None:
+def test_a_run_in_16_bits_is_held_against_a_reference_that_goes_on_from_its_state() -> None:
     program = interpret(spec("precision.layout=zero16"), world=World())
     looking = Onward(program, Exchange(World()))
     looking.take(25)
@@ -165,6 +125,5 @@ def test_a_run_in_16_bits_is_held_against_references_that_go_on_from_its_state()
     found = list(looking.checks())
     assert [check.measured for check in found] == [0.0, 0.0, 0.0]
     assert all(check.holds and check.tolerance > 0.0 for check in found)
-    assert len(looking._others) == MANY
     looking.compare(own.loss * 1.1, own.sums)
     assert looking.differs(26)

@@ -20,7 +20,6 @@ from ptrain.verification.references import (
     Progress,
     ReferenceRun,
     _owners,
-    in_other_batches,
     is_banded,
     references,
 )
@@ -30,7 +29,6 @@ from ptrain.verification.tolerances import (
     QUANTILES,
     Allowed,
     fixed_in_fp32,
-    grows_in_proportion,
     in_fp64,
     in_own_dtypes,
     plan,
@@ -138,13 +136,12 @@ def test_the_quantiles_are_students(degrees):
     assert 1 - 2 * half == pytest.approx(1e-4, rel=2e-3)
 
 
-def told(losses: tuple[float, ...], offset: float = 0.0, off_in_b: float = 0.0) -> ReferenceRun:
+def told(losses: tuple[float, ...], offset: float = 0.0) -> ReferenceRun:
     trajectory = Trajectory(
         losses=losses,
         gradient_norms=(1.0,) * len(losses),
         parameters={"a": torch.ones(3, dtype=torch.float64) + offset},
         travelled=1.0,
-        gradients={"a": torch.ones(3) + offset, "b": torch.full((3,), 1e-4 * (1 + off_in_b))},
         again=0.0,
     )
     return ReferenceRun(losses=losses, norms=trajectory.gradient_norms, owner=0, solo=trajectory)
@@ -158,9 +155,9 @@ def ran(solo: Trajectory | None) -> ProgramRun:
 
 def test_the_fixed_figures_hold_as_long_as_references_agree():
     runs = [told((4.0, 3.0, 2.0)) for _ in range(FEW + 1)]
-    own = in_own_dtypes(tiny(), runs, ALONE)
-    assert (own.losses, own.gradient, own.explanation) == ((1e-4,) * 3, 1e-5, "")
-    exact = in_fp64(runs, told(runs[0].losses), ALONE)
+    own = in_own_dtypes(tiny(), runs)
+    assert (own.losses, own.explanation) == ((1e-4,) * 3, "")
+    exact = in_fp64(runs, ALONE)
     assert exact.losses == (4e-12, 3e-12, 2e-12)
     assert exact.norms == (1e-11,) * 3
     assert (exact.parameters, exact.explanation) == (1e-9, "")
@@ -169,23 +166,13 @@ def test_the_fixed_figures_hold_as_long_as_references_agree():
 def test_what_rounding_grew_to_stays_allowed_and_the_step_is_told():
     apart = (0.0, 1e-3, 0.0)
     runs = [told((4.0, 3.0 + i * apart[1], 2.0), offset=float(i)) for i in range(FEW + 1)]
-    own = in_own_dtypes(tiny(), runs, ALONE)
+    own = in_own_dtypes(tiny(), runs)
     assert own.losses[0] == 1e-4
     assert own.losses[1] == own.losses[2] > 1e-2
     assert "up to step 1;" in own.explanation
-    exact = in_fp64(runs, told(runs[0].losses), ALONE)
-    assert exact.losses[1] == pytest.approx(own.losses[1] * 2.0**-29)
+    exact = in_fp64(runs, ALONE)
+    assert exact.losses[1] == own.losses[1]
     assert exact.parameters is not None and exact.parameters > 1e-9
-
-
-def test_where_differences_stop_growing_in_proportion_fp64_references_say_it_themselves():
-    near = [told((4.0, 3.0 + i * 1e-3)) for i in range(FEW + 1)]
-    far = [told((4.0, 3.0 + i * 1e-1)) for i in range(FEW + 1)]
-    lost = [told((4.0, math.nan)) for _ in range(FEW + 1)]
-    assert [grows_in_proportion(each) for each in (near, far, lost)] == [True, False, False]
-    exact = [told((4.0, 3.0 + i * 1e-9)) for i in range(FEW + 1)]
-    assert in_fp64(exact, exact[0], ALONE).losses[1] > 1e-8
-    assert [ask.seed for ask in plan(tiny(), 3).permuted] == [0, 1, 2]
 
 
 def test_permuted_references_are_run_from_the_start_where_no_fixed_figure_is():
@@ -219,56 +206,27 @@ def test_they_are_run_once_and_where_a_run_does_not_keep_to_the_fixed_figure():
 
 def test_what_fails_by_fixed_figures_is_judged_by_references_before_it_is_said_to_fail():
     center = told((4.0,))
-    grown = replace(fixed_in_fp32(center), gradient=1.0, by_parameter={"a": 1.0, "b": 1.0})
+    grown = replace(fixed_in_fp32(center), losses=(1.0,))
     within = Corridor(center=(4.0,), allowed=fixed_in_fp32(center), wider=lambda: grown)
-    run = ran(told((4.0,), offset=1e-3).solo)
+    run = ran(told((4.001,)).solo)
     fixed = {check.name: check for check in checks(center, run, within.allowed, ALONE)}
-    assert not fixed["gradient of step 0"].holds
+    assert not fixed["loss of every step"].holds
     judged = within.judged(lambda allowed: checks(center, run, allowed, ALONE))
     by_name = {check.name: check for check in judged}
-    assert by_name["gradient of step 0"].holds
-    assert by_name["gradient of step 0"].tolerance == 1.0
+    assert by_name["loss of every step"].holds
+    assert by_name["loss of every step"].tolerance == 1.0
 
 
 def test_in_16_bits_references_alone_say_what_is_allowed():
     spec = tiny("zero3", "precision.layout=zero16")
     runs = [told((4.0 + i * 1e-3,), offset=i * 1e-3) for i in range(MANY + 1)]
-    found = in_own_dtypes(spec, runs, ALONE)
+    found = in_own_dtypes(spec, runs)
     assert 1e-2 < found.losses[0] < 1e-1
-    assert 1e-2 < found.gradient < 1e-1
-
-
-def test_each_parameters_gradient_is_allowed_what_it_parts_by_itself():
-    runs = [told((4.0,), off_in_b=i * 1e-4) for i in range(MANY + 1)]
-    own = in_own_dtypes(tiny(), runs[: FEW + 1], ALONE)
-    assert own.gradient == own.by_parameter["a"] == 1e-5
-    assert 1e-3 < own.by_parameter["b"] < 1e-2
-    exact = in_fp64(runs[: FEW + 1], told((4.0,)), ALONE)
-    assert exact.by_parameter["a"] == 1e-12
-    assert exact.by_parameter["b"] == pytest.approx(own.by_parameter["b"] * 2.0**-29)
-
-
-def test_in_16_bits_one_parameters_gradient_may_be_off_by_the_spacing_of_its_dtype():
-    runs = [told((4.0,), off_in_b=i * 1e-2) for i in range(MANY + 1)]
-    found = in_own_dtypes(tiny("zero3", "precision.layout=bf16"), runs, ALONE)
-    assert found.by_parameter["a"] == torch.finfo(torch.bfloat16).eps
-    assert found.by_parameter["b"] > 0.1
-
-
-def test_one_parameters_gradient_is_off_where_the_vector_is_not_and_the_check_names_it():
-    runs = [told((4.0,)) for _ in range(FEW + 1)]
-    allowed = in_own_dtypes(tiny(), runs, ALONE)
-    run = ran(told((4.0,), off_in_b=1e-2).solo)
-    by_name = {each.name: each for each in checks(runs[0], run, allowed, ALONE)}
-    assert by_name["gradient of step 0"].holds
-    failed = by_name["gradient of step 0 by parameter"]
-    assert not failed.holds and failed.why == "the gradient of b differs by 0.01 of its length"
-    assert failed.measured == pytest.approx(1e-2, rel=1e-3)
 
 
 def test_a_reference_that_is_no_number_allows_nothing():
     runs = [told((4.0, math.nan, 2.0)) for _ in range(MANY + 1)]
-    found = in_own_dtypes(tiny("zero3", "precision.layout=bf16"), runs, ALONE)
+    found = in_own_dtypes(tiny("zero3", "precision.layout=bf16"), runs)
     assert found.losses[0] < 1e-4
     assert not any(allowed >= 1e-9 for allowed in found.losses[1:])
 
@@ -313,34 +271,13 @@ def test_a_reference_is_computed_once_for_all_specs_of_a_command(tmp_path):
     one, other = first[ask.key].solo, again[ask.key].solo
     assert one is not None and other is not None
     assert one.again is not None and one.again == other.again < one.losses[0]
-    for name, gradient in one.gradients.items():
-        assert torch.equal(gradient, other.gradients[name])
-
-
-# -- the same global batch in other micro-batches
-
-
-@pytest.mark.parametrize(
-    ("name", "accumulate"),
-    [("zero3", 1), ("pp-1f1b", 2), ("optimizer-in-backward", None)],
-)
-def test_other_micro_batches_are_one_or_as_few_as_are_legal(name, accumulate):
-    other, why = in_other_batches(load(name).spec)
-    assert (other.batch.accumulate if other else None) == accumulate
-    assert bool(why) == (other is None)
-    if other:
-        batch = other.batch
-        assert batch.micro * batch.accumulate * other.data_degree == batch.global_samples
-
-
-def test_one_micro_batch_is_compared_with_several():
-    other, _ = in_other_batches(tiny("zero3", "batch.micro=4", "batch.global=8"))
-    assert other is not None and other.batch.accumulate > 1
+    for name, parameter in one.parameters.items():
+        assert torch.equal(parameter, other.parameters[name])
 
 
 def test_ranks_share_references_by_what_these_take() -> None:
     planned = plan(tiny("ddp"), 3)
-    asks = (planned.exact, *planned.growth)  # one in fp64; one and three permuted ones in fp32
+    asks = (planned.exact, *planned.own)  # one in fp64; one and three permuted ones in fp32
     owners = _owners(list({ask.key: ask for ask in asks}.values()), 2)
     loads = [
         sum({its.key: its.cost for its in asks if owners[its.key] == n}.values()) for n in (0, 1)

@@ -16,8 +16,6 @@ def check(name: str, why: str = "") -> Check:
 @pytest.mark.parametrize(
     ("name", "state", "step"),
     [
-        ("gradient of step 0", Subject.GRADIENTS, 0),
-        ("gradient of step 0 by parameter", Subject.GRADIENTS, 0),
         ("from its own state: gradient", Subject.GRADIENTS, 50),
         ("loss of every step", Subject.LOSS, 50),
         ("from its own state: loss", Subject.LOSS, 50),

@@ -34,7 +34,7 @@ from ptrain.train.exchange import Exchange
 
 if TYPE_CHECKING:
     from ptrain.verification.compare import Differences
-    from ptrain.verification.jobs.record import StepRecorder
+    from ptrain.verification.jobs.record import Buffers, StepRecorder
     from ptrain.verification.jobs.shards import ParameterShard
     from ptrain.verification.jobs.step import StepComparison
 
@@ -218,8 +218,11 @@ class Evidence(Protocol):
     def values(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
         """Return this rank's elements of all parameters, in a row each."""
 
-    def compare_start(self, differences: Differences) -> None:
-        """Compare the state before the first step with the reference's."""
+    def kept(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return what this rank's optimizers keep beside each parameter."""
+
+    def buffers(self, reference: nn.Module) -> Buffers:
+        """Yield the buffers that both sides have, of the reference this rank's part."""
 
     def compare_step(self, differences: Differences) -> None:
         """Compare the last step that both recorded with the reference's."""

@@ -506,9 +506,7 @@ class ModuleInquiry:
         outputs = [its for its in named if its.side is Side.OUTPUT]
         several = " and ".join(families(self._members(its)) for its in outputs)
         keys = [(its.path, its.number) for its in outputs]
-        mine = [
-            self.own[key].weights != self.own[key[0], 0].weights for key in keys if key in self.own
-        ]
+        mine = [self.own[key].is_written for key in keys if key in self.own]
         if any(self.ranks.gather(bool(mine) and all(mine))):
             return replace(
                 blamed, state=Subject.PARAMETERS, place=several,

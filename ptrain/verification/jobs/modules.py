@@ -12,13 +12,13 @@ so is the same part of any tensor that the reference has for all tokens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.models.watch import is_real
-from ptrain.verification.capture import Key
-from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices, digest
-from ptrain.verification.jobs.shards import shard_of
+from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices
+from ptrain.verification.jobs.shards import part_of
 from ptrain.verification.parts import (
     canonical_modules,
     canonical_parameters,
@@ -38,6 +37,8 @@ from ptrain.verification.parts import (
     held,
     norm,
 )
+
+Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +116,8 @@ def parts_of(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iter
     """Yield every part of the reference's tensor that this rank's may stand for: itself, or what is
     cut along one or two dimensions; of a DTensor the one that its placements say."""
     if isinstance(own, DTensor):
-        is_sum = any(placement.is_partial() for placement in own.placements)
-        if whole.shape == own.shape and not is_sum:
-            yield shard_of("", own, whole.shape).of(whole).view(held(own).shape)
+        if (its := part_of(whole, own)) is not None:
+            yield its
         return
     sizes = list(enumerate(zip(whole.shape, own.shape, strict=False)))
     cut = [(dim, *both) for dim, both in sizes if both[0] != both[1]]
@@ -164,12 +164,12 @@ def _row_sums(tensor: Tensor) -> Tensor:
 class ModuleCall:
     """The first pass of one module in a micro-batch, and how often it ran (`times`): what it was
     given, the first floating tensor that it returned, and the gradient of that (`upstream`).
-    `others`: what else it returned; `weights`: a checksum of its own parameters then; `called_at`:
-    the file and line that called it."""
+    `others`: what else it returned; `is_written`: its own parameters are not those of its first
+    pass in the step; `called_at`: the file and line that called it."""
 
     given: tuple[tuple[Any, ...], dict[str, Any]]
     times: int = 1
-    weights: str = ""
+    is_written: bool = False
     called_at: str = ""
     output: Tensor | None = None
     others: tuple[Tensor, ...] = ()
@@ -215,24 +215,32 @@ def _like(own: Tensor, other: Tensor) -> Tensor:
 
 class ModuleRecorder:
     """`with ModuleRecorder(model) as modules:` around a step, or around passes of a model: the
-    `calls`, as they are before anything is `forced` in its place, and the `events` of the first
-    micro-batch in the order of time."""
+    `calls`, as they are before anything is `forced` in its place, the `events` of the first
+    micro-batch in the order of time, and the parameters as the first pass of each module had them
+    (`in_use`). `modules`: others than those of the model, by path, whose hooks run before these;
+    `kept`: the micro-batches that are recorded, where these are not all."""
 
-    def __init__(self, model: nn.Module, forced: Mapping[Key, Forced] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, forced: Mapping[Key, Forced] | None = None, *,
+        modules: Iterable[tuple[str, nn.Module]] | None = None,
+        kept: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
         self.calls: Calls = {}
         self.events: list[Event] = []
-        self._model, self._forced = model, forced or {}
+        self.in_use: dict[str, Tensor] = {}
+        self._forced, self._kept, self._is_first = forced or {}, kept, modules is None
+        self._modules = dict(canonical_modules(model) if modules is None else modules)
         self._micro_batch = -1
         self._runs: dict[str, int] = {}  # of modules, where the root does not run
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         keep = self._stack.callback
-        for path, module in canonical_modules(self._model):
+        for path, module in self._modules.items():
             if isinstance(module, nn.Identity):
                 continue
             begins = module.register_forward_pre_hook(
-                partial(self._begins, path), prepend=True, with_kwargs=True
+                partial(self._begins, path), prepend=self._is_first, with_kwargs=True
             )
             keep(begins.remove)
             keep(module.register_forward_hook(partial(self._ends, path)).remove)
@@ -249,15 +257,17 @@ class ModuleRecorder:
         key = self._key(path)
         if key in self.calls:
             self.calls[key].times += 1
+        if key in self.calls or (self._kept is not None and key[1] not in self._kept):
             return None
         leaves, spec = tree_flatten((args, kwargs))
         kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        own = [parameter.detach() for parameter in module.parameters(recurse=False)]
-        weights = "".join(
-            digest(held(parameter).clone()) for parameter in own
-        )  # numpy pins storage
+        is_written = False
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if name not in self.in_use:
+                self.in_use[name] = parameter.detach().clone()
+            is_written |= not torch.equal(held(self.in_use[name]), held(parameter))
         self.calls[key] = ModuleCall(
-            given=tree_unflatten(kept, spec), weights=weights, called_at=_caller()
+            given=tree_unflatten(kept, spec), is_written=is_written, called_at=_caller()
         )
         self._happens(key, False)
         given = self._forced[key].given if key in self._forced else {}
@@ -271,11 +281,18 @@ class ModuleRecorder:
         ]  # fmt: skip
         return tree_unflatten(put, spec)
 
+    def of_pass(
+        self, number: int, what: Callable[[ModuleCall], Tensor | None]
+    ) -> dict[str, Tensor]:
+        """Return a tensor of each module's pass in a micro-batch, where there is one, by path."""
+        its = {path: what(call) for (path, n), call in self.calls.items() if n == number}
+        return {path: tensor for path, tensor in its.items() if tensor is not None}
+
     def _key(self, path: str) -> Key:
         return path, self._runs[path] if self._micro_batch < 0 else self._micro_batch
 
     def _happens(self, key: Key, ends: bool) -> None:
-        if not key[1]:
+        if key[1] == min(self._kept or (0,)):
             self.events.append((key[0], ends))
 
     def _ends(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from ptrain.verification.parts import (
     held,
     mean_size,
     norm,
+    without_masks,
 )
 from ptrain.verification.updates.repeat import UpdateRecorder
 
@@ -210,11 +211,12 @@ _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ b
 def at_start(
     differences: Differences,
     wholes: Mapping[str, Tensor],
-    names: Sequence[str],
+    names: Iterable[str],
+    values: Mapping[str, Tensor],
     holds: Mapping[str, ParameterShard],
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Compare the names and values of the parameters, bit by bit, in the rank's own dtype. What
+    """Compare the names and `values` of the parameters, bit by bit, in the rank's own dtype. What
     other ranks hold (`elsewhere`) this one need not: it may be a stage of a pipeline."""
     for name in wholes:
         if name not in holds and name not in elsewhere:
@@ -226,7 +228,7 @@ def at_start(
             differences.add(Moment.START, Subject.PARAMETERS, name, description, Way.MISSING)
     scale = Magnitude.of(wholes)
     for name, shard in holds.items():
-        value, expected = shard.value(), shard.of(wholes[name])
+        value, expected = values[name], shard.of(wholes[name])
         if not torch.equal(value, expected.to(value)):
             size = difference(value, expected, scale.length(wholes[name], expected))
             differences.compare(
@@ -373,31 +375,39 @@ def _scales_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Magnitud
     return {key: Magnitude.of(tensors) for key, tensors in kinds.items()}
 
 
-def shared_buffers(reference: nn.Module, run: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the floating buffers that both sides have, by name, the reference's first; but not the
-    statistics of batches, which each rank has of its own. They share the buffers' memory."""
-    wrapped = dict(canonical_modules(run))
+Buffers: TypeAlias = Iterator[tuple[str, Tensor, Tensor]]
+
+
+def shared_buffers(
+    reference: nn.Module,
+    run: nn.Module | Iterable[tuple[str, nn.Module]],
+    part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
+) -> Buffers:
+    """Yield the floating buffers that both sides have, by name, the reference's `part` of it first;
+    but not the statistics of batches, which each rank has of its own. They share the buffers'
+    memory. `run`: the other side, or its modules by path."""
+    wrapped = dict(canonical_modules(run) if isinstance(run, nn.Module) else run)
     for path, module in canonical_modules(reference):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or path not in wrapped:
             continue
         theirs = dict(wrapped[path].named_buffers(recurse=False))
         for name, buffer in module.named_buffers(recurse=False):
-            other = theirs.get(name)
-            if other is not None and buffer.is_floating_point() and other.shape == buffer.shape:
-                both = local(buffer.detach()), local(other.detach())
+            right, other = part(name, buffer), theirs.get(name)
+            if other is not None and right.is_floating_point() and other.shape == right.shape:
+                both = local(right.detach()), local(other.detach())
                 yield (f"{path}.{name}" if path else name), *both
 
 
 def compare_buffers(
     differences: Differences,
-    reference: nn.Module,
-    run: nn.Module,
+    buffers: Buffers,
     limit: Tolerance,
     moment: Moment = Moment.UPDATE,
 ) -> None:
     """Compare floating buffers; at the start as closely as what a module computes."""
     bound = limit.outputs if moment is Moment.START else limit.updates
-    for name, right, own in shared_buffers(reference, run):
+    for name, *both in buffers:
+        own, right = without_masks(*reversed([held(its) for its in both]))
         differences.compare(
             moment, Subject.BUFFERS, name, difference=difference(own, right, norm(right)),
             tolerance=bound,

@@ -7,6 +7,7 @@ its optimizers keep from step to step, and which units are copies of each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -86,16 +87,14 @@ from ptrain.verification.jobs.step import (
     StepComparison,
     both_losses,
     checksums,
-    gradient_norms,
     is_finite,
     repeated,
     run_step,
-    travelled,
     written,
 )
 from ptrain.verification.jobs.trials import tried_start
-from ptrain.verification.parts import canonical_parameters, numbers_apart
-from ptrain.verification.reference import Trajectory
+from ptrain.verification.parts import canonical_parameters, numbers_apart, square
+from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
 
@@ -223,16 +222,14 @@ _NEAR = 1e-3  # relative: up to which rounding may be why a gradient differs, of
 _CANCELS = ": a sum that cancels"
 _ORDERS_MORE = 10  # times what some orders of the samples show
 _REPEATED = 3  # steps that the loop must do alike when it is run again from its start
-_MOST_TOLD = 400  # mismatches of a kind that a job with evidence tells of, per rank: 0.1 MB
 
 
 class Examiner:
     """`run` once. Everything that decides is gathered, so that all ranks do the same."""
 
     def __init__(
-        self, reference: Job, loop: Job, terms: Terms, still: Collection[str] = (),
-        *, lasts: bool = True,
-    ) -> None:  # fmt: skip
+        self, reference: Job, loop: Job, terms: Terms, still: Collection[str] = ()
+    ) -> None:
         require_plain(reference)
         has_parameters(reference.model)
         self.terms = terms
@@ -245,7 +242,7 @@ class Examiner:
             self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
         )
         self.loss = GlobalLoss(terms.loss, self.ranks)
-        self.drawing = Drawing(self.ranks, still, lasts=lasts, draws=evidence is None)
+        self.drawing = Drawing(self.ranks, still, draws=evidence is None)
         self.random = RandomState.of(loop.model)
         self.limit = terms.tolerance or tolerance_of(terms.dtype, wholes.values())
         self.pair = LoopPair(
@@ -259,11 +256,11 @@ class Examiner:
             },
         )
         self.start = self.pair.values()
-        self.differences = AllDifferences(self.ranks, wholes, most=_MOST_TOLD if evidence else None)
+        self.differences = AllDifferences(self.ranks, wholes)
         self.worst_loss = LargestDifference("losses", self.limit.losses)
         self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
-        self.norms: tuple[list[float], list[float]] = ([], [])
+        self.norms: list[float] = []  # of the reference's gradients
         self.sums = [{"parameters": digests(self.pair.holds, self.start)}]
         self.root_cause: RootCause | None = None
         self.before: dict[str, torch.Tensor] = {}
@@ -327,19 +324,19 @@ class Examiner:
     def _begin(self, batch: Any, share: Any) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
         self.watched.begin(self.pair.wholes)
-        if (evidence := self.pair.loop.evidence) is not None:
-            evidence.compare_start(differences)
-            if self.differences.take(differences):
-                self.root_cause = first_difference(self.mismatches, self.ranks)
-            return
-        names = parameter_names(self.pair.loop.model, self._tied)
+        holds, is_program = self.pair.holds, self.pair.loop.evidence is not None
+        names = holds if is_program else parameter_names(self.pair.loop.model, self._tied)
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
-        elsewhere = {name for own in self.ranks.gather(sorted(self.pair.holds)) for name in own}
-        at_start(differences, wholes, names, self.pair.holds, elsewhere)
-        models = self.pair.reference.model, self.pair.loop.model
-        compare_buffers(differences, *models, self.limit, Moment.START)
-        if self.differences.take(differences):
-            first = self.differences.first
+        elsewhere = {name for own in self.ranks.gather(sorted(holds)) for name in own}
+        elsewhere |= wholes.keys() if is_program else set()  # what is frozen no optimizer holds
+        at_start(differences, wholes, names, self.start, holds, elsewhere)
+        compare_buffers(differences, self.pair.buffers(), self.limit, Moment.START)
+        if not self.differences.take(differences):
+            return
+        first = self.differences.first
+        if is_program:
+            self.root_cause = first_difference(self.mismatches, self.ranks)
+        else:
             said = self._explain_buffers(first) or explain_start(first, self.ranks)
             step = partial(run_step, self.pair, 0, batch, share, self.limit, self.drawing)
             self.root_cause = tried_start(said, first, self.pair, self.loss, step, self.limit)
@@ -348,12 +345,14 @@ class Examiner:
         self._batch, self._share = batch, share
         seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
         sums = checksums(self.pair, seen)
+        has_closure = any(self.ranks.gather(seen.seen.has_closure))
         kept = sums if step < _REPEATED else {"parameters": sums["parameters"]}
         self.sums.append(kept)
         self.differences.take(seen.differences)
         self.differences.add(replicas(step, self.ranks.gather(sums["parameters"])))
         self.drawing.require_attributed()
-        self._note_norms(seen)
+        if seen.expected.updates and not has_closure:  # else not every gradient is seen
+            self.norms.append(math.sqrt(sum(map(square, seen.expected.gradients.values()))))
         self.watched.see(seen.expected, self.pair.wholes)
         if step == 0 and self.pair.loop.evidence is None:
             everyones = self.ranks.gather(rows_of(seen.seen.calls))
@@ -362,7 +361,6 @@ class Examiner:
             self._has_rows = samples is not None and (differ or self.ranks.size == 1)
         self._allow_rounding(seen)
         self._compare_losses(step, *seen.losses)
-        has_closure = any(self.ranks.gather(seen.seen.has_closure))
         if has_closure and self.terms.examined is None:
             self.terms = replace(self.terms, examined=1)
             self.worst_loss.tolerance *= _OF_CLOSURES
@@ -412,14 +410,6 @@ class Examiner:
                 f"{worst.difference:.2g}; another order of the samples changes it in the reference "
                 f"by {allowed[worst.name]:.2g}{_CANCELS}"
             )
-
-    def _note_norms(self, step: StepComparison) -> None:
-        if not step.expected.updates or step.expected.has_closure:
-            return  # an optimizer that torch knows nothing of, a step that is left out
-        for norms, norm in zip(
-            self.norms, gradient_norms(step, self.pair, self.ranks), strict=True
-        ):
-            norms.append(norm)
 
     def _explain(self, step: StepComparison) -> RootCause:
         if (evidence := self.pair.loop.evidence) is not None:
@@ -547,40 +537,34 @@ class Examiner:
             self.root_cause = cause or self.root_cause
         return claim("the same twice", None, cause is None, "other bits")
 
-    def _life(self, batch: Any, share: Any) -> list[Trajectory]:
-        """What both runs learned; the loss of the first batch comes from one more step, where that
-        can be run."""
+    def _life(self, batch: Any, share: Any) -> list[Check]:
+        """What one device learned, and so a loop whose steps equal its; the loss of the first batch
+        comes from one more step, where that can be run."""
+        again = None
         try:
             with boundary(lambda error: Fault(place="step", finding=said(error))):
                 self.random.restore()  # what the first step drew: other masks are another loss
-                both = both_losses(self.pair, batch, share, self.drawing)
-                right, mine = map(number, both)
+                again = number(both_losses(self.pair, batch, share, self.drawing)[0])
         except CodeRaised as error:
-            right = mine = None
             self.notes.append(
                 f"no further step can be run, so the loss after it is unknown: {error}"
             )
-        again = right, self.loss.of(right, mine)
-        ways = travelled(self.pair, self.start, self.ranks)
-        return [
-            Trajectory(
-                name=name, losses=tuple(losses), gradient_norms=tuple(norms), parameters={},
-                travelled=way, again=loss,
-            )
-            for name, losses, norms, way, loss in zip(
-                ("reference", "loop"), self.losses, self.norms, ways, again, strict=True
-            )
-        ]  # fmt: skip
+        way = distance(self.pair.origin, values_of(self.pair.wholes))
+        run = Trajectory(
+            losses=tuple(self.losses[0]), gradient_norms=tuple(self.norms), parameters={},
+            travelled=way, again=again,
+        )  # fmt: skip
+        return list(alive("reference", run))
 
-    def _checks(self, life: Sequence[Trajectory], repeats: Sequence[Check]) -> Iterator[Check]:
+    def _checks(self, life: Sequence[Check], repeats: Sequence[Check]) -> Iterator[Check]:
         unlike = any(mismatch.between for mismatch in self.mismatches)
         same_bits = claim("replicas", None, not unlike, "ranks have different bits")
-        if self.pair.loop.evidence is not None:
-            yield from (*self.differences.checks(), same_bits)
-            return
         starts = [mismatch for mismatch in self.mismatches if mismatch.moment is Moment.START]
         held = not any(mismatch.subject is Subject.PARAMETERS for mismatch in starts)
         yield claim("same weights at the start", None, held, "they differ")
+        if self.pair.loop.evidence is not None:
+            yield from (*self.differences.checks(), same_bits)
+            return
         counts = [mismatch.told for mismatch in starts if mismatch.subject is Subject.COUNTER]
         yield claim("updates in a step", None, not counts, "".join(counts[:1]))
         yield from repeats
@@ -588,5 +572,4 @@ class Examiner:
         yield same_bits
         if self.worst_loss.count:
             yield self.worst_loss.check()
-        for run in life:
-            yield from alive(run.name, run)
+        yield from life

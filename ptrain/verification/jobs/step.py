@@ -21,6 +21,7 @@ from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.draws import DrawMode, EveryonesDraws, Key, RandomDraw
 from ptrain.verification.jobs.job import Alone, Job, Ranks, SavedState, Terms, Tolerance
 from ptrain.verification.jobs.record import (
+    Buffers,
     ModelState,
     StepRecorder,
     compare_buffers,
@@ -31,6 +32,7 @@ from ptrain.verification.jobs.record import (
     cuda_devices,
     digest,
     digests,
+    shared_buffers,
     state_of,
     sure_of,
 )
@@ -48,11 +50,6 @@ class Unattributed(Exception):
     paths: tuple[str, ...]
 
 
-class DrawsLater(Exception):
-    """All ranks raise it: a loop that drew nothing in its first step, and so is not recorded any
-    more, draws in a later one; both loops are to be run anew."""
-
-
 @dataclass(frozen=True, slots=True)
 class RandomState:
     """Torch's generators: the CPU's, and those of the GPUs that a model is on."""
@@ -65,12 +62,6 @@ class RandomState:
         gpus = {device: torch.cuda.get_rng_state(device) for device in cuda_devices(model)}
         return cls(torch.get_rng_state(), gpus)
 
-    def is_now(self, model: nn.Module) -> bool:
-        """Return whether nothing was drawn since."""
-        now = RandomState.of(model)
-        its = (self.cpu, *self.gpus.values()), (now.cpu, *now.gpus.values())
-        return all(torch.equal(left, right) for left, right in zip(*its, strict=True))
-
     def restore(self) -> None:
         """Let them go on from here."""
         torch.set_rng_state(self.cpu)
@@ -80,21 +71,16 @@ class RandomState:
 
 class Drawing:
     """All ranks call `exchange` after the loop's step, before one device's. `still`: modules whose
-    draws are stilled on both sides. `lasts`: steps are recorded though the first drew nothing;
-    `draws`: what the loop's model draws is given to the reference; else both draw by themselves in
-    every step, and are compared by it."""
+    draws are stilled on both sides. `draws`: what the loop's model draws is given to the
+    reference; else both draw by themselves in every step, and are compared by it."""
 
-    def __init__(
-        self, ranks: Ranks, still: Collection[str] = (), *, lasts: bool = True, draws: bool = True
-    ) -> None:
+    def __init__(self, ranks: Ranks, still: Collection[str] = (), *, draws: bool = True) -> None:
         self.ranks, self.still = ranks, frozenset(still)
         self.everyones = EveryonesDraws()
         self.loop = DrawMode()
         self.hidden: set[str] = set()
         self.count = 0
-        self.lasts, self._draws = lasts, draws
-        self.ends = not draws  # nothing was drawn in the first step
-        self._before: tuple[RandomState, nn.Module] | None = None  # the loop's step
+        self.draws = draws
 
     @property
     def any(self) -> bool:
@@ -102,17 +88,12 @@ class Drawing:
 
     def recorded(self, model: nn.Module) -> Any:
         """Return what the loop's step is to run in."""
-        self._before = RandomState.of(model), model
         self.loop = DrawMode(model, replace=self._stilled)
-        return nullcontext() if self.ends else self.loop
+        return self.loop if self.draws else nullcontext()
 
     def exchange(self) -> None:
-        """All ranks tell each other what they drew. Raises DrawsLater."""
-        if self.ends:
-            assert self._before is not None, "a step was recorded"
-            state, model = self._before
-            if self._draws and not all(self.ranks.gather(state.is_now(model))):
-                raise DrawsLater
+        """All ranks tell each other what they drew."""
+        if not self.draws:
             return
         self.everyones = EveryonesDraws.gathered(self.loop, self.ranks)
         hidden = self.ranks.gather(sorted(self.loop.hidden))
@@ -122,7 +103,7 @@ class Drawing:
     def replayed(self, *models: nn.Module, still: Collection[Key] = ()) -> Any:
         """Return what passes of the plain model are to run in: each sample is dropped out as on the
         rank that had it."""
-        if self.ends:
+        if not self.draws:
             return nullcontext()
         mode: DrawMode
 
@@ -139,7 +120,7 @@ class Drawing:
         """Return what passes of the loop's modules, or of plain ones on what these were given, are
         to run in: they draw what this rank's drew in its step. `alike`: ranks with the same samples
         draw what the first of them drew; and backward draws what forward drew."""
-        if self.ends:
+        if not self.draws:
             return nullcontext()
         own = {(draw.path, draw.number, draw.call): draw.value for draw in self.loop.draws}
         mode: DrawMode
@@ -158,13 +139,11 @@ class Drawing:
 
     def stilled(self, model: nn.Module) -> Any:
         """Return what passes are to run in that are to draw nothing."""
-        return nullcontext() if self.ends else DrawMode(model, replace=RandomDraw.stilled)
+        return DrawMode(model, replace=RandomDraw.stilled) if self.draws else nullcontext()
 
     def require_attributed(self) -> None:
         """Raises Unattributed on every rank where what one device draws is not told. All ranks call
         it, when one device has done its step too."""
-        self.lasts |= self.any or bool(self.hidden)
-        self.ends = not (self._draws and self.lasts)
         if not self.any:
             return
         mine = sorted(self.everyones.lost)
@@ -231,6 +210,17 @@ class LoopPair:
         """Return copies of this rank's elements of the loop's parameters."""
         evidence = self.loop.evidence
         return evidence.values(self.holds) if evidence else values_of(self.holds)
+
+    def kept(self, seen: StepRecorder) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return what the loop's optimizers keep beside each parameter."""
+        evidence = self.loop.evidence
+        return evidence.kept() if evidence else state_of(seen, self.holds)
+
+    def buffers(self) -> Buffers:
+        """Yield the buffers that both sides have."""
+        evidence = self.loop.evidence
+        both = self.reference.model, self.loop.model
+        return evidence.buffers(both[0]) if evidence else shared_buffers(*both)
 
     def recorders(self) -> tuple[StepRecorder, StepRecorder]:
         """Return a recorder of the reference's step, and one of the loop's."""
@@ -357,14 +347,14 @@ def run_step(
     case = UpdateCase(
         verdict=differences, reference=expected, run=seen, holds=pair.holds, limit=limit
     )
+    states = state_of(expected, pair.wholes), pair.kept(seen)
+    compare_states(differences, *states, pair.holds, limit)
+    compare_buffers(differences, pair.buffers(), limit)
     if pair.loop.evidence:
         pair.loop.evidence.compare_step(differences)
     else:
-        states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
-        compare_states(differences, *states, pair.holds, limit)
         compare_masters(differences, case)
         pair.averages.compare(differences, limit)
-        compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
         differences=differences, expected=expected, seen=seen, losses=(right, loss),
         reference_state=began[0], loop_state=began[1], random=random, values=run_after,
@@ -388,35 +378,6 @@ def checksums(pair: LoopPair, step: StepComparison) -> dict[str, dict[str, list[
         "parameters": digests(pair.holds, step.values),
         "gradients": digests(pair.holds, step.seen.gradients),
     }
-
-
-def gradient_norms(step: StepComparison, pair: LoopPair, ranks: Ranks) -> tuple[float, float]:
-    """Return one device's norm of all gradients and the loop's, in which replicas count once. All
-    ranks call it."""
-    sizes = {name: gradient.numel() for name, gradient in step.seen.gradients.items()}
-    own = {name: square(gradient) for name, gradient in step.seen.gradients.items()}
-    everyones = ranks.gather([own, sizes])
-    total = 0.0
-    for name, shard in pair.wholes.items():
-        held = sum(counts.get(name, 0) for _, counts in everyones)
-        squares = sum(sums.get(name, 0.0) for sums, _ in everyones)
-        total += squares * shard.shape.numel() / held if held else 0.0
-    right = sum(map(square, step.expected.gradients.values()))
-    return math.sqrt(right), math.sqrt(total)
-
-
-def travelled(pair: LoopPair, start: Mapping[str, Tensor], ranks: Ranks) -> tuple[float, float]:
-    """Return how far the parameters went relative to the initial weights, by the 2-norm: one
-    device's, and the loop's over all ranks' parts, which began at `start`. All ranks call it."""
-    distances = []
-    for holds, began in ((pair.wholes, pair.origin), (pair.holds, start)):
-        moved = sum(
-            square(shard.value().double() - began[name].double()) for name, shard in holds.items()
-        )
-        length = sum(map(square, began.values()))
-        both = [sum(of_rank) for of_rank in zip(*ranks.gather([moved, length]), strict=True)]
-        distances.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
-    return distances[0], distances[1]
 
 
 def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:
