@@ -1,1 +1,1 @@
-"""Runtime backends: ranks, mesh, memory tiers and collectives, for real and fake tensors."""
+"""Tensor runtimes (rooms): the interface, the torch runtime of a rank, and the ghost runtime."""
