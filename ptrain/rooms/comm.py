@@ -463,7 +463,11 @@ def _pipeline_backend_options(
 
 
 def _require_size(step: CreateMesh, world: World) -> None:
-    """Raises SpecError if the mesh needs another number of ranks."""
+    """Require that the mesh needs as many ranks as there are.
+
+    Raises:
+        SpecError: The product of the degrees differs.
+    """
     product = math.prod(step.degrees)
     if product == world.size:
         return

@@ -53,7 +53,11 @@ class Patch:
 
 
 def require_supported() -> None:
-    """Raises PtrainError for a torch version that the patches were not written for."""
+    """Require a torch version that the patches were written for.
+
+    Raises:
+        PtrainError: Another version is installed.
+    """
     if not is_tested(torch.__version__):
         raise PtrainError(
             f"torch {torch.__version__} is installed, but fake ranks and fake tensors work "
