@@ -1,1 +1,1 @@
-"""Private torch APIs, by torch component and version."""
+"""The private torch APIs in use, one module per torch component, by torch version."""

@@ -1,5 +1,6 @@
-"""The composable checkpoint (torch/distributed/_composable): a module's forward pass runs again in
-backward."""
+"""Composable checkpointing (torch/distributed/_composable): recompute a module's forward in
+backward.
+"""
 
 from __future__ import annotations
 
