@@ -263,9 +263,7 @@ class Bench:
         self.table, self.limit = table, until * self.deadline
 
     def in_time(self, points: Iterable[Point], *, least: int = 2) -> Iterator[Point]:
-        """Yield points until the table's time is over, at least `least` of them; the smallest come
-        first.
-        """
+        """Yield points until the table's time is over, at least `least`, the smallest first."""
         for number, point in enumerate(points):
             if number >= least and self.is_late:
                 self.left_out += 1
@@ -273,8 +271,9 @@ class Bench:
             yield point
 
     def rounds(self, number: int) -> Iterator[int]:
-        """Yield the round numbers of one measurement: `number` times `patience`, fewer if time is
-        short.
+        """Yield the round numbers of one measurement.
+
+        There are `number` times `patience`, fewer if time is short.
         """
         for place in range(round(number * self.patience)):
             if place >= FEWEST and self.is_late:

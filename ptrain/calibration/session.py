@@ -1,5 +1,4 @@
-"""One rank of a calibration: measure all tables together with the other ranks; rank 0 keeps the
-mean.
+"""One rank of a calibration: measure all tables with the other ranks, and keep the mean.
 
 The tables are: matrix products, attention, memory-bound operators, optimizer updates and gradient
 clipping, with the shapes and calls of training; collectives on every process group that a mesh can
@@ -432,8 +431,9 @@ Moved = tuple[OperatorKind, int, tuple[Work, ...]]
 
 
 def _memory_bound_works(size: int, dtype: torch.dtype, device: torch.device) -> list[Moved]:
-    """Return the operators on tensors of `size` bytes: kind, bytes moved in multiples of `size`,
-    calls.
+    """Return the memory-bound operators on tensors of `size` bytes.
+
+    Each row has the kind, the bytes moved in multiples of `size`, and the calls.
 
     Their time includes autograd's records of a forward pass.
     """

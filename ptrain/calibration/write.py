@@ -319,9 +319,7 @@ def cluster_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Cl
 
 
 def _threads_per_rank(parts: Sequence[MeasuredPart]) -> list[int]:
-    """Return the threads per rank for each number of ranks on CPUs, as training sets them; [] on
-    GPUs.
-    """
+    """Return the threads per rank, by number of ranks, as training sets them; [] on GPUs."""
     if any(part.kind == "cuda" for part in parts):
         return []
     return [int(environment.threads_per_rank(part.ranks)) for part in parts]
@@ -390,8 +388,9 @@ def _this_machine(parts: Sequence[MeasuredPart], options: CalibrationOptions) ->
 
 
 def _bandwidth(part: MeasuredPart, *, is_within: bool) -> float:
-    """Return the bus bandwidth of the largest all-gather within a node or between nodes, in
-    bytes/s.
+    """Return the bus bandwidth of the largest all-gather, in bytes/s.
+
+    `is_within` selects groups within a node or between nodes.
 
     Without such a gather, return the bandwidth of the largest memory-bound operator.
     """

@@ -1,6 +1,4 @@
-"""Composable checkpointing (torch/distributed/_composable): recompute a module's forward in
-backward.
-"""
+"""Composable checkpointing (torch/distributed/_composable), which recomputes in backward."""
 
 from __future__ import annotations
 

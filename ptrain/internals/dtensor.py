@@ -1,6 +1,4 @@
-"""DTensor (torch/distributed/tensor): meshes, shapes of shards, the cache of operators, random
-numbers, and the behavior under tracing.
-"""
+"""DTensor (torch/distributed/tensor): meshes, shards, caches, random numbers, tracing."""
 
 from __future__ import annotations
 

@@ -144,9 +144,7 @@ def end_backward(root: FSDPModule) -> None:
 
 
 def smaller_shard(part: FSDPParam) -> torch.Tensor | None:
-    """Return the shard that a smaller group keeps between forward and backward, None if there is
-    none.
-    """
+    """Return a smaller group's shard between forward and backward, None if there is none."""
     return getattr(part, "_sharded_post_forward_param_data", None)
 
 

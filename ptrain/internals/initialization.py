@@ -16,8 +16,9 @@ PARTS = (PrivatePart(owner=init, members=(_NAME,)),)
 
 
 def truncated_normal_as(stand_in: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Temporarily replace the function by `stand_in`, which receives the original and its
-    arguments.
+    """Temporarily replace the function by `stand_in`.
+
+    It receives the original function and its arguments.
 
     Code that imported `torch.nn.init.trunc_normal_` earlier, as transformers does, calls it too.
     """

@@ -1,5 +1,4 @@
-"""Descriptions of private torch members by version, in place of a contract that torch does not
-give.
+"""Descriptions of private torch members by version, which torch does not document.
 
 `tests/unit/test_internals.py` checks all of them against the installed torch.
 """

@@ -1,5 +1,4 @@
-"""Backward passes of a pipeline stage, full and in halves
-(torch/distributed/pipelining/_backward.py).
+"""Backward passes of a pipeline stage (torch/distributed/pipelining/_backward.py).
 
 Nothing else of torch's pipelining is used. Its stages are not, since `fwd_cache` is gone in 2.15.
 """

@@ -1,6 +1,4 @@
-"""c10d (torch/distributed/distributed_c10d.py): process groups by name, timeouts, stores, and
-works.
-"""
+"""c10d (torch/distributed/distributed_c10d.py): process groups, timeouts, stores, works."""
 
 from __future__ import annotations
 

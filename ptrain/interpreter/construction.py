@@ -1,5 +1,4 @@
-"""The state that a plan's steps build up: the model or a rank's stages, and the routers' bias
-update.
+"""The state that the steps of a plan build, and the bias update of routers.
 
 Legend of shape suffixes: L layers of this rank that have routers, E experts.
 
@@ -78,9 +77,7 @@ class Workpiece:
     wrapped: WrappedModel | None = None
 
     def place(self, world: World) -> None:
-        """Move the module to the rank's device, unless it is on meta, and cast it to the stored
-        dtype.
-        """
+        """Move a module that is not on meta to the device, and cast it to the stored dtype."""
         device, layout = world.device, self.plan.update.layout
         tensors = list(self.module.parameters())
         if any(parameter.device != device for parameter in tensors) and not self.is_meta:

@@ -399,8 +399,9 @@ def _look_without_values(spec: Spec, *, allow_import: bool, draws: bool = True) 
 
 
 def _findings_of(error: PtrainError) -> str:
-    """Return the findings of an error, without place and remedy, since the spec is not at fault
-    here.
+    """Return the findings of an error.
+
+    Place and remedy are left out, since the spec is not at fault here.
     """
     faults = error.faults if isinstance(error, SpecError) else ()
     return "; ".join(fault.finding for fault in faults) or str(error)

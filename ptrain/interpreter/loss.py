@@ -83,8 +83,9 @@ class LossScale:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, group=group)
 
     def beside(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and `found_inf` on the device of `tensor`; they are copied to the host once
-        a step.
+        """Return scale and `found_inf` on the device of `tensor`.
+
+        They are copied to the host at most once a step.
         """
         if self._is_on_device(tensor):
             return self.scale, self.found_inf
@@ -188,8 +189,7 @@ def global_norm(
     copied: Collection[int] = (),
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the global norm of the gradients of all ranks (0-d, at least fp32, equal on all
-    ranks).
+    """Return the global norm of all gradients (0-d, at least fp32, equal on all ranks).
 
     It is not finite if any gradient is not, or if the sum of squares overflows its dtype. It needs
     one all-reduce of a scalar per axis that shards gradients; replicated gradients count once.
@@ -399,9 +399,7 @@ class StepLoss:
             self._batch = None
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
-        """Run forward and return the divided loss of a micro-batch (0-d); backward starts with
-        `seed`.
-        """
+        """Run forward and return the divided loss (0-d); backward starts with `seed`."""
         return self.loss.run(model, samples) / self._divisor(samples)
 
     def seed(self, loss: Tensor) -> Tensor | None:
@@ -439,9 +437,7 @@ class PassRunner(Protocol):
         """Run forward and backward of every micro-batch; gradients are complete afterwards."""
 
     def evaluate(self, batch: StepBatch, add: Add) -> None:
-        """Run forward of every micro-batch, and call `add` with each loss on the ranks that compute
-        it.
-        """
+        """Run forward of every micro-batch, and call `add` with each loss this rank computes."""
 
 
 class InTurn:

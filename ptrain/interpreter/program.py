@@ -89,8 +89,7 @@ def require_equal_models(
 
 
 def require_equal_samples(function: UserFunction | None, world: World) -> None:
-    """Require that all ranks have the same dataset (size, first and last samples); None has no
-    check.
+    """Require that all ranks have the same dataset, by its size and some samples.
 
     Raises:
         SpecError: Two ranks differ. Every rank raises it.
@@ -128,9 +127,7 @@ def gather(
     group: dist.ProcessGroup | None = None,
     kind: Any = Any,
 ) -> list[Any]:
-    """Return the values of all `size` ranks of a group in rank order, sent as JSON; `kind` is the
-    type.
-    """
+    """Return the values of all `size` ranks in order, sent as JSON and read as `kind`."""
     body = json.dumps(encode(value, kind)).encode()
     mine = torch.tensor([len(body)], device=device)
     sizes = [torch.zeros_like(mine) for _ in range(size)]
@@ -210,9 +207,7 @@ class GradientObserver(Protocol):
         """Note that gradients are summed over the ranks, in the optimizer's layout."""
 
     def clipped(self, norm: torch.Tensor | None) -> None:
-        """Note that gradients are ready for the optimizer; `norm` (0-d) is their norm before
-        clipping.
-        """
+        """Note that gradients are clipped; `norm` (0-d) is their norm before it."""
 
 
 class Program:
@@ -287,9 +282,7 @@ class Program:
         return self.mesh.place(self.plan.drawing_axes)
 
     def samples(self, step: int) -> StepBatch:
-        """Return this rank's part of the global batch of a step (from 0), read from the spec's
-        `data`.
-        """
+        """Return this rank's samples of a step (from 0), read from the spec's `data`."""
         if self._source is None:
             self._source = corpus(self.spec.data)
         local = batch(
@@ -392,9 +385,7 @@ class Program:
         self.wrapped.clear_gradients()
 
     def _check_and_measure(self) -> torch.Tensor | None:
-        """Check gradients and return their norm, in a function so that no local keeps a gradient
-        alive.
-        """
+        """Check and measure gradients; a function, so that no local keeps them alive."""
         gradients = self.gradients() if self.scaling or self.clipping else []
         if self.scaling is not None:
             self.scaling.check(gradients)
@@ -486,9 +477,7 @@ class Program:
                 tensor.copy_(state["routers"][name])
 
     def canonical(self, named: Named) -> Named:
-        """Return tensors, a stage's copies too, by the model's names and order of features.
-        Collective.
-        """
+        """Return tensors by the model's names, in its order of features. Collective."""
         return self.order.canonical(
             {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
         )

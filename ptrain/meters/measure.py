@@ -1,5 +1,4 @@
-"""Measure one steady step: memory by state, its peak by phase, every collective, and socket
-traffic.
+"""Measure one steady step: memory and its peak, collectives, and bytes sent on sockets.
 
     with measure(program) as measurement:
         program.forward_backward(batch)
@@ -270,8 +269,9 @@ class Foreign:
         return tuple(dict.fromkeys(filter(None, meanings)))
 
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:
-        """Return the axes of each group by its name; groups that shard no parameter are named by
-        ranks.
+        """Return the axes of each group by its name.
+
+        Groups that shard no parameter are named by their ranks.
         """
         axes_of: dict[str, tuple[str, ...]] = {}
         for parameter in (*self._fsdp_parameters()[0], *self._parameters):
@@ -398,8 +398,9 @@ def one_step(optimizer: object | None) -> Iterator[None]:
 
 
 def _unwrap_optimizer(optimizer: object | None) -> object | None:
-    """Return the torch optimizer inside wrappers: accelerate names it `optimizer`, torch's ZeRO
-    `optim`.
+    """Return the torch optimizer inside wrappers.
+
+    accelerate names it `optimizer`, torch's ZeroRedundancyOptimizer `optim`.
     """
     for name in ("optimizer", "optim"):
         if isinstance(inner := getattr(optimizer, name, None), torch.optim.Optimizer):

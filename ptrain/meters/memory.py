@@ -270,8 +270,9 @@ class MemoryMeter(Ledger):
             time.sleep(min(seconds * self._crowd, _LONGEST_RELEASE_SECONDS))
 
     def _register(self) -> None:
-        """Read the declared storages and their states, and count those that were taken for internal
-        ones.
+        """Read the declared storages and their states.
+
+        Declared storages that were taken for internal ones are counted from now on.
         """
         self._settle()
         declared = list(self._program.storages())
@@ -418,8 +419,9 @@ class RoleRow:
 
 
 class Finder(OperatorMode):
-    """The mode that infers the roles of storages. Enter it around one steady step, from its forward
-    pass to its update.
+    """The mode that infers the roles of storages in a step.
+
+    Enter it around one steady step, from its forward pass to its update.
 
     Storages are numbered in order of first use; the finder keeps none of them alive.
     """

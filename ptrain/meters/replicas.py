@@ -226,9 +226,7 @@ class ReplicaMeter:
         return root_cause(mismatches, coordinates(self.program), self.last_good)
 
     def _copies_between_steps(self, step: int, moment: Moment) -> Iterator[Copy]:
-        """Yield a `Copy` for each part, counter and hyperparameter that this rank holds between
-        steps.
-        """
+        """Yield a `Copy` of each part, counter and hyperparameter of this rank between steps."""
         program = self.program
         held = (holdings.parameters, holdings.optimizer, holdings.buffers)
         yield from _copies(moment, chain.from_iterable(read(program) for read in held))
@@ -245,8 +243,9 @@ class ReplicaMeter:
             yield Copy(moment, Subject.RANDOM, "generator", place, "state", digest)
 
     def _random_state(self, moment: Moment) -> tuple[str, str] | None:
-        """Return the state of random numbers; None before the step begins, which seeds the
-        generators.
+        """Return the state of random numbers.
+
+        Returns None before a step begins, since the step seeds the generators.
         """
         return None if moment is Moment.START else drawn(self.program)
 
@@ -306,8 +305,9 @@ def _number_copy(moment: Moment, subject: Subject, name: str, value: str) -> Cop
 
 
 def _agrees_with_itself(table: Iterable[Copy]) -> bool:
-    """Return True if all copies within this rank are equal: two pipeline stages may hold one
-    tensor.
+    """Return True if all copies within this rank are equal.
+
+    Two pipeline stages of a rank may hold one tensor.
     """
     seen: dict[Identity, Copy] = {}
     return all(seen.setdefault(copy.identity, copy) == copy for copy in table)
@@ -345,9 +345,7 @@ def _stale_mismatches(
 def _missing_mismatches(
     before: Mapping[Identity, tuple[int, ...]], now: Mapping[Identity, tuple[int, ...]], step: int
 ) -> Iterator[Mismatch]:
-    """Yield a mismatch for each part that a rank held at an earlier check and other ranks still
-    hold.
-    """
+    """Yield a mismatch for each part that a rank has lost, but other ranks still hold."""
     for identity, ranks in now.items():
         moment, subject, name, _ = identity
         for rank in sorted({*before.get(identity, ())} - {*ranks}):

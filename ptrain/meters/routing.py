@@ -94,8 +94,9 @@ class RoutingMeter:
         }
 
     def rows(self) -> Rows:
-        """Return the sums of the last step by layer: choices of each expert, then dropped choices,
-        entropy and number of tokens.
+        """Return the sums of the last step by layer.
+
+        A row has the choices of each expert, dropped choices, entropy and number of tokens.
         """
         return {layer: sums.tolist() for layer, sums in self._sums.items()}
 

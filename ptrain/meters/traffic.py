@@ -352,9 +352,7 @@ class CollectiveLedger(OperatorMode):
             self._groups[group.group_name] = tuple(dist.get_process_group_ranks(group))
 
     def _ledger_entry(self, name: str, named: dict[str, Any], result: Any, carries: str) -> Call:
-        """Return the ledger entry of a call, with a digest of its result if all ranks receive the
-        same.
-        """
+        """Return the ledger entry of a call, with a digest of a result that all ranks receive."""
         operator = str(_COLLECTIVES[name][0]) if name in _COLLECTIVES else name.strip("_")
         is_c10d = any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(result))
         whole = [*tensors_of(next(iter(named.values())) if is_c10d else result)]
@@ -463,9 +461,7 @@ def span(names: Sequence[str]) -> str:
 
 
 def _reduction_name(operator: Any) -> str:
-    """Return the name of a reduction operator: c10d boxes its number, functional collectives name
-    it.
-    """
+    """Return the name of a reduction operator, which c10d passes as a boxed number."""
     if isinstance(operator, torch.ScriptObject):
         number = int(operator.op())
         return _REDUCTIONS[number] if number < len(_REDUCTIONS) else str(number)
@@ -582,17 +578,13 @@ def _sent_bytes(entry: dict[str, Any], group_sizes: dict[str, int]) -> int:
 
 
 def _tensor_bytes(sizes: list[list[int]], dtypes: list[str]) -> Iterator[int]:
-    """Yield the bytes of each recorded tensor; the last dtype applies to all tensors beyond the
-    list.
-    """
+    """Yield the bytes of each recorded tensor; the last dtype applies to all further ones."""
     for position, size in enumerate(sizes):
         dtype = dtypes[min(position, len(dtypes) - 1)]
         yield math.prod(size) * _ITEMSIZES.get(dtype, 4)
 
 
 def _group_sizes() -> dict[str, int]:
-    """Return the size of each process group; the recorder's list of ranks is empty for
-    sub-groups.
-    """
+    """Return the size of each process group, which the recorder lacks for sub-groups."""
     names = process_groups.names()
     return {name: group.size() for group, name in names.items() if group is not None}

@@ -184,9 +184,7 @@ class TorchOptimizer:
             leaf.optimizer = self.optimizer
 
     def step(self, lr: float, scalars: tuple[torch.Tensor | None, torch.Tensor] | None) -> None:
-        """Update all leaves with this learning rate and, for a scaled loss, its scale and skip
-        flag.
-        """
+        """Update all leaves with this learning rate; `scalars` are loss scale and skip flag."""
         for options in self.optimizer.param_groups:
             options["lr"] = lr
         # torch's fused optimizers read these attributes, which torch.amp.GradScaler sets

@@ -1,5 +1,7 @@
-"""Optimizers that update with one operator at a time: torch's classes without a fused kernel, and
-this project's Lion, Muon, and SGD for 16 bits on a CPU.
+"""Optimizers that update with one operator at a time.
+
+They are torch's classes without a fused kernel, and this project's Lion, Muon, and SGD for 16 bits
+on a CPU.
 """
 
 from __future__ import annotations
@@ -169,8 +171,7 @@ class LionByFormula(PlainLion):
 
 
 class SGD(_OneByOne):
-    """SGD with the arithmetic of torch.optim.SGD, one operator at a time, with scalars as
-    temporaries.
+    """SGD with torch's arithmetic, one operator at a time, with scalars as temporaries.
 
     It is for 16-bit parameters on a CPU, where torch's fused kernel (up to 2.13) reads momenta
     wrongly and leaves all but a tensor's last few elements unchanged (pytorch/pytorch#191763).
@@ -289,9 +290,7 @@ class ExactMuon(_OneByOne, torch.optim.Muon):
 
 
 def _exactly_orthogonalized(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Return the orthogonalized matrix by a singular value decomposition, with torch's
-    coefficients.
-    """
+    """Orthogonalize a matrix by singular value decomposition, with torch's coefficients."""
     a, b, c = group["ns_coefficients"]
     left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
     sizes = sizes / max(float(sizes.square().sum().sqrt()), group["eps"])

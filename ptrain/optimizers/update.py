@@ -359,8 +359,7 @@ def _no_hidden_flags(groups: Sequence[Sequence[X]]) -> list[list[bool]]:
 
 
 def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
-    """Return True if no tensor is gathered, moved or cast for the update, so that one call updates
-    all.
+    """Return True if one call can update all: no tensor is gathered, moved or cast.
 
     False for groups without targets, in which all parameters are frozen.
     """
@@ -384,8 +383,6 @@ def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
 
 
 def optimizer_itemsize(spec: OptimizerSpec, layout: Layout) -> int:
-    """Return the bytes of optimizer state per updated element: 12 for AdamW with an fp32 master
-    copy.
-    """
+    """Return the bytes of optimizer state per element: 12 for AdamW with fp32 masters."""
     master = layout.master.itemsize if layout.master else 0
     return master + len(moment_names(rule_of(spec, False), spec)) * layout.moments.itemsize

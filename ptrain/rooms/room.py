@@ -116,8 +116,9 @@ class Room(Protocol[T]):
         ...
 
     def like(self, tensor: T, numel: int) -> T:
-        """Return an uninitialized 1-d tensor of `numel` elements with the dtype and state of
-        `tensor`.
+        """Return an uninitialized 1-d tensor of `numel` elements like `tensor`.
+
+        It has the dtype and the state of `tensor`.
 
         It is on the same tier, or in host memory if `tensor` is in a mapped file.
         """
@@ -186,15 +187,11 @@ class Room(Protocol[T]):
         ...
 
     def permuted(self, tensor: T, shape: Shape, order: Sequence[int]) -> T:
-        """Return a contiguous 1-d copy of `tensor`, viewed as `shape` with its dimensions in
-        `order`.
-        """
+        """Return a 1-d copy of `tensor`, viewed as `shape`, with its dimensions in `order`."""
         ...
 
     def unpermute(self, tensor: T, shape: Shape, order: Sequence[int], into: T) -> None:
-        """Undo `permuted`: write `tensor` to `into`, viewed as `shape`, with its dimensions
-        restored.
-        """
+        """Undo `permuted`: write `tensor` to `into`, viewed as `shape`."""
 
     def same(self, tensor: T, other: T) -> bool:
         """Return True if two tensors of equal size begin at the same byte of the same storage."""
@@ -219,8 +216,9 @@ class Room(Protocol[T]):
     def reduce_scatter(
         self, whole: T, into: T, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
     ) -> Move[T]:
-        """Reduce-scatter `whole` (1-d, ranks x shard), which is overwritten, into this rank's
-        `into`.
+        """Reduce-scatter `whole` (1-d, ranks x shard) into this rank's `into`.
+
+        `whole` is overwritten.
 
         `via` selects the native collective, or an all-to-all with a buffer of the size of `whole`.
         """

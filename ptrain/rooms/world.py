@@ -161,8 +161,9 @@ def _ranks_from_environment(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def _num_local(environment: Mapping[str, str], local_rank: int) -> int:
-    """Return the number of ranks on this node; without LOCAL_WORLD_SIZE, at least the local rank +
-    1.
+    """Return the number of ranks on this node.
+
+    Without LOCAL_WORLD_SIZE, the local rank gives a lower bound.
     """
     text = environment.get("LOCAL_WORLD_SIZE", str(local_rank + 1))
     return max(_parse_integer("LOCAL_WORLD_SIZE", text), local_rank + 1)
@@ -356,8 +357,9 @@ def new_fakes() -> FakeTensorMode:
 
 @contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
-    """Temporarily create tensors without data, except for the few integers that DDP's reducer
-    reads.
+    """Temporarily create tensors without data.
+
+    The few integers that DDP's reducer reads are real.
 
     Tensors created in a `mode` can be used again only in that mode; other modes copy them.
     """
@@ -413,8 +415,9 @@ class _AsOnDevices(TorchDispatchMode):
 
 
 class _SeedsOnHost(TorchDispatchMode):
-    """The mode that leaves seed and offset of efficient attention's dropout on the host, as CUDA
-    does.
+    """The mode that keeps seed and offset of efficient attention on the host.
+
+    CUDA leaves them there for dropout.
 
     torch's shape functions (Note [Seed and Offset]) put them on the device, which is right only in
     a captured graph. They are real tensors here. Observed on an H100 with torch 2.11.

@@ -1,6 +1,4 @@
-"""The search space of the data axes: factorizations into replicas and shards, useful tuples,
-options.
-"""
+"""The search space of the data axes: factorizations, useful tuples, and options."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ def in_memory(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 def lies_in_group_order(memory: Sequence[Axis], cut: Sequence[Axis], over: Sequence[Axis]) -> bool:
-    """Return True if the parts of a group along `over` are contiguous and in the order of its
-    ranks.
+    """Return True if a group's parts along `over` are contiguous and in rank order.
 
     Args:
         memory: All axes that shard the buffer, in memory order.
@@ -88,8 +87,7 @@ def stretches(
 def runs(
     tensors: Sequence[tuple[int, bool]], padded: int, within: Iterable[tuple[int, int]]
 ) -> Iterator[Run]:
-    """Yield the runs of elements with equal flags in a shard, which consists of the ranges
-    `within`.
+    """Yield the runs of elements with equal flags in a shard of the ranges `within`.
 
     `tensors` are elements and flag of each tensor of the full buffer. Padding counts to the last
     tensor.

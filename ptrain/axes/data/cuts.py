@@ -1,5 +1,4 @@
-"""The layout of one flat buffer over the data axes: shards over any set of axes, and moves between
-them.
+"""The layout of a flat buffer over the data axes: shards, and moves between them.
 
 The buffer is viewed as [|dp_shard|, ..., |dp_replicate|, c], with the axes that shard any state. A
 shard over a set of axes is an index along each of its dimensions. `S over a, then over b` is
@@ -49,9 +48,7 @@ class Cuts(Generic[T]):
         return self.padded // math.prod(self.room.degree(axis) for axis in cut)
 
     def shape(self, cut: Sequence[Axis]) -> tuple[int, ...]:
-        """Return the dimensions of a shard over `cut`: 1 for sharded axes, the degree for all
-        others.
-        """
+        """Return the dimensions of a shard: 1 for the axes `cut`, the degree for all others."""
         dims = zip(self.axes, self.degrees, strict=True)
         return (*(1 if axis in cut else degree for axis, degree in dims), self._smallest_numel)
 

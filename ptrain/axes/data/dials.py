@@ -1,5 +1,6 @@
-"""The options that have an effect with a placement. An option without effect is rejected, not
-ignored.
+"""The options that have an effect with a placement.
+
+An option without effect is rejected, not ignored.
 
 On a single device all options are allowed: it is the degenerate case of every spec, and nothing
 moves there. With several ranks but no data axis, the options of data axes have no effect.

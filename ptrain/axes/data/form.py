@@ -1,5 +1,6 @@
-"""The implementation (form) of a placement on the data axes, chosen by modes, layout and optimizer
-only.
+"""The implementation (form) of a placement on the data axes.
+
+It follows from modes, layout and optimizer only.
 
 The plan is built from it, and the rules about options use it.
 """

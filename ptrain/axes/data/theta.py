@@ -65,8 +65,7 @@ class Parameters(Generic[T]):
         return State.OPTIMIZER if self.is_materialized else State.PARAMETERS
 
     def cut_runs(self, axes: Sequence[Axis]) -> tuple[Run, ...]:
-        """Return the runs of a shard over `axes`, with a flag for tensors whose operators are
-        sharded.
+        """Return the runs of a shard over `axes`, with a flag for sharded operators.
 
         A run is (start, end, flag). Padding belongs to the run before it.
         """
@@ -128,9 +127,7 @@ class Parameters(Generic[T]):
             self._gathering = None
 
     def _for_use(self) -> T:
-        """Return the stored tensor in the dtype of use, moved as near to `whole` as the collective
-        needs.
-        """
+        """Return the stored tensor in the dtype of use, where the collective needs it."""
         room, part, used = self.room, self.stored, self.layout.parameters
         if self.tier is Tier.FILE:
             part = room.move(part, Tier.HOST, self.state)
@@ -149,8 +146,7 @@ class Parameters(Generic[T]):
         self.is_gathered = False
 
     def place(self, missing: Axes) -> T | None:
-        """Return the view of this rank's updated part in `stored`, for a gather along `missing`
-        from it.
+        """Return this rank's updated part in `stored`, for a gather along `missing` from it.
 
         Returns None if the parameters are not on the device, or the parts are not in group order.
         """
@@ -220,9 +216,7 @@ class Parameters(Generic[T]):
 
 
 class UnitTheta(Generic[T]):
-    """The parameters of one unit, which are used together: a buffer of trained and one of frozen
-    ones.
-    """
+    """The parameters of one unit, in a buffer of trained and a buffer of frozen ones."""
 
     def __init__(self, parts: Sequence[Parameters[T]]) -> None:
         self.parts = parts
@@ -338,8 +332,9 @@ class RoutedSlot(Generic[T]):
 
 
 class TensorSlot(Generic[T]):
-    """A slot for one full tensor of a unit, stored as a flat padded shard. Scalars are stored
-    unchanged.
+    """A slot for one full tensor of a unit, stored as a flat padded shard.
+
+    Scalars are stored unchanged.
     """
 
     is_resident = False

@@ -122,8 +122,7 @@ class OverlappedReduction(Generic[T]):
 
 
 class UnitParts(NamedTuple, Generic[T]):
-    """The state of one unit: trained parameters with gradients and optimizer state, and frozen
-    ones.
+    """The state of one unit: trained parameters with their state, and frozen parameters.
 
     At least one of the two is present.
     """
@@ -168,9 +167,7 @@ class UnitUse(Generic[T]):
         self.order.gather(self.theta, is_forward=False)
 
     def after_backward(self) -> None:
-        """Free frozen parameters when the gradients of the inputs are complete, or the pass has
-        ended.
-        """
+        """Free frozen parameters when backward has left the unit, or the pass has ended."""
         if self.frozen is not None and self.is_given_back:
             self.frozen.release()
 
@@ -240,8 +237,7 @@ class UnitLife(UnitUse[T]):
         self.finish()
 
     def finish(self) -> None:
-        """Complete the unit's backward: reduce gradients if due, free parameters, update if
-        consumed.
+        """Complete the unit's backward: reduce if due, free parameters, update if consumed.
 
         It is also called at the end of a pass in which some parameter got no gradient.
         """
@@ -331,8 +327,7 @@ class ModelLife(Generic[T]):
             self.release()
 
     def begin_passes(self) -> None:
-        """Begin a step's passes in a pipeline: start the gathers that the update left to the next
-        use.
+        """Start the gathers that the last update left to a step's passes in a pipeline.
 
         The root's comes first, since its embedding is used first. They run while stages wait for
         messages.

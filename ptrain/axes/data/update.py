@@ -78,9 +78,7 @@ class UnitState(Generic[T]):
         return held
 
     def store(self, value: T) -> None:
-        """Write an updated shard back to the stored parameters; gather it if these are less
-        sharded.
-        """
+        """Write an updated shard to the stored parameters, gathered if these are less sharded."""
         parameters, step, cut, room = self.parameters, self.step, self.step.updated, self.room
         missing, extra = without(cut, parameters.cut), without(parameters.cut, cut)
         part, tier, place = value, step.update_tier, parameters.place(missing)
@@ -188,8 +186,9 @@ class TensorsUpdate(Generic[T]):
             self.unit.store(whole)
 
     def _updated_buffer(self) -> T:
-        """Return a buffer for the unit's updated tensors: the stored parameters if full and on that
-        tier.
+        """Return a buffer for the unit's updated tensors.
+
+        These are the stored parameters, if full and on the update's tier.
         """
         parameters, step, cuts = self.unit.parameters, self.unit.step, self.unit.cuts
         if not parameters.cut and parameters.tier is step.update_tier:
@@ -341,8 +340,7 @@ class Gradients(Generic[T]):
         self._unwritten.discard(index)
 
     def finish(self, *, is_last: bool, is_due: bool) -> None:
-        """Reduce the buffer along `cut` after the unit's backward, if due, and store this rank's
-        part.
+        """Reduce the buffer along `cut`, if due, and store this rank's part.
 
         With overlap, the first collective is only started; `complete` does the rest.
         """
@@ -459,8 +457,9 @@ class Gradients(Generic[T]):
         self.kept, self.now, self.partial = held, wanted, ()
 
     def working(self) -> T | None:
-        """Return the gradient on the update's tier, gathered along the axes of S*; None without
-        one.
+        """Return the gradient on the update's tier, None without one.
+
+        It is gathered along the axes of S*.
         """
         room, held = self.room, self.kept
         if held is None:

@@ -170,9 +170,7 @@ def in_flight_of_interleaved(pipeline: PipelineShape, rank: int) -> int:
 
 
 def in_flight_of_zero_bubble(pipeline: PipelineShape, rank: int) -> int:
-    """Return the chunks of ZB-H1: 1F1B's, plus `rank` delayed weight halves, which is p on all
-    ranks.
-    """
+    """Return the chunks of ZB-H1: 1F1B's, plus `rank` delayed weight halves: p in all."""
     return _chunks_of_rounds(pipeline, pipeline.ranks)
 
 

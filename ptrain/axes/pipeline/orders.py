@@ -124,9 +124,7 @@ def _num_warm_up(pipeline: PipelineShape, rank: int, *, per_hop: int) -> int:
 def _alternate(
     forwards: Sequence[_Chunk], backwards: Sequence[_Chunk], warm_up: int
 ) -> Iterator[Action]:
-    """Yield forwards to warm up, then one forward and one backward in turn, then the other
-    backwards.
-    """
+    """Yield `warm_up` forwards, then forwards and backwards in turn, then the backwards left."""
     yield from _actions(Kind.FORWARD, forwards[:warm_up])
     rest = forwards[warm_up:]
     for index, chunk in enumerate(backwards):

@@ -186,9 +186,7 @@ class _Simulation:
         return next((need for need in needs if need not in self.ended), None)
 
     def _arrival(self, need: Action, rank: int) -> float | None:
-        """Return the time at which an input is available on a rank, None if it has not been
-        computed.
-        """
+        """Return the time at which an input arrives on a rank, None if not computed yet."""
         end = self.ended.get(need)
         if end is None or self.rank_of[need.stage] == rank:
             return end

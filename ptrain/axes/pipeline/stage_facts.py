@@ -29,8 +29,9 @@ _LAST_USE = (Kind.BACKWARD, Kind.WEIGHT)  # a split backward needs activations u
 
 
 def held(schedule: Schedule, rank: int) -> Iterator[dict[int, int]]:
-    """Yield the numbers of micro-batches whose activations a rank holds, by stage, during each
-    step.
+    """Yield, during each step, the numbers of micro-batches held by a rank's stages.
+
+    A stage holds the activations of a micro-batch.
 
     A micro-batch counts from its forward to its full backward or its weight half, both included.
     """

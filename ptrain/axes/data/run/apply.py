@@ -155,8 +155,7 @@ class ReplicatedWrap(ParameterWrap):
         )
 
     def clear_gradients(self) -> None:
-        """Clear gradients: zero the buckets if micro-batches accumulate into them, else drop
-        `.grad`.
+        """Zero the buckets if micro-batches accumulate into them, else drop `.grad`.
 
         Without accumulation, autograd's gradients are copied into the buckets, which need not be
         read. DDP rebuilds its buckets in the second step.
@@ -181,8 +180,9 @@ class ReplicatedWrap(ParameterWrap):
 
 
 def _bucket_cap_mb(step: Replicate) -> float | None:
-    """Return DDP's `bucket_cap_mb`: None for its default size, with which its first bucket is
-    small.
+    """Return DDP's `bucket_cap_mb`.
+
+    None is its default size, with which its first bucket is small.
     """
     cap = step.bucket_bytes / 2**20
     return None if cap == _STOCK_BUCKET_MB else cap
@@ -452,9 +452,7 @@ def _precision_policy(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
 
 
 def _name_smaller_group(group: FSDPParamGroup, step: FullyShard, mesh: Mesh) -> None:
-    """Register the axes of the smaller group that shards a unit between forward and backward, if
-    any.
-    """
+    """Register the axes of the group that shards a unit between forward and backward."""
     if (between := fsdp2.smaller_group(group)) is not None:
         mesh.adopt(between, step.shard_axes)
 

@@ -153,9 +153,7 @@ class WrappedModel:
         """Free gathered parameters, which would be stale after an update."""
 
     def consume_with(self, update: Callable[[int], None]) -> None:
-        """Call `update(i)` as soon as the gradients of the i-th group of targets are complete (G =
-        M).
-        """
+        """Call `update(i)` once the gradients of the i-th group are complete (G = M)."""
         raise AssertionError("gradients are updated from in backward by flat units alone")
 
     def reduce_gradients(self) -> None:
@@ -273,8 +271,9 @@ class FlatWrap(WrappedModel):
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Run one forward and backward pass; the last one reduces and reshards whatever the policy
-        is.
+        """Temporarily run one forward and backward pass.
+
+        The last one reduces and reshards whatever the policy is.
         """
         self.units.begin_pass(is_last=is_last)
         yield
@@ -390,9 +389,7 @@ class OwnUpdate(Protocol):
     """An optimizer that is part of a wrap, which decides where its state is stored."""
 
     def step(self, lr: float, scaling: Scale[torch.Tensor] | None = None) -> None:
-        """Update with this learning rate, unless `scaling` skips it; parameters are complete
-        afterwards.
-        """
+        """Update all parameters with this learning rate, unless `scaling` skips it."""
 
     def tensors(self) -> Iterator[tuple[NamedTarget, dict[str, torch.Tensor]]]:
         """Yield each target with its optimizer state by name."""

@@ -164,9 +164,7 @@ class FlatTensors:
         return distribute_rows(tensor, self.mesh.submesh(axes)) if axes else tensor.clone()
 
     def split(self, part: torch.Tensor, cut: Axes) -> Named:
-        """Return the named tensors of a buffer: all-gather it, and keep this rank's rows of each
-        tensor.
-        """
+        """Return this rank's rows of each named tensor, after an all-gather of the buffer."""
         whole = self.whole(self.buffer_cuts, part, cut)
         return {
             name: self.rows(whole_of(parameter, piece))
@@ -440,8 +438,9 @@ class ZeroRedundancyUpdate:
         yield from ((target, TorchLeaf(target.parameter)) for target in self.targets)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        """Yield buckets and optimizer state; a rank that owns no tensor has a bucket of one
-        element.
+        """Yield buckets and optimizer state.
+
+        A rank that owns no tensor has a bucket of one element.
         """
         yield from ((State.PARAMETERS, bucket) for bucket in self._buckets())
         for state in self.optimizer.optim.state.values():

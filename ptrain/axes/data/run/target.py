@@ -35,9 +35,7 @@ class NamedTarget(Target[torch.Tensor], Protocol):
         ...
 
     def views(self) -> Iterable[CutView]:
-        """Return views that make up `gradient`, each with the axes along which ranks have other
-        parts.
-        """
+        """Return views that make up `gradient`, each with the axes that shard its operator."""
         ...
 
     def named(self, part: torch.Tensor) -> Named:
@@ -48,9 +46,7 @@ class NamedTarget(Target[torch.Tensor], Protocol):
         ...
 
     def split(self, part: torch.Tensor) -> Named:
-        """Return a stored tensor of optimizer state as full tensors (or DTensors) by canonical
-        name.
-        """
+        """Return a tensor of optimizer state as full tensors (or DTensors) by canonical name."""
         ...
 
     def join(self, named: Named) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Cut a stage's part from a model: the model with stand-ins for other stages' layers and missing
-ends.
+"""Cut a stage's part from a model, with stand-ins for all modules that it lacks.
 
 The first stage takes tokens, the others hidden states and tokens. The last one returns the model's
 output, the others hidden states. All remaining modules keep their names.
@@ -78,8 +77,9 @@ class Crossing:
         return _replace_tensor((given, named), first, self.hidden)
 
     def shaped(self, shape: Iterable[int]) -> Tensor:
-        """Return a tensor of a shape with arbitrary values, without memory unless it is written
-        into.
+        """Return a tensor with arbitrary values.
+
+        It has no memory, unless the model writes into it.
         """
         if self._is_written:
             return self.hidden.detach().new_zeros(*shape)
@@ -338,8 +338,9 @@ def _stand_in(
 
 
 def apart(output: torch.Tensor) -> torch.Tensor:
-    """Return a stage's output in contiguous memory and not as a view, which torch would detach in
-    place.
+    """Return a stage's output as a contiguous tensor that is not a view.
+
+    torch detaches it in place, which views do not support.
 
     A contiguous output is not copied.
     """

@@ -1,5 +1,4 @@
-"""A rank's pipeline stages: their wraps, their passes, and the execution of the rank's
-instructions.
+"""A rank's pipeline stages: wraps, passes, and the executor of its instructions.
 
 The stages act as one wrapped model. For a micro-batch, a stage holds the input, the output and, on
 the last stage, the loss until its backward pass is over; for a backward pass in halves, also the
@@ -152,9 +151,7 @@ class Staged(WrappedModel):
             )
 
     def _group_of_ends(self) -> dist.ProcessGroup | None:
-        """Return the group of the first and the last stage's ranks, None on one or on
-        other ranks.
-        """
+        """Return the first and last stage's group; None elsewhere, or if they share a rank."""
         axis, ends = self.step.axis, (self.step.rank_of[0], self.step.rank_of[-1])
         if ends[0] == ends[1]:
             return None
@@ -226,9 +223,7 @@ class Waits:
 
     @contextmanager
     def watched(self, stages: str) -> Iterator[None]:
-        """Temporarily raise errors as RankFailed that names the neighbour; `stages` are this
-        rank's.
-        """
+        """Temporarily raise errors as RankFailed with this rank's `stages` and the neighbour."""
         self._message = None  # left from an earlier step that failed
         try:
             yield
@@ -264,9 +259,7 @@ class BoundaryTensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def require(self, output: Tensor, stage: int, micro_batch: int) -> None:
-        """Raise RankFailed unless an output is as expected: the next stage would
-        misread its bytes.
-        """
+        """Raise RankFailed unless an output is as expected (its bytes would be misread)."""
         if (tuple(output.shape), output.dtype) != (self.shape, self.dtype):
             raise RankFailed(
                 f"stage {stage}, micro-batch {micro_batch}: hidden states are "
@@ -355,9 +348,7 @@ class StageRunner:
         return None
 
     def compute(self, action: Action, given: Tensor | None, samples: SampleBatch) -> Tensor | None:
-        """Run one pass; `given` is the received tensor. Returns the tensor for another stage, if
-        any.
-        """
+        """Run one pass; take the received tensor, and return the one for another stage."""
         number = action.microbatch
         match action.kind:
             case Kind.FORWARD:
@@ -559,9 +550,7 @@ class Pipelined:
                 stage.wrapped.end_passes()
 
     def evaluate(self, batch: StepBatch, add: Callable[[torch.Tensor], object]) -> None:
-        """Run forward of every micro-batch in turn, and call `add` with each loss on the last
-        stage.
-        """
+        """Run forward of every micro-batch, and call `add` with each loss on the last stage."""
         micro_batches = list(batch.micro_batches(self.micro))
         count = max(1, len(batch.tensors[0]) // self.micro)
         self._require_shape(batch, count)
