@@ -107,7 +107,7 @@ def operations(shape: ProductShape) -> int:
     return 2 * matrices * rows * inner * columns
 
 
-# The dtypes are those of `rates.measured.CALIBRATED`.
+# Dtypes as in `rates.measured.CALIBRATED`.
 PROCESSORS = Points(
     sides={DType.FP32: (64, 128, 256, 512, 960, 1920), DType.BF16: (64, 256, 1024)},
     flops={DType.FP32: 5.4e8, DType.BF16: 1.4e8},
@@ -347,7 +347,7 @@ class Bench:
         finds no free core. The mean over many calls shows both; the median over several means
         excludes a mean that other processes disturbed.
 
-        If ranks share cores, a waiting rank leaves its core to those that still compute. The result
+        If ranks share cores, a waiting rank leaves its core to ranks that still compute. The result
         is then the time of computing and meeting minus the time of computing alone.
         """
         if self.device.type == "cuda":
@@ -472,7 +472,7 @@ class Benchmark:
     Attributes:
         table: Name of the table.
         share: Its share of the time.
-        points: Returns the points to measure, those that take least first.
+        points: Returns the points to measure, the cheapest first.
         least: The number of points that are measured in any case.
         rows: Sets up one point, times it and yields its rows.
     """

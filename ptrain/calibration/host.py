@@ -8,7 +8,7 @@ backward pass) is part of the seconds per operator.
 
 The overhead of wrappers is measured on tiny modules with and without DDP, FSDP2 and similar wraps;
 the time spent waiting for other ranks is subtracted. The overhead of stages is the middle stage of
-a tiny model, with stand-ins for its neighbours' modules, against its layers alone.
+a tiny model, with placeholders for its neighbours' modules, against its layers alone.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def forget_shapes() -> None:
     """Clear DTensor's cache of local shapes.
 
     DTensor caches the local shapes of operators by placement, as computed for the first rank that
-    asks. A process that plays several ranks must clear the cache between them.
+    needs them. A process that plays several ranks must clear the cache between them.
     """
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()

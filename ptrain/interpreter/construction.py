@@ -276,7 +276,7 @@ def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages
     """Return the stages of a module, None without pp.
 
     Raises:
-        SpecError: The stages do not compute what the module computes, or sharded tokens change its
+        SpecError: The stages do not compute the module's function, or sharded tokens change its
             results.
     """
     require_slices(module, spec, facts.attending)

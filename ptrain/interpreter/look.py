@@ -3,7 +3,7 @@
 A model that is not built in is inspected without its weights. Each parameter repeats a few numbers
 of its file: a Hankel matrix, in which every row starts one number later, so that rows differ but
 share memory. This is enough to find the operators that use it, and to check that its parts compute
-what the full parameter does. If the model's code does not run with such values, or would be
+the same as the full parameter. If the model's code does not run with such values, or would be
 rejected, the real weights are read or drawn and decide. Writing into overlapping rows is an error.
 Matrix products would copy an overlapping operand, so they run some columns at a time.
 
@@ -79,7 +79,7 @@ def build_hollow(
     """Build a spec's model that is not built in, with its parameters on meta.
 
     Args:
-        spec: The spec. The model starts from the weights in its folder, or from those that it
+        spec: The spec. The model starts from the weights in its folder, or from weights that it
             draws.
         allow_import: Allow the spec to import the user's code.
         draws: See `build_drawn`; for a model without a folder.
@@ -316,7 +316,7 @@ def look_at(module: nn.Module, spec: Spec) -> Looked:
     """Inspect a model: facts, stages and plan.
 
     Raises:
-        SpecError: The stages do not compute what the model computes, or sharded tokens change its
+        SpecError: The stages do not compute the model's function, or sharded tokens change its
             results.
     """
     facts = untraced_facts(module, spec)

@@ -242,7 +242,7 @@ def _views_by_operator(targets: Iterable[NamedTarget], axes: tuple[Axis, ...]) -
 def scale_down(gradients: Sequence[torch.Tensor], norm: torch.Tensor, step: Clip) -> None:
     """Scale gradients with the global norm `norm` in place to at most `step.max_norm`.
 
-    The formula is that of torch's `clip_grad_norm_`, including its 1e-6. A norm that is not finite
+    The formula is torch's `clip_grad_norm_`, including its 1e-6. A norm that is not finite
     makes all gradients non-finite.
     """
     if not gradients:

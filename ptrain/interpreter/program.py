@@ -145,7 +145,7 @@ def gather(
 
 
 def _model_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Fault | None:
-    """Return how the model of `rank` differs from rank 0's, None if they agree."""
+    """Return the difference of `rank`'s model from rank 0's, None if they agree."""
     for own, its in zip(first["tensors"], other["tensors"], strict=False):
         name, shape, dtype, total, is_trained = own
         its_name, its_shape, its_dtype, its_total, is_its_trained = its

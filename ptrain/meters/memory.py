@@ -252,7 +252,7 @@ class MemoryMeter(Ledger):
         self._peaks[phase] = max(self._peaks.get(phase, 0), self.live)
 
     def _await_release(self) -> None:
-        """Wait until the tensors of finished collectives that nobody declares have been freed.
+        """Wait until undeclared tensors of finished collectives have been freed.
 
         The wait ends after `_LONGEST_RELEASE_SECONDS`: a collective may still be running.
         """

@@ -53,7 +53,7 @@ class RoutingMeter:
         self._place = positions(program.spec, program.spec.routing_axes)[program.world.rank]
         self._observers, self._micro_batch = program.observers, 0
         self._sums: dict[str, Tensor] = {}
-        self._choices: dict[str, list[Tensor]] = {}  # by layer those of each micro-batch
+        self._choices: dict[str, list[Tensor]] = {}  # choices of each micro-batch, by layer
         self._size = program.plan.accumulate.micro_batches
 
     @property

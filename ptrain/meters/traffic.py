@@ -524,7 +524,7 @@ class Counter:
         self._ring = flight_recorder_size()
         self._next = 0
         self._num_issued = self._seen = _num_issued()
-        # most collectives between two calls of `look`, among those that fit into the ring
+        # most collectives between two calls of `look` that the ring could hold
         self._most_per_step = 0
         self._began = self._ended = 0.0  # start and end of the last read
         self.read()

@@ -60,7 +60,7 @@ class ByOperator(_Scaled):
                     if self.grad_scale is not None:
                         leaf.grad.div_(self.grad_scale)
                     # one tensor per call: torch's loop over all would keep the temporaries of one
-                    # tensor while it allocates those of the next
+                    # tensor while it allocates the next one's
                     self.param_groups = [{**group, "params": [leaf]}]
                     with _Temporaries(on_host=is_tagged(storage_of(leaf))):
                         super().step()
@@ -214,7 +214,7 @@ ADAMW_RMS = 0.2
 class Muon(_OneByOne):
     """Muon for 2-d tensors: momentum, orthogonalized by a Newton-Schulz iteration.
 
-    The arithmetic is that of torch.optim.Muon with Nesterov momentum, decoupled weight decay and
+    The arithmetic equals torch.optim.Muon's with Nesterov momentum, decoupled weight decay and
     the learning rate adjusted to the root mean square of AdamW's updates (Liu et al. 2025, "Muon is
     scalable for LLM training"). It differs from torch's class in two ways: fp64 matrices are
     orthogonalized in fp64, not in bf16, so that fp64 runs can be compared; and `found_inf` skips an

@@ -114,7 +114,7 @@ class Target(Protocol[T]):
         ...
 
 
-X = TypeVar("X", bound="Target[Any]")  # what a room has for targets
+X = TypeVar("X", bound="Target[Any]")  # a runtime's type of targets
 
 
 class Scale(Protocol[T]):
@@ -246,7 +246,7 @@ class Member(Generic[T, X]):
         self._fetched: dict[str, T] = {}
         # Nothing is moved or cast: the leaf gets value and state once and keeps them, so later
         # updates only set its gradient. If other code replaces a storage between steps, the leaf
-        # still has the old one, unless the leaf is the target's own tensor.
+        # still has the old one, unless the leaf is the target's tensor.
         self._can_stay = (
             target.is_in_place
             and not target.owns_master

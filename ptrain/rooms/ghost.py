@@ -1,6 +1,6 @@
 """The ghost runtime: tensors with a size, a dtype and a tier, but no data.
 
-A ghost's bytes are freed when its last reference goes, like those of a torch tensor. All
+A ghost's bytes are freed when its last reference goes, as with a torch tensor. All
 allocations, frees, copies, operators and collectives are reported to a reader.
 """
 

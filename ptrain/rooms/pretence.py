@@ -2,7 +2,7 @@
 
 A CUDA build of torch selects kernels by the runtime's description of the device. `runtime.c` and
 `driver.c` replace the two CUDA libraries. They are compiled on demand and preloaded into a new
-process. The forward and backward operators of that process allocate what they would allocate on a
+process. The forward and backward operators in this process allocate what they would allocate on a
 GPU of the given compute capability; memory that kernels use internally is not seen. The allocations
 were confirmed on an H100 with torch 2.11 (`benchmarks/gpu.sh`), and on no other GPU.
 """
@@ -161,7 +161,8 @@ def _headers() -> Path | None:
     """Return the folder of CUDA's headers of the version that torch was built for, None if missing.
 
     It searches the wheels that torch's CUDA builds depend on, triton, and a toolkit. triton's
-    headers may have another version: triton 3.6 has those of CUDA 12 even with a torch for CUDA 13.
+    headers may have another version: triton 3.6 has headers of CUDA 12 even with a torch for CUDA
+    13.
     """
     roots: list[Path] = []
     for name, inner in (

@@ -330,7 +330,7 @@ def fake_world(
 ) -> World:
     """Return rank `rank` of `size` over torch's fake process group.
 
-    Under `fake_tensors` no values are computed; shapes, collectives and storages are those of the
+    Under `fake_tensors` no values are computed; shapes, collectives and storages are as in the
     real run.
 
     Args:

@@ -144,7 +144,7 @@ class GatherCounts(NamedTuple):
 
 
 def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> GatherCounts:
-    """Return how often a unit is all-gathered: in each pass that finds it sharded.
+    """Return the numbers of all-gathers of a unit: one per pass that finds it sharded.
 
     It is sharded at the start of a step and after every reshard.
     """

@@ -125,7 +125,7 @@ def may_join_units(spec: Spec, form: Form) -> bool:
 
 
 def data_factors(spec: Spec) -> tuple[Factor, ...]:
-    """Return the axes with several ranks and tuples like those of data axes, outermost first."""
+    """Return the axes with several ranks and tuples of a data axis, outermost first."""
     return tuple([f for f in spec.factors if f.axis in REDUCED_AXES and f.degree > 1])
 
 
@@ -185,7 +185,7 @@ def has(factors: tuple[Factor, ...], state: State, *distributions: Distribution)
 def form_of(spec: Spec) -> Form:
     """Return the form that executes the data axes of a legal spec."""
     layout, factors = spec.precision.layout, data_factors(spec)
-    if places_frozen(spec):  # torch's wrappers place all parameters alike
+    if places_frozen(spec):  # torch's wrappers have one placement for all parameters
         return Form.FLAT
     if layout.is_plain:
         if not factors:

@@ -78,9 +78,9 @@ def shard_dim(shape: tuple[int, ...], ranks: int, sync: SyncPolicy) -> int:
 def listed(names: tuple[str, ...], start: int = 0) -> tuple[str, ...]:
     """Return a unit's parameters in the order of `fully_shard` (`_fsdp_init._get_managed_modules`).
 
-    There, a module's direct parameters come after those of its submodules; in `named_parameters`,
-    and in `names`, they come first. The first `start` letters of the names are the enclosing
-    modules.
+    There, a module's direct parameters come after its submodules' parameters; in
+    `named_parameters`, and in `names`, they come first. The first `start` letters of the names are
+    the enclosing modules.
     """
     own: list[str] = []
     within: dict[str, list[str]] = {}

@@ -257,7 +257,7 @@ class Route(NamedTuple, Generic[T]):
     Attributes:
         cuts: The layout of the buffer.
         kept: Axes that shard the stored tensor.
-        updated: Those of them that also shard the update. If they differ from `kept`, the update is
+        updated: The subset that also shards the update. If they differ from `kept`, the update is
             on the device, where collectives are.
         tier: Tier of the stored tensor.
         update_tier: Tier of the update.

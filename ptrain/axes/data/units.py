@@ -1,6 +1,6 @@
 """The runtime of flat units within a step: gathers, overlapped reductions, complete gradients.
 
-Units can be joined to buckets like those of DistributedDataParallel, which fill as gradients
+Units can be joined to buckets like DistributedDataParallel's, which fill as gradients
 arrive. DDP's bucket is full once it reaches its size, so it exceeds it by at most a tensor; a
 bucket of units would exceed it by a block. A bucket here therefore has at most its size, unless a
 single unit has more. Larger buckets are slow on gloo: above 32 MiB, which default buckets stay
@@ -345,7 +345,7 @@ class ModelLife(Generic[T]):
         self.do(self.trained[::-1], lambda unit: unit.gradients.complete())
 
     def release(self) -> None:
-        """Free all gathered parameters; those that were not used would be stale after an update."""
+        """Free all gathered parameters, since unused ones would be stale after an update."""
         self.do(self.all, lambda unit: unit.theta.release())
 
     def for_update(self) -> None:

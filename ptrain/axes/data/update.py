@@ -260,7 +260,7 @@ class Gradients(Generic[T]):
         kept: The stored sum, in the dtype of storage, sharded along `now`.
         raw: The last micro-batch's shard, for layouts that keep a second copy.
         now: Axes that shard `kept`.
-        partial: Axes along which the sum is still to be reduced, besides those of the update.
+        partial: Axes along which the sum is still to be reduced, besides the update's.
         cut: Axes that shard stored gradients.
         tier: Tier of stored gradients.
     """
@@ -428,7 +428,7 @@ class Gradients(Generic[T]):
         """Bring gradients into the layout of the update.
 
         Partial sums are reduced first, so that later moves are small. Then the axes that the update
-        needs full are gathered, except those that `working` gathers.
+        needs full are gathered, except the axes of `working`.
         """
         room, held = self.room, self.whole if self.kept is None else self.kept
         if held is None:

@@ -2,11 +2,11 @@
 
 This list is executed, and predictions are derived from the same list.
 
-Receives and sends are in one order of the full pipeline: that of a step in which a forward takes
-one unit of time, a backward two and a message none. Every rank has its part of this order, so both
-ends reach a message after the same earlier messages. No two ranks can wait for each other, even if
-a backend holds a send until it is received, or transfers one message at a time between two ranks
-(NCCL does both). A receive allocates its buffer when the sender sends.
+Receives and sends are in one order of the full pipeline: the order of a step in which a forward
+takes one unit of time, a backward two and a message none. Every rank has its part of this order, so
+both ends reach a message after the same earlier messages. No two ranks can wait for each other,
+even if a backend holds a send until it is received, or transfers one message at a time between two
+ranks (NCCL does both). A receive allocates its buffer when the sender sends.
 
 A sent tensor is freed
 

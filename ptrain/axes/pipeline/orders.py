@@ -69,7 +69,7 @@ def interleaved(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
 def zero_bubble(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """Yield the actions of ZB-H1 (Qi et al. 2024) over several stages per rank.
 
-    Weight halves lag `rank` micro-batches behind input halves, and fill the drain.
+    Weight halves lag `rank` micro-batches after input halves, and fill the drain.
     """
     forwards, backwards = _round_chunks(pipeline, rank)
     warm_up = _num_warm_up(pipeline, rank, per_hop=1)
@@ -141,7 +141,7 @@ def zbv(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
     """Yield the steps of ZB-V (Qi et al. 2024, section 6).
 
     With F = I = W no rank idles after its first action. If micro-batches do not fill the pipeline,
-    the schedule is that of enough micro-batches without the missing ones.
+    the schedule is built for enough micro-batches without the missing ones.
     """
     ranks, behind = pipeline.ranks, pipeline.ranks - rank
     filling = max(2 * ranks - 1, pipeline.microbatches)

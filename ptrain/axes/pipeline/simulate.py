@@ -282,7 +282,7 @@ class _SharedCoreSimulation:
         self.ended.update(step.parts)
 
 
-@lru_cache(maxsize=4)  # a schedule is simulated with equal costs, and then with those of a spec
+@lru_cache(maxsize=4)  # a schedule is simulated with equal costs, and then with a spec's
 def step_work(schedule: Schedule) -> StepWork:
     """Return the actions of a schedule, cached.
 

@@ -120,10 +120,10 @@ def _boundary_transfers(
 def stage_gathers(
     schedule: Schedule, stage: int, sync: SyncPolicy, *, is_root: bool = False
 ) -> GatherCounts:
-    """Return how often each unit of a stage, or its root, is all-gathered in a step.
+    """Return the numbers of all-gathers of a stage's unit, or its root, in a step.
 
     A unit is gathered in each pass that finds it sharded: at first, and after every reshard. For
-    one micro-batch after the other the result equals that of `axes.data.cost.gathers`.
+    one micro-batch after the other the result equals `axes.data.cost.gathers`.
     """
     times = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD), 0)
     gives_back = {

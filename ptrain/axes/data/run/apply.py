@@ -319,8 +319,8 @@ class FullyShardedWrap(ParameterWrap):
         """Yield shards, temporary larger shards and gradients with their states.
 
         The shards are listed while the module shows unsharded parameters, too. Smaller groups keep
-        larger shards between passes. Gradients are those of the shards (reduced), of the unsharded
-        parameters (not reduced), and those accumulated in another dtype.
+        larger shards between passes. Gradients include the shards' (reduced), the unsharded
+        parameters' (not reduced), and gradients accumulated in another dtype.
         """
         stored = State.OPTIMIZER if self.step.materialized else State.PARAMETERS
         for module in self.sharded:
@@ -340,7 +340,7 @@ class Prefetch:
     """The prefetch of `count` units ahead of their use.
 
     In forward, the next units to be entered are gathered; in backward, the units whose forward
-    ended before. The order is that of the first forward pass. A `count` of 0 turns off torch's
+    ended before. The first forward pass sets the order. A `count` of 0 turns off torch's
     default prefetch in backward.
     """
 

@@ -356,7 +356,7 @@ def _num_trained(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
 
 
 def parameters_by_unit(model: nn.Module, units: UnitModules) -> Iterator[NamedUnit]:
-    """Yield each unit with its parameters, except those of earlier units.
+    """Yield each unit with its parameters, except earlier units'.
 
     Units without any are left out.
     """
@@ -420,7 +420,7 @@ class ParameterWrap(WrappedModel):
         """Return one group of targets per unit.
 
         They are read from the module once, before it runs: while FSDP2 has unsharded a unit, the
-        module has other parameters than those that the rank stores.
+        module has other parameters than the rank stores.
         """
         if not self._groups:
             self._groups = [

@@ -46,7 +46,7 @@ from ptrain.steps.wraps import FlatUnits
 from ptrain.units import ceil_div
 
 # Writes initial values of a parameter: canonical name, parameter, first row, and the tensor to
-# fill. Rows are those of the part that this rank stores.
+# fill. Rows count within the part that this rank stores.
 RowWriter = Callable[[str, Parameter, int, torch.Tensor], None]
 
 

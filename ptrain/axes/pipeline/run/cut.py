@@ -1,4 +1,4 @@
-"""Cut a stage's part from a model, with stand-ins for all modules that it lacks.
+"""Cut a stage's part from a model, with placeholders for all modules that it lacks.
 
 The first stage takes tokens, the others hidden states and tokens. The last one returns the model's
 output, the others hidden states. All remaining modules keep their names.
@@ -38,13 +38,14 @@ from ptrain.spec.spec import Spec
 class Crossing:
     """The hidden states that a stage received for the micro-batch in its forward pass.
 
-    `is_written`: the model writes into the outputs of the stand-ins for modules before its layers.
+    `is_written`: the model writes into the outputs of the placeholders for modules before its
+    layers.
     """
 
     def __init__(self, *, is_written: bool) -> None:
         self._is_written = is_written
         self._hidden: Tensor | None = None
-        # one element of the hidden states, whose memory stand-ins share
+        # one element of the hidden states, whose memory placeholders share
         self._number: Tensor | None = None
         self._before: Tensor | None = None
 
@@ -97,7 +98,7 @@ class Left(Exception):
 
 
 class LayerBefore(nn.Identity):
-    """The stand-in for a layer of an earlier stage, which returns a tensor like hidden states.
+    """The placeholder for a layer of an earlier stage, which returns a tensor like hidden states.
 
     `returns` is the length of the tuple that the layer returns, whose other items are None; 0 for a
     tensor.
@@ -113,14 +114,14 @@ class LayerBefore(nn.Identity):
 
 
 class LayerBehind(nn.Identity):
-    """The stand-in for a layer of a later stage, at which the forward pass ends."""
+    """The placeholder for a layer of a later stage, at which the forward pass ends."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
         raise Left(_hidden_among((given, named)))
 
 
 class InFront(nn.Identity):
-    """The stand-in for a module before the layers, on a later stage.
+    """The placeholder for a module before the layers, on a later stage.
 
     Its output has the shape of the module's output, but no memory. The module runs on the meta
     device, once for each shape and dtype of its inputs.
@@ -144,11 +145,11 @@ class InFront(nn.Identity):
     def _run(self, given: Any, named: Any) -> Any:
         """Run the module on meta, outside all modes, since meters must not count its tensors."""
         (module,) = self._module
-        with torch.no_grad(), without_modes():  # no meter counts what has no memory
+        with torch.no_grad(), without_modes():  # meters must not count meta tensors
             return module(*tree_map(as_meta, given), **tree_map(as_meta, named))
 
     def _like(self, output: object) -> object:
-        """Return a stand-in for an output tensor."""
+        """Return a placeholder for an output tensor."""
         if not isinstance(output, Tensor):
             return output
         if not output.is_floating_point():
@@ -184,7 +185,7 @@ class StagePart(nn.Module):
     _first: str  # the stage's first layer; "" on the first stage
     _front: dict[
         str, torch.Size
-    ]  # parameters in front of the layers that belong to no module there
+    ]  # shapes of parameters before the layers that belong to no module there
 
     def forward(self, *given: Any, **named: Any) -> Any:
         try:
@@ -253,7 +254,7 @@ def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable
     """Make a model a StagePart in place.
 
     Args:
-        model: The model, with stand-ins for other stages' modules.
+        model: The model, with placeholders for other stages' modules.
         crossing: The received hidden states.
         first: Name of the layer at which forward is entered; "" on the first stage.
         front: Names of parameters before the layers, which are removed.
@@ -302,8 +303,8 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain) -> nn.Module:
     """Return the part of stage `index`.
 
-    It shares its parameters with `model`, except those that another stage has too, and has separate
-    buffers.
+    It shares its parameters with `model`, except tensors that another stage has too, and has
+    separate buffers.
     """
     stage, crossing = stages[index], Crossing(is_written=chain.is_written)
     known, parameters = dict(model.named_modules()), dict(model.named_parameters())
@@ -328,7 +329,7 @@ def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain)
 def _stand_in(
     module: nn.Module, name: str, stage: Stage, chain: Chain, crossing: Crossing
 ) -> nn.Module:
-    """Return the stand-in for a module that the stage lacks."""
+    """Return the placeholder for a module that the stage lacks."""
     if name in chain.ends.front:
         return InFront(module, crossing)
     if name in chain.ends.behind:
@@ -372,7 +373,7 @@ def _add_copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
     setattr(part.get_submodule(path), attribute, own)
 
 
-# Check that a model's stages compute what the model computes. A stage may need more of the earlier
+# Check that a model's stages give the model's output. A stage may need more of the earlier
 # ones than hidden states: a number without gradient, or a value in a buffer. Every stage runs the
 # model's forward with arbitrary numbers in place of the modules before its layers.
 
@@ -384,7 +385,7 @@ _ROUNDINGS = 4
 
 
 def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec: Spec) -> None:
-    """Require that a model's stages, one after the other, compute what the model computes.
+    """Require that a model's stages, one after the other, give the model's output.
 
     They are compared in training mode without dropout, or in evaluation mode if the model still
     draws random numbers. This takes three forward passes of a few tokens, or of one of the user's

@@ -101,7 +101,7 @@ class Staged(WrappedModel):
         return [group for part in self.parts for group in part.wrapped.targets()]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of all stages, without those of copies."""
+        """Return the gradients of all stages, without copies."""
         return [
             gradient
             for part in self.parts
