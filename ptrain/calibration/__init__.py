@@ -1,1 +1,1 @@
-"""Calibration: measure a machine's rates while all ranks compute at the same time."""
+"""Calibration: measures a machine's rates with all ranks computing at once."""

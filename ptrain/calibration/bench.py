@@ -285,6 +285,7 @@ class Bench:
         estimate = self.agreed(
             self._seconds_per_call(work, 1)
         )  # includes the setup of a first call
+        # the first call of short work was mostly setup, so time it again
         if estimate < _SECONDS:
             estimate = self.agreed(self._seconds_per_call(work, 1))
         calls = round(min(max(1, _SECONDS / max(estimate, 1e-9)), _MAX_CALLS))

@@ -364,6 +364,7 @@ def _factor_layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors
     left, right = first.view(*batch, rows, inner), second.view(*batch, inner, columns)
     turned_left = first.view(*batch, inner, rows).mT
     turned_right = second.view(*batch, columns, inner).mT
+    # forward with a transposed weight (as nn.Linear), gradient of the input, gradient of the weight
     return (left, turned_right), (left, right), (turned_left, right)
 
 

@@ -180,6 +180,7 @@ def busy_cores() -> float:
 
 def _ticks() -> tuple[int, int]:
     """Return the busy and idle ticks of all cores; waiting for a disk counts as idle."""
+    # user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user
     first = _STAT.read_text(encoding="ascii").splitlines()[0].split()[1:9]
     numbers = list(map(int, first))
     idle = numbers[3] + numbers[4]

@@ -1,1 +1,1 @@
-"""The private torch APIs in use, one module per torch component, by torch version."""
+"""Private torch APIs, by torch component and version."""

@@ -1,1 +1,1 @@
-"""Execution of a plan: one executor per kind of step, and the training program."""
+"""Execution of a plan: one executor per step, and the program."""

@@ -235,7 +235,9 @@ def _repeated_parameter(
     read = torch.empty([size for _, size in window], dtype=parameter.dtype)
     weights.read_window(name, shape, window, read, parameter.dtype)
     values = read.flatten()[:count].clone()
+    # stride 1 in every dimension: each row starts one number later
     stand_in = nn.Parameter(values.as_strided(shape, (1,) * len(shape)), parameter.requires_grad)
+    # attributes that the model's code has set on the parameter
     vars(stand_in).update(vars(parameter))
     return stand_in
 

@@ -472,6 +472,7 @@ class InTurn:
                 self.loss.add(loss)
                 self.enter(Phase.BACKWARD, index)
                 loss.backward(self.loss.seed(loss))
+            # drop the last reference to the graph before the next forward allocates
             del loss
 
     def evaluate(self, batch: StepBatch, add: Add) -> None:

@@ -135,6 +135,7 @@ class Stopwatch(OperatorMode):
         """Wrap `Work.wait`: add its duration to the axes of the call that issued the work."""
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            # only the first wait of a work counts
             axes = self._unwaited.pop(self._issued.get(work, -1), None)
             began = time.perf_counter()
             try:

@@ -191,6 +191,7 @@ def _connections() -> Iterator[tuple[str, socket.socket]]:
             name = os.readlink(f"/proc/self/fd/{descriptor}")
             if not name.startswith("socket:"):
                 continue
+            # a duplicate: closing the socket object must not close the process's descriptor
             with socket.socket(fileno=os.dup(int(descriptor))) as copy:
                 is_tcp = copy.type == socket.SOCK_STREAM and copy.family in (
                     socket.AF_INET,

@@ -204,6 +204,7 @@ class MemoryMeter(Ledger):
             tier = self._tiers[key] = (
                 Tier.DEVICE if storage is None else tier_of(storage, self._device)
             )
+            # seed and offset of attention's dropout, which GPU operators leave on the host
             if tier is Tier.HOST and size <= _NUMBER_BYTES and not is_tagged(storage):
                 self._inner.add(key)
                 continue

@@ -1,1 +1,1 @@
-"""The update rules, and the optimizers of torch and of this project that execute them."""
+"""The optimizer update: torch's optimizers by name, and Lion and Muon."""

@@ -189,6 +189,7 @@ class SGD(_OneByOne):
         if self.found_inf is None:
             taken = alike(leaf.new_ones((), dtype=torch.float32), leaf)
         else:
+            # a factor of 0 leaves parameter and momentum unchanged, without a read on the host
             taken = alike(1 - self.found_inf, leaf)
             gradient.nan_to_num_(0.0, 0.0, 0.0)  # inf * 0 would be nan
         if not momentum:
@@ -196,6 +197,7 @@ class SGD(_OneByOne):
             leaf.addcmul_(gradient, taken, value=-lr)
             return
         buffer = self._moment_of(leaf)
+        # `momentum` if the step is taken, else 1
         buffer.mul_(1 - taken * (1 - momentum))
         buffer.addcmul_(gradient, taken)
         buffer.addcmul_(leaf, taken, value=decay)
@@ -248,6 +250,7 @@ class Muon(_OneByOne):
         kept.mul_(1 - lr * options["weight_decay"])
         kept.add_(direction, alpha=-lr * ADAMW_RMS * math.sqrt(max(leaf.shape)))
         if self.found_inf is not None:
+            # both outcomes are computed and selected on the device, without a read on the host
             skipped = alike(self.found_inf != 0, leaf)
             torch.where(skipped, buffer, ahead, out=buffer)
             torch.where(skipped, leaf, kept, out=leaf)
@@ -261,6 +264,7 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """
     x = cast(matrix, torch.float64 if matrix.dtype == torch.float64 else torch.bfloat16)
     is_tall = x.shape[0] > x.shape[1]
+    # iterate on the wide form, whose Gram matrix X X^T is the smaller one
     x = x.T if is_tall else x
     x = alike(x / x.norm().clamp(min=SMALLEST_NORM), matrix)
     a, b, c = COEFFICIENTS
@@ -285,6 +289,7 @@ class ExactMuon(_OneByOne, torch.optim.Muon):
         buffer.mul_(momentum).add_(gradient, alpha=1 - momentum)
         ahead = momentum * buffer + (1 - momentum) * gradient
         leaf.mul_(1 - options["lr"] * options["weight_decay"])
+        # `match_rms_adamw` of torch.optim.Muon (torch/optim/_muon.py: _adjust_lr)
         rms = 0.2 * math.sqrt(max(leaf.shape))
         leaf.sub_(_exactly_orthogonalized(ahead, options), alpha=options["lr"] * rms)
 

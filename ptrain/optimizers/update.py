@@ -162,6 +162,7 @@ class TargetsUpdate(Generic[T, X]):
         self.frozen = [target for group in groups for target in group if target.is_frozen]
         self.is_by_unit = not _stays_in_place(groups, layout)
         if not self.is_by_unit:
+            # nothing has to be brought, so one optimizer call updates all units
             members = [[member for group in members for member in group]]
         self.groups = [UpdateGroup(group, spec, rules) for group in members]
 
@@ -278,6 +279,7 @@ class Member(Generic[T, X]):
         if self._has_stayed:
             leaf.gradient = gradient
             return True
+        # after the early return: nothing is brought for a target without a gradient
         gradient = self.room.cast(gradient, updated)
         if MASTER in self.moving:
             leaf.value = self.slots[MASTER].fetch()

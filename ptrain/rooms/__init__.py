@@ -1,1 +1,1 @@
-"""Tensor runtimes (rooms): the interface, the torch runtime of a rank, and the ghost runtime."""
+"""Runtime backends: ranks, mesh, memory tiers and collectives, for real and fake tensors."""

@@ -260,6 +260,7 @@ def _exchange_halves(
     """Receive the other rank's summand of this rank's half in `shard`, and add this rank's."""
     place = group.rank()
     halves, sizes = whole.chunk(2), [0, 0]
+    # each rank sends the other rank's half only, and keeps its half
     sizes[1 - place] = shard.numel()
     with registry.executing(Collective.REDUCE_SCATTER):
         work = dist.all_to_all_single(
@@ -443,6 +444,7 @@ class Mesh:
         """Return the axes of each process group by its name, for the meters."""
         if self.device_mesh is None:
             return {}
+        # create the groups of all axes first: a group has a name once it exists
         for axes in (*((axis,) for axis in self.axes), *self._submeshes):
             self.group(axes)
         named = {group.group_name: axes for axes, group in self._groups.items()} | self._adopted

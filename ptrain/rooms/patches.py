@@ -73,6 +73,7 @@ def patched(model: ModelSpec) -> Iterator[None]:
     require_supported()
     forget_shapes()
     with ExitStack() as stack:
+        # shapes cached under the patches must not be used outside, nor the other way round
         stack.callback(forget_shapes)
         for patch in (*PATCHES, *_transformers_patches(model)):
             original = getattr(patch.owner, patch.attribute)

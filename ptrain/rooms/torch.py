@@ -47,6 +47,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> tor
     """
     if tensor.dtype == dtype and not copy:
         return tensor
+    # not `tensor.to`: the result is tagged before an operator writes to it
     converted = torch.empty_like(tensor, dtype=dtype)
     return alike(converted, tensor).copy_(tensor)
 

@@ -146,6 +146,7 @@ def _ranks_from_environment(environment: Mapping[str, str]) -> dict[str, int]:
         ("MASTER_PORT", ""),
     ):
         text = environment.get(name, default)
+        # without LOCAL_RANK, assume that all ranks are on one node
         if name == "LOCAL_RANK" and not text:
             text = environment.get("RANK", "")
         values[name] = _parse_integer(name, text)
@@ -262,6 +263,7 @@ def _start(ranks: Mapping[str, int], backend: str, timeout: Timeout) -> None:
             f"rank {ranks['RANK']} could not connect to the other {ranks['WORLD_SIZE'] - 1} "
             f"at {host}:{ranks['MASTER_PORT']} within {timeout.init:g} s: {error}"
         ) from error
+    # the timeout of `init_process_group` was the rendezvous's; collectives have the step's
     set_timeout(None, timeout)
 
 
@@ -305,9 +307,11 @@ def listener(address: str, port: int) -> dict[str, int]:
     with suppress(ValueError, OSError):
         version = ipaddress.ip_address(address).version
         with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as opened:
+            # a restarted job may use the port while old connections are in TIME_WAIT
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind((address, port))
             opened.listen(1024)
+            # the store owns the descriptor from here on
             return {"master_listen_fd": opened.detach()}
     return {}
 

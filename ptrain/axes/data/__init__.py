@@ -1,1 +1,1 @@
-"""Data axes: legal placements, their costs, and the runtime of flat units."""
+"""Data axes: legal placements, costs, and the runtime of flat units."""

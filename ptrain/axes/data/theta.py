@@ -131,6 +131,7 @@ class Parameters(Generic[T]):
         room, part, used = self.room, self.stored, self.layout.parameters
         if self.tier is Tier.FILE:
             part = room.move(part, Tier.HOST, self.state)
+        # cast before the gather, which then moves the dtype of use
         if room.dtype(part) is not used and (self.cut or self.tier is not Tier.DEVICE):
             part = room.cast(part, used, State.PARAMETERS, self.label)
         if self.cut and self.tier is not Tier.DEVICE:
@@ -210,6 +211,7 @@ class Parameters(Generic[T]):
         """
         if self.room.same(held, self.stored):
             return
+        # there is no direct copy between a file and the device
         if self.tier is Tier.FILE and tier is Tier.DEVICE:
             held = self.room.move(held, Tier.HOST, State.PARAMETERS)
         self.room.copy(held, self.stored)

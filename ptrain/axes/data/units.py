@@ -88,6 +88,7 @@ class Order(Generic[T]):
         following = self.used[place + 1 :] if is_forward else self.used[:place][::-1]
         for other in following[: self.ahead]:
             other.prefetch()
+        # one unit more: its file is read while the units before it are gathered
         for other in following[self.ahead : self.ahead + 1]:
             other.read_ahead()
 
@@ -243,6 +244,7 @@ class UnitLife(UnitUse[T]):
         """
         self.pending = 0
         is_due = self.is_last or self.sync.gradients is GradientSync.EVERY
+        # at most one reduction runs at a time, so wait for the previous unit's
         if is_due and not self.is_deferred:
             self.flight.complete()
         self.gradients.finish(is_last=self.is_last, is_due=is_due)

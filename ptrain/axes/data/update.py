@@ -302,6 +302,7 @@ class Gradients(Generic[T]):
         self.whole = self.room.new(
             self.cuts.padded, self.layout.reduced, Tier.DEVICE, State.GRADIENTS, self.label
         )
+        # padding takes part in sums and norms, so it must be zero
         if padding := self.cuts.padded - self.cuts.numel:
             self.room.clear(self.room.piece(self.whole, self.cuts.numel, (padding,)))
         self._mark_unwritten()

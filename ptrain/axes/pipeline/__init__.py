@@ -1,1 +1,1 @@
-"""Pipeline axis: schedules, their proof and bubble, and the execution of stages."""
+"""Pipeline axis: schedules, their proof and bubble, and stage execution."""

@@ -247,6 +247,8 @@ class FullyShardedWrap(ParameterWrap):
         self, module: FSDPModule, name: str, step: FullyShard, mesh: Mesh
     ) -> None:
         """Make a unit's gradients summed, not averaged, by collectives that tag their buffers."""
+        # The loss is divided by a global count already. Forced sums: TaggedReduceScatter supports
+        # no other operator.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(TaggedAllGather(self.registry, name))
@@ -373,6 +375,7 @@ class Prefetch:
         for place, module in enumerate(self._entered):
             following = self._entered[place + 1 : place + 1 + self.count]
             module.set_modules_to_forward_prefetch(following)
+            # prepended: FSDP2's pre-forward hook reads the list that this hook sets
             self._first[module].register_forward_pre_hook(
                 partial(_gather_ahead, module, following), prepend=True
             )

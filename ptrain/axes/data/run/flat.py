@@ -64,6 +64,7 @@ class Hooks:
         self.unit = unit
         # watching inputs changes the operators that run, so it is done only if needed
         self._is_left = unit.frozen is not None and unit.frozen.is_transient
+        # a unit's modules run in order: gather before the first, free after the last
         modules[0].register_forward_pre_hook(self._before_forward, with_kwargs=True)
         modules[-1].register_forward_hook(self._after_forward)
 

@@ -96,6 +96,7 @@ class ParameterMembers:
         self.cutting_axes: tuple[Axis, ...] = next(iter(axes), ())
         self.are_cut = [bool(axes_of(parameter)) for _, parameter in named]
         self._starts = [0, *accumulate(map(math.prod, self.shapes))]
+        # contiguous strides, computed once for `as_strided`
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
 
     def pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -374,6 +375,7 @@ class SpreadTarget(ParameterTarget):
         """Return the owner's tensor, sharded by rows over all ranks; one at a time is full here."""
         group = self.mesh.get_group()
         whole = torch.empty_like(part, device=self.parameter.device) if part.is_meta else part
+        # `src` is a global rank; owners are ranks within the group
         dist.broadcast(whole, src=dist.get_global_rank(group, self.owner), group=group)
         return {self.name: distribute_rows(whole, self.mesh)}
 

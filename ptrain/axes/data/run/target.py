@@ -113,6 +113,7 @@ class ParameterTarget:
 
     def named(self, part: torch.Tensor) -> Named:
         whole = self.parameter
+        # scalars, such as step counters, are not sharded
         if not isinstance(whole, DTensor) or part.dim() == 0 != whole.dim():
             return {self.name: part}
         return {self.name: _with_layout_of(part, whole)}

@@ -264,6 +264,7 @@ def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable
         shapes[name] = model.get_parameter(name).shape
         owner, attribute = _owner(model, name)
         delattr(owner, attribute)
+    # a subclass of the model's class: its forward and its methods stay available
     kind = type(model)
     model.__class__ = type(kind.__name__, (StagePart, kind), {"__module__": kind.__module__})
     vars(model).update(_crossing=crossing, _first=first, _front=shapes)
@@ -314,6 +315,7 @@ def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain)
         for name in chain.lacking(stage)
         if name in known  # a tied head may not be a module
     }
+    # the memo shares the parameters with the model, and puts placeholders in place of modules
     part = copy.deepcopy(model, {**{id(own): own for own in parameters.values()}, **gone})
     for name in behind:
         if name in parameters:
