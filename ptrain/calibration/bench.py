@@ -343,13 +343,18 @@ class Bench:
     def meeting_seconds(self, work: Work, *, parts: int = 1, between: Work | None = None) -> float:
         """Return the seconds of one part of a collective `work`.
 
-        Each rank first runs `between`, by default some computation, as between the collectives of a
-        step. On CPUs, a call returns at once, or one scheduler slice later if a sending thread
-        finds no free core. The mean over many calls shows both; the median over several means
-        excludes a mean that other processes disturbed.
+        Each rank first runs `between`, as between the collectives of a step. On CPUs, a call
+        returns at once, or one scheduler slice later if a sending thread finds no free core. The
+        mean over many calls shows both; the median over several means excludes a mean that other
+        processes disturbed.
 
         If ranks share cores, a waiting rank leaves its core to ranks that still compute. The result
         is then the time of computing and meeting minus the time of computing alone.
+
+        Args:
+            work: The collective, called by all ranks.
+            parts: Number of equal parts of the work.
+            between: The computation before each call, by default one or two milliseconds.
         """
         if self.device.type == "cuda":
             return self.seconds(work, parts=parts)

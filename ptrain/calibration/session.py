@@ -163,6 +163,11 @@ def peers_of(world_size: int, ranks_per_node: int, rank: int) -> Iterator[Peers]
 
     Within a node, there is one group of each size that divides the ranks of a node. Over several
     nodes, there is a group with one rank of each node, and a group of all ranks.
+
+    Args:
+        world_size: Number of ranks.
+        ranks_per_node: Ranks of each node.
+        rank: This rank.
     """
     nodes = world_size // ranks_per_node
     divisors = (size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0)
@@ -521,9 +526,12 @@ def run(options: CalibrationOptions) -> int:
 
 
 def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredPart | None:
-    """Return the mean of all ranks' measurements on rank 0, None on all others.
+    """Measure all tables with the other ranks of this world, `local` of them on this node.
 
     The largest points come last, since they are left out if time is short.
+
+    Returns:
+        The mean over all ranks on rank 0, None on all others.
     """
     is_cuda = world.device.type == "cuda"
     points = BRIEF if options.brief else (GPUS if is_cuda else PROCESSORS)

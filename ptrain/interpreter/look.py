@@ -60,9 +60,13 @@ def build_module(
 ) -> nn.Module:
     """Build the spec's model in its dtypes.
 
-    Built-in models are on the meta device, all others have real weights on the CPU. Under a fake
-    mode the model is built on `device`: fake tensors take no memory, and a module of them cannot be
-    moved.
+    Built-in models are on the meta device, all others have real weights on the CPU.
+
+    Args:
+        spec: The spec.
+        device: The device under a fake mode. Fake tensors take no memory, and a module of them
+            cannot be moved later.
+        allow_import: Allow the spec to import the user's code.
     """
     if detect_fake_mode() is None:
         device = torch.device("meta") if isinstance(spec.model, ModelShape) else _CPU
@@ -352,8 +356,13 @@ def look_at_built(spec: Spec, device: torch.device, *, allow_import: bool = Fals
 def why_built_whole(spec: Spec, *, allow_import: bool = False, looks: bool = True) -> str:
     """Return the reason why `look_at_built` builds the model with all weights, "" if it does not.
 
-    Large tensors are not drawn, and small ones are drawn from other seeds. Without `looks` only the
-    constructor runs, so that reasons found by the inspection are missed.
+    Large tensors are not drawn, and small ones are drawn from other seeds.
+
+    Args:
+        spec: The spec.
+        allow_import: Allow the spec to import the user's code.
+        looks: Inspect the model. Otherwise only the constructor runs, and reasons found by the
+            inspection are missed.
     """
     if isinstance(spec.model, ModelShape):
         return ""

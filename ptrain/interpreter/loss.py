@@ -165,7 +165,13 @@ class Clipping:
         wrapped: WrappedModel,
         scaling: LossScale | None,
     ) -> torch.Tensor:
-        """Return the global norm of these gradients, which are all gradients of `wrapped`."""
+        """Return the global norm of the gradients; see `global_norm`.
+
+        Args:
+            gradients: All gradients of `wrapped`.
+            wrapped: The wrapped model, whose copies of other stages' tensors do not count.
+            scaling: The scale of the loss, None without.
+        """
         copies, by_operator = wrapped.copies(), None
         if self.step.operator_axes:
             targets = chain.from_iterable(wrapped.targets())

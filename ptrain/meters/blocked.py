@@ -184,6 +184,7 @@ class Stopwatch(OperatorMode):
             del self._unwaited[number]
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and notice collectives that C++ issues past the Python methods."""
         if function.namespace == "_c10d_functional":
             return self._time_functional(function, args, kwargs)
         result = function(*args, **kwargs)

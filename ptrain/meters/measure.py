@@ -525,6 +525,7 @@ def measure(
 
 @contextmanager
 def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[Measurement]:
+    """Enter the meters and the phase observers around one step."""
     measured = model if isinstance(model, Program) else Foreign(model, optimizer)
     measurement = Measurement(measured)
     observers = (measurement.memory, measurement.traffic)

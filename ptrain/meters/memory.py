@@ -143,6 +143,7 @@ class MemoryMeter(Ledger):
         self._older: set[int] = set()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; note if the backend's threads may hold its tensors afterwards."""
         self._settle()
         self._pause_after_collective()
         result = super().operator(function, args, kwargs)

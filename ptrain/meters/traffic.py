@@ -329,6 +329,7 @@ class CollectiveLedger(OperatorMode):
         self.program.observers.remove(self)
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and record it if it is a collective within a group."""
         if function.namespace not in ("c10d", "_c10d_functional"):
             return function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]

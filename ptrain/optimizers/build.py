@@ -121,8 +121,14 @@ def initial_state(
 ) -> dict[str, torch.Tensor]:
     """Return the state that torch's optimizers create for a tensor before its first step.
 
-    Moments are zeros like the tensor; numbers are 0-d fp32. All are on the tensor's device by
-    default.
+    Args:
+        rule: Name of the rule.
+        spec: Decides the moments of the rule.
+        tensor: The parameter.
+        device: The device of the state, by default the tensor's.
+
+    Returns:
+        Moments as zeros like the tensor, and numbers as 0-d fp32 tensors, by torch's names.
     """
     place = tensor.device if device is None else device
     moments = {name: torch.zeros_like(tensor, device=place) for name in moment_names(rule, spec)}

@@ -181,8 +181,11 @@ class TargetsUpdate(Generic[T, X]):
     def step_group(self, index: int, lr: float, *, is_taken: bool = True) -> None:
         """Update one unit, as soon as its gradients are complete (G = M).
 
-        If the update is not taken, state is still fetched and stored unchanged, because other ranks
-        wait for the collectives.
+        Args:
+            index: The position of the unit's group.
+            lr: The learning rate.
+            is_taken: If False, state is fetched and stored unchanged, since other ranks wait for
+                the collectives.
         """
         assert self.is_by_unit, "units in place are updated together"
         self.groups[index].step(lr, None, is_taken=is_taken)

@@ -89,9 +89,17 @@ class Registry:
         phase: Phase | None = None,
         name: str = "",
     ) -> torch.Tensor:
-        """Set the tag of a tensor's storage, and return the tensor.
+        """Set the tag of a tensor's storage.
 
-        An earlier name is kept if no new one is given.
+        Args:
+            tensor: Any view of the storage.
+            state: The state that it counts as.
+            substitute: See `Tag`.
+            phase: See `Tag`.
+            name: The unit; an earlier name is kept if it is "".
+
+        Returns:
+            The tensor.
         """
         storage = tensor.untyped_storage()
         if not name and (before := self._tags.get(storage)) is not None:

@@ -108,7 +108,15 @@ class Room(Protocol[T]):
         ...
 
     def new(self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = "") -> T:
-        """Return an uninitialized tensor of `numel` elements (None: 0-d) on a tier."""
+        """Return an uninitialized tensor.
+
+        Args:
+            numel: Number of elements of a 1-d tensor, None for a 0-d tensor.
+            dtype: Its dtype.
+            tier: Its tier.
+            state: The state that it counts as.
+            name: The unit that it belongs to.
+        """
         ...
 
     def zeros(self, numel: int, dtype: DType, tier: Tier, state: State, name: str = "") -> T:
@@ -169,7 +177,13 @@ class Room(Protocol[T]):
         """Set all elements to zero in place."""
 
     def piece(self, tensor: T, start: int, shape: Shape) -> T:
-        """Return a view of `shape` on the contiguous elements from `start` on."""
+        """Return a view of contiguous elements.
+
+        Args:
+            tensor: A contiguous tensor.
+            start: The first element.
+            shape: The shape of the view.
+        """
         ...
 
     def window(self, tensor: T, shape: Shape, places: Mapping[int, int]) -> T:
@@ -187,11 +201,24 @@ class Room(Protocol[T]):
         ...
 
     def permuted(self, tensor: T, shape: Shape, order: Sequence[int]) -> T:
-        """Return a 1-d copy of `tensor`, viewed as `shape`, with its dimensions in `order`."""
+        """Return a contiguous 1-d copy with permuted dimensions.
+
+        Args:
+            tensor: A contiguous tensor.
+            shape: The shape to view it as.
+            order: The dimensions of `shape` in their order in the copy.
+        """
         ...
 
     def unpermute(self, tensor: T, shape: Shape, order: Sequence[int], into: T) -> None:
-        """Undo `permuted`: write `tensor` to `into`, viewed as `shape`."""
+        """Undo `permuted`.
+
+        Args:
+            tensor: The 1-d permuted tensor.
+            shape: The shape of the result.
+            order: As in `permuted`.
+            into: Receives the elements, viewed as `shape`.
+        """
 
     def same(self, tensor: T, other: T) -> bool:
         """Return True if two tensors of equal size begin at the same byte of the same storage."""
@@ -207,20 +234,33 @@ class Room(Protocol[T]):
         """Announce that a tensor is needed next, so that reading its file starts now."""
 
     def all_gather(self, shard: T, into: T, axes: Axes, *, is_awaited: bool) -> Work | None:
-        """All-gather `shard` into `into` (1-d, ranks x shard), in group order.
+        """All-gather a shard, in group order.
 
-        Returns the work to wait for, None if awaited.
+        Args:
+            shard: This rank's shard.
+            into: Receives all shards (1-d, ranks x shard).
+            axes: The axes of the group.
+            is_awaited: Wait for the result.
+
+        Returns:
+            The work to wait for, None if awaited.
         """
         ...
 
     def reduce_scatter(
         self, whole: T, into: T, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
     ) -> Move[T]:
-        """Reduce-scatter `whole` (1-d, ranks x shard) into this rank's `into`.
+        """Sum a tensor over the ranks, and keep this rank's part.
 
-        `whole` is overwritten.
+        Args:
+            whole: This rank's summand (1-d, ranks x shard), which is overwritten.
+            into: Receives this rank's part of the sum.
+            axes: The axes of the group.
+            via: The native collective, or an all-to-all with a buffer of the size of `whole`.
+            is_awaited: Wait for the communication.
 
-        `via` selects the native collective, or an all-to-all with a buffer of the size of `whole`.
+        Returns:
+            The move; its `wait` returns `into` with the sum.
         """
         ...
 
@@ -272,10 +312,13 @@ class Members(Protocol[T_contra]):
         """Copy the parameters to a flat tensor and make them views of it."""
 
     def write(self, index: int, whole: T_contra, *, is_bound: bool) -> None:
-        """Write one parameter's gradient, or zeros if it has none, to its place in a flat tensor.
+        """Write one parameter's gradient to its place in a flat tensor, and drop it.
 
-        The gradient is then dropped. If `is_bound`, the place becomes the gradient, so that
-        autograd accumulates later ones there.
+        Args:
+            index: The parameter.
+            whole: The flat tensor. A missing gradient is written as zeros.
+            is_bound: Make the place the parameter's gradient, so that autograd adds later ones to
+                it.
         """
 
     def collect(self, index: int, whole: T_contra) -> None:

@@ -71,8 +71,10 @@ def stretches(
 ) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of each contiguous range of a shard within the full flat buffer.
 
-    The buffer is viewed as [*degrees, c]. `places` has the shard's index along each dimension, or
-    None for all.
+    Args:
+        padded: Elements of the buffer, which is viewed as [*degrees, c].
+        degrees: Ranks along each dimension.
+        places: The shard's index along each dimension, None for all indices.
     """
     size = padded // math.prod(degrees)
     own = (
@@ -87,10 +89,12 @@ def stretches(
 def runs(
     tensors: Sequence[tuple[int, bool]], padded: int, within: Iterable[tuple[int, int]]
 ) -> Iterator[Run]:
-    """Yield the runs of elements with equal flags in a shard of the ranges `within`.
+    """Yield the runs of elements with equal flags in a shard.
 
-    `tensors` are elements and flag of each tensor of the full buffer. Padding counts to the last
-    tensor.
+    Args:
+        tensors: Elements and flag of each tensor of the full buffer. Padding counts to the last.
+        padded: Elements of the buffer.
+        within: The ranges (start, end) of the buffer that the shard consists of.
     """
     return _merge_runs(_runs_within(whole_runs(tuple(tensors), padded), within))
 
@@ -147,6 +151,11 @@ def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> G
     """Return the numbers of all-gathers of a unit: one per pass that finds it sharded.
 
     It is sharded at the start of a step and after every reshard.
+
+    Args:
+        sync: When units are resharded.
+        micro_batches: Micro-batches per step.
+        is_root: The unit is the root, which `non-root` keeps gathered.
     """
     forward = backward = 0
     sharded = True
@@ -161,7 +170,13 @@ def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> G
 def kept_ranks(sync: SyncPolicy, ranks: int, *, is_root: bool = False) -> int:
     """Return the number of ranks that shard a unit between its forward and its backward.
 
-    This is `ranks`, the size of a smaller group, or 1 if the unit stays all-gathered.
+    Args:
+        sync: When units are resharded.
+        ranks: The ranks that shard it otherwise.
+        is_root: The unit is the root, which `non-root` keeps gathered.
+
+    Returns:
+        `ranks`, the size of a smaller group, or 1 if the unit stays gathered.
     """
     after_forward = sync.after_forward(is_root=is_root)
     if isinstance(after_forward, bool):

@@ -79,9 +79,15 @@ class Cuts(Generic[T]):
         return tuple([coordinate(axis) if axis in cut else None for axis in self.axes])
 
     def take(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
-        """Return this rank's part of a shard over `had` along the axes that `wanted` adds.
+        """Return this rank's part of a shard.
 
-        Both are 1-d. The result is a view if the part is contiguous, else a copy.
+        Args:
+            local: The shard over `had` (1-d).
+            had: The axes that shard `local`.
+            wanted: The axes that shard the result, including `had`.
+
+        Returns:
+            The part (1-d); a view of `local` if it is contiguous there, else a copy.
         """
         room, window = self.room, self._window(local, had, wanted)
         if self._is_contiguous(had, wanted):
@@ -125,10 +131,20 @@ class Cuts(Generic[T]):
         state: State,
         into: T | None = None,
     ) -> T:
-        """All-gather along `over`: from a shard over `cut` to one over `cut` without `over`.
+        """All-gather a shard along some axes.
 
         It writes to `into` directly if the ranks' parts are in group order there, otherwise through
-        a buffer of the same size. It counts as a move of `state`.
+        a buffer of the same size.
+
+        Args:
+            part: The shard over `cut`.
+            cut: The axes that shard `part`.
+            over: The axes to gather along.
+            state: The state that the move counts as.
+            into: Receives the result; None for a new tensor.
+
+        Returns:
+            The shard over `cut` without `over`.
         """
         return self.start_gather(part, cut, over, state, into, is_awaited=True).wait()
 
@@ -154,9 +170,15 @@ class Cuts(Generic[T]):
         return Move(result, part, work, finish)
 
     def reduce_scatter(self, part: T, cut: Sequence[Axis], over: Sequence[Axis]) -> T:
-        """Sum along `over` and return this rank's part: from a shard over `cut` to one over both.
+        """Sum a shard along some axes, and keep this rank's part.
 
-        `part` is overwritten.
+        Args:
+            part: The shard over `cut`, which is overwritten.
+            cut: The axes that shard `part`.
+            over: The axes to sum along.
+
+        Returns:
+            The shard of the sum over `cut` and `over`.
         """
         return self.start_reduce_scatter(part, cut, over, is_awaited=True).wait()
 

@@ -120,10 +120,16 @@ def _boundary_transfers(
 def stage_gathers(
     schedule: Schedule, stage: int, sync: SyncPolicy, *, is_root: bool = False
 ) -> GatherCounts:
-    """Return the numbers of all-gathers of a stage's unit, or its root, in a step.
+    """Return the numbers of all-gathers of a stage's unit in a step.
 
     A unit is gathered in each pass that finds it sharded: at first, and after every reshard. For
     one micro-batch after the other the result equals `axes.data.cost.gathers`.
+
+    Args:
+        schedule: The pipeline's schedule.
+        stage: The stage.
+        sync: When units are resharded.
+        is_root: The unit is the root, which `non-root` keeps gathered.
     """
     times = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD), 0)
     gives_back = {
@@ -247,6 +253,12 @@ def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> R
     """Return the roles of one stage's modules, without the ends that it lacks.
 
     A table that the stage has a copy of is its head, independent of its role elsewhere.
+
+    Args:
+        roles: The roles of the full model.
+        stage: The stage.
+        stages: Number of stages.
+        ends: The modules before and after the layers.
     """
     gone = (
         *(ends.front if stage.index else ()),

@@ -288,6 +288,10 @@ class FullyShardedWrap(ParameterWrap):
 
     @contextmanager
     def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
+        """Temporarily set FSDP2's synchronization for a backward pass, or for one half of it.
+
+        The weight half calls no hooks of FSDP2, so gradients are reduced after it.
+        """
         root = self.sharded[-1]
         is_whole = kind is Kind.BACKWARD
         with self.micro_batch(is_last):
@@ -467,9 +471,14 @@ def apply(
     registry: Registry,
     write: RowWriter | None = None,
 ) -> WrappedModel:
-    """Wrap `model` by the plan.
+    """Wrap a model by the plan.
 
-    `write` gives the parameters of flat units their initial values, if they have none yet.
+    Args:
+        model: The model, or one stage's part of it.
+        plan: The plan of that part.
+        mesh: The process groups.
+        registry: The tags of storages.
+        write: Writes initial values of flat units, if the parameters have none yet.
     """
     match plan.wrap:
         case LocalGradients():

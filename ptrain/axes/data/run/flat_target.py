@@ -153,7 +153,13 @@ class FlatTensors:
         self.mesh, self.device = room.mesh, room.device
 
     def whole(self, cuts: Cuts[torch.Tensor], part: torch.Tensor, cut: Axes) -> torch.Tensor:
-        """Return the full tensor of a stored one, in new memory on the device."""
+        """Return the full tensor of a stored one, in new memory on the device.
+
+        Args:
+            cuts: The layout of the tensor.
+            part: The stored shard, on any tier.
+            cut: The axes that shard it.
+        """
         room = self.own_room
         held = room.new(part.numel(), room.dtype(part), Tier.DEVICE, State.OTHER)
         held.copy_(part)

@@ -302,10 +302,16 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @torch.no_grad()
 def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain) -> nn.Module:
-    """Return the part of stage `index`.
+    """Return one stage's part of a model.
 
     It shares its parameters with `model`, except tensors that another stage has too, and has
     separate buffers.
+
+    Args:
+        model: The full model.
+        stages: All stages.
+        index: The stage.
+        chain: The modules that stages are cut from.
     """
     stage, crossing = stages[index], Crossing(is_written=chain.is_written)
     known, parameters = dict(model.named_modules()), dict(model.named_parameters())
@@ -392,6 +398,12 @@ def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec:
     They are compared in training mode without dropout, or in evaluation mode if the model still
     draws random numbers. This takes three forward passes of a few tokens, or of one of the user's
     micro-batches.
+
+    Args:
+        model: The model, with weights.
+        stages: All stages.
+        chain: The modules that stages are cut from.
+        spec: The spec, for the loss and the samples.
 
     Raises:
         SpecError: They differ.
