@@ -360,7 +360,7 @@ class Bench:
             return self.seconds(work, parts=parts)
         if self.is_shared:
             return self.seconds_beside(lambda: nullcontext(work), parts=parts, between=between)
-        between = between or self._compute
+        between = between or self._compute_between
         calls = self._num_meetings(work, between)
         means = [self._mean_after_computing(work, calls, between) for _ in range(_ROUNDS)]
         return self.noted(means) / parts
@@ -385,7 +385,7 @@ class Bench:
         if self.device.type == "cuda":
             with works() as work:
                 return self.seconds(work, parts=parts)
-        between = between or self._compute
+        between = between or self._compute_between
         with works() as work:
             calls = self._num_meetings(work, between)
         more = []
@@ -401,7 +401,7 @@ class Bench:
             more.append((time.perf_counter() - began - self.turns * own) / calls)
         return self.noted(more) / parts
 
-    def _compute(self) -> None:
+    def _compute_between(self) -> None:
         compute(self.device)
 
     def _mean_after_computing(self, work: Work, calls: int, between: Work) -> float:

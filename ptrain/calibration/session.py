@@ -575,7 +575,7 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
             for table, rows in everyone[0].items()
         },
         device_memory=int(torch.cuda.mem_get_info(world.device)[1]) if is_cuda else None,
-        sm=_capability(world.device),
+        sm=_compute_capability(world.device),
         name=torch.cuda.get_device_name(world.device) if is_cuda else "",
     )
 
@@ -589,7 +589,7 @@ def _gather_objects(value: Any, world: World) -> list[Any]:
     return values
 
 
-def _capability(device: torch.device) -> int | None:
+def _compute_capability(device: torch.device) -> int | None:
     """Return the compute capability of a GPU, such as 90."""
     if device.type != "cuda":
         return None

@@ -224,7 +224,7 @@ def require_writable(options: CalibrationOptions) -> None:
         raise refused("--out", f"{out} is a folder", "Use a file in this folder.")
     if not os.access(out.parent, os.W_OK):
         raise refused("--out", f"{out} is not writable", "Use another file.")
-    if out.exists() and not options.force and not _source(out).startswith(CALIBRATED):
+    if out.exists() and not options.force and not _rates_source(out).startswith(CALIBRATED):
         raise refused(
             "--out",
             f"{out} exists and was not written by a calibration",
@@ -232,7 +232,7 @@ def require_writable(options: CalibrationOptions) -> None:
         )
 
 
-def _source(path: Path) -> str:
+def _rates_source(path: Path) -> str:
     """Return the source of a file's rates, "" if it is not a cluster file."""
     try:
         return str(read(path).at(("rates", "source")))
@@ -381,14 +381,14 @@ def _this_machine(parts: Sequence[MeasuredPart], options: CalibrationOptions) ->
         devices_per_node=last.ranks,
         device_memory=last.device_memory or physical_memory() // last.ranks,
         host_memory=physical_memory(),
-        intra_node_bandwidth=_bandwidth(last, is_within=True),
-        inter_node_bandwidth=_bandwidth(last, is_within=last.nodes == 1),
+        intra_node_bandwidth=_bus_bandwidth(last, is_within=True),
+        inter_node_bandwidth=_bus_bandwidth(last, is_within=last.nodes == 1),
         kind=last.kind,
         sm=last.sm,
     )
 
 
-def _bandwidth(part: MeasuredPart, *, is_within: bool) -> float:
+def _bus_bandwidth(part: MeasuredPart, *, is_within: bool) -> float:
     """Return the bus bandwidth of the largest all-gather, in bytes/s.
 
     `is_within` selects groups within a node or between nodes.

@@ -148,9 +148,9 @@ class Filling:
         """Fill all parameters and buffers."""
         buffers = self._initialized_buffers()
         self._module.to_empty(device=self._device)
-        self._restore(buffers)
+        self._restore_ties_and_buffers(buffers)
         for name, parameter in self._module.named_parameters():
-            self._write(name, parameter, window_of(parameter), local(parameter))
+            self._write_window(name, parameter, window_of(parameter), local(parameter))
 
     def by_unit(self) -> RowWriter:
         """Fill the buffers, and leave the parameters without memory.
@@ -163,7 +163,7 @@ class Filling:
             module.to_empty(device=self._device, recurse=False)
             for parameter in module.parameters(recurse=False):
                 local(parameter).untyped_storage().resize_(0)
-        self._restore(buffers)
+        self._restore_ties_and_buffers(buffers)
         return self._write_rows
 
     def _initialized_buffers(self) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ class Filling:
         named = self._module.named_buffers(remove_duplicate=False)
         return {name: buffer for name, buffer in named if not buffer.is_meta}
 
-    def _restore(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _restore_ties_and_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Tie parameters again, and restore buffers, after `to_empty` undid both."""
         for first, *others in self._tied:
             for name in others:
@@ -190,10 +190,10 @@ class Filling:
     def _write_rows(self, name: str, stored: Parameter, first: int, part: torch.Tensor) -> None:
         """Write the initial values of rows of this rank's part, from `first` on."""
         parameter = whole_parameter(stored)
-        self._write(name, parameter, rows(window_of(parameter), first, len(part)), part)
+        self._write_window(name, parameter, rows(window_of(parameter), first, len(part)), part)
 
     @torch.no_grad()
-    def _write(
+    def _write_window(
         self, name: str, parameter: nn.Parameter, window: Window, part: torch.Tensor
     ) -> None:
         """Write the initial values of a window of a tensor."""
@@ -391,7 +391,7 @@ def _look_without_values(spec: Spec, *, allow_import: bool, draws: bool = True) 
 
     Raises:
         NeedsValues: It cannot be built without values.
-        _Refused: The inspection rejects it.
+        _RejectedError: The inspection rejects it.
     """
     module, weights = build_hollow(spec, allow_import=allow_import, draws=draws)
 

@@ -265,7 +265,7 @@ def _squared_norm(
     Args:
         gradients: The tensors.
         like: A tensor with their dtype and device.
-        by_row: See `_norms`.
+        by_row: See `_row_norms`.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     if not gradients:
@@ -406,7 +406,7 @@ class StepLoss:
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Run forward and return the divided loss (0-d); backward starts with `seed`."""
-        return self.loss.run(model, samples) / self._divisor(samples)
+        return self.loss.run(model, samples) / self._loss_divisor(samples)
 
     def seed(self, loss: Tensor) -> Tensor | None:
         """Return the gradient with which backward starts; None for 1."""
@@ -424,9 +424,9 @@ class StepLoss:
 
     def of_output(self, output: Tensor, samples: SampleBatch) -> Tensor:
         """Return the divided loss of a micro-batch from the output of its forward pass (0-d)."""
-        return self.loss.of_forward(output, samples) / self._divisor(samples)
+        return self.loss.of_forward(output, samples) / self._loss_divisor(samples)
 
-    def _divisor(self, samples: SampleBatch) -> float:
+    def _loss_divisor(self, samples: SampleBatch) -> float:
         """Return the divisor of a micro-batch's loss."""
         assert self._batch is not None, "no step has started"
         return self.loss.objective.divisor(self._batch, samples)

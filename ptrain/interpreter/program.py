@@ -150,14 +150,18 @@ def _model_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -
         name, shape, dtype, total, is_trained = own
         its_name, its_shape, its_dtype, its_total, is_its_trained = its
         if name != its_name:
-            return _fault(name, f"rank 0 has {name}, but rank {rank} has {its_name} in its place")
+            return _fault_at(
+                name, f"rank 0 has {name}, but rank {rank} has {its_name} in its place"
+            )
         if dtype != its_dtype:
-            return _fault(name, f"its dtype is {dtype} on rank 0, {its_dtype} on rank {rank}")
+            return _fault_at(name, f"its dtype is {dtype} on rank 0, {its_dtype} on rank {rank}")
         if shape != its_shape:
-            return _fault(name, f"its shape is {shape} on rank 0, {its_shape} on rank {rank}")
+            return _fault_at(name, f"its shape is {shape} on rank 0, {its_shape} on rank {rank}")
         if is_trained != is_its_trained:
             trains, freezes = (0, rank) if is_trained else (rank, 0)
-            return _fault(name, f"it is trainable on rank {trains}, but frozen on rank {freezes}")
+            return _fault_at(
+                name, f"it is trainable on rank {trains}, but frozen on rank {freezes}"
+            )
         if total != its_total:
             finding = f"rank {rank} and rank 0 have different values"
             remedy = (
@@ -167,17 +171,19 @@ def _model_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -
             return Fault(place=name, finding=finding, remedy=f"{remedy} the same weights.")
     counts = len(first["tensors"]), len(other["tensors"])
     if counts[0] != counts[1]:
-        return _fault("model", f"rank 0 has {counts[0]} tensors, but rank {rank} has {counts[1]}")
+        return _fault_at(
+            "model", f"rank 0 has {counts[0]} tensors, but rank {rank} has {counts[1]}"
+        )
     for key, value in first["layout"].items():
         if value != other["layout"][key]:
-            return _fault(
+            return _fault_at(
                 "precision.layout",
                 f"{key} is {value} on rank 0, {other['layout'][key]} on rank {rank}",
             )
     return None
 
 
-def _fault(place: str, finding: str) -> Fault:
+def _fault_at(place: str, finding: str) -> Fault:
     return Fault(place=place, finding=finding, remedy=_REMEDY)
 
 
@@ -377,7 +383,7 @@ class Program:
             self._measured = []
             for observer in self.gradient_observers:
                 observer.clipped(self._norm)
-            self._update(lr, halted)
+            self._run_update(lr, halted)
         self._norm = None
         self.wrapped.finish_update()
         if self.balancing is not None:
@@ -394,7 +400,7 @@ class Program:
         self._measured = gradients
         return self.clipping.norm(gradients, self.wrapped, self.scaling)
 
-    def _update(self, lr: float, halted: torch.Tensor | None) -> None:
+    def _run_update(self, lr: float, halted: torch.Tensor | None) -> None:
         """Run the optimizer, and update the loss scale."""
         if self.scaling is None:
             self.update.step(lr, None if halted is None else Halt(halted))
@@ -538,13 +544,7 @@ def interpret(
         SpecError: The spec is not legal, the mesh needs another number of ranks, or models,
             weights, layouts or samples differ between ranks. Every rank raises it.
 
-    Example:
-        >>> import ptrain
-        >>> spec = ptrain.load("zero3", ["mesh.dp_shard=1", "batch.global=8"]).spec
-        >>> program = ptrain.interpret(spec)
-        >>> loss = program.forward_backward(program.samples(0))
-        >>> norm = program.step(lr=1e-3)
-        >>> program.world.close()
+    Example: see `ptrain.measure`.
     """
     if faults := (*check(spec), *executed(spec)):
         raise SpecError(*faults)

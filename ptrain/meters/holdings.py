@@ -301,7 +301,7 @@ def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
             continue
         for name, held, other in _pairs_with_master(target, master):
             copied = other.to(device=held.device, dtype=held.dtype)
-            if not torch.equal(_bits(held), _bits(copied)):
+            if not torch.equal(_as_bytes(held), _as_bytes(copied)):
                 dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (held, other)]
                 yield (
                     program.wrapped.canonical_name(name),
@@ -350,6 +350,6 @@ def _pairs_with_master(
             yield target.name, target.value(), local(master)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor as a 1-d uint8 tensor, so that NaNs compare equal."""
     return tensor.contiguous().view(-1).view(torch.uint8)

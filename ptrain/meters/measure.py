@@ -85,24 +85,24 @@ class WireMeter:
 
     def __enter__(self) -> Self:
         if not self.absent:
-            self._before = self._counters()
+            self._before = self._read_counters()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.absent:
             return
-        after = self._counters()
+        after = self._read_counters()
         if gone := self._axes_by_socket.keys() - (self._before.keys() & after.keys()):
             self.absent = f"{len(gone)} connections were closed during the step"
             return
         for name, axes in self._axes_by_socket.items():
             self._sent[axes] = self._sent.get(axes, 0) + after[name] - self._before[name]
 
-    def _counters(self) -> dict[str, int]:
+    def _read_counters(self) -> dict[str, int]:
         """Return the bytes sent so far on each socket of the measured groups."""
         return {
             name: _sent_bytes(connection)
-            for name, connection in _connections()
+            for name, connection in _tcp_connections()
             if name in self._axes_by_socket
         }
 
@@ -115,13 +115,13 @@ def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, t
     """Return the axes of each socket that connects this rank with a measured group.
 
     Raises:
-        _CannotTell: The system, kernel or backend has no counters, or gloo's addresses are
+        _NotMeasurableError: The system, kernel or backend has no counters, or gloo's addresses are
             unreadable.
     """
     if not sys.platform.startswith("linux"):
         raise _NotMeasurableError("byte counters of connections exist on Linux only")
     ends = {}
-    for name, connection in _connections():
+    for name, connection in _tcp_connections():
         with suppress(OSError):  # a peer that is gone
             ends[name] = (
                 _normalized_address(connection.getsockname()),
@@ -184,7 +184,7 @@ def _normalized_address(name: tuple[str | int, ...]) -> Address:
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
-def _connections() -> Iterator[tuple[str, socket.socket]]:
+def _tcp_connections() -> Iterator[tuple[str, socket.socket]]:
     """Yield every TCP connection of this process, as a duplicate that is closed after its use."""
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -57,7 +57,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
     the digest. One copy to the host is made per device.
     """
     with without_modes():
-        sums = [_sums(local(tensor.detach())) for tensor in tensors]
+        sums = [_checksums(local(tensor.detach())) for tensor in tensors]
         devices = grouped((checksums.device, index) for index, checksums in enumerate(sums))
         texts = [""] * len(sums)
         for indices in devices.values():
@@ -79,7 +79,7 @@ def kind(tensor: torch.Tensor) -> str:
     return f"{str(held.dtype).removeprefix('torch.')}{list(held.shape)}"
 
 
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
+def _checksums(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksums of a tensor as a 1-d int64 tensor.
 
     The order is: row sums, column sums, then the words that fill no row, zero-padded.
@@ -182,7 +182,7 @@ class ReplicaMeter:
 
     def reduced(self) -> None:
         """Record the gradients, which the program has just reduced."""
-        self._noted += _copies(Moment.GRADIENTS, holdings.gradients(self.program))
+        self._noted += _digest_copies(Moment.GRADIENTS, holdings.gradients(self.program))
 
     def clipped(self, norm: torch.Tensor | None) -> None:
         """Record the norm by which the program has just clipped the gradients."""
@@ -229,7 +229,7 @@ class ReplicaMeter:
         """Yield a `Copy` of each part, counter and hyperparameter of this rank between steps."""
         program = self.program
         held = (holdings.parameters, holdings.optimizer, holdings.buffers)
-        yield from _copies(moment, chain.from_iterable(read(program) for read in held))
+        yield from _digest_copies(moment, chain.from_iterable(read(program) for read in held))
         counts = holdings.counters(program)
         updates = {f"{name}.step": count for name, count in counts.items()}
         if counts:
@@ -282,7 +282,7 @@ def coordinates(program: Program) -> dict[int, dict[str, int]]:
     }
 
 
-def _copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
+def _digest_copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
     """Return a `Copy` with a digest for each held part."""
     things = list(held)
     texts = digests([thing.tensor for thing in things])

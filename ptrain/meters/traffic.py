@@ -198,7 +198,7 @@ class TrafficMeter(OperatorMode):
             via=via,
         )
         sent = ring_bytes(collective, payload, group.size())
-        if (splits := _splits(name, args)) and collective is Collective.ALL_TO_ALL:
+        if (splits := _split_sizes(name, args)) and collective is Collective.ALL_TO_ALL:
             sent = payload - payload * splits[group.rank()] // max(sum(splits), 1)
         self._rows.append(Traffic(key=key, calls=1, payload_bytes=payload, sent_bytes=sent))
 
@@ -243,7 +243,7 @@ class TrafficMeter(OperatorMode):
         self._rows.append(Traffic(key=key, calls=1, payload_bytes=payload, sent_bytes=0))
 
 
-def _splits(name: str, args: tuple[Any, ...]) -> list[int]:
+def _split_sizes(name: str, args: tuple[Any, ...]) -> list[int]:
     """Return the number of rows that an all-to-all sends to each rank, itself included.
 
     The list is empty if all ranks get equal shares.
@@ -336,13 +336,15 @@ class CollectiveLedger(OperatorMode):
         if name in SILENT or name in _BETWEEN_TWO:
             return function(*args, **kwargs)
         # before the call: an output may replace an input in the storage
-        carries = self._carries((args, kwargs))
+        carries = self._describe_payload((args, kwargs))
         result = function(*args, **kwargs)
         group = group_of((args, kwargs))
         self._register_group(group)
         named = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)}
         self.calls[group.group_name].append(
-            self._ledger_entry(name, named | kwargs, result, carries or self._carries(result))
+            self._ledger_entry(
+                name, named | kwargs, result, carries or self._describe_payload(result)
+            )
         )
         return result
 
@@ -375,7 +377,7 @@ class CollectiveLedger(OperatorMode):
             moment=self._moment,
         )
 
-    def _carries(self, tree: Any) -> str:
+    def _describe_payload(self, tree: Any) -> str:
         """Return state and names of the tensors in a call, such as `gradients blocks.1`.
 
         State comes from the registry's tags, names from the program's storages, else from the tags.
@@ -405,7 +407,7 @@ class CollectiveLedger(OperatorMode):
             exchange: The exchange between all ranks.
             step: The step number to report.
         """
-        ledgers = self._ledgers()
+        ledgers = self._calls_by_key()
         with without_modes():
             digests = {key: of_bytes(repr(calls).encode()) for key, (_, calls) in ledgers.items()}
             answers = exchange.gather(digests)
@@ -416,7 +418,7 @@ class CollectiveLedger(OperatorMode):
         self.calls = {name: [] for name in self.calls}
         return tuple(sorted(mismatches, key=lambda mismatch: mismatch.when))
 
-    def _ledgers(self) -> dict[str, tuple[str, list[Call]]]:
+    def _calls_by_key(self) -> dict[str, tuple[str, list[Call]]]:
         """Return axes and calls under a key that is equal on all ranks whose calls must agree.
 
         Within a group, all of a call must agree. Between groups over the same axes in one stage,

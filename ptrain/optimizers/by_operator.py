@@ -98,7 +98,7 @@ class NAdam(ByOperator, torch.optim.NAdam):
 
 
 class _OneByOne(_Scaled):
-    """An optimizer that updates one tensor after the other by `_update`."""
+    """An optimizer that updates one tensor after the other by `_update_tensor`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:

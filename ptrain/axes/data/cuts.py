@@ -89,7 +89,7 @@ class Cuts(Generic[T]):
         Returns:
             The part (1-d); a view of `local` if it is contiguous there, else a copy.
         """
-        room, window = self.room, self._window(local, had, wanted)
+        room, window = self.room, self._narrowed_view(local, had, wanted)
         if self._is_contiguous(had, wanted):
             return room.flat(window)
         part = room.like(local, room.numel(window))
@@ -98,11 +98,11 @@ class Cuts(Generic[T]):
 
     def put(self, local: T, part: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> None:
         """Write `part` to the place in `local` from which `take` got it; a view needs no copy."""
-        window = self._window(local, had, wanted)
+        window = self._narrowed_view(local, had, wanted)
         if not self.room.same(window, part):
             self.room.copy(part, window)
 
-    def _window(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
+    def _narrowed_view(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
         """Return a view at this rank's coordinates along the axes that `wanted` adds."""
         places = {
             dim: self.room.coordinate(axis)
@@ -207,7 +207,7 @@ class Cuts(Generic[T]):
         return self._orders[key]
 
     def _compute_order(self, cut: Axes, over: Axes) -> tuple[int, ...] | None:
-        """Compute the order of `_leading`; dimensions of size 1 may be anywhere."""
+        """Compute the order of `_leading_order`; dimensions of size 1 may be anywhere."""
         first = [self.axes.index(axis) for axis in self.room.ordered(over)]
         rest = [dim for dim in range(len(self.axes) + 1) if dim not in first]
         order = (*first, *rest)

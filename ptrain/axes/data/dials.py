@@ -77,7 +77,7 @@ def _options_set(spec: Spec) -> Iterator[tuple[str, bool]]:
     yield "offload.update", spec.offload.update is not Offload().update
 
 
-def _prefetch(spec: Spec) -> Iterator[Fault]:
+def _prefetch_faults(spec: Spec) -> Iterator[Fault]:
     """Reject `prefetch` without all-gathers or without overlap."""
     if not data_factors(spec) or not spec.prefetch:
         return
@@ -152,7 +152,7 @@ def _shards_update_of_replicas(spec: Spec) -> bool:
     )
 
 
-def _overlap(spec: Spec) -> Iterator[Fault]:
+def _overlap_faults(spec: Spec) -> Iterator[Fault]:
     """Reject `overlap=backward` if no reduction can run in backward."""
     factors = data_factors(spec)
     if spec.overlap is not Overlap.BACKWARD or not factors:
@@ -201,7 +201,7 @@ def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _bucket(spec: Spec) -> Iterator[Fault]:
+def _bucket_faults(spec: Spec) -> Iterator[Fault]:
     """Reject `bucket` if gradients are reduced by unit."""
     if not data_factors(spec) or spec.bucket_bytes == STOCK_BUCKET_BYTES:
         return
@@ -219,7 +219,7 @@ def _bucket(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _unit(spec: Spec) -> Iterator[Fault]:
+def _unit_faults(spec: Spec) -> Iterator[Fault]:
     """Reject `unit` if gradients are reduced by bucket, and units larger than the model."""
     if not data_factors(spec) or spec.unit_size == UnitSize():
         return
@@ -239,7 +239,7 @@ def _unit(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _freeing(spec: Spec) -> Iterator[Fault]:
+def _freeing_faults(spec: Spec) -> Iterator[Fault]:
     """Reject options for freeing units that are never all-gathered."""
     if not data_factors(spec) or _brings_units(spec):
         return
@@ -259,7 +259,7 @@ def _freeing(spec: Spec) -> Iterator[Fault]:
             )
 
 
-def _reshard(spec: Spec) -> Iterator[Fault]:
+def _reshard_faults(spec: Spec) -> Iterator[Fault]:
     """Reject smaller shards without fully_shard, or of a size that does not divide the ranks."""
     shards, factors = spec.sync.reshard_after_forward, data_factors(spec)
     if isinstance(shards, bool | Reshard) or not factors or not _brings_units(spec):
@@ -290,7 +290,7 @@ def _reshard(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _offload(spec: Spec) -> Iterator[Fault]:
+def _offload_faults(spec: Spec) -> Iterator[Fault]:
     """Reject `offload` if no state is off the device."""
     factors = data_factors(spec)
     if spec.offload == Offload() or not factors:
@@ -319,20 +319,22 @@ def _offload(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _rule(name: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
+def _option_rule(name: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
     """Return a rule about an option."""
     return SpecRule(name=name, theorem=REASON, faults=faults)
 
 
 DIALS = (
-    _rule("options of data axes need a data axis", _without_data_axis),
-    _rule("prefetched units are gathered", _prefetch),
-    _rule("parameters gathered after the update were updated in shards", _gather_after_update),
-    _rule("overlapped reductions run in backward", _overlap),
-    _rule("reduce-scattered gradients are sharded", _reduce_scatter),
-    _rule("buckets need a wrapper that reduces by bucket", _bucket),
-    _rule("units need gathers or reductions", _unit),
-    _rule("freed units were gathered", _freeing),
-    _rule("smaller shards divide the group", _reshard),
-    _rule("a state is offloaded", _offload),
+    _option_rule("options of data axes need a data axis", _without_data_axis),
+    _option_rule("prefetched units are gathered", _prefetch_faults),
+    _option_rule(
+        "parameters gathered after the update were updated in shards", _gather_after_update
+    ),
+    _option_rule("overlapped reductions run in backward", _overlap_faults),
+    _option_rule("reduce-scattered gradients are sharded", _reduce_scatter),
+    _option_rule("buckets need a wrapper that reduces by bucket", _bucket_faults),
+    _option_rule("units need gathers or reductions", _unit_faults),
+    _option_rule("freed units were gathered", _freeing_faults),
+    _option_rule("smaller shards divide the group", _reshard_faults),
+    _option_rule("a state is offloaded", _offload_faults),
 )

@@ -98,15 +98,15 @@ class Parameters(Generic[T]):
     def gather(self) -> None:
         """Fill `whole`, and wait for it."""
         self.settle()
-        self._issue(is_awaited=True)
-        self._await()
+        self._start_gather(is_awaited=True)
+        self._wait_for_gather()
 
     def prefetch(self) -> None:
         """Start to fill `whole`; `gather` waits for the rest."""
         self.settle()
-        self._issue(is_awaited=False)
+        self._start_gather(is_awaited=False)
 
-    def _issue(self, *, is_awaited: bool) -> None:
+    def _start_gather(self, *, is_awaited: bool) -> None:
         """Allocate `whole` and copy or all-gather the parameters into it."""
         if self.is_gathered:
             return
@@ -120,7 +120,7 @@ class Parameters(Generic[T]):
             part, self.cut, self.cut, State.PARAMETERS, self.whole, is_awaited=is_awaited
         )
 
-    def _await(self) -> None:
+    def _wait_for_gather(self) -> None:
         """Wait for the all-gather."""
         if self._gathering is not None:
             self._gathering.wait()
@@ -142,7 +142,7 @@ class Parameters(Generic[T]):
         """Free `whole` if it can be rebuilt."""
         if not self.is_transient or not self.is_gathered:
             return
-        self._await()
+        self._wait_for_gather()
         self.room.empty(self.whole)
         self.is_gathered = False
 
@@ -344,7 +344,7 @@ class TensorSlot(Generic[T]):
     def __init__(self, route: Route[T], initial: T) -> None:
         self.route, self.room = route, route.cuts.room
         self.shape = self.room.shape(initial)
-        self.stored = route.store(self._padded(initial) if self.shape else initial)
+        self.stored = route.store(self._flat_padded(initial) if self.shape else initial)
 
     def fetch(self) -> T:
         whole = self.route.fetch(self.stored)
@@ -352,9 +352,9 @@ class TensorSlot(Generic[T]):
 
     def put(self, working: T) -> None:
         if not self.room.same(working, self.stored):
-            self.route.put(self.stored, self._padded(working) if self.shape else working)
+            self.route.put(self.stored, self._flat_padded(working) if self.shape else working)
 
-    def _padded(self, whole: T) -> T:
+    def _flat_padded(self, whole: T) -> T:
         """Return a full tensor as 1-d with padding; it is copied only if there is padding."""
         room, flat, padded = self.room, self.room.flat(whole), self.route.cuts.padded
         if math.prod(self.shape) == padded:

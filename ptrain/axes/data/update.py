@@ -161,13 +161,13 @@ class TensorsUpdate(Generic[T]):
         self._num_given = (self._num_given + 1) % len(self.shapes)
         if self._num_given == 0:
             self._gradient = None
-        return None if held is None else self._piece(held, index)
+        return None if held is None else self._tensor_view(held, index)
 
     def value(self, index: int) -> T:
         """Return one tensor's value, as a view of the unit's full value."""
         if self._value is None:
             self._value = self.unit.value()
-        return self._piece(self._value, index)
+        return self._tensor_view(self._value, index)
 
     def forget(self) -> None:
         """Drop values that were read without an update."""
@@ -177,7 +177,7 @@ class TensorsUpdate(Generic[T]):
         """Write one updated tensor; the last one stores the unit's parameters."""
         if self._value is None:
             self._value = self._updated_buffer()
-        place = self._piece(self._value, index)
+        place = self._tensor_view(self._value, index)
         if not self.room.same(place, value):
             self.room.copy(value, place)
         self._stored = (self._stored + 1) % len(self.shapes)
@@ -197,7 +197,7 @@ class TensorsUpdate(Generic[T]):
         self.room.clear(self.room.piece(place, cuts.numel, (cuts.padded - cuts.numel,)))
         return place
 
-    def _piece(self, whole: T, index: int) -> T:
+    def _tensor_view(self, whole: T, index: int) -> T:
         """Return the view of one tensor in a full buffer."""
         start = sum(map(math.prod, self.shapes[:index]))
         return self.room.piece(whole, start, self.shapes[index])
@@ -319,7 +319,7 @@ class Gradients(Generic[T]):
         hook reports gradients.
         """
         for index in sorted(self._unwritten):
-            self._write(index)
+            self._write_first(index)
 
     def accumulated(self, index: int) -> None:
         """Take a tensor's gradient from autograd.
@@ -330,11 +330,11 @@ class Gradients(Generic[T]):
         if self.whole is None:
             return
         if index in self._unwritten:
-            self._write(index)
+            self._write_first(index)
         elif not self._is_in_place:
             self.members.collect(index, self.whole)
 
-    def _write(self, index: int) -> None:
+    def _write_first(self, index: int) -> None:
         """Copy the first gradient of a tensor into the buffer."""
         assert self.whole is not None, "there is somewhere to write to"
         self.members.write(index, self.whole, is_bound=self._is_in_place)
@@ -358,13 +358,13 @@ class Gradients(Generic[T]):
             if self.layout.keeps_both:
                 self._mark_unwritten()
             else:
-                self._close()
+                self._drop_buffer()
         if overlaps and is_last and not self.cut and self.tier is Tier.DEVICE:
             self._start_update()
 
     def _reduced(self, shard: T) -> None:
         """Store the reduced shard and free the buffer."""
-        self._close()
+        self._drop_buffer()
         self._keep(shard)
         if self.layout.keeps_both:
             self.raw = shard
@@ -388,7 +388,7 @@ class Gradients(Generic[T]):
         elif self.step.updated:
             self.kept, self.now = reduced, self.step.updated
             if not self.layout.keeps_both:
-                self._close()
+                self._drop_buffer()
         else:
             self.partial = ()
 
@@ -397,11 +397,11 @@ class Gradients(Generic[T]):
         room = self.room
         if self.tier is Tier.DEVICE:
             if self.kept is None:
-                self.kept = self._cast(part, copy=self.layout.keeps_both)
+                self.kept = self._cast_to_kept(part, copy=self.layout.keeps_both)
             else:
                 room.add(self.kept, part)
             return
-        arrived = room.move(self._cast(part), Tier.HOST, State.GRADIENTS)
+        arrived = room.move(self._cast_to_kept(part), Tier.HOST, State.GRADIENTS)
         if self.tier is Tier.HOST:
             if self.kept is None:
                 self.kept = arrived
@@ -415,7 +415,7 @@ class Gradients(Generic[T]):
         self.kept = self._file_tensor(room.numel(arrived))
         room.copy(arrived, self.kept)
 
-    def _cast(self, part: T, *, copy: bool = False) -> T:
+    def _cast_to_kept(self, part: T, *, copy: bool = False) -> T:
         """Cast a part to the dtype of storage."""
         return self.room.cast(part, self.layout.gradients, State.GRADIENTS, self.label, copy=copy)
 
@@ -435,7 +435,7 @@ class Gradients(Generic[T]):
         if held is None:
             return
         if self.kept is not None:
-            self._close()
+            self._drop_buffer()
         self.raw = None
         wanted = (*self.step.updated, *self.step.gathered_gradients)
         narrower, wider = without(self.step.updated, self.now), without(self.now, wanted)
@@ -447,12 +447,12 @@ class Gradients(Generic[T]):
         now = self.now
         if narrower:
             held, now = self.cuts.reduce_scatter(held, now, narrower), (*now, *narrower)
-        self._close()
+        self._drop_buffer()
         if self.partial:
             room.all_reduce(held, self.partial, is_awaited=True).wait()
         if wider:
             held = self.cuts.gather(held, now, wider, State.GRADIENTS)
-        held = self._cast(held)
+        held = self._cast_to_kept(held)
         if travels:
             held = room.move(held, Tier.HOST, State.GRADIENTS)
         self.kept, self.now, self.partial = held, wanted, ()
@@ -477,7 +477,7 @@ class Gradients(Generic[T]):
 
     def clear(self) -> None:
         """Drop all gradients after the update."""
-        self._close()
+        self._drop_buffer()
         self.kept = self.raw = None
         self.now = self.cut
         self.partial = without(self.step.axes, (*self.step.updated, *self.cut))
@@ -491,7 +491,7 @@ class Gradients(Generic[T]):
         """Return all live tensors of gradients."""
         return [held for held in (self.whole, self.raw, self.kept) if held is not None]
 
-    def _close(self) -> None:
+    def _drop_buffer(self) -> None:
         """Free the buffer, and drop `.grad` of all parameters."""
         self.whole = None
         self.members.unbind()

@@ -51,8 +51,8 @@ def breadth_first(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
         for stage in range(rank, pipeline.stages, pipeline.ranks)
         for microbatch in range(pipeline.microbatches)
     ]
-    yield from _actions(Kind.FORWARD, chunks)
-    yield from _actions(Kind.BACKWARD, reversed(chunks))
+    yield from _actions_of_kind(Kind.FORWARD, chunks)
+    yield from _actions_of_kind(Kind.BACKWARD, reversed(chunks))
 
 
 def interleaved(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
@@ -73,15 +73,15 @@ def zero_bubble(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """
     forwards, backwards = _round_chunks(pipeline, rank)
     warm_up = _num_warm_up(pipeline, rank, per_hop=1)
-    yield from _actions(Kind.FORWARD, forwards[:warm_up])
+    yield from _actions_of_kind(Kind.FORWARD, forwards[:warm_up])
     rest = forwards[warm_up:]
     lag = min(rank, len(backwards))
     for index, chunk in enumerate(backwards):
-        yield from _actions(Kind.FORWARD, rest[index : index + 1])
+        yield from _actions_of_kind(Kind.FORWARD, rest[index : index + 1])
         yield Action(Kind.INPUT, *chunk)
         if index >= lag:
             yield Action(Kind.WEIGHT, *backwards[index - lag])
-    yield from _actions(Kind.WEIGHT, backwards[len(backwards) - lag :])
+    yield from _actions_of_kind(Kind.WEIGHT, backwards[len(backwards) - lag :])
 
 
 def rounds(microbatches: int, ranks: int) -> int:
@@ -125,14 +125,14 @@ def _alternate(
     forwards: Sequence[_Chunk], backwards: Sequence[_Chunk], warm_up: int
 ) -> Iterator[Action]:
     """Yield `warm_up` forwards, then forwards and backwards in turn, then the backwards left."""
-    yield from _actions(Kind.FORWARD, forwards[:warm_up])
+    yield from _actions_of_kind(Kind.FORWARD, forwards[:warm_up])
     rest = forwards[warm_up:]
     for index, chunk in enumerate(backwards):
-        yield from _actions(Kind.FORWARD, rest[index : index + 1])
+        yield from _actions_of_kind(Kind.FORWARD, rest[index : index + 1])
         yield Action(Kind.BACKWARD, *chunk)
 
 
-def _actions(kind: Kind, chunks: Sequence[_Chunk] | Iterator[_Chunk]) -> Iterator[Action]:
+def _actions_of_kind(kind: Kind, chunks: Sequence[_Chunk] | Iterator[_Chunk]) -> Iterator[Action]:
     """Yield actions of one kind."""
     return (Action(kind, stage, microbatch) for stage, microbatch in chunks)
 

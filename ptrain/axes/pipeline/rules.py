@@ -123,13 +123,13 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _scheduled(spec: Spec) -> Iterator[Fault]:
+def _schedule_faults(spec: Spec) -> Iterator[Fault]:
     """Require a schedule that fits the pipeline."""
     if (pipeline := pipeline_of(spec)) is not None:
         yield from faults(spec.pipeline.schedule, pipeline)
 
 
-def _layers(spec: Spec) -> Iterator[Fault]:
+def _layer_faults(spec: Spec) -> Iterator[Fault]:
     """Require at least one layer per stage, and a split that fits the layers."""
     pipeline, shape = pipeline_of(spec), spec.model
     if pipeline is None or not isinstance(shape, ModelShape):
@@ -166,7 +166,7 @@ def _split_text(spec: Spec) -> str:
     return f"[{', '.join(map(str, split))}]" if isinstance(split, tuple) else str(split)
 
 
-def _units(spec: Spec) -> Iterator[Fault]:
+def _unit_faults(spec: Spec) -> Iterator[Fault]:
     """Reject units that could span two stages."""
     if spec.degree(Axis.PP) > 1 and spec.unit_size.kind in (UnitKind.BLOCKS, UnitKind.MODEL):
         yield Fault(
@@ -204,7 +204,7 @@ def _kept_for_a_while(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _halves(spec: Spec) -> Iterator[Fault]:
+def _half_faults(spec: Spec) -> Iterator[Fault]:
     """Reject freeing of units with schedules that split backward passes."""
     sync = spec.sync
     if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves:
@@ -227,7 +227,7 @@ def _halves(spec: Spec) -> Iterator[Fault]:
             )
 
 
-def _regathered(spec: Spec) -> Iterator[Fault]:
+def _regather_faults(spec: Spec) -> Iterator[Fault]:
     """Reject sharded saved activations with schedules that split backward passes."""
     cut = (f for f in spec.factors if f.axis is Axis.TP and f.placement.activations == S_STAR)
     if spec.degree(Axis.PP) != 1 and spec.pipeline.is_in_halves and any(cut):
@@ -251,7 +251,7 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _shared(spec: Spec) -> Iterator[Fault]:
+def _tied_head_faults(spec: Spec) -> Iterator[Fault]:
     """Reject gradients of a tied head that the first and last stage cannot sum on the device."""
     factors, shape = data_factors(spec), spec.model
     is_tied = isinstance(shape, ModelShape) and shape.tied
@@ -280,19 +280,23 @@ PIPELINE = AxisRules(
             theorem=_BETWEEN_STAGES,
             faults=_rounds_of_stages,
         ),
-        SpecRule(name="every stage has layers", theorem=_BETWEEN_STAGES, faults=_layers),
+        SpecRule(name="every stage has layers", theorem=_BETWEEN_STAGES, faults=_layer_faults),
         SpecRule(
             name="the schedule has enough micro-batches",
             theorem=_EVERY_MICROBATCH,
-            faults=_scheduled,
+            faults=_schedule_faults,
         ),
     ),
     not_yet=(
-        SpecRule(name="units are within a stage", theorem="", faults=_units),
+        SpecRule(name="units are within a stage", theorem="", faults=_unit_faults),
         SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
-        SpecRule(name="units exist until their weight gradients", theorem="", faults=_halves),
-        SpecRule(name="saved shards are gathered once", theorem="", faults=_regathered),
-        SpecRule(name="shared gradients are reduced before the update", theorem="", faults=_shared),
+        SpecRule(name="units exist until their weight gradients", theorem="", faults=_half_faults),
+        SpecRule(name="saved shards are gathered once", theorem="", faults=_regather_faults),
+        SpecRule(
+            name="shared gradients are reduced before the update",
+            theorem="",
+            faults=_tied_head_faults,
+        ),
         SpecRule(name="muon needs the full model", theorem="", faults=_whole_matrices),
     ),
 )

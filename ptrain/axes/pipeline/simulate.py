@@ -151,8 +151,8 @@ class _Simulation:
         able = list(range(self.schedule.ranks))
         while able:
             able += self._run_rank(able.pop())
-        if stuck := [rank for rank in range(self.schedule.ranks) if self._next(rank)]:
-            raise self._deadlock(stuck[0])
+        if stuck := [rank for rank in range(self.schedule.ranks) if self._next_step(rank)]:
+            raise self._deadlock_error(stuck[0])
         return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
 
     def _run_rank(self, rank: int) -> list[int]:
@@ -164,7 +164,7 @@ class _Simulation:
             step = order[len(spans)]
             start = spans[-1].end if spans else 0
             for need in needs_of(step):
-                if (arrival := self._arrival(need, rank)) is None:
+                if (arrival := self._arrival_time(need, rank)) is None:
                     waiting[need].append(rank)
                     return woken
                 start = max(arrival, start)
@@ -176,7 +176,7 @@ class _Simulation:
                     woken += waiting.pop(part)
         return woken
 
-    def _next(self, rank: int) -> Step | None:
+    def _next_step(self, rank: int) -> Step | None:
         """Return the next step of a rank, None at its end."""
         done, order = len(self.spans[rank]), self.schedule.orders[rank]
         return order[done] if done < len(order) else None
@@ -185,21 +185,21 @@ class _Simulation:
         """Return the first input that has not been computed."""
         return next((need for need in needs if need not in self.ended), None)
 
-    def _arrival(self, need: Action, rank: int) -> float | None:
+    def _arrival_time(self, need: Action, rank: int) -> float | None:
         """Return the time at which an input arrives on a rank, None if not computed yet."""
         end = self.ended.get(need)
         if end is None or self.rank_of[need.stage] == rank:
             return end
         return end + self.communication
 
-    def _deadlock(self, rank: int) -> BrokenSchedule:
+    def _deadlock_error(self, rank: int) -> BrokenSchedule:
         """Return the error with the cycle of waiting ranks."""
-        step, at = self._next(rank), rank
+        step, at = self._next_step(rank), rank
         chain: list[str] = []
         seen: set[int] = set()
         while at not in seen:
             seen.add(at)
-            waiting = self._next(at)
+            waiting = self._next_step(at)
             assert waiting, "a rank that has ended keeps nobody waiting"
             need = self._missing_input(self.work.needs(waiting))
             assert need, "a rank that lacks nothing goes on"
@@ -263,19 +263,19 @@ class _SharedCoreSimulation:
     def _start_steps(self) -> bool:
         """Start all steps that can start; return True if any rank is busy."""
         for rank in range(self.schedule.ranks):
-            step = None if rank in self.left else self._next(rank)
+            step = None if rank in self.left else self._next_step(rank)
             if step is not None and all(need in self.ended for need in self.needs(step)):
                 self.left[rank], self.begun[rank] = self.costs.of(step), self.now
         return bool(self.left)
 
-    def _next(self, rank: int) -> Step | None:
+    def _next_step(self, rank: int) -> Step | None:
         """Return the next step of a rank, None at its end."""
         done, order = len(self.spans[rank]), self.schedule.orders[rank]
         return order[done] if done < len(order) else None
 
     def _end_step(self, rank: int) -> None:
         """End the current step of a rank."""
-        step = self._next(rank)
+        step = self._next_step(rank)
         assert step is not None, "what is busy does something"
         self.spans[rank].append(Span(step=step, start=self.begun[rank], end=self.now))
         del self.left[rank], self.begun[rank]
@@ -306,7 +306,7 @@ class StepWork:
         for rank, order in enumerate(schedule.orders):
             for step in order:
                 for part in step.parts:
-                    self._add(part, rank)
+                    self._add_action(part, rank)
         for stage in range(schedule.stages):
             for microbatch in range(schedule.microbatches):
                 self._require_all(stage, microbatch)
@@ -314,10 +314,10 @@ class StepWork:
     def needs(self, step: Step) -> tuple[Action, ...]:
         """Return the actions whose results a step takes, on any rank."""
         if isinstance(step, Action):
-            return self._needs(step)
-        return tuple([need for part in step.parts for need in self._needs(part)])
+            return self._action_needs(step)
+        return tuple([need for part in step.parts for need in self._action_needs(part)])
 
-    def _needs(self, action: Action) -> tuple[Action, ...]:
+    def _action_needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions whose results an action takes."""
         kind, stage, microbatch = action
         match kind:
@@ -335,7 +335,7 @@ class StepWork:
             case other:
                 assert_never(other)
 
-    def _add(self, action: Action, rank: int) -> None:
+    def _add_action(self, action: Action, rank: int) -> None:
         """Check an action and add it."""
         schedule = self._schedule
         if not 0 <= action.stage < schedule.stages:
@@ -389,7 +389,7 @@ def draw(schedule: Schedule, width: int = WIDTH) -> str:
     heads = [f"rank {rank}" for rank in range(schedule.ranks)]
     margin = max(map(len, heads)) + 2
     cell = 1 + max(
-        len(_label(part, has_stages))
+        len(_action_label(part, has_stages))
         for order in schedule.orders
         for step in order
         for part in step.parts
@@ -405,7 +405,7 @@ def draw(schedule: Schedule, width: int = WIDTH) -> str:
         f"{head:<{margin}}{''.join(cells)}".rstrip()
         for head, cells in zip(heads, lines, strict=True)
     ]
-    return "\n".join((*drawn, _legend(schedule, has_stages, left_out)))
+    return "\n".join((*drawn, _draw_legend(schedule, has_stages, left_out)))
 
 
 def bubble_text(simulation: Simulation) -> str:
@@ -421,7 +421,7 @@ def _draw_cells(spans: Sequence[Span], columns: int, cell: int, has_stages: bool
     cells = [_IDLE.ljust(cell)] * columns
     for span in spans:
         start, length = round(span.start), round(span.end - span.start)
-        label = "&".join(_label(part, has_stages) for part in span.step.parts)
+        label = "&".join(_action_label(part, has_stages) for part in span.step.parts)
         filler = _LONGER if length > 1 else " "
         text = label.ljust(length * cell - 1, filler) + " "
         cells[start : start + length] = [
@@ -430,12 +430,12 @@ def _draw_cells(spans: Sequence[Span], columns: int, cell: int, has_stages: bool
     return cells
 
 
-def _label(action: Action, has_stages: bool) -> str:
+def _action_label(action: Action, has_stages: bool) -> str:
     """Return the text of an action; with one stage per rank, the line gives the stage."""
     return str(action) if has_stages else f"{action.kind}{action.microbatch}"
 
 
-def _legend(schedule: Schedule, has_stages: bool, left_out: int) -> str:
+def _draw_legend(schedule: Schedule, has_stages: bool, left_out: int) -> str:
     """Return the legend of the kinds and signs that a drawing uses."""
     steps = [step for order in schedule.orders for step in order]
     kinds = {part.kind for step in steps for part in step.parts}

@@ -86,7 +86,7 @@ class ReplicatedWrap(ParameterWrap):
                 gradient_as_bucket_view=True,
                 init_sync=False,
             )
-        self.wrapped.register_comm_hook(None, handing_over(self._receive, registry))
+        self.wrapped.register_comm_hook(None, handing_over(self._receive_bucket, registry))
         self.module = self.wrapped
 
     @contextmanager
@@ -115,7 +115,7 @@ class ReplicatedWrap(ParameterWrap):
     def end_passes(self) -> None:
         self._reduce_kept()
 
-    def _receive(self, bucket: torch.Tensor) -> None:
+    def _receive_bucket(self, bucket: torch.Tensor) -> None:
         """Sum a full bucket over the ranks asynchronously, or later without overlap.
 
         The loss is divided by a global count already, so gradients are summed.
@@ -212,24 +212,26 @@ class FullyShardedWrap(ParameterWrap):
         self._local = [
             parameter
             for modules in apart
-            for module in self._members(modules)
+            for module in self._unit_modules(modules)
             for parameter in module.parameters()
         ]
         # one module of each unit; its modules share their state
         self.sharded: list[FSDPModule] = []
         for modules, own in units:
-            self._shard(modules, own, plan.update.layout, mesh)
+            self._shard_unit(modules, own, plan.update.layout, mesh)
         for module, (modules, own) in zip(self.sharded, units, strict=True):
             self._use_summing_collectives(module, modules[0] or "root", own, mesh)
         if not step.overlaps:
             fsdp2.gather_behind_computation(model)
         prefetch = step.prefetch if step.overlaps else 0
         if prefetch is not None:
-            Prefetch(self.sharded, [self._members(modules) for modules, _ in units], prefetch)
+            Prefetch(self.sharded, [self._unit_modules(modules) for modules, _ in units], prefetch)
 
-    def _shard(self, modules: Sequence[str], step: FullyShard, layout: Layout, mesh: Mesh) -> None:
+    def _shard_unit(
+        self, modules: Sequence[str], step: FullyShard, layout: Layout, mesh: Mesh
+    ) -> None:
         """Shard the modules of one unit."""
-        members = self._members(modules)
+        members = self._unit_modules(modules)
         # the mesh of a smaller group is sliced from a tensor, which must be real
         with unset_fake_temporarily():
             fully_shard(
@@ -260,7 +262,7 @@ class FullyShardedWrap(ParameterWrap):
         for group in parameter_groups(module):
             _name_smaller_group(group, step, mesh)
 
-    def _members(self, modules: Sequence[str]) -> list[nn.Module]:
+    def _unit_modules(self, modules: Sequence[str]) -> list[nn.Module]:
         """Return the modules of a unit."""
         return [self.model.get_submodule(name) for name in modules]
 

@@ -101,9 +101,9 @@ class ParameterMembers:
 
     def pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors as views of the unit's full buffer."""
-        return [self._piece(whole, index) for index in range(len(self.named))]
+        return [self._view_of(whole, index) for index in range(len(self.named))]
 
-    def _piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+    def _view_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Return one tensor's view of the buffer.
 
         It is called for every gradient, so it uses one call (as_strided) instead of a slice and a
@@ -114,7 +114,7 @@ class ParameterMembers:
 
     def adopt(self, whole: torch.Tensor) -> None:
         for index, (name, parameter) in enumerate(self.named):
-            piece = self._piece(whole, index)
+            piece = self._view_of(whole, index)
             if self.values is None:
                 piece.copy_(parameter.detach())
             else:
@@ -123,7 +123,7 @@ class ParameterMembers:
 
     def write(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:
         _, parameter = self.named[index]
-        piece = self._piece(whole, index)
+        piece = self._view_of(whole, index)
         if parameter.grad is None:
             piece.zero_()
         else:
@@ -133,7 +133,7 @@ class ParameterMembers:
     def collect(self, index: int, whole: torch.Tensor) -> None:
         _, parameter = self.named[index]
         if parameter.grad is not None:
-            self._piece(whole, index).add_(parameter.grad)
+            self._view_of(whole, index).add_(parameter.grad)
             parameter.grad = None
 
     def unbind(self) -> None:
@@ -416,7 +416,7 @@ class ZeroRedundancyUpdate:
             SpreadTarget(target.name, target.parameter, owners[target.parameter], mesh)
             for target in targets
         ]
-        for bucket in self._buckets():
+        for bucket in self._owner_buckets():
             registry.tag(bucket, State.PARAMETERS)
         # like torch's first step, so that a checkpoint can be loaded before it
         for target in self.targets:
@@ -450,11 +450,11 @@ class ZeroRedundancyUpdate:
 
         A rank that owns no tensor has a bucket of one element.
         """
-        yield from ((State.PARAMETERS, bucket) for bucket in self._buckets())
+        yield from ((State.PARAMETERS, bucket) for bucket in self._owner_buckets())
         for state in self.optimizer.optim.state.values():
             yield from ((State.OPTIMIZER, tensor) for tensor in state.values())
 
-    def _buckets(self) -> Iterator[torch.Tensor]:
+    def _owner_buckets(self) -> Iterator[torch.Tensor]:
         return zero_redundancy.buckets(self.optimizer)
 
     def _initial_state(self, target: ParameterTarget, device: torch.device | None = None) -> Named:

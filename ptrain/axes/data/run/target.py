@@ -189,31 +189,31 @@ class LocalPart:
         self.parameter = parameter
 
     @property
-    def _held(self) -> torch.Tensor:
+    def _local_part(self) -> torch.Tensor:
         held: torch.Tensor = self.parameter._local_tensor
         return held
 
     @property
     def shape(self) -> torch.Size:
-        return self._held.shape
+        return self._local_part.shape
 
     @property
     def device(self) -> torch.device:
-        return self._held.device
+        return self._local_part.device
 
     def numel(self) -> int:
-        return int(self._held.numel())
+        return int(self._local_part.numel())
 
     def detach(self) -> torch.Tensor:
-        return self._held.detach()
+        return self._local_part.detach()
 
     @property
     def data(self) -> torch.Tensor:
-        return self._held.data
+        return self._local_part.data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self._held.data = value
+        self._local_part.data = value
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -136,19 +136,19 @@ class InFront(nn.Identity):
     def forward(self, *given: Any, **named: Any) -> Any:
         key = self.training, _input_key(given, named)
         if key in self._outputs:
-            return self._like(self._outputs[key])
-        output = self._run(given, named)
+            return self._placeholder_like(self._outputs[key])
+        output = self._run_on_meta(given, named)
         if key[1] is not None and isinstance(output, Tensor) and len(self._outputs) < _MAX_CACHED:
             self._outputs[key] = output
-        return tree_map(self._like, output)
+        return tree_map(self._placeholder_like, output)
 
-    def _run(self, given: Any, named: Any) -> Any:
+    def _run_on_meta(self, given: Any, named: Any) -> Any:
         """Run the module on meta, outside all modes, since meters must not count its tensors."""
         (module,) = self._module
         with torch.no_grad(), without_modes():  # meters must not count meta tensors
             return module(*tree_map(as_meta, given), **tree_map(as_meta, named))
 
-    def _like(self, output: object) -> object:
+    def _placeholder_like(self, output: object) -> object:
         """Return a placeholder for an output tensor."""
         if not isinstance(output, Tensor):
             return output
@@ -191,17 +191,17 @@ class StagePart(nn.Module):
         try:
             if not self._first:
                 return super().forward(*given, **named)
-            with self._entered(given[0]):
+            with self._with_hidden(given[0]):
                 return super().forward(*given[1:], **named)
         except Left as left:
             return left.hidden
 
     @contextmanager
-    def _entered(self, hidden: Tensor) -> Iterator[None]:
+    def _with_hidden(self, hidden: Tensor) -> Iterator[None]:
         """Temporarily install the received hidden states."""
         self._crossing.enter(hidden)
         for name, shape in self._front.items():
-            owner, attribute = _owner(self, name)
+            owner, attribute = _owner_and_attribute(self, name)
             owner.__dict__[attribute] = self._crossing.shaped(shape)
         # Hooks of data axes on this layer were registered earlier, so this one is prepended: they
         # must see the hidden states.
@@ -214,7 +214,7 @@ class StagePart(nn.Module):
             handle.remove()
             self._crossing.enter(None)
             for name in self._front:
-                owner, attribute = _owner(self, name)
+                owner, attribute = _owner_and_attribute(self, name)
                 del owner.__dict__[attribute]
 
 
@@ -262,7 +262,7 @@ def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable
     shapes = {}
     for name in front:
         shapes[name] = model.get_parameter(name).shape
-        owner, attribute = _owner(model, name)
+        owner, attribute = _owner_and_attribute(model, name)
         delattr(owner, attribute)
     # a subclass of the model's class: its forward and its methods stay available
     kind = type(model)
@@ -294,7 +294,7 @@ def _replace_tensor(value: Any, before: Tensor, behind: Tensor) -> Any:
     return tree_map(lambda x: behind if x is before else x, value)
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner_and_attribute(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that owns a parameter, and its attribute name there."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute

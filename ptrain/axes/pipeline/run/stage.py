@@ -340,7 +340,7 @@ class StageRunner:
         `given` are the received hidden states. Returns those for the next stage, if any.
         """
         with named(self.index, number):
-            output = self._run(self.module, given, samples)
+            output = self._run_module(self.module, given, samples)
             if not self.is_last:
                 self.boundary.require(output, self.index, number)
                 return output
@@ -353,33 +353,35 @@ class StageRunner:
         match action.kind:
             case Kind.FORWARD:
                 given = None if given is None else given.requires_grad_()
-                return self._forward(number, given, samples)
+                return self._run_forward(number, given, samples)
             case Kind.INPUT if self.is_first:
                 # tokens have no gradient that another stage waits for: the weight half does the
                 # full backward
                 self._in_flight[number].gradient = given
                 return None
             case Kind.WEIGHT if self.is_first:
-                return self._backward(number, self._in_flight[number].gradient)
+                return self._run_backward(number, self._in_flight[number].gradient)
             case Kind.BACKWARD:
-                return self._backward(number, given)
+                return self._run_backward(number, given)
             case Kind.INPUT:
                 return self._backward_input(number, given)
             case Kind.WEIGHT:
                 self._backward_weight(number)
                 return None
 
-    def _run(self, module: nn.Module, given: Tensor | None, samples: SampleBatch) -> Tensor:
+    def _run_module(self, module: nn.Module, given: Tensor | None, samples: SampleBatch) -> Tensor:
         model = CalledOnce(module, given, is_last=self.is_last)
         with self.asked.given(samples) if self.is_last else nullcontext():
             output: Tensor = run_stage(model, lambda called: self.asked.forward(called, samples))
         return output
 
-    def _forward(self, number: int, given: Tensor | None, samples: SampleBatch) -> Tensor | None:
+    def _run_forward(
+        self, number: int, given: Tensor | None, samples: SampleBatch
+    ) -> Tensor | None:
         self.asked.enter(Phase.FORWARD, number)
         with named(self.index, number):
             with self.wrapped.forward_pass():
-                output = apart(self._run(self.wrapped.module, given, samples))
+                output = apart(self._run_module(self.wrapped.module, given, samples))
             given = samples.tensors[0] if given is None else given
             if not self.is_last:
                 self.boundary.require(output, self.index, number)
@@ -389,18 +391,18 @@ class StageRunner:
         self._in_flight[number] = _InFlight(given, output, loss)
         return None
 
-    def _backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
+    def _run_backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight.pop(number)
-        with self._pass(Kind.BACKWARD, number):
-            return backward(flight.root, self._seed(flight, gradient), flight.given)
+        with self._backward_pass(Kind.BACKWARD, number):
+            return backward(flight.root, self._backward_seed(flight, gradient), flight.given)
 
     def _backward_input(self, number: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight[number]
         flight.gradient = gradient
-        with self._pass(Kind.INPUT, number):
+        with self._backward_pass(Kind.INPUT, number):
             of_given, flight.groups = backward_input(
                 flight.root,
-                self._seed(flight, gradient),
+                self._backward_seed(flight, gradient),
                 flight.given,
                 self.wrapped.module.parameters(),
             )
@@ -411,15 +413,15 @@ class StageRunner:
     def _backward_weight(self, number: int) -> None:
         flight = self._in_flight.pop(number)
         assert flight.groups is not None, "the other half comes first"
-        with self._pass(Kind.WEIGHT, number):
+        with self._backward_pass(Kind.WEIGHT, number):
             backward_weight(list(self.wrapped.module.parameters()), flight.groups)
 
-    def _seed(self, flight: _InFlight, gradient: Tensor | None) -> Tensor | None:
+    def _backward_seed(self, flight: _InFlight, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient with which backward begins: of the output, or the loss's seed."""
         return gradient if flight.loss is None else self.asked.seed(flight.loss)
 
     @contextmanager
-    def _pass(self, kind: Kind, number: int) -> Iterator[None]:
+    def _backward_pass(self, kind: Kind, number: int) -> Iterator[None]:
         is_last = kind is not Kind.INPUT and self._passes_left == 1
         self._passes_left -= kind is not Kind.INPUT
         self.asked.enter(Phase.BACKWARD, number)
@@ -458,44 +460,44 @@ class Runtime:
         for instruction in instructions:
             match instruction:
                 case Action():
-                    self._compute(instruction, compute)
+                    self._run_pass(instruction, compute)
                 case Receive(message):
-                    self._receive(message)
+                    self._post_receive(message)
                 case Send(message):
-                    self._send(message)
+                    self._post_send(message)
                 case Release(message):
-                    self._release(message)
+                    self._finish_send(message)
 
-    def _compute(self, action: Action, compute: Compute) -> None:
+    def _run_pass(self, action: Action, compute: Compute) -> None:
         """Run a pass with the message that it takes, and keep the message that it makes."""
         needed, produced = taken(action, len(self.rank_of)), given(action, len(self.rank_of))
-        result = compute(action, None if needed is None else self._take(needed))
+        result = compute(action, None if needed is None else self._take_message(needed))
         if produced is not None:
             # an input without effect on the output has no gradient
             self._here[produced] = self.boundary.empty().zero_() if result is None else result
 
-    def _take(self, message: Message) -> Tensor:
+    def _take_message(self, message: Message) -> Tensor:
         """Return a message's tensor, received by then or made on this rank."""
         if message in self._receiving:
             with self.waits.on(message, is_received=True):
                 _wait_for(self._receiving.pop(message))
         return self._here.pop(message)
 
-    def _receive(self, message: Message) -> None:
+    def _post_receive(self, message: Message) -> None:
         self._here[message] = buffer = self.boundary.empty()
         self.registry.tag(buffer, State.ACTIVATIONS, phase=message.phase)
         with self.waits.on(message, is_received=True):
             source = self.rank_of[message.source]
             self._receiving[message] = dist.irecv(buffer, group=self.group, group_src=source)
 
-    def _send(self, message: Message) -> None:
+    def _post_send(self, message: Message) -> None:
         tensor = self._here.pop(message).contiguous()
         self.registry.tag(tensor, State.ACTIVATIONS, phase=message.phase)
         with self.waits.on(message):
             target = self.rank_of[message.target]
             self._sent[message] = tensor, dist.isend(tensor, group=self.group, group_dst=target)
 
-    def _release(self, message: Message) -> None:
+    def _finish_send(self, message: Message) -> None:
         """Wait for a send, and drop its tensor."""
         with self.waits.on(message):
             _wait_for(self._sent.pop(message)[1])
