@@ -1,5 +1,7 @@
-"""`python -m ptrain.calibration …`: one rank of a calibration, under torchrun, under our own
-launcher, or alone."""
+"""Entry point of one calibration rank: `python -m ptrain.calibration …`.
+
+It runs under torchrun, under ptrain's launcher, or alone.
+"""
 
 import sys
 
@@ -8,7 +10,8 @@ from ptrain.import_path import leave_current_folder
 if __name__ == "__main__":
     leave_current_folder()
 
-from ptrain.train.rank_start import begin  # once the path is right
+# imported after the import path is set, since it may load the user's modules
+from ptrain.train.rank_start import begin
 
 if __name__ == "__main__":
     begin()

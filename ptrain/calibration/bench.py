@@ -1,10 +1,9 @@
-"""Measure work of several ranks at once: each measurement starts on all ranks together and is
-repeated.
+"""Time work on several ranks at once: all ranks start each measurement together and repeat it.
 
-Between two measurements a rank computes something else, as it does within a training step. Without
-that, caches would hold the measured data and communication threads would have cores to themselves.
+Between two measurements a rank computes something else, as in a training step. Otherwise caches
+would hold the measured data, and communication threads would have idle cores.
 
-How much is measured: shapes and sizes, on processors, on GPUs, and to see that it works.
+`Points` are the shapes and sizes to measure: on CPUs, on GPUs, and a brief set for tests.
 """
 
 from __future__ import annotations
@@ -25,19 +24,31 @@ from ptrain.rooms.world import World
 from ptrain.spec.precision import DType
 
 KIB, MIB = 2**10, 2**20
-_MORE = 4  # times as many operations as of all combinations
-_TINY = (1, 8, 8, 8)  # a dispatch, and next to nothing else
+_ALSO_FACTOR = 4  # `also` may have this many times the operations of the combinations
+_TINY = (1, 8, 8, 8)  # measures the dispatch of an operator
 
 ProductShape = tuple[int, int, int, int]
-AttentionShape = tuple[int, int, int, int]  # samples, heads, tokens, features of a head
+AttentionShape = tuple[int, int, int, int]  # samples, heads, tokens, features per head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
-    """Products with all combinations of `sides` of up to so many operations, by dtype, and `also`
-    some; attention; bytes of operators, collectives and copies; (elements, tensors) of updates.
-    `units`: wrapped units of the modules on which hooks are measured, `rounds` times; `late`:
-    passes of a layer ahead of a collective."""
+    """The shapes and sizes to measure.
+
+    Attributes:
+        sides: By dtype, the side lengths whose combinations are the products.
+        flops: By dtype, the most operations of a product; larger ones are left out.
+        also: More products, up to four times as many operations.
+        attention: Shapes of attention.
+        sizes: Bytes of memory-bound operators.
+        updates: Elements and number of tensors of an update.
+        sent: Bytes of collectives.
+        copied: Bytes of copies between tiers.
+        most_of_others: Most bytes of operators in dtypes other than the first.
+        units: Wrapped units of the modules on which hooks are measured.
+        rounds: Rounds of each measurement of hooks.
+        late: Numbers of a layer's passes before a collective.
+    """
 
     sides: dict[DType, tuple[int, ...]]
     flops: dict[DType, float]
@@ -47,13 +58,13 @@ class Points:
     updates: tuple[tuple[int, int], ...]
     sent: tuple[int, ...]
     copied: tuple[int, ...]
-    most_of_others: int = 2**40  # bytes, in other dtypes than the first
+    most_of_others: int = 2**40  # bytes
     units: int = 8
     rounds: int = 9
     late: tuple[int, ...] = (1, 4, 16)
 
     def operator_sizes(self) -> list[tuple[int, DType]]:
-        """Return the bytes of operators by dtype, smallest first."""
+        """Return bytes and dtype of the memory-bound operators, smallest first."""
         first = next(iter(self.sides))
         return [
             (size, dtype)
@@ -63,11 +74,15 @@ class Points:
         ]
 
     def products(self) -> list[tuple[DType, ProductShape]]:
-        """Return the shapes, smallest first: what is left out for want of time is large."""
-        shapes = [(dtype, shape) for dtype in self.sides for shape in self._of_dtype(dtype)]
+        """Return dtype and shape of the products, smallest first.
+
+        The largest are left out if time is short.
+        """
+        shapes = [(dtype, shape) for dtype in self.sides for shape in self._products_of(dtype)]
         return sorted(shapes, key=lambda known: operations(known[1]))
 
-    def _of_dtype(self, dtype: DType) -> Iterator[ProductShape]:
+    def _products_of(self, dtype: DType) -> Iterator[ProductShape]:
+        """Yield the products of a dtype."""
         sides = self.sides[dtype]
         yield _TINY
         yield from (
@@ -75,22 +90,24 @@ class Points:
             for shape in product(sides, sides, sides)
             if 2 * shape[0] * shape[1] * shape[2] <= self.flops[dtype]
         )
-        yield from (shape for shape in self.also if operations(shape) <= _MORE * self.flops[dtype])
+        yield from (
+            shape for shape in self.also if operations(shape) <= _ALSO_FACTOR * self.flops[dtype]
+        )
 
 
 def factors_of(shape: ProductShape) -> int:
-    """Numbers in both factors of a product."""
+    """Return the number of elements in both factors of a product."""
     matrices, rows, inner, columns = shape
     return matrices * (rows * inner + inner * columns)
 
 
 def operations(shape: ProductShape) -> int:
-    """Floating-point operations of a product."""
+    """Return the number of floating-point operations of a product."""
     matrices, rows, inner, columns = shape
     return 2 * matrices * rows * inner * columns
 
 
-# Of the dtypes of `rates.measured.CALIBRATED`.
+# Dtypes as in `rates.measured.CALIBRATED`.
 PROCESSORS = Points(
     sides={DType.FP32: (64, 128, 256, 512, 960, 1920), DType.BF16: (64, 256, 1024)},
     flops={DType.FP32: 5.4e8, DType.BF16: 1.4e8},
@@ -153,18 +170,20 @@ BRIEF = Points(
 )
 
 
-_SIDE, _PRODUCTS = 256, 4  # a millisecond or two of a processor
+_SIDE, _PRODUCTS = 256, 4  # one or two milliseconds on a CPU
 
 
 def compute(device: torch.device) -> None:
-    """Compute for a while; on a GPU nothing, whose host waits for none of it."""
+    """Compute for a millisecond or two on a CPU. A GPU computes nothing."""
     if device.type == "cpu":
         factor = torch.ones(_SIDE, _SIDE)
         for _ in range(_PRODUCTS):
             factor @ factor
 
 
-class _Computes(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+class _ComputeInPasses(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """The identity, which computes for a while in forward and in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         compute(x.device)
@@ -178,10 +197,10 @@ class _Computes(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
 
 
 class Between(nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Computes in forward and in backward, and hands on what it is given."""
+    """A module that returns its input and computes for a while in forward and in backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        handed: torch.Tensor = _Computes.apply(x)
+        handed: torch.Tensor = _ComputeInPasses.apply(x)
         return handed
 
 
@@ -189,25 +208,29 @@ Work = Callable[[], object]
 Point = TypeVar("Point")
 
 _ROUNDS, FEWEST = 5, 3
-_ISSUES = 25  # of some tenths of a millisecond
-_SECONDS = 0.004  # of a round
-# In which of ranks that share cores each has had one for some slices of the scheduler.
+_ISSUES = 25  # calls of some tenths of a millisecond each
+_SECONDS = 0.004  # duration of a round
+# If ranks share cores, each has had a core for several scheduler slices in this time.
 _SHARED_SECONDS = 0.008
-_LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
-_MOST_CALLS = 2000
-_MEETING_SECONDS, _MOST_MEETINGS = 0.3, 30  # of all meetings of one kind; of a round
+_LONG = 0.06  # seconds of all rounds; longer measurements have `FEWEST` rounds
+_MAX_CALLS = 2000
+# seconds of all meetings of one kind; meetings of a round
+_MEETING_SECONDS, _MOST_MEETINGS = 0.3, 30
 
 
 class Bench:
-    """The measurements of one rank; every rank makes the same ones in the same order. `turns`: how
-    many ranks there are for a core, more than one where they share them. `spreads` are by table
-    those of each: the middle half of its rounds over their median. `left_out`: how often the rest
-    of a table's points was, for want of time. `patience`: how many times as many meetings of
-    ranks, and rounds of wrapped modules, there are as usual.
+    """The stopwatch of one rank. All ranks make the same measurements in the same order.
 
-    Of ranks that share cores the seconds of computing are a processor's, times the turns: so long
-    it takes while all compute, however the system cuts that into slices, and whether others are
-    done before."""
+    If ranks share cores, the seconds of computation are CPU seconds times `turns`: the time that it
+    takes while all ranks compute, independent of the scheduler's slices and of ranks that finish
+    early.
+
+    Attributes:
+        turns: Ranks per core, at least 1.
+        spreads: By table, the interquartile range of each measurement's rounds over their median.
+        left_out: Number of tables whose last points were left out because time was short.
+        patience: Factor of the usual number of meetings, and of rounds of wrapped modules.
+    """
 
     def __init__(
         self, world: World, *, turns: float = 1.0, deadline: float, patience: float = 1.0
@@ -224,21 +247,23 @@ class Bench:
 
     @property
     def is_late(self) -> bool:
-        """Whether the table's time is over: rank 0's clock decides. What cannot be left out is then
-        measured as few times as can be."""
+        """True if the current table's time is over, by rank 0's clock.
+
+        Required measurements are then repeated as few times as possible.
+        """
         return bool(self.agreed(self._is_over))
 
     @property
     def _is_over(self) -> bool:
+        """True if the current table's time is over, by this rank's clock."""
         return time.monotonic() - self._began > self.limit
 
     def begin(self, table: str, until: float) -> None:
-        """Begin a table, whose time is over when that share of all is."""
+        """Begin a table, whose time is over at the share `until` of the full time."""
         self.table, self.limit = table, until * self.deadline
 
     def in_time(self, points: Iterable[Point], *, least: int = 2) -> Iterator[Point]:
-        """Yield points, the smallest of which come first, up to when the table's time is over; some
-        in any case."""
+        """Yield points until the table's time is over, at least `least`, the smallest first."""
         for number, point in enumerate(points):
             if number >= least and self.is_late:
                 self.left_out += 1
@@ -246,31 +271,41 @@ class Bench:
             yield point
 
     def rounds(self, number: int) -> Iterator[int]:
-        """Yield the numbers of rounds of one measurement, as many of them as there is time for."""
+        """Yield the round numbers of one measurement.
+
+        There are `number` times `patience`, fewer if time is short.
+        """
         for place in range(round(number * self.patience)):
             if place >= FEWEST and self.is_late:
                 return
             yield place
 
     def seconds(self, work: Work, *, parts: int = 1) -> float:
-        """Return the median seconds of one of the `parts` that `work` has, all of them alike."""
-        estimate = self.agreed(self._timed(work, 1))  # and what is set up in a first call
+        """Return the median seconds of one of the `parts` equal parts of `work`."""
+        estimate = self.agreed(
+            self._seconds_per_call(work, 1)
+        )  # includes the setup of a first call
+        # the first call of short work was mostly setup, so time it again
         if estimate < _SECONDS:
-            estimate = self.agreed(self._timed(work, 1))
-        calls = round(min(max(1, _SECONDS / max(estimate, 1e-9)), _MOST_CALLS))
+            estimate = self.agreed(self._seconds_per_call(work, 1))
+        calls = round(min(max(1, _SECONDS / max(estimate, 1e-9)), _MAX_CALLS))
         is_long = calls * estimate * _ROUNDS > _LONG and calls == 1
+        # A negative number means the fewest rounds: one broadcast carries both decisions of rank 0.
         number = int(self.agreed(-calls if is_long or self._is_over else calls))
         rounds = FEWEST if number < 0 else _ROUNDS
-        samples = [self._timed(work, abs(number)) for _ in range(rounds)]
+        samples = [self._seconds_per_call(work, abs(number)) for _ in range(rounds)]
         return self.noted(samples) / parts
 
     def issuing_seconds(self, work: Work) -> float:
-        """Return the median seconds in which the host issues a call, for which it never waits: each
-        begins with an empty queue, which holds what few calls issue."""
-        self._timed(work, FEWEST)
-        return self.noted([self._issued(work) for _ in range(_ISSUES)])
+        """Return the median seconds in which the host issues a call without waiting for the device.
 
-    def _issued(self, work: Work) -> float:
+        Each call begins with an empty queue, so that the queue never fills up.
+        """
+        self._seconds_per_call(work, FEWEST)
+        return self.noted([self._time_issue(work) for _ in range(_ISSUES)])
+
+    def _time_issue(self, work: Work) -> float:
+        """Return the seconds of one call after the queue has become empty."""
         self.settle()
         began = time.perf_counter()
         work()
@@ -278,17 +313,23 @@ class Bench:
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks take turns on a core."""
+        """True if ranks share cores."""
         return self.turns > 1
 
     def host_seconds(self) -> float:
-        """Return what the clock says of this thread's own work: it goes on while the thread waits,
-        unless ranks take turns."""
+        """Return a clock of this thread's work, in seconds.
+
+        It is the wall clock, which includes waits; if ranks share cores, it is CPU seconds times
+        `turns`.
+        """
         return self.turns * time.thread_time() if self.is_shared else time.perf_counter()
 
     def busy_seconds(self, work: Work, *, parts: int = 1) -> float:
-        """Return the same of work that meets no other rank. Where ranks share cores each goes on up
-        to a moment that is all ranks': caches are as full as while all compute."""
+        """Return the median seconds of one part of `work` that needs no other rank.
+
+        If ranks share cores, each repeats the work until an end time that all have in common, so
+        that caches are as full as while all compute.
+        """
         if not self.is_shared:
             return self.seconds(work, parts=parts)
         began = time.perf_counter()
@@ -297,25 +338,31 @@ class Bench:
         self.together()
         began = time.perf_counter()
         ends = [began + number * window for number in range(1, FEWEST + 1)]
-        return self.noted([self._up_to(end, work) for end in ends]) / parts
+        return self.noted([self._seconds_per_call_until(end, work) for end in ends]) / parts
 
     def meeting_seconds(self, work: Work, *, parts: int = 1, between: Work | None = None) -> float:
-        """Return the seconds of one part of work in which ranks meet, after each of them has
-        computed by itself as between the collectives of a step: for a while, or what is given. On
-        processors a call is over at once or, where a thread that sends finds no free core, a slice
-        of the scheduler later: the mean is what many of them take, and no median of calls is. Of
-        several means the median: what else runs on the machine may stop one of them for longer
-        than all others take.
+        """Return the seconds of one part of a collective `work`.
 
-        Where ranks take turns, who waits leaves its core to those that still compute: a meeting
-        then takes what computing and meeting take beyond computing alone."""
+        Each rank first runs `between`, as between the collectives of a step. On CPUs, a call
+        returns at once, or one scheduler slice later if a sending thread finds no free core. The
+        mean over many calls shows both; the median over several means excludes a mean that other
+        processes disturbed.
+
+        If ranks share cores, a waiting rank leaves its core to ranks that still compute. The result
+        is then the time of computing and meeting minus the time of computing alone.
+
+        Args:
+            work: The collective, called by all ranks.
+            parts: Number of equal parts of the work.
+            between: The computation before each call, by default one or two milliseconds.
+        """
         if self.device.type == "cuda":
             return self.seconds(work, parts=parts)
         if self.is_shared:
             return self.seconds_beside(lambda: nullcontext(work), parts=parts, between=between)
-        between = between or self._compute
-        calls = self._meetings(work, between)
-        means = [self._alternating(work, calls, between) for _ in range(_ROUNDS)]
+        between = between or self._compute_between
+        calls = self._num_meetings(work, between)
+        means = [self._mean_after_computing(work, calls, between) for _ in range(_ROUNDS)]
         return self.noted(means) / parts
 
     def seconds_beside(
@@ -325,15 +372,22 @@ class Bench:
         parts: int = 1,
         between: Work | None = None,
     ) -> float:
-        """Return what a rank that computes again and again takes more for one part of work done
-        each time. `works` gives the work of a round, of which a call may leave to the next ones
-        what it began. On a GPU, whose host waits for none of its computing: of the work alone."""
+        """Return the seconds that one part of work adds to a rank that computes repeatedly.
+
+        On a GPU, the host does not wait for computation, so the work is timed alone.
+
+        Args:
+            works: Opens the work of a round. A call of it may leave unfinished operations to later
+                calls; closing it finishes them.
+            parts: Number of equal parts of the work.
+            between: The computation before each call.
+        """
         if self.device.type == "cuda":
             with works() as work:
                 return self.seconds(work, parts=parts)
-        between = between or self._compute
+        between = between or self._compute_between
         with works() as work:
-            calls = self._meetings(work, between)
+            calls = self._num_meetings(work, between)
         more = []
         for _ in range(_ROUNDS):
             self.together()
@@ -347,10 +401,11 @@ class Bench:
             more.append((time.perf_counter() - began - self.turns * own) / calls)
         return self.noted(more) / parts
 
-    def _compute(self) -> None:
+    def _compute_between(self) -> None:
         compute(self.device)
 
-    def _alternating(self, work: Work, calls: int, between: Work) -> float:
+    def _mean_after_computing(self, work: Work, calls: int, between: Work) -> float:
+        """Return the mean seconds of `work` over `calls` calls, each after `between`."""
         taken = 0.0
         for _ in range(calls):
             between()
@@ -359,16 +414,17 @@ class Bench:
             taken += time.perf_counter() - began
         return taken / calls
 
-    def _meetings(self, work: Work, between: Work) -> int:
-        """How many of them there are in a round."""
-        estimate = self._timed(work, FEWEST) + self._timed(between, FEWEST)
+    def _num_meetings(self, work: Work, between: Work) -> int:
+        """Return the number of calls of a round, equal on all ranks."""
+        estimate = self._seconds_per_call(work, FEWEST) + self._seconds_per_call(between, FEWEST)
         most = FEWEST if self._is_over else round(_MOST_MEETINGS * self.patience)
         seconds = _MEETING_SECONDS * self.patience
         calls = min(max(round(seconds / (_ROUNDS * estimate)), FEWEST), most)
-        return int(self.agreed(calls))  # one rank's clock decides for all
+        # one rank's clock decides: all ranks must make equally many calls
+        return int(self.agreed(calls))
 
     def noted(self, samples: list[float]) -> float:
-        """Return the median of the rounds, and keep their spread."""
+        """Return the median of the rounds, and record their spread."""
         median = statistics.median(samples)
         low, _, high = statistics.quantiles(samples, n=4)
         spread = (high - low) / median if median > 0 else 0.0
@@ -376,33 +432,34 @@ class Bench:
         return median
 
     def together(self) -> None:
-        """Begin when all ranks do, with nothing left to do."""
+        """Wait until the device is idle and all ranks are here."""
         self.settle()
         if self.world.size > 1:
             dist.barrier()
 
     def settle(self) -> None:
-        """Wait for the device."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def agreed(self, value: float) -> float:
-        """Return rank 0's value."""
+        """Return rank 0's value on all ranks."""
         if self.world.size == 1:
             return value
         held = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.broadcast(held, src=0)
         return float(held)
 
-    def _up_to(self, end: float, work: Work) -> float:
-        """A call's, of a processor's seconds and as many turns as all take."""
+    def _seconds_per_call_until(self, end: float, work: Work) -> float:
+        """Return the CPU seconds of a call times `turns`, repeated until `end`."""
         busy, calls = time.process_time(), 0
         while not calls or time.perf_counter() < end:
             work()
             calls += 1
         return self.turns * (time.process_time() - busy) / calls
 
-    def _timed(self, work: Work, calls: int) -> float:
+    def _seconds_per_call(self, work: Work, calls: int) -> float:
+        """Return the mean seconds of `calls` calls that all ranks begin together."""
         self.together()
         began = time.perf_counter()
         for _ in range(calls):
@@ -411,14 +468,20 @@ class Bench:
         return (time.perf_counter() - began) / calls
 
 
-Rows = Iterator[tuple[tuple[Any, ...], float]]  # what was measured, and its seconds
+Rows = Iterator[tuple[tuple[Any, ...], float]]  # key of a measurement, and its seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """How rows of one table of rates come about, in a `share` of the time. `points`: of what there
-    is a measurement, those first that take least; of them at `least` so many are measured. `rows`:
-    sets one of them up and times it."""
+    """The measurement of one table of rates.
+
+    Attributes:
+        table: Name of the table.
+        share: Its share of the time.
+        points: Returns the points to measure, the cheapest first.
+        least: The number of points that are measured in any case.
+        rows: Sets up one point, times it and yields its rows.
+    """
 
     table: str
     share: float

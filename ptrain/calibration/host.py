@@ -1,14 +1,14 @@
-"""Measure the time that the host adds to operators: tiny layers' passes against their operators
-called one by one. The difference is modules, autograd, and code that only inspects a tensor. With a
-GPU it is the full time to issue them.
+"""Measure the time that the host adds to operators: modules, autograd, wrappers and stages.
 
-This time is divided by the number of operators that a clock counts. So anything else in a pass (a
-copy for each tensor that goes off the device, torch's checks between the halves of a backward pass)
-is part of those seconds.
+The passes of tiny layers are timed against their operators, called one by one. The difference is
+modules, autograd, and code that only inspects tensors. With a GPU it is the full time to issue the
+operators. The difference is divided by the number of operators that a clock counts, so any other
+work in a pass (a copy for each tensor that is offloaded, torch's checks between the halves of a
+backward pass) is part of the seconds per operator.
 
-The overhead of wrappers is measured on tiny modules with and without DDP, FSDP2 and the like; the
-time spent waiting for other ranks is subtracted. The overhead of stages is the middle stage of a
-tiny model, with stand-ins for its neighbours' modules, against its layers alone.
+The overhead of wrappers is measured on tiny modules with and without DDP, FSDP2 and similar wraps;
+the time spent waiting for other ranks is subtracted. The overhead of stages is the middle stage of
+a tiny model, with placeholders for its neighbours' modules, against its layers alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from ptrain.steps.step import Keep
 from ptrain.timeline import Kind
 from ptrain.units import grouped
 
-# so few features that operators compute next to nothing
+# so few features that the operators' computation is negligible
 _HOOK_SAMPLES, _TOKENS, _FEATURES = 1, 4, 16
 _STAGES = 3
 _MIDDLE = 1
@@ -68,10 +68,10 @@ _PASSES = 2  # forward and backward
 
 
 def pipeline_pass(bench: Bench, rounds: int) -> float:
-    """Seconds of one pass beside those of what it computes."""
+    """Return the seconds that a pipeline stage adds to the computation of one pass."""
     device = bench.device
-    runner = _runner(_stages_spec(_STAGES), device)
-    layer = _model(_stages_spec(1), device)
+    runner = _build_runner(_stages_spec(_STAGES), device)
+    layer = _build_layers(_stages_spec(1), device)
     x = torch.ones((_HOOK_SAMPLES, _TOKENS, _FEATURES), device=device)
     tokens = torch.zeros((_HOOK_SAMPLES, _TOKENS), dtype=torch.int64, device=device)
     samples = SampleBatch(TokenPair(tokens, tokens))
@@ -86,12 +86,15 @@ def pipeline_pass(bench: Bench, rounds: int) -> float:
 
     for work in (passes, plain):
         work()
-    differences = [_seconds(bench, passes) - _seconds(bench, plain) for _ in bench.rounds(rounds)]
+    differences = [
+        _host_seconds_of(bench, passes) - _host_seconds_of(bench, plain)
+        for _ in bench.rounds(rounds)
+    ]
     return statistics.median(differences) / _PASSES
 
 
 def _stages_spec(layers: int) -> Spec:
-    """Of a stage for each layer."""
+    """Return a spec of a tiny model with one stage per layer."""
     written: dict[str, object] = {
         "model": {
             "family": "llama",
@@ -114,17 +117,19 @@ def _stages_spec(layers: int) -> Spec:
     return load(written).spec
 
 
-def _built(spec: Spec) -> nn.Module:
+def _build_model(spec: Spec) -> nn.Module:
+    """Build and initialize the model of a spec."""
     assert isinstance(spec.model, ModelShape), "only built-in models"
     model = build(spec.model, sequence=_TOKENS)
     initialize(model, seed=0)
     return model
 
 
-def _runner(spec: Spec, device: torch.device) -> StageRunner:
+def _build_runner(spec: Spec, device: torch.device) -> StageRunner:
+    """Build the runner of the middle stage."""
     facts = own_facts(spec)
     stages, chain = stages_of(spec, facts), chain_of(spec, facts)
-    part = part_of(_built(spec), stages, _MIDDLE, chain).to(device)
+    part = part_of(_build_model(spec), stages, _MIDDLE, chain).to(device)
 
     def forward(model: Any, samples: SampleBatch) -> torch.Tensor:
         output: torch.Tensor = model(samples.inputs)
@@ -148,7 +153,8 @@ def _runner(spec: Spec, device: torch.device) -> StageRunner:
     )
 
 
-def _seconds(bench: Bench, work: Callable[[], None]) -> float:
+def _host_seconds_of(bench: Bench, work: Callable[[], None]) -> float:
+    """Return the host seconds of one call that all ranks begin together."""
     bench.together()
     began = bench.host_seconds()
     work()
@@ -158,10 +164,11 @@ def _seconds(bench: Bench, work: Callable[[], None]) -> float:
 
 _WIDTH, _ROWS, _LAYERS = 8, 4, 4
 _SETTING_UP = 3  # steps
+# fp32 weights and biases of one unit, so that a DDP bucket holds one unit
 _UNIT_BYTES = 4 * _LAYERS * (_WIDTH + 1) * _WIDTH
 _REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 _GATHERS = (Collective.ALL_GATHER,)
-_DATA = {  # axis, tuple, dials, and the hooks of gathers and of reductions
+_DATA = {  # axis and tuple: options, hook of gathers, hook of reductions
     "dp_shard: S*,S,S,R": ((), Hook.FSDP2_GATHER, Hook.FSDP2_REDUCE),
     "dp_replicate: R,R,R,R": ((f"bucket={_UNIT_BYTES}",), None, Hook.DDP_BUCKET),
     "dp_shard: S*,S,R,R": ((), Hook.FLAT_GATHER, Hook.FLAT_REDUCE),
@@ -169,21 +176,25 @@ _DATA = {  # axis, tuple, dials, and the hooks of gathers and of reductions
 
 
 def hooks(bench: Bench, points: Points) -> Rows:
-    """Of one rank only a stage's pass: nothing else has anything to send."""
+    """Yield the seconds of each hook of a wrapper.
+
+    A single rank has the pipeline pass only, since it communicates with no one.
+    """
     yield (Hook.PIPELINE_PASS,), pipeline_pass(bench, points.rounds)
     if bench.world.size == 1:
         return
     for placement, (dials, gather, reduction) in _DATA.items():
         axis, _, modes = placement.partition(": ")
-        wrapped, mesh = _wrapped(_placed_spec(bench, axis, modes, dials), bench, points)
-        plain = ParameterWrap(_stack(bench, points.units), _units(points))
-        yield from _of_data(bench, points, (wrapped, plain), mesh, (gather, reduction))
-    yield (Hook.CUT_PRODUCT,), _cut_product(bench, points)
+        wrapped, mesh = _wrap_stack(_placed_spec(bench, axis, modes, dials), bench, points)
+        plain = ParameterWrap(_build_stack(bench, points.units), _unit_names(points))
+        yield from _data_hook_rows(bench, points, (wrapped, plain), mesh, (gather, reduction))
+    yield (Hook.CUT_PRODUCT,), _tensor_hook_seconds(bench, points)
 
 
 def _placed_spec(bench: Bench, axis: str, modes: str, dials: Iterable[str] = ()) -> Spec:
+    """Return a spec with one axis over all ranks."""
     mapping: dict[str, object] = {
-        "model": {"preset": "llama-tiny"},  # nothing of it is built: a spec has a model
+        "model": {"preset": "llama-tiny"},  # never built: a spec needs a model
         "mesh": {axis: bench.world.size},
         "placement": {axis: modes},
         "batch": {"micro": 1, "sequence": 8},
@@ -191,12 +202,13 @@ def _placed_spec(bench: Bench, axis: str, modes: str, dials: Iterable[str] = ())
     return load(mapping, tuple(dials)).spec
 
 
-def _units(points: Points) -> Units:
+def _unit_names(points: Points) -> Units:
+    """Return the units: one per layer stack, and the root."""
     return (*((str(number),) for number in range(points.units)), (ROOT,))
 
 
-def _stack(bench: Bench, units: int) -> nn.Sequential:
-    """Units of so many parameters as a block has, as narrow as they can be."""
+def _build_stack(bench: Bench, units: int) -> nn.Sequential:
+    """Build a stack of units with as many parameters as a block, as narrow as possible."""
     torch.manual_seed(0)
     layers = (
         nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)), Between())
@@ -205,71 +217,81 @@ def _stack(bench: Bench, units: int) -> nn.Sequential:
     return nn.Sequential(*layers).to(bench.device)
 
 
-def _wrapped(spec: Spec, bench: Bench, points: Points) -> tuple[WrappedModel, Mesh]:
-    plan = lower(spec, ModelFacts.of_units(_units(points)))
+def _wrap_stack(spec: Spec, bench: Bench, points: Points) -> tuple[WrappedModel, Mesh]:
+    """Wrap a stack by a spec's plan."""
+    plan = lower(spec, ModelFacts.of_units(_unit_names(points)))
     mesh = Mesh(plan.mesh, bench.world)
-    return apply(_stack(bench, points.units), plan, mesh, mesh.registry), mesh
+    return apply(_build_stack(bench, points.units), plan, mesh, mesh.registry), mesh
 
 
 Halves = dict[Phase, float]
 
 
-def _of_data(
+def _data_hook_rows(
     bench: Bench,
     points: Points,
     models: tuple[WrappedModel, WrappedModel],
     mesh: Mesh,
     pair: tuple[Hook | None, Hook],
 ) -> Rows:
-    """A gather costs what forward takes more, where one is; a reduction what backward does, without
-    the gathers in it."""
+    """Yield the seconds of a gather hook and of a reduction hook.
+
+    A gather costs the excess of forward over the plain model. A reduction costs the excess of
+    backward, minus the gathers within it. Without a gather, the excess of forward belongs to the
+    reduction.
+    """
     _warm_up(bench, models)
-    meter = _metered(bench, models[0], mesh)
-    excess = _excess(bench, points.rounds, models, mesh)
+    meter = _measure_traffic(bench, models[0], mesh)
+    excess = _median_excess(bench, points.rounds, models, mesh)
     gather, reduction = pair
     of_gather = 0.0
     if gather is not None:
-        of_gather = max(0.0, excess[Phase.FORWARD]) / _calls(meter, Phase.FORWARD, _GATHERS)
+        of_gather = max(0.0, excess[Phase.FORWARD]) / _num_calls(meter, Phase.FORWARD, _GATHERS)
         yield (gather,), of_gather
-    again = _calls(meter, Phase.BACKWARD, _GATHERS, least=0)
+    again = _num_calls(meter, Phase.BACKWARD, _GATHERS, least=0)
     rest = excess[Phase.BACKWARD] - again * of_gather
     if gather is None:
         rest += excess[Phase.FORWARD]
-    yield (reduction,), rest / _calls(meter, Phase.BACKWARD, _REDUCTIONS)
+    yield (reduction,), rest / _num_calls(meter, Phase.BACKWARD, _REDUCTIONS)
 
 
 def _warm_up(bench: Bench, models: Iterable[WrappedModel]) -> None:
-    """What is set up in the first steps: DDP makes its buckets anew in the second one."""
+    """Run the first steps, which set wrappers up: DDP rebuilds its buckets in the second step."""
     for model in models:
         for _ in range(_SETTING_UP):
-            _halves(bench, model)
+            _time_halves(bench, model)
 
 
-def _calls(
+def _num_calls(
     meter: TrafficMeter, phase: Phase, collectives: Iterable[Collective], *, least: int = 1
 ) -> int:
+    """Return the number of some collectives in a phase, at least `least`."""
     rows = (row for row in meter.rows() if row.key.phase is phase)
     return max(least, sum(row.calls for row in rows if row.key.collective in collectives))
 
 
-def _metered(bench: Bench, model: WrappedModel, mesh: Mesh) -> TrafficMeter:
+def _measure_traffic(bench: Bench, model: WrappedModel, mesh: Mesh) -> TrafficMeter:
+    """Return the meter of one step's traffic."""
     meter = TrafficMeter(mesh.registry, mesh.axes_by_group())
     with meter:
-        _halves(bench, model, tell=lambda phase: meter.phase(phase, 0))
+        _time_halves(bench, model, tell=lambda phase: meter.phase(phase, 0))
     return meter
 
 
-def _excess(
+def _median_excess(
     bench: Bench, rounds: int, models: tuple[WrappedModel, WrappedModel], mesh: Mesh
 ) -> Halves:
-    """The median of what each half takes more of the first than of the second, which take turns;
-    without the time in which the first one waits, which the stopwatch counts, slowing both, where
-    the bench's clock goes on meanwhile."""
+    """Return the median excess of each half of a step of the first model over the second.
+
+    The models alternate. The first model's time waiting for other ranks is excluded: a stopwatch
+    measures it, and slows both models. If ranks share cores, the bench's clock stops during waits
+    and no stopwatch is used.
+    """
     differences: dict[Phase, list[float]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
     groups, rank = mesh.axes_by_group(), bench.world.rank
     for _ in bench.rounds(rounds):
         first, second = (
-            _halves(
+            _time_halves(
                 bench,
                 model,
                 stopwatch=None if bench.is_shared else Stopwatch(groups, rank=rank),
@@ -281,15 +303,17 @@ def _excess(
     return {phase: statistics.median(more) for phase, more in differences.items()}
 
 
-def _halves(
+def _time_halves(
     bench: Bench,
     wrapped: WrappedModel,
     *,
     tell: Callable[[Phase], object] = lambda _: None,
     stopwatch: Stopwatch | None = None,
 ) -> Halves:
-    """Seconds of the host in one forward and one backward pass, without those that the stopwatch
-    counts."""
+    """Return the host seconds of one forward and one backward pass.
+
+    Waits that the stopwatch measures are subtracted.
+    """
     x = torch.ones(_ROWS, _WIDTH, device=bench.device)
 
     def now() -> float:
@@ -316,11 +340,12 @@ def _halves(
     return {Phase.FORWARD: between - began, Phase.BACKWARD: ended - between}
 
 
-_LINEARS, _PRODUCTS = 3, 3  # of a sub-block; of one of them, forward and backward
+# linear operators of a sub-block; products of each in forward and backward
+_LINEARS, _PRODUCTS = 3, 3
 
 
 class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Operators that tp cuts, as wide as `width` between them."""
+    """A sub-block whose operators tp shards, with `width` features inside."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -334,8 +359,11 @@ class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
         return self.between(hidden)
 
 
-def _cut_product(bench: Bench, points: Points) -> float:
-    """Sub-blocks cut by ptrain's plan, against those that a rank has of them."""
+def _tensor_hook_seconds(bench: Bench, points: Points) -> float:
+    """Return the seconds that tp adds to one operator.
+
+    Sub-blocks sharded by ptrain's plan are compared with local sub-blocks of one rank's size.
+    """
     spec = _placed_spec(bench, Axis.TP.value, "S,S,S,R")
     roles = (
         ("*", Role.WHOLE_INPUT),
@@ -353,7 +381,7 @@ def _cut_product(bench: Bench, points: Points) -> float:
     parallelize(cut, plan.tensor, mesh.submesh((Axis.TP,)), mesh.registry)
     models = ParameterWrap(cut, ((ROOT,),)), ParameterWrap(plain, ((ROOT,),))
     _warm_up(bench, models)
-    excess = sum(_excess(bench, points.rounds, models, mesh).values())
+    excess = sum(_median_excess(bench, points.rounds, models, mesh).values())
     return excess / (points.units * _LINEARS * _PRODUCTS)
 
 
@@ -368,8 +396,15 @@ Work = Callable[[Any], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPass:
-    """Passes of a tiny model: what comes `before` them, `work` of what that gives, and how many
-    operators a clock counts in them. `computing` is called by itself to compute as much."""
+    """A kind of pass of a tiny model.
+
+    Attributes:
+        hook: The hook that it measures.
+        operators: Number of operators that a clock counts in the pass.
+        before: Prepares the input of `work`.
+        work: Runs the pass.
+        computing: Runs the same operators without modules and autograd.
+    """
 
     hook: Hook
     operators: int
@@ -378,8 +413,8 @@ class HostPass:
     computing: Callable[[], object]
 
 
-class _Called(OperatorMode):
-    """Operators that compute and ran while it was entered, to be called again."""
+class _OperatorRecorder(OperatorMode):
+    """The mode that records the operators that compute, to call them again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,13 +429,13 @@ class _Called(OperatorMode):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def again(self) -> None:
-        """Call them."""
+        """Call the recorded operators again."""
         for call in self.calls:
             call()
 
 
 def host(bench: Bench, _: Points) -> Rows:
-    """Of both families the mean."""
+    """Yield the seconds per operator of each hook, the mean of both model families."""
     seconds_of = issuing_seconds if bench.device.type == "cuda" else excess_seconds
     seconds = grouped(
         (passes.hook, seconds_of(bench, passes))
@@ -411,7 +446,7 @@ def host(bench: Bench, _: Points) -> Rows:
 
 
 def excess_seconds(bench: Bench, passes: HostPass) -> float:
-    """What they take beside what their operators take, by the number of these."""
+    """Return the seconds per operator that a pass takes beyond its operators' computation."""
     whole = bench.busy_seconds(lambda: passes.work(passes.before()))
     rest = bench.busy_seconds(passes.before) + bench.busy_seconds(passes.computing)
     more: float = (whole - rest) / passes.operators
@@ -419,7 +454,7 @@ def excess_seconds(bench: Bench, passes: HostPass) -> float:
 
 
 def issuing_seconds(bench: Bench, passes: HostPass) -> float:
-    """What the host takes to issue them, by the number of their operators."""
+    """Return the host seconds per operator to issue a pass."""
     whole = bench.issuing_seconds(lambda: passes.work(passes.before()))
     return (whole - bench.issuing_seconds(passes.before)) / passes.operators
 
@@ -432,25 +467,26 @@ def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[Hos
         "batch": {"micro": _SAMPLES, "sequence": _TOKENS},
     }
     spec = load(written).spec
-    yield from _passes(spec, device)
+    yield from _plain_passes(spec, device)
     for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
-        yield _kept(spec, kept, device)
+        yield _kept_pass(spec, kept, device)
 
 
-def _model(spec: Spec, device: torch.device) -> nn.Module:
-    """Its layers, and nothing around them: given and giving hidden states."""
-    model = _built(spec)
+def _build_layers(spec: Spec, device: torch.device) -> nn.Module:
+    """Build the layers of a model alone; their input and output are hidden states."""
+    model = _build_model(spec)
     model.embed, model.norm, model.head = nn.Identity(), nn.Identity(), nn.Identity()
     return model.to(device)
 
 
-def _hidden(device: torch.device) -> torch.Tensor:
+def _random_hidden_states(device: torch.device) -> torch.Tensor:
+    """Return random hidden states."""
     return torch.randn(_SAMPLES, _TOKENS, _FEATURES, device=device, requires_grad=True)
 
 
-def _passes(spec: Spec, device: torch.device) -> Iterator[HostPass]:
-    """Each kind of pass of layers whose activations stay."""
-    model, x = _model(spec, device), _hidden(device)
+def _plain_passes(spec: Spec, device: torch.device) -> Iterator[HostPass]:
+    """Yield the passes of layers whose activations stay on the device."""
+    model, x = _build_layers(spec, device), _random_hidden_states(device)
     gradient, parameters = torch.ones_like(model(x)), list(model.parameters())
 
     def halves(output: torch.Tensor) -> None:
@@ -473,40 +509,43 @@ def _passes(spec: Spec, device: torch.device) -> Iterator[HostPass]:
     for hook, (before, work, part) in works.items():
         yield HostPass(
             hook=hook,
-            operators=_operators(spec, PLAIN, part),
+            operators=_num_operators(spec, PLAIN, part),
             before=before,
             work=work,
-            computing=_called(before, work).again,
+            computing=_record_operators(before, work).again,
         )
 
 
-def _kept(spec: Spec, kept: Kept, device: torch.device) -> HostPass:
-    """Both passes of layers whose activations are kept in another way. What copies compute is a
-    copy's, by its bytes: to call them by themselves is to be of the layers alone."""
-    x = _hidden(device)
+def _kept_pass(spec: Spec, kept: Kept, device: torch.device) -> HostPass:
+    """Return forward and backward of layers whose activations are recomputed or offloaded.
+
+    The copies of offloading are in the table of copies by their bytes, so `computing` calls the
+    operators of the layers alone.
+    """
+    x = _random_hidden_states(device)
 
     def passes(model: nn.Module) -> Work:
         return lambda _: model(x).sum().backward()
 
-    plain, model = _model(spec, device), _model(spec, device)
+    plain, model = _build_layers(spec, device), _build_layers(spec, device)
     blocks = tuple((name, kept) for name in blocks_of(model))
     keep(model, Keep(blocks=blocks), Tiers(device, Registry()))
     counted = model if kept.tier is Tier.DEVICE else plain
     return HostPass(
         hook=around(kept, Kind.FORWARD),
-        operators=_operators(spec, kept, lambda layer: layer.forward + layer.backward),
-        before=_nothing,
+        operators=_num_operators(spec, kept, lambda layer: layer.forward + layer.backward),
+        before=_no_preparation,
         work=passes(model),
-        computing=_called(_nothing, passes(counted)).again,
+        computing=_record_operators(_no_preparation, passes(counted)).again,
     )
 
 
-def _nothing() -> None:
-    """There is nothing to be done before."""
+def _no_preparation() -> None:
+    """Prepare nothing."""
 
 
-def _operators(spec: Spec, kept: Kept, part: Callable[[LayerWork], PassWork]) -> int:
-    """How many operators of all layers a clock counts in a part of their work."""
+def _num_operators(spec: Spec, kept: Kept, part: Callable[[LayerWork], PassWork]) -> int:
+    """Return the number of operators that a clock counts in a part of all layers' work."""
     derivation = derive(spec.but(activations=ActivationSpec(default=kept)), is_timed=False)
     work = model_work(derivation.spec, derivation.plan, derivation.facts)
     assert work is not None, "only built-in models have layers in tables"
@@ -514,9 +553,10 @@ def _operators(spec: Spec, kept: Kept, part: Callable[[LayerWork], PassWork]) ->
     return sum(item.times for item in items if isinstance(item, Operator))
 
 
-def _called(before: Callable[[], Any], work: Work) -> _Called:
-    work(before())  # gradients are there, to which backward adds
-    called = _Called()
+def _record_operators(before: Callable[[], Any], work: Work) -> _OperatorRecorder:
+    """Record the operators of a pass."""
+    work(before())  # the first pass allocates the gradients; later ones add to them
+    called = _OperatorRecorder()
     output = before()
     with called:
         work(output)

@@ -1,11 +1,11 @@
-"""One rank of a calibration: it measures all parts beside the others; rank 0 keeps the mean.
+"""One rank of a calibration: measure all tables with the other ranks, and keep the mean.
 
-Measured are matrix products, attention, memory-bound operators, the optimizer update and gradient
-clipping, with the shapes and calls of a training; collectives on every process group that a mesh
-can have; and copies between device and host.
+The tables are: matrix products, attention, memory-bound operators, optimizer updates and gradient
+clipping, with the shapes and calls of training; collectives on every process group that a mesh can
+have; and copies between device and host.
 
-Computation delays a collective on CPUs only, where they share the cores; this delay is measured
-too.
+On CPUs, where collectives share the cores with computation, computation delays them. This lateness
+is measured too.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ from ptrain.train.folder import write_json
 
 _WIDTH, _HEADS, _SAMPLES, _TOKENS = 128, 4, 2, 128
 _BYTES = 64 * 2**10  # of the full tensor
-_MOST_IN_TURNS = 2  # of the points
+_MAX_SHARED_POINTS = 2  # passes measured if ranks share cores
 
 
 def lateness(bench: Bench, points: Points) -> Rows:
-    """Yield it of a gather of 64 KiB by all ranks, which stands for every collective."""
+    """Yield the delay of an all-gather of 64 KiB by computation; it represents every collective."""
     if bench.world.size == 1 or bench.device.type == "cuda":
         return
     group, registry = dist.group.WORLD, Registry()
@@ -90,22 +90,26 @@ def lateness(bench: Bench, points: Points) -> Rows:
         all_gather(whole, shard, group, registry)
 
     first = bench.meeting_seconds(gather)
-    yield _agreed(bench, bench.busy_seconds(lambda: compute(bench.device)), 0.0)
+    yield _lateness_row(bench, bench.busy_seconds(lambda: compute(bench.device)), 0.0)
     of_layer = bench.busy_seconds(layer)
-    # Where ranks take turns it is a small part of what many passes take, and lost in their spread.
-    passes = points.late[:_MOST_IN_TURNS] if bench.is_shared else points.late
+    # If ranks share cores, the delay is a small part of the time of many passes, and lost in its
+    # spread.
+    passes = points.late[:_MAX_SHARED_POINTS] if bench.is_shared else points.late
     for times in bench.in_time(passes, least=1):
         late = bench.meeting_seconds(gather, between=partial(layer, times)) - first
-        yield _agreed(bench, times * of_layer, late)
+        yield _lateness_row(bench, times * of_layer, late)
 
 
-def _agreed(bench: Bench, computed: float, late: float) -> tuple[tuple[int], float]:
-    """Return one rank's figures on all: a mean of what is cut off below nothing is too much."""
+def _lateness_row(bench: Bench, computed: float, late: float) -> tuple[tuple[int], float]:
+    """Return rank 0's figures as a row: microseconds of computation, and seconds of delay.
+
+    Negative delays are kept: a mean of values cut off at zero would be too high.
+    """
     return (round(1e6 * bench.agreed(computed)),), bench.agreed(late)
 
 
 class Layer:
-    """A layer's passes, as a step has them between two collectives."""
+    """A layer's forward and backward passes, as a step has them between two collectives."""
 
     def __init__(self, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -126,7 +130,11 @@ _ROUTES = {
 
 
 def copies(bench: Bench, point: tuple[int, Tier]) -> Rows:
-    """Files are in the system's temporary folder, and as warm as the kernel keeps them."""
+    """Yield the seconds of copies to a tier and back.
+
+    Files are in the system's temporary folder and in the page cache as far as the kernel keeps
+    them.
+    """
     size, tier = point
     here = torch.zeros(size // 4, device=bench.device)
     stored = Tiers(bench.device, Registry()).move(here, tier, State.OPTIMIZER)
@@ -137,8 +145,13 @@ def copies(bench: Bench, point: tuple[int, Tier]) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """This rank's group among those of one size that all ranks are divided into, and on how many
-    nodes each of them is."""
+    """A group of this rank; the groups of one size partition all ranks.
+
+    Attributes:
+        group: The group that contains this rank.
+        ranks: Ranks of each group.
+        nodes: Nodes that each group spans.
+    """
 
     group: dist.ProcessGroup
     ranks: int
@@ -146,57 +159,69 @@ class Peers:
 
 
 def peers_of(world_size: int, ranks_per_node: int, rank: int) -> Iterator[Peers]:
-    """Yield a group of each size that divides the ranks of a node, and over nodes one of a rank of
-    each and one of all."""
+    """Yield this rank's groups.
+
+    Within a node, there is one group of each size that divides the ranks of a node. Over several
+    nodes, there is a group with one rank of each node, and a group of all ranks.
+
+    Args:
+        world_size: Number of ranks.
+        ranks_per_node: Ranks of each node.
+        rank: This rank.
+    """
     nodes = world_size // ranks_per_node
     divisors = (size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0)
     for size in divisors:
         lines = [list(range(first, first + size)) for first in range(0, world_size, size)]
-        yield Peers(_own(lines, rank), size, 1)
+        yield Peers(_create_groups(lines, rank), size, 1)
     if nodes > 1:
         lines = [list(range(first, world_size, ranks_per_node)) for first in range(ranks_per_node)]
-        yield Peers(_own(lines, rank), nodes, nodes)
+        yield Peers(_create_groups(lines, rank), nodes, nodes)
         if ranks_per_node > 1:
-            yield Peers(_own([list(range(world_size))], rank), world_size, nodes)
+            yield Peers(_create_groups([list(range(world_size))], rank), world_size, nodes)
 
 
-def _own(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
-    """The group of this rank; every rank makes all of them."""
+def _create_groups(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """Create a group per line on every rank, and return the group of this rank."""
     groups = [dist.new_group(line) for line in lines]
     return next(group for group, line in zip(groups, lines, strict=True) if rank in line)
 
 
 def collectives(peers: list[Peers], bench: Bench, size: int) -> Rows:
-    """Yield those of every group, of messages between neighbours too."""
+    """Yield the seconds of every group's collectives, and of messages between two neighbours."""
     for known in peers:
         whole = max(1, size // 4 // known.ranks) * known.ranks
         for collective, work in _collective_works(known, whole, bench.device):
             key = (collective, known.ranks, known.nodes, 4 * whole)
             yield key, bench.meeting_seconds(work)
-        if known is _neighbours(peers, known.nodes):
-            one_by_one = bench.device.type == "cuda"  # of a GPU's queue there and back
+        if known is _smallest_group(peers, known.nodes):
+            # on a GPU a ring call is a send and a receive in one queue, so half of it is a message
+            one_by_one = bench.device.type == "cuda"
             taken = bench.seconds_beside(
-                partial(_messages, known, whole, bench.device), parts=2 if one_by_one else 1
+                partial(_open_messages, known, whole, bench.device), parts=2 if one_by_one else 1
             )
             yield (Collective.SEND, 2, known.nodes, 4 * whole), taken
 
 
 def _ends_first(sizes: Sequence[int]) -> Iterator[int]:
-    """Yield the smallest, then from the largest downwards: what is left out lies between, or what
-    each byte of a large tensor takes would be what one of a small does."""
+    """Yield the smallest size, then the others from the largest down.
+
+    If time is short, sizes in between are left out. Without the largest, the seconds per byte of
+    large tensors would be extrapolated from small ones.
+    """
     yield sizes[0]
     yield from reversed(sizes[1:])
 
 
-def _neighbours(peers: list[Peers], nodes: int) -> Peers:
-    """The smallest group on so many nodes: a pair, where the ranks are an even number."""
+def _smallest_group(peers: list[Peers], nodes: int) -> Peers:
+    """Return the smallest group on so many nodes: a pair if the number of ranks is even."""
     return min((known for known in peers if known.nodes == nodes), key=lambda known: known.ranks)
 
 
 def _collective_works(
     peers: Peers, numel: int, device: torch.device
 ) -> Iterator[tuple[Collective, Callable[[], object]]]:
-    """Of a full tensor of `numel` numbers."""
+    """Yield the collectives on a full tensor of `numel` elements."""
     group, registry = peers.group, Registry()
     whole, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
     shard = torch.zeros(numel // peers.ranks, device=device)
@@ -211,9 +236,12 @@ def _collective_works(
 
 
 @contextmanager
-def _messages(peers: Peers, numel: int, device: torch.device) -> Iterator[Work]:
-    """Messages as stages of a pipeline send them, which compute while they are under way: each
-    call sends one to the next rank and waits for what the call before sent and received."""
+def _open_messages(peers: Peers, numel: int, device: torch.device) -> Iterator[Work]:
+    """Open the messages of pipeline stages, which compute while messages are under way.
+
+    Each call sends a message to the next rank, and waits for the message that the previous call
+    sent and the one that it received.
+    """
     group, place = peers.group, dist.get_rank(peers.group)
     pending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
@@ -226,7 +254,7 @@ def _messages(peers: Peers, numel: int, device: torch.device) -> Iterator[Work]:
         source = (place - 1) % peers.ranks
         pending.append((dist.irecv(received, group=group, group_src=source), received))
 
-    # a ring in which all send first would wait for itself on NCCL
+    # on NCCL a ring in which all ranks send first would deadlock
     acts = (send, receive) if place % 2 == 0 else (receive, send)
 
     def wait(left: int) -> None:
@@ -244,19 +272,21 @@ def _messages(peers: Peers, numel: int, device: torch.device) -> Iterator[Work]:
     wait(0)
 
 
-_VALUE = 0.01  # of parameters and gradients: nothing depends on it
+_VALUE = 0.01  # of parameters and gradients; the time does not depend on it
 
 
 def updates(bench: Bench, point: tuple[tuple[int, int], Layout]) -> Rows:
-    """Yield those of every rule, and of clipping."""
+    """Yield the seconds of the update of every rule, and of clipping."""
     (elements, tensors), layout = point
     for name, work in _updates_work(layout, elements, tensors, bench.device):
         yield (name, layout.updated, elements, tensors), bench.busy_seconds(work)
 
 
-def _plain(points: Points) -> Iterator[Layout]:
-    """Yield the layouts that keep every state in one dtype: what others cast beside it are
-    copies."""
+def _single_dtype_layouts(points: Points) -> Iterator[Layout]:
+    """Yield the layouts with one dtype for all states.
+
+    The casts of other layouts count as copies.
+    """
     for layout in LAYOUTS.values():
         is_one = layout.parameters is layout.gradients is layout.moments and not layout.master
         if is_one and layout.parameters in points.sides:
@@ -266,6 +296,7 @@ def _plain(points: Points) -> Iterator[Layout]:
 def _updates_work(
     layout: Layout, elements: int, tensors: int, device: torch.device
 ) -> Iterator[tuple[str, Work]]:
+    """Yield the updates and the clipping of `elements` elements in `tensors` tensors."""
     dtype, own = TORCH_DTYPES[layout.updated], elements // tensors
     mesh = Mesh(CreateMesh(axes=(), degrees=()), World(device=device))
     for rule in FUSED:
@@ -294,14 +325,17 @@ def _updates_work(
 
 Factors = tuple[torch.Tensor, torch.Tensor]
 
-# What operators read comes from so many places, or as many as there are in so many numbers.
+# Operators read from this many places, or from as many as hold this many elements, so that inputs
+# are not in the caches.
 _PLACES, _COLD_ELEMENTS = 16, 4 * 2**20
 _COLD_BYTES = 4 * _COLD_ELEMENTS
-_ROW = 256  # elements of a row that is normed, or looked up by its number
+_ROW = 256  # elements of a row for norms and embeddings
 
 
-def _shapes(bench: Bench, points: Points) -> Iterator[tuple[DType, ProductShape, torch.Tensor]]:
-    """Yield dtype and shape of each product, and the numbers that factors are taken from."""
+def _product_points(
+    bench: Bench, points: Points
+) -> Iterator[tuple[DType, ProductShape, torch.Tensor]]:
+    """Yield dtype and shape of each product, and a tensor that its factors are taken from."""
     shapes = points.products()
     most = max(_COLD_ELEMENTS, *(factors_of(shape) for _, shape in shapes))
     numbers = {
@@ -312,19 +346,22 @@ def _shapes(bench: Bench, points: Points) -> Iterator[tuple[DType, ProductShape,
 
 
 def products(bench: Bench, point: tuple[DType, ProductShape, torch.Tensor]) -> Rows:
-    """A shape by all three layouts of a step: forward, and the gradients of input and weight. Each
-    call takes its factors from another place of the numbers."""
+    """Yield the seconds of a product, the mean of its three layouts in a step.
+
+    These are the forward product and the gradients of input and weight. Each call takes its factors
+    from another place of the tensor.
+    """
     dtype, shape, numbers = point
     size = factors_of(shape)
     places = range(0, numbers.numel() - size + 1, size)[:_PLACES]
-    layouts = [_layouts(shape, numbers[place : place + size]) for place in places]
+    layouts = [_factor_layouts(shape, numbers[place : place + size]) for place in places]
     works = [tuple(partial(torch.matmul, *pair) for pair in pairs) for pairs in layouts]
-    work = _in_turns(works, _COLD_ELEMENTS // size)
+    work = _rotate_places(works, _COLD_ELEMENTS // size)
     yield (dtype, *shape), bench.busy_seconds(work, parts=3)
 
 
-def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
-    """The factors, which stand one behind the other, as the three products of a step have them."""
+def _factor_layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
+    """Return the factors of a step's three products, as views of one 1-d tensor."""
     matrices, rows, inner, columns = shape
     batch = (matrices,) if matrices > 1 else ()
     end = matrices * rows * inner
@@ -332,11 +369,12 @@ def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
     left, right = first.view(*batch, rows, inner), second.view(*batch, inner, columns)
     turned_left = first.view(*batch, inner, rows).mT
     turned_right = second.view(*batch, columns, inner).mT
+    # forward with a transposed weight (as nn.Linear), gradient of the input, gradient of the weight
     return (left, turned_right), (left, right), (turned_left, right)
 
 
 def attention(bench: Bench, point: tuple[AttentionShape, DType]) -> Rows:
-    """Yield forward and backward."""
+    """Yield the seconds of forward and of backward of causal attention."""
     shape, dtype = point
     samples, heads, tokens, features = shape
     query, key, value = parts = [
@@ -359,24 +397,28 @@ def attention(bench: Bench, point: tuple[AttentionShape, DType]) -> Rows:
         (OperatorKind.ATTENTION_BACKWARD, backward),
     ):
         row = (kind, dtype, samples, heads, tokens, tokens, features)
-        yield row, bench.busy_seconds(_in_turns([(work,)], _COLD_ELEMENTS // query.numel()))
+        yield row, bench.busy_seconds(_rotate_places([(work,)], _COLD_ELEMENTS // query.numel()))
 
 
 def memory_bound(bench: Bench, point: tuple[int, DType]) -> Rows:
-    """Yield each kind by the bytes that it reads and writes."""
+    """Yield the seconds of each kind of operator by the bytes that it reads and writes."""
     size, dtype = point
     num_places = min(_PLACES, max(1, _COLD_BYTES // size))
-    places = [_works(size, TORCH_DTYPES[dtype], bench.device) for _ in range(num_places)]
+    places = [
+        _memory_bound_works(size, TORCH_DTYPES[dtype], bench.device) for _ in range(num_places)
+    ]
     for alike in zip(*places, strict=True):
         kind, times, works = alike[0]
-        work = _in_turns([works for *_, works in alike], num_places)
+        work = _rotate_places([works for *_, works in alike], num_places)
         yield (kind, dtype, times * size), bench.busy_seconds(work, parts=len(works))
 
 
-def _in_turns(places: Sequence[tuple[Work, ...]], num_kept: int) -> Work:
-    """The operators of one place after the other, of which some turns' results stay: in a step
-    neither what is read nor where it is written is in the nearest cache, and both would be if the
-    same call came again."""
+def _rotate_places(places: Sequence[tuple[Work, ...]], num_kept: int) -> Work:
+    """Return work that runs the operators of one place after the other, and keeps some results.
+
+    In a step, neither input nor output is in the nearest cache. Both would be if one call were
+    repeated.
+    """
     turns = cycle(places)
     maxlen = min(_PLACES, max(1, num_kept))
     kept: deque[object] = deque(maxlen=maxlen)
@@ -384,8 +426,8 @@ def _in_turns(places: Sequence[tuple[Work, ...]], num_kept: int) -> Work:
     def work() -> None:
         kept.append([operator() for operator in next(turns)])
 
-    # A process's first touch of memory costs a page fault for every 4 KiB, up to ten times as long
-    # as the operator; from its second step on a training writes where others stood before.
+    # The first write to memory costs a page fault per 4 KiB, up to ten times as long as the
+    # operator. From its second step on, training writes to memory that it used before.
     for _ in range(maxlen + 1):
         work()
     return work
@@ -394,9 +436,13 @@ def _in_turns(places: Sequence[tuple[Work, ...]], num_kept: int) -> Work:
 Moved = tuple[OperatorKind, int, tuple[Work, ...]]
 
 
-def _works(size: int, dtype: torch.dtype, device: torch.device) -> list[Moved]:
-    """Operators on tensors of `size` bytes, by kind: each of one kind reads and writes so many
-    times as many. What autograd notes of them in a forward pass is in their time."""
+def _memory_bound_works(size: int, dtype: torch.dtype, device: torch.device) -> list[Moved]:
+    """Return the memory-bound operators on tensors of `size` bytes.
+
+    Each row has the kind, the bytes moved in multiples of `size`, and the calls.
+
+    Their time includes autograd's records of a forward pass.
+    """
     width = min(_ROW, size // dtype.itemsize)
     x = torch.randn(size // dtype.itemsize // width, width, dtype=dtype, device=device)
     other, scale = torch.randn_like(x), torch.ones(width, dtype=dtype, device=device)
@@ -415,16 +461,16 @@ def _works(size: int, dtype: torch.dtype, device: torch.device) -> list[Moved]:
     ]
 
 
-# What one leaves of its share of the time is for those that follow. What ranks do together comes
-# last, for of that the fewest points take longest: in front of them it left the tables of computing
-# with their smallest points alone, on a machine that was slow.
+# Time that a table leaves of its share is used by the tables after it. Collectives come last
+# because their fewest points take longest: when they came first, tables of computation got only
+# their smallest points on a slow machine.
 _BENCHES = {
     "host": Benchmark(table="hooks", share=0.04, rows=host),
     "updates": Benchmark(
         table="updates",
         share=0.04,
-        points=lambda _, points: product(points.updates, [*_plain(points)]),
-        least=8,  # of two layouts: some have several tensors
+        points=lambda _, points: product(points.updates, [*_single_dtype_layouts(points)]),
+        least=8,  # with two layouts, four of each; some have several tensors
         rows=updates,
     ),
     "copies": Benchmark(
@@ -438,7 +484,7 @@ _BENCHES = {
         table="operators",
         share=0.15,
         points=lambda _, points: points.operator_sizes(),
-        least=6,  # of all dtypes: in the third size the bytes decide, and no longer the dispatch
+        least=6,  # three sizes of each dtype: bytes, not dispatch, decide the time of the third
         rows=memory_bound,
     ),
     "attention": Benchmark(
@@ -451,8 +497,8 @@ _BENCHES = {
     "products": Benchmark(
         table="products",
         share=0.2,
-        points=_shapes,
-        least=8,  # of all dtypes: a roofline has two of each at least
+        points=_product_points,
+        least=8,  # all dtypes together: a roofline needs two of each at least
         rows=products,
     ),
     "hooks": Benchmark(table="hooks", share=0.13, rows=hooks),
@@ -461,11 +507,12 @@ _BENCHES = {
 
 
 def run(options: CalibrationOptions) -> int:
-    """The whole life of a rank."""
+    """Measure as one rank, and write or print the result; return the exit code."""
     world = World.join(device=options.device)
     if world.device.type == "cpu":
-        keep_freed_memory()  # as a training does
-    if options.part is None and world.is_first:  # started by a launcher, not by our command
+        keep_freed_memory()  # as training does
+    # started by another launcher, so nothing was checked yet
+    if options.part is None and world.is_first:
         require_writable(options)
         base_of(options)
     part = measured(world, environment.ranks_of_node() or world.size, options)
@@ -479,8 +526,13 @@ def run(options: CalibrationOptions) -> int:
 
 
 def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredPart | None:
-    """Return what all ranks measured, on rank 0. What is large comes last: it is left out for want
-    of time."""
+    """Measure all tables with the other ranks of this world, `local` of them on this node.
+
+    The largest points come last, since they are left out if time is short.
+
+    Returns:
+        The mean over all ranks on rank 0, None on all others.
+    """
     is_cuda = world.device.type == "cuda"
     points = BRIEF if options.brief else (GPUS if is_cuda else PROCESSORS)
     turns = 1.0 if is_cuda else max(1.0, local / cores())
@@ -502,10 +554,10 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
         bench.begin(name, until / sum(shares))
         for key, taken in known.measured(bench, points):
             plain = tuple(str(cell) if isinstance(cell, str) else cell for cell in key)
-            # no time is nothing: a difference may come out as that
+            # differences can be zero or negative, but rates must be positive
             tables.setdefault(known.table, {})[plain] = max(taken, 1e-9)
-    everyone = _gathered(tables, world)
-    spreads = _gathered(bench.spreads, world)
+    everyone = _gather_objects(tables, world)
+    spreads = _gather_objects(bench.spreads, world)
     if not world.is_first:
         return None
     return MeasuredPart(
@@ -518,17 +570,18 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
             for table in spreads[0]
         },
         left_out=bench.left_out,
-        tables={  # of as many ranks as computed at once the mean
+        tables={  # the mean over ranks
             table: [[*key, statistics.fmean(rank[table][key] for rank in everyone)] for key in rows]
             for table, rows in everyone[0].items()
         },
         device_memory=int(torch.cuda.mem_get_info(world.device)[1]) if is_cuda else None,
-        sm=_capability(world.device),
+        sm=_compute_capability(world.device),
         name=torch.cuda.get_device_name(world.device) if is_cuda else "",
     )
 
 
-def _gathered(value: Any, world: World) -> list[Any]:
+def _gather_objects(value: Any, world: World) -> list[Any]:
+    """Return the values of all ranks."""
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size
@@ -536,7 +589,8 @@ def _gathered(value: Any, world: World) -> list[Any]:
     return values
 
 
-def _capability(device: torch.device) -> int | None:
+def _compute_capability(device: torch.device) -> int | None:
+    """Return the compute capability of a GPU, such as 90."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,8 +1,7 @@
-"""Run the ranks of a calibration on this machine, first so many at once and then so many, and write
-a cluster's file and a table from their measurements. Torch-free.
+"""Run the ranks of a calibration, and write the measured rates into a cluster file. Torch-free.
 
-The file names the machine and whether other processes use it. The options of `ptrain calibrate` set
-how much is measured, and of which machine.
+`calibrate` starts one job per number of ranks on this machine, prints a table, and writes the file.
+The file names the machine; a busy machine is rejected.
 """
 
 from __future__ import annotations
@@ -44,10 +43,21 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationOptions:
-    """`ranks`: how many compute at once, in turn; none: 1, 2 and 4 on processors, on GPUs one for
-    each. `cluster`: whose fields the file has beside the rates; none: this machine's. `part`: where
-    a rank of ours leaves what it measured, for the command that started it, and `until` when it is
-    to end (seconds of the system's clock)."""
+    """The options of `ptrain calibrate`.
+
+    Attributes:
+        cluster: The cluster whose other fields the file keeps; None: fields of this machine.
+        ranks: Numbers of ranks that compute at the same time, measured one after the other. Empty:
+            1, 2 and 4 on CPUs, one per GPU on GPUs.
+        out: The file to write.
+        seconds: Time for all measurements.
+        device: `cpu`, `cuda` or `auto`.
+        brief: Measure a few small points only.
+        force: Measure on a busy machine, replace other files, and write inconsistent rates.
+        json: Print JSON.
+        part: The file in which a rank leaves its measurements for the command that started it.
+        until: End time of a rank, in seconds of the system's clock.
+    """
 
     cluster: str | None = None
     ranks: tuple[int, ...] = ()
@@ -62,27 +72,32 @@ class CalibrationOptions:
 
 
 def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
-    """Raises SpecError for numbers that are none."""
+    """Return the options of parsed arguments.
+
+    Raises:
+        SpecError: A number is out of range.
+    """
     if not 0 < arguments.seconds < math.inf:
         raise refused(
             "--seconds",
             f"must be greater than 0; got {arguments.seconds:g}",
             "Use `--seconds 100`.",
         )
-    fields = vars(arguments) | {"ranks": _ranks(arguments.ranks)}
+    fields = vars(arguments) | {"ranks": _parse_ranks(arguments.ranks)}
     return CalibrationOptions(
         **{name: fields[name] for name in CalibrationOptions.__dataclass_fields__}
     )
 
 
 def parse(argv: Sequence[str]) -> CalibrationOptions:
+    """Parse the arguments of `ptrain calibrate`."""
     parser = argparse.ArgumentParser(prog="ptrain calibrate", allow_abbrev=False)
     add_arguments(parser, "calibrate")
     return from_arguments(parser.parse_args(argv))
 
 
 def to_argv(options: CalibrationOptions) -> list[str]:
-    """What `parse` reads as these options."""
+    """Return the arguments that `parse` reads as these options."""
     words = [options.cluster] if options.cluster else []
     if options.ranks:
         words += ["--ranks", ",".join(map(str, options.ranks))]
@@ -96,7 +111,8 @@ def to_argv(options: CalibrationOptions) -> list[str]:
     return words
 
 
-def _ranks(text: str) -> tuple[int, ...]:
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    """Parse a list of numbers of ranks, such as `1,2,4`, into ascending order."""
     if not text:
         return ()
     words = text.split(",")
@@ -116,15 +132,26 @@ def _ranks(text: str) -> tuple[int, ...]:
     return ranks
 
 
-_LOOK = 0.5  # seconds
+_LOOK = 0.5  # seconds between two reads of the ticks
 _STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """What `ranks` ranks of a node measured at once, on so many nodes: rows of each table, without
-    a figure for others. `spread` is the median of all measurements', `spreads` those of each table;
-    `left_out`: how often the largest points of a table were, for want of time."""
+    """The measurements of one number of ranks that computed at the same time.
+
+    Attributes:
+        ranks: Ranks of a node.
+        nodes: Number of nodes.
+        kind: Device type.
+        spread: Median spread of all measurements.
+        tables: Rows of each table, with the seconds of this number of ranks.
+        device_memory: Bytes of a GPU's memory, None on CPUs.
+        sm: Compute capability of a GPU, None on CPUs.
+        name: Name of a GPU, "" on CPUs.
+        spreads: Median spread of each table.
+        left_out: Number of tables whose largest points were left out because time was short.
+    """
 
     ranks: int
     nodes: int
@@ -139,8 +166,10 @@ class MeasuredPart:
 
 
 def busy_cores() -> float:
-    """Return how many of the cores are busy now; by the load of the last minute where the system
-    does not say it."""
+    """Return the number of cores that are busy now.
+
+    Without /proc/stat, return the load average of the last minute.
+    """
     if not _STAT.exists():
         return os.getloadavg()[0]
     before = _ticks()
@@ -150,7 +179,8 @@ def busy_cores() -> float:
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all cores together, busy and idle, waiting for a disk included."""
+    """Return the busy and idle ticks of all cores; waiting for a disk counts as idle."""
+    # user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user
     first = _STAT.read_text(encoding="ascii").splitlines()[0].split()[1:9]
     numbers = list(map(int, first))
     idle = numbers[3] + numbers[4]
@@ -158,12 +188,13 @@ def _ticks() -> tuple[int, int]:
 
 
 def machine_name(part: MeasuredPart) -> str:
-    """Return what a reader should know of it: devices, processor and cores."""
-    processor = f"{_processor()}, {cores()} cores"
+    """Return the name of the machine: GPU if any, CPU and number of cores."""
+    processor = f"{_cpu_name()}, {cores()} cores"
     return f"{part.name}, {processor}" if part.name else processor
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
+    """Return the model name of the CPU."""
     information = Path("/proc/cpuinfo")
     if information.exists():
         for line in information.read_text(encoding="utf-8").splitlines():
@@ -177,7 +208,11 @@ _DIGITS, _WORST = 4, 2
 
 
 def require_writable(options: CalibrationOptions) -> None:
-    """Raises SpecError where the file cannot be written, or is one that no calibration wrote."""
+    """Require an output that can be written and does not replace another kind of file.
+
+    Raises:
+        SpecError: The file cannot be written, or no calibration wrote it and `force` is not set.
+    """
     out = options.out
     if not out.parent.is_dir():
         raise refused(
@@ -189,7 +224,7 @@ def require_writable(options: CalibrationOptions) -> None:
         raise refused("--out", f"{out} is a folder", "Use a file in this folder.")
     if not os.access(out.parent, os.W_OK):
         raise refused("--out", f"{out} is not writable", "Use another file.")
-    if out.exists() and not options.force and not _source(out).startswith(CALIBRATED):
+    if out.exists() and not options.force and not _rates_source(out).startswith(CALIBRATED):
         raise refused(
             "--out",
             f"{out} exists and was not written by a calibration",
@@ -197,16 +232,16 @@ def require_writable(options: CalibrationOptions) -> None:
         )
 
 
-def _source(path: Path) -> str:
-    """Return who says that it measured a file's rates; nothing of a file that is no cluster's."""
+def _rates_source(path: Path) -> str:
+    """Return the source of a file's rates, "" if it is not a cluster file."""
     try:
         return str(read(path).at(("rates", "source")))
     except SpecError:
         return ""
 
 
-def _dated(path: Path) -> str:
-    """Return what a file that is there was measured on, in words; nothing where none is."""
+def _describe_existing(path: Path) -> str:
+    """Describe the existing content of a file by its date, "" if there is no file."""
     if not path.exists():
         return ""
     try:
@@ -217,8 +252,11 @@ def _dated(path: Path) -> str:
 
 
 def base_of(options: CalibrationOptions) -> Cluster | None:
-    """Return the cluster whose fields are kept; None where none is named. Raises SpecError with all
-    that is wrong with its file."""
+    """Return the named cluster, whose fields are kept, or None if no cluster is named.
+
+    Raises:
+        SpecError: The cluster's file has errors.
+    """
     if options.cluster is None:
         return None
     mapping: dict[str, object] = {
@@ -231,20 +269,25 @@ def base_of(options: CalibrationOptions) -> Cluster | None:
 
 
 def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
-    """Print the rates, and write them unless the measurements were too far apart."""
+    """Print the rates, and write them unless the measurements differ too much; return 0.
+
+    Raises:
+        SpecError: The measurements differ too much and `force` is not set.
+    """
     cluster = cluster_of(parts, options)
     assert cluster.rates is not None, "the rates are missing"
-    # ranks beyond the cores take turns, and what they measure lies apart on a quiet machine too
+    # ranks beyond the number of cores share them, and their measurements differ on a quiet machine
+    # too
     counted = [part for part in parts if part.ranks <= cores()] or parts
     widest = max(part.spread for part in counted)
     is_written = widest <= MOST_SPREAD or options.force
-    replaced = f"replaced {dated}" if (dated := _dated(options.out)) else "wrote"
+    replaced = f"replaced {dated}" if (dated := _describe_existing(options.out)) else "wrote"
     if is_written:
         write(cluster, options.out)
     if options.json:
         print(json.dumps(section(cluster.rates)))
     else:
-        print(*_table(parts, cluster.rates), sep="\n")
+        print(*_table_lines(parts, cluster.rates), sep="\n")
     if not is_written:
         raise refused(
             "calibrate",
@@ -258,7 +301,11 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
 
 
 def write(cluster: Cluster, path: Path) -> None:
-    """Raises SpecError where the file cannot be written."""
+    """Write a cluster file.
+
+    Raises:
+        SpecError: The file cannot be written.
+    """
     head = "# Measured by `ptrain calibrate`.\n"
     try:
         write_text(path, head + to_yaml(section(cluster)))
@@ -267,20 +314,20 @@ def write(cluster: Cluster, path: Path) -> None:
 
 
 def cluster_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Cluster:
-    """The cluster with what was measured."""
+    """Return the cluster with the measured rates."""
     rates = rates_of(parts, options)
     return replace(base_of(options) or _this_machine(parts, options), rates=rates)
 
 
-def _threads(parts: Sequence[MeasuredPart]) -> list[int]:
-    """Of processors' ranks, as a training's have them."""
+def _threads_per_rank(parts: Sequence[MeasuredPart]) -> list[int]:
+    """Return the threads per rank, by number of ranks, as training sets them; [] on GPUs."""
     if any(part.kind == "cuda" for part in parts):
         return []
     return [int(environment.threads_per_rank(part.ranks)) for part in parts]
 
 
 def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rates:
-    """One table of all numbers of ranks at once."""
+    """Return the rates, with a column for each number of ranks."""
     known = versions()
     written: dict[str, Any] = {
         "source": f"{CALIBRATED}{' --brief' * options.brief}",
@@ -289,9 +336,9 @@ def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rate
         "torch": known["torch"],
         "ptrain": known["ptrain"],
         "at_once": [part.ranks for part in parts],
-        "threads": _threads(parts),
-        "spread": [_rounded(part.spread) for part in parts],
-        **_tables(parts),
+        "threads": _threads_per_rank(parts),
+        "spread": [_round_digits(part.spread) for part in parts],
+        **_join_tables(parts),
     }
     checked: dict[str, Any] = {}
     for key, value in written.items():
@@ -301,13 +348,14 @@ def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rate
     return Rates(**checked)
 
 
-def _tables(parts: Sequence[MeasuredPart]) -> dict[str, list[list[Any]]]:
+def _join_tables(parts: Sequence[MeasuredPart]) -> dict[str, list[list[Any]]]:
+    """Join the tables; a row has None for a number of ranks that did not measure it."""
     seconds: dict[str, dict[tuple[Any, ...], list[float | None]]] = {}
     for number, part in enumerate(parts):
         for table, rows in part.tables.items():
             for *key, taken in rows:
                 empty: list[float | None] = [None] * len(parts)
-                seconds.setdefault(table, {}).setdefault(tuple(key), empty)[number] = _rounded(
+                seconds.setdefault(table, {}).setdefault(tuple(key), empty)[number] = _round_digits(
                     taken
                 )
     return {
@@ -316,13 +364,16 @@ def _tables(parts: Sequence[MeasuredPart]) -> dict[str, list[list[Any]]]:
     }
 
 
-def _rounded(value: float) -> float:
+def _round_digits(value: float) -> float:
+    """Round to four significant digits."""
     return float(f"{value:.{_DIGITS}g}")
 
 
 def _this_machine(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Cluster:
-    """What can be known of it. On processors the ranks share the memory, and a node has as many as
-    measured at once at most."""
+    """Return a cluster with the known fields of this machine.
+
+    A node has the highest measured number of ranks. On CPUs, these ranks share the memory.
+    """
     last = parts[-1]
     return Cluster(
         name=options.out.stem,
@@ -330,16 +381,20 @@ def _this_machine(parts: Sequence[MeasuredPart], options: CalibrationOptions) ->
         devices_per_node=last.ranks,
         device_memory=last.device_memory or physical_memory() // last.ranks,
         host_memory=physical_memory(),
-        intra_node_bandwidth=_bandwidth(last, is_within=True),
-        inter_node_bandwidth=_bandwidth(last, is_within=last.nodes == 1),
+        intra_node_bandwidth=_bus_bandwidth(last, is_within=True),
+        inter_node_bandwidth=_bus_bandwidth(last, is_within=last.nodes == 1),
         kind=last.kind,
         sm=last.sm,
     )
 
 
-def _bandwidth(part: MeasuredPart, *, is_within: bool) -> float:
-    """The bus bandwidth of the largest all-gather within a node or between nodes; where there was
-    none that of a copy."""
+def _bus_bandwidth(part: MeasuredPart, *, is_within: bool) -> float:
+    """Return the bus bandwidth of the largest all-gather, in bytes/s.
+
+    `is_within` selects groups within a node or between nodes.
+
+    Without such a gather, return the bandwidth of the largest memory-bound operator.
+    """
     gathers = [
         row
         for row in part.tables.get("collectives", ())
@@ -352,18 +407,18 @@ def _bandwidth(part: MeasuredPart, *, is_within: bool) -> float:
     return float(round(size / taken))
 
 
-def _spread(part: MeasuredPart) -> str:
-    """Of all measurements, and of the tables whose measurements lie farthest apart."""
+def _describe_spread(part: MeasuredPart) -> str:
+    """Describe the spread of all measurements, and of the tables with the largest spread."""
     worst = sorted(part.spreads.items(), key=lambda table: -table[1])[:_WORST]
     said = ", ".join(f"{table} {spread:.1%}" for table, spread in worst)
     return f"spread {part.spread:.1%}{f', largest {said}' if said else ''}"
 
 
-def _table(parts: Sequence[MeasuredPart], rates: Rates) -> Iterable[str]:
-    """The rows of all tables, seconds by ranks at once."""
+def _table_lines(parts: Sequence[MeasuredPart], rates: Rates) -> Iterable[str]:
+    """Yield the printed lines of all tables, with seconds by number of ranks."""
     yield f"{rates.machine}, torch {rates.torch}, {rates.date}"
     yield "ranks at the same time: " + ", ".join(
-        f"{part.ranks} ({_spread(part)})" for part in parts
+        f"{part.ranks} ({_describe_spread(part)})" for part in parts
     )
     if any(part.left_out for part in parts):
         yield (
@@ -378,24 +433,28 @@ def _table(parts: Sequence[MeasuredPart], rates: Rates) -> Iterable[str]:
                 yield f"  {' '.join(map(str, row[:-number])):<40} " + "  ".join(cells)
 
 
-_BUSY = 0.15  # of the cores, by others
-_SENDING = 1.5  # times as long as one rank
+_BUSY = 0.15  # share of the cores that other processes may use
+_SENDING = 1.5  # time of several ranks in units of a single rank's, because of collectives
 _PROCESSORS = (1, 2, 4)
-_ENDING = 2.0  # seconds in which ranks write, leave and are seen to have left
+_ENDING = 2.0  # seconds for ranks to write their results, exit and be reaped
 
 
 def calibrate(options: CalibrationOptions) -> int:
-    """Measure, print and write; return the exit code. Raises SpecError for a file that cannot be
-    used or a machine that is busy, RankFailed where a rank fails."""
+    """Measure, print and write; return the exit code.
+
+    Raises:
+        SpecError: A file cannot be used, or the machine is busy.
+        RankFailed: A rank fails.
+    """
     require_writable(options)
     base = base_of(options)
     if base is not None and options.device == "auto" and base.kind is not None:
         options = replace(options, device=base.kind)
     if not options.force:
         _require_quiet()
-    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # stays, with its logs, when a rank fails
+    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # kept with its logs if `launch` raises
     parts: list[MeasuredPart] = []
-    numbers = options.ranks or _numbers(options)
+    numbers = options.ranks or _default_ranks(options)
     until = time.time() + options.seconds
     for place, number in enumerate(numbers):
         part = folder / str(number) / "part.json"
@@ -416,22 +475,29 @@ def calibrate(options: CalibrationOptions) -> int:
     return conclude(parts, options)
 
 
-def _numbers(options: CalibrationOptions) -> tuple[int, ...]:
-    """One rank for each GPU; of processors a few numbers."""
+def _default_ranks(options: CalibrationOptions) -> tuple[int, ...]:
+    """Return the default numbers of ranks: one per GPU, or several numbers on CPUs."""
     number = gpus() if options.device != "cpu" else 0
     return (number,) if number else _PROCESSORS
 
 
 def _until(numbers: tuple[int, ...], end: float) -> float:
-    """When the first of the numbers of ranks that are left is to be done: one rank sends nothing,
-    those that share cores need longer for the same, and every one needs time to start and to
-    end."""
+    """Return the end time of the first of the remaining numbers of ranks.
+
+    A single rank has no collectives, and ranks that share cores need longer for the same points.
+    Every job also needs time to start and to end.
+    """
     weights = [max(1.0 if number == 1 else _SENDING, number / cores()) for number in numbers]
     now = time.time()
     return now + (end - now) * weights[0] / sum(weights) - _ENDING
 
 
 def _require_quiet() -> None:
+    """Require that other processes use at most `_BUSY` of the cores.
+
+    Raises:
+        SpecError: They use more.
+    """
     busy, available = busy_cores(), cores()
     if busy > _BUSY * available:
         raise refused(

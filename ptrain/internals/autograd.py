@@ -1,5 +1,4 @@
-"""autograd (torch/csrc/autograd): whether a backward pass runs, what happens at its end, the hooks
-on what is saved, and the numbers of a graph's nodes."""
+"""Autograd (torch/csrc/autograd): backward passes, their end, saved-tensor hooks, node numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from torch.autograd.graph import Node
 
 from ptrain.internals.part import PrivatePart
 
-Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # of a saved tensor: pack, unpack
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # pack and unpack of a saved tensor
 
 PARTS = (
     PrivatePart(owner=torch._C, members=("_current_graph_task_id",)),
@@ -24,26 +23,34 @@ PARTS = (
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread is within a backward pass."""
+    """Return True if this thread runs a backward pass."""
+    # -1: no graph task runs in this thread
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward pass that runs is over. Raises RuntimeError in none."""
+    """Call `function` at the end of the running backward pass.
+
+    Raises:
+        RuntimeError: No backward pass is running.
+    """
     Variable._execution_engine.queue_callback(function)
 
 
 def saving_hooks() -> Hooks | None:
-    """Return the innermost hooks on saved tensors; None where there are none."""
+    """Return the innermost pack and unpack hooks on saved tensors, None if there are none."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
 
 def next_number() -> int:
-    """Return the number of the next node that this thread's forward passes make: they count up."""
+    """Return the sequence number that the next node of this thread's forward passes gets.
+
+    Numbers increase by one per node.
+    """
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def number_of(node: Node) -> int:
-    """Return the number of a node that a forward pass made."""
+    """Return the sequence number of a node that a forward pass created."""
     return int(node._sequence_nr())

@@ -1,5 +1,4 @@
-"""The composable checkpoint (torch/distributed/_composable): a module's forward pass runs again in
-backward."""
+"""Composable checkpointing (torch/distributed/_composable), which recomputes in backward."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Ring attention (torch/distributed/tensor/experimental/_context_parallel/_attention.py): torch's
-templates, whose ways are options of the whole process."""
+"""Ring attention (torch/distributed/tensor/experimental/_context_parallel/_attention.py).
+
+torch has templates of the ring; their variants are options of the full process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from ptrain.internals.part import PrivatePart, replaced
 
-_TOKENS = 2  # the dimension of tokens, behind those of samples and heads
+_TOKENS = 2  # dimension of tokens in [B, H, T, D]
 _OPTIONS = ring._cp_options
 
 PARTS = (
@@ -53,9 +55,19 @@ def ring_forward(
     is_balanced: bool,
     **given: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Return what this rank's queries attend to, causally, the logarithms of their sums, and what
-    else `op` returns. `heads` are queries, keys and values [B, H, T, D]."""
-    with _ways(heads[0].dtype, is_balanced=is_balanced):
+    """Run causal ring attention forward.
+
+    Args:
+        group: The ranks of the ring.
+        op: The attention operator for one block of keys.
+        heads: Queries, keys and values [B, H, T, D] of this rank.
+        is_balanced: Each rank has an early and a late chunk of the tokens (torch's load balancing).
+        given: More arguments of `op`.
+
+    Returns:
+        The output for this rank's queries, its logsumexp, and any further results of `op`.
+    """
+    with _temporary_options(heads[0].dtype, is_balanced=is_balanced):
         result: tuple[torch.Tensor, ...] = ring._templated_ring_attention(
             group, _TOKENS, op, *heads, is_causal=True, **given
         )
@@ -72,8 +84,21 @@ def ring_backward(
     is_balanced: bool,
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values; `result` is that of `ring_forward`."""
-    with _ways(heads[0].dtype, is_balanced=is_balanced):
+    """Run causal ring attention backward.
+
+    Args:
+        group: The ranks of the ring.
+        op: The backward operator for one block of keys.
+        gradient: Gradient of the output.
+        heads: As in `ring_forward`.
+        result: Output and logsumexp of `ring_forward`.
+        is_balanced: As in `ring_forward`.
+        given: More arguments of `op`.
+
+    Returns:
+        The gradients of queries, keys and values.
+    """
+    with _temporary_options(heads[0].dtype, is_balanced=is_balanced):
         gradients = ring._templated_ring_attention_backward(
             group, _TOKENS, op, gradient, "grad_out", *heads, *result, is_causal=True, **given
         )
@@ -83,24 +108,30 @@ def ring_backward(
 def merged(
     parts: Iterator[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention to all keys, of that to some of them each: outputs and the logarithms of
-    their sums."""
-    merger = ring._SDPAMerger(_is_narrow(dtype), seq_dim=_TOKENS)
+    """Return attention to all keys from the results for disjoint subsets of the keys.
+
+    Each part is an output and its logsumexp; so is the result.
+    """
+    merger = ring._SDPAMerger(_accumulates_in_fp32(dtype), seq_dim=_TOKENS)
     for output, sums in parts:
         merger.step(output, sums, partial=False)
     return merger.results()
 
 
-def _ways(dtype: torch.dtype, *, is_balanced: bool) -> AbstractContextManager[None]:
-    """Sets the process's options while one call runs. Sums of blocks are fp32, but in fp64: that
-    option would make them narrower there."""
+def _temporary_options(dtype: torch.dtype, *, is_balanced: bool) -> AbstractContextManager[None]:
+    """Temporarily set torch's process-wide options for one call.
+
+    Blocks are summed in fp32, in fp64 for fp64 inputs: `convert_to_f32` would lower the precision
+    there.
+    """
     return replaced(
         _OPTIONS,
-        convert_to_f32=_is_narrow(dtype),
+        convert_to_f32=_accumulates_in_fp32(dtype),
         enable_load_balance=is_balanced,
         rotate_method=ring._RotateMethod.ALL_TO_ALL,
     )
 
 
-def _is_narrow(dtype: torch.dtype) -> bool:
+def _accumulates_in_fp32(dtype: torch.dtype) -> bool:
+    """Return True for dtypes that are accumulated in fp32."""
     return dtype is not torch.float64

@@ -1,5 +1,7 @@
-"""DistributedDataParallel and its reducer (torch/csrc/distributed/c10d/reducer.cpp): nothing
-private is called; its ghost stands on these."""
+"""DistributedDataParallel and its reducer (torch/csrc/distributed/c10d/reducer.cpp).
+
+Nothing private is called. The model of DDP on ghosts depends on these members.
+"""
 
 from __future__ import annotations
 

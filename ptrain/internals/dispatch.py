@@ -1,4 +1,4 @@
-"""The dispatcher: modes that see operators, and the list of all operators."""
+"""The dispatcher: dispatch modes, and the names of all operators."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ PARTS = (
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Return the context within which no mode sees operators. torch's own imports three modules by
-    name each time, for nothing where no mode is entered."""
+    """Temporarily run operators outside all dispatch modes.
+
+    torch's function imports three modules by name on every call, so it is called only if a mode is
+    active.
+    """
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def operator_names() -> list[str]:
-    """Return the full names of all operators, `aten::add.Tensor`, in order."""
+    """Return the full names of all operators, such as `aten::add.Tensor`, sorted."""
     return sorted(torch._C._dispatch_get_all_op_names())

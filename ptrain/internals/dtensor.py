@@ -1,5 +1,4 @@
-"""DTensor (torch/distributed/tensor): its meshes, shapes of shards, what it remembers of operators,
-whose random numbers it draws, and what it does where it believes that it is compiled."""
+"""DTensor (torch/distributed/tensor): meshes, shards, caches, random numbers, tracing."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ __all__ = ["RANDOM", "ShardingPropagator", "compute_local_shape_and_global_offse
 RANDOM = _random, "_rng_tracker"
 SHAPES = ShardingPropagator, "_propagate_tensor_meta_non_cached"
 
-# Modules that have their own name for the question whether they are traced.
+# Modules that import `_are_we_tracing` by name, so that each needs a patch.
 _ALL_TRACERS = (
     _functional_collectives, _collective_utils, _decompositions, _dispatch, _redistribute,
     _sharding_prop,
@@ -49,22 +48,25 @@ PARTS = (
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the dimensions of a mesh as one of this name."""
+    """Return the dimensions of a mesh as one dimension with this name."""
     return mesh._flatten(name)
 
 
 def side_by_side(*meshes: DeviceMesh) -> DeviceMesh:
-    """Return parts of one mesh, flattened or not, as the dimensions of one."""
+    """Return one mesh whose dimensions are these parts of a mesh, flattened or not."""
     return DeviceMesh._concatenate([*meshes])
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the whole mesh that a mesh is a part of."""
+    """Return the full mesh that a mesh is a part of."""
     return mesh._get_root_mesh()
 
 
 def forget_shapes() -> None:
-    """DTensor remembers the local shapes of operators by their placements, of the rank that asked
-    first; a process that plays several ranks has to forget between them."""
+    """Clear DTensor's cache of local shapes.
+
+    DTensor caches the local shapes of operators by placement, as computed for the first rank that
+    needs them. A process that plays several ranks must clear the cache between them.
+    """
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()

@@ -27,8 +27,7 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
-# What torch raises where code reads a value, or a shape that depends on values, off a fake tensor,
-# which has none.
+# Errors of code that reads a value, or a shape that depends on values, from a fake tensor.
 READ = (DataDependentOutputException, DynamicOutputShapeException)
 COPIES = FakeTensor, "__deepcopy__"
 LOGGER = "torch._subclasses.fake_tensor"

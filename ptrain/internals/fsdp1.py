@@ -1,5 +1,7 @@
-"""FSDP1 (torch/distributed/fsdp/_flat_param.py), which a user's own job may be wrapped in: where
-the original parameters are in a flat one."""
+"""FSDP1 (torch/distributed/fsdp/_flat_param.py): the original parameters within a flat parameter.
+
+A user's job may be wrapped in it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, _
 
 from ptrain.internals.part import PrivatePart
 
-FLAT_NAME = "_flat_param"  # a flat parameter's own
+FLAT_NAME = "_flat_param"  # name of the flat parameter
 
 PARTS = (
     PrivatePart(owner=FlatParamHandle, members=("uses_sharded_strategy",)),
@@ -29,8 +31,14 @@ PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What this rank has of an original parameter: `size` elements from `first` on, which begin at
-    `start` of its shard of the flat one."""
+    """This rank's part of an original parameter.
+
+    Attributes:
+        name: The parameter's fully qualified name.
+        first: Its first element in the original parameter.
+        size: Number of elements, 0 if this rank has none.
+        start: Its first element in this rank's shard of the flat parameter.
+    """
 
     name: str
     first: int
@@ -40,22 +48,30 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """This rank's shard of a module's flat parameter. `keeps_originals`: they are parameters of the
-    module, views of it; `is_cut`: it is a shard, and not the whole."""
+    """This rank's shard of a module's flat parameter.
+
+    Attributes:
+        flat: The flat parameter.
+        keeps_originals: The originals are parameters of the module, as views of the flat one.
+        is_cut: The flat parameter is sharded, not replicated.
+    """
 
     flat: Tensor
     keeps_originals: bool
     is_cut: bool
 
     def segments(self) -> Iterator[Segment]:
-        """Yield what the rank has of each original parameter, in the flat one's order."""
+        """Yield this rank's part of each original parameter, in the flat parameter's order."""
         for name, info in zip(self.flat._fqns, self.flat._shard_param_infos, strict=True):
             size = (info.numel_in_shard or 0) if info.in_shard else 0
             yield Segment(name, info.intra_param_start_idx or 0, size, info.offset_in_shard or 0)
 
 
 def flat_shard(module: nn.Module) -> FlatShard | None:
-    """Return the flat parameter of a module that FSDP1 wraps and that has parameters of its own."""
+    """Return the flat parameter of an FSDP1 module.
+
+    Returns None for other modules, and for a module without parameters outside its FSDP1 children.
+    """
     if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
         return None
     handle = module._handle

@@ -1,6 +1,7 @@
-"""FSDP2 (torch/distributed/fsdp/_fully_shard): the groups of parameters of a module, what each
-parameter holds, and the order and the end of a backward pass. How long it holds what, by version,
-is `axes.data.fsdp2`."""
+"""FSDP2 (torch/distributed/fsdp/_fully_shard): parameter groups, parameters, and backward passes.
+
+The lifetime of each tensor, by version, is in `axes.data.fsdp2`.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from ptrain.internals.part import PrivatePart
 
 __all__ = ["AllGather", "FSDPParamGroup", "ReduceScatter"]
 
-CHUNKS = _fsdp_param, "_chunk_with_empty"  # a view for every rank of a group
+CHUNKS = _fsdp_param, "_chunk_with_empty"  # creates a view per rank of a group
 
-# Streams that FSDP2 allocates in: reduced gradients in one or two, what is gathered in another.
+# Streams that FSDP2 allocates in: one or two for reduced gradients, another for all-gathered units.
 _STREAMS = ("reduce_scatter_stream", "all_reduce_stream", "all_gather_copy_in_stream")
 
 PARTS = (
@@ -84,8 +85,10 @@ PARTS = (
 
 
 def parameter_groups(module: FSDPModule) -> Sequence[FSDPParamGroup]:
-    """Return the groups of parameters that FSDP2 gathers together: a list of them, or before torch
-    had one, one or none."""
+    """Return the groups of parameters that FSDP2 all-gathers together for a module.
+
+    Newer versions of torch have a list; older ones have one group or None.
+    """
     state = module._get_fsdp_state()
     if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
@@ -99,8 +102,10 @@ def parameters(module: FSDPModule) -> Iterator[FSDPParam]:
 
 
 def policies(group: FSDPParamGroup) -> Iterator[object]:
-    """Yield the policies of precision and of offload that a group was given; from 2.15 on each
-    parameter has one of precision by itself."""
+    """Yield the mixed-precision and offload policies of a group.
+
+    From torch 2.15 on, each parameter has a precision policy.
+    """
     if (shared := getattr(group, "mp_policy", None)) is not None:
         yield shared
     else:
@@ -109,8 +114,11 @@ def policies(group: FSDPParamGroup) -> Iterator[object]:
 
 
 def backward_order(root: FSDPModule) -> list[FSDPParamGroup]:
-    """Return torch's own list of the groups in the order in which their forward passes ended, which
-    backward gathers from its end; an empty one before the first pass, that torch does not see."""
+    """Return torch's list of the groups in the order in which their forward passes ended.
+
+    Backward all-gathers from its end. Before the first pass it is a new empty list that torch does
+    not use.
+    """
     order: list[FSDPParamGroup] = getattr(
         root._get_fsdp_state()._comm_ctx, "post_forward_order", []
     )
@@ -118,13 +126,16 @@ def backward_order(root: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def gather_behind_computation(root: nn.Module) -> None:
-    """What is gathered for a unit waits for all that was computed before it."""
+    """Make the all-gather of a unit wait for all earlier computation."""
     root._set_unshard_async_op(True)
 
 
 def end_backward(root: FSDPModule) -> None:
-    """Do what torch does when a backward pass of the root is over. From 2.15 on it asks first who
-    ends the pass, which a hook of the pass would have answered."""
+    """Run torch's callback at the end of a backward pass of the root.
+
+    From 2.15 on, the callback checks first which code ends the pass; a hook of a real pass would
+    have set this.
+    """
     state = root._get_fsdp_state()
     shared = state._state_ctx
     if getattr(shared, "manual_backward_finalization_active", False) is None:
@@ -133,19 +144,21 @@ def end_backward(root: FSDPModule) -> None:
 
 
 def smaller_shard(part: FSDPParam) -> torch.Tensor | None:
-    """Return what the ranks of a smaller group keep of a parameter between forward and backward."""
+    """Return a smaller group's shard between forward and backward, None if there is none."""
     return getattr(part, "_sharded_post_forward_param_data", None)
 
 
 def forget_smaller_shard(part: FSDPParam) -> None:
-    """Let it go: no backward pass follows."""
+    """Drop that shard, since no backward pass follows."""
     part._sharded_post_forward_param_data = None
     part._sharded_post_forward_param = None
 
 
 def smaller_group(group: FSDPParamGroup) -> dist.ProcessGroup | None:
-    """Return the ranks that keep a unit between forward and backward, where they are fewer than
-    all."""
+    """Return the ranks that shard a unit between forward and backward, None if they are all ranks.
+
+    It is also None if the unit is not resharded after forward.
+    """
     between = group.post_forward_mesh_info
     if between is None or between is group.mesh_info:
         return None
@@ -153,16 +166,20 @@ def smaller_group(group: FSDPParamGroup) -> dist.ProcessGroup | None:
 
 
 def gradients(part: FSDPParam) -> Iterator[torch.Tensor]:
-    """Yield a parameter's gradients: reduced ones of the shard, unreduced ones of the gathered
-    parameter, and before 2.15 those in another dtype than it has."""
+    """Yield a parameter's gradients.
+
+    These are the reduced gradient of the shard, the unreduced one of the all-gathered parameter,
+    and before 2.15 one that is accumulated in another dtype.
+    """
     gathered = getattr(part, "_unsharded_param", None)
-    added = vars(part).get("unsharded_accumulated_grad")  # in 2.15 another name of the gathered's
+    # in 2.15 an alias of the unsharded parameter's gradient, not an instance attribute
+    added = vars(part).get("unsharded_accumulated_grad")
     kept = (holder.grad for holder in (part.sharded_param, gathered) if holder is not None)
     yield from (gradient for gradient in (added, *kept) if gradient is not None)
 
 
 def streams(module: FSDPModule) -> Iterator[tuple[Any, str]]:
-    """Yield the streams that FSDP2 allocates in, with its own names of them."""
+    """Yield the streams that FSDP2 allocates in, with their attribute names."""
     context = module._get_fsdp_state()._comm_ctx
     for name in _STREAMS:
         yield getattr(context, name), name

@@ -1,4 +1,4 @@
-"""The shapes of grouped products on fake tensors (torch/_meta_registrations)."""
+"""The shapes of grouped matrix products on fake tensors (torch/_meta_registrations)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPES = _meta_registrations, "_meta_grouped_mm_common"
 
 
 def empty_product(first: Tensor, second: Tensor, others: dict[str, Any]) -> Tensor:
-    """Return what a grouped product of these has as its result, without values."""
+    """Return an uninitialized result of a grouped product."""
     output: Tensor = _meta_registrations._create_grouped_mm_output_tensor(
         first, second, others["offs"], others["out_dtype"]
     )

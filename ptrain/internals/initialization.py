@@ -1,4 +1,4 @@
-"""torch.nn.init: the function that all draws of a truncated normal distribution end in."""
+"""The function in torch.nn.init that all truncated normal initializations call."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ PARTS = (PrivatePart(owner=init, members=(_NAME,)),)
 
 
 def truncated_normal_as(stand_in: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Temporarily call `stand_in` in its place, with torch's own function and its arguments. Code
-    that holds `torch.nn.init.trunc_normal_` from before, as transformers does, ends in it too."""
+    """Temporarily replace the function by `stand_in`.
+
+    It receives the original function and its arguments.
+
+    Code that imported `torch.nn.init.trunc_normal_` earlier, as transformers does, calls it too.
+    """
     return replaced(init, **{_NAME: partial(stand_in, getattr(init, _NAME))})

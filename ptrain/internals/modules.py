@@ -1,4 +1,4 @@
-"""How a module moves its tensors (torch/nn/modules/module.py)."""
+"""The function with which a module moves its tensors (torch/nn/modules/module.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Members that are private in torch, by version: what stands in for a contract that torch does not
-give. `tests/unit/test_internals.py` asks the installed torch for all of them."""
+"""Descriptions of private torch members by version, which torch does not document.
+
+`tests/unit/test_internals.py` checks all of them against the installed torch.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-FIRST, LAST = "2.11", "2.15"  # of the versions for which this folder is written
+FIRST, LAST = "2.11", "2.15"  # the torch versions that this package supports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivatePart:
-    """`members` of a class, module or instance of torch, and the `arguments` that it takes where it
-    is called, in the versions from `since` to `until`, both included; in others it has neither."""
+    """Private members of a torch class, module or instance, or arguments of a torch function.
+
+    Attributes:
+        owner: The class, module, instance or function.
+        members: Names of its members.
+        arguments: Names of its arguments.
+        since: First torch version that has them.
+        until: Last torch version that has them. All other versions must lack them.
+    """
 
     owner: Any
     members: tuple[str, ...] = ()
@@ -25,15 +34,17 @@ class PrivatePart:
 
     @property
     def name(self) -> str:
-        """What torch calls it."""
+        """The owner's name in torch."""
         return str(getattr(self.owner, "__qualname__", getattr(self.owner, "__name__", self.owner)))
 
     def is_of(self, torch: str) -> bool:
-        """Return whether this version of torch has it."""
-        return _numbers(self.since) <= _numbers(torch) <= _numbers(self.until)
+        """Return True if this torch version has the part."""
+        return (
+            _version_numbers(self.since) <= _version_numbers(torch) <= _version_numbers(self.until)
+        )
 
     def faults(self, torch: str) -> Iterator[str]:
-        """Yield a sentence for whatever this version, which is installed, has otherwise."""
+        """Yield a sentence for every difference from the installed torch of version `torch`."""
         is_due = self.is_of(torch)
         taken = inspect.signature(self.owner).parameters if self.arguments else ()
         known = [(name, hasattr(self.owner, name), "has") for name in self.members]
@@ -46,13 +57,14 @@ class PrivatePart:
                 yield f"{self.name} {verb} {name} in torch {torch} too; expected {span}"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
+    """Return major and minor version as numbers."""
     return tuple(map(int, version.split(".")[:2]))
 
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Temporarily give an object these attributes in place of its own."""
+    """Temporarily replace attributes of an object."""
     before = {name: getattr(owner, name) for name in attributes}
     try:
         for name, value in attributes.items():

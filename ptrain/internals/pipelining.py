@@ -1,5 +1,7 @@
-"""Backward passes of a stage, whole and in halves (torch/distributed/pipelining/_backward.py): all
-that is used of torch's pipelining. Of its stages nothing is: `fwd_cache` is gone in 2.15."""
+"""Backward passes of a pipeline stage (torch/distributed/pipelining/_backward.py).
+
+Nothing else of torch's pipelining is used. Its stages are not, since `fwd_cache` is gone in 2.15.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +26,4 @@ PARTS = (
     PrivatePart(owner=_get_grad_fn_or_grad_acc, arguments=("t",)),
 )
 
-node_of = _get_grad_fn_or_grad_acc  # where the gradient of a tensor arrives
+node_of = _get_grad_fn_or_grad_acc  # returns the node at which a tensor's gradient arrives

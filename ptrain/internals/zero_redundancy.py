@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer (torch/distributed/optim): who owns a parameter, and its bucket."""
+"""ZeroRedundancyOptimizer (torch/distributed/optim): owners of parameters, and buckets."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def owners(optimizer: ZeroRedundancyOptimizer) -> Mapping[torch.Tensor, int]:
 
 
 def buckets(optimizer: ZeroRedundancyOptimizer) -> Iterator[torch.Tensor]:
-    """Yield the buckets that parameters are views of, one of an owner."""
+    """Yield the buckets whose views the parameters are, one per owner and device."""
     for of_device in optimizer._buckets:
         yield from of_device

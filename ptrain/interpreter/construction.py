@@ -1,9 +1,8 @@
-"""What the steps of a plan are applied to and leave for later steps: the model or the stages of
-this rank, and the bias update of routers.
+"""The state that the steps of a plan build, and the bias update of routers.
 
 Legend of shape suffixes: L layers of this rank that have routers, E experts.
 
-Note: the counts and biases of all layers are rows of one tensor each, so that a step needs one
+The counts and biases of all layers are rows of one tensor each, so that a step needs one
 all-reduce. The counts are summed over the ranks in place and then become the signs of their
 deviation from the mean, so that nothing is allocated.
 """
@@ -49,7 +48,7 @@ from ptrain.steps.wraps import Ran
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Those that a spec cuts a model into, first to last, and what they are cut from."""
+    """The stages of a model, first to last, and the chain of modules that they partition."""
 
     chain: Chain
     all: tuple[Stage, ...]
@@ -57,9 +56,17 @@ class Stages:
 
 @dataclass(kw_only=True, eq=False)
 class Workpiece:
-    """The model, or one stage's part of it, under the names of the model. `plan` has its own units
-    and roles; `copies` are tensors that begin as others of the model. `is_whole`: it is the model
-    itself; `has_logits`: its output is logits, or a loss."""
+    """The model, or one pipeline stage's part of it, under the model's names.
+
+    Attributes:
+        module: The module to shard and wrap.
+        plan: The plan, with the units and roles of this part.
+        index: The stage's number.
+        is_whole: The module is the full model.
+        has_logits: The module's output is logits, or a loss.
+        copies: Names of tensors that start as copies of other tensors of the model, by name.
+        wrapped: The wrapped module, None before the wrap.
+    """
 
     module: nn.Module
     plan: Plan
@@ -70,26 +77,29 @@ class Workpiece:
     wrapped: WrappedModel | None = None
 
     def place(self, world: World) -> None:
-        """Bring what is not on meta to the rank's device, in the dtype that is stored."""
+        """Move a module that is not on meta to the device, and cast it to the stored dtype."""
         device, layout = world.device, self.plan.update.layout
         tensors = list(self.module.parameters())
         if any(parameter.device != device for parameter in tensors) and not self.is_meta:
             self.module.to(device)
         if self.plan.wrap.has_masters_for_parameters and layout.master is not None:
-            cast(self.module, TORCH_DTYPES[layout.master])  # while its tensors are plain
+            cast(self.module, TORCH_DTYPES[layout.master])  # before the tensors become DTensors
 
     @property
     def is_meta(self) -> bool:
-        """Whether its parameters have no values yet."""
+        """True if parameters have no values yet."""
         return any(parameter.is_meta for parameter in self.module.parameters())
 
 
 class Balancing:
-    """Of one rank's `parts`, whose modules have the model's names."""
+    """The bias update of one rank's routers, which balances the load of experts.
+
+    The modules in `parts` have the model's names.
+    """
 
     def __init__(self, step: BalanceExperts, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         self.step = step
-        # made where no part has a router too: groups are made together
+        # created also on ranks without a router: creating a group is collective
         self._group = mesh.group(step.axes) if step.axes else None
         self._gates = {
             name: gate
@@ -97,13 +107,16 @@ class Balancing:
             for name, gate in part.named_modules()
             if isinstance(gate, Gate)
         }
-        self._load_LE = self._joined("load_E")
-        self._bias_LE = self._joined("bias_E")
+        self._load_LE = self._join_stages("load_E")
+        self._bias_LE = self._join_stages("bias_E")
         if self._load_LE is not None:
             mesh.registry.tag(self._load_LE, State.OTHER)
 
-    def _joined(self, name: str) -> Tensor | None:
-        """Return a tensor of all routers' buffers of this name, which from now on are its rows."""
+    def _join_stages(self, name: str) -> Tensor | None:
+        """Stack the buffers of this name of all routers, and make the buffers rows of the result.
+
+        Returns None if this rank has no router.
+        """
         if not self._gates:
             return None
         joined_LE = torch.stack([gate.get_buffer(name) for gate in self._gates.values()])
@@ -112,17 +125,17 @@ class Balancing:
         return joined_LE
 
     def begin(self) -> None:
-        """A step begins: what was chosen in one that was given up does not count."""
+        """Discard the choices of an earlier step that was not completed."""
         if self._load_LE is not None:
             self._load_LE.zero_()
 
     def update(self, halted: Tensor | None = None) -> None:
-        """Move the biases by what was chosen since `begin`; not where `halted` is 1."""
+        """Move the biases by the choices since `begin`, unless `halted` is 1."""
         if self._load_LE is None or self._bias_LE is None:
             return
         if self._group is not None:
             dist.all_reduce(self._load_LE, group=self._group)
-        # E times the mean is the number of choices, which every layer has alike
+        # E times the mean is the number of choices, which is equal in all layers
         below_LE = self._load_LE.mul_(-self._load_LE.shape[1]).add_(self.step.choices).sign_()
         if halted is not None:
             below_LE.masked_fill_(halted != 0, 0)
@@ -130,17 +143,43 @@ class Balancing:
         self._load_LE.zero_()
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the biases by their names in the model: what a checkpoint has to have."""
+        """Return the biases by their names in the model, for a checkpoint."""
         return {f"{name}.bias_E": gate.get_buffer("bias_E") for name, gate in self._gates.items()}
 
 
 @dataclass(kw_only=True, eq=False)
 class Construction:
-    """One rank's program before it is whole. `head` names the module that makes the logits of a
-    model that is not built in, and `attending` those that attend over cp; `weights` are those of
-    one that has none yet, and `whole_because` is why it was built with all, if it was; `ran` are
-    the steps so far, in the order in which they ran. What a step leaves to be called is given the
-    construction and does not keep it: the model would live until somebody collects garbage."""
+    """One rank's program while the steps of its plan are executed.
+
+    Callables that a step leaves here receive the construction as an argument and must not keep it:
+    such a cycle would keep the model alive until garbage collection.
+
+    Attributes:
+        spec: The spec.
+        plan: The plan of the full model.
+        world: The ranks.
+        module: The model.
+        head: Name of the module that makes the logits, for a model that is not built in.
+        attending: The modules that attend over cp.
+        stages: The stages of the model, None without pp.
+        weights: Initial weights of a model on meta that is not built in.
+        whole_because: The reason why the model was built with all weights, "" if it was not.
+        ran: The executed steps, in order.
+        pieces: The pieces that a step has reached so far.
+        cut: Yields the pieces of the model; None for the full model as one piece.
+        join: Joins the wrapped pieces to one model; None for a single piece.
+        operators: Opens the context in which a micro-batch's operators run.
+        order: The order of features in fused projections.
+        context: The process groups of cp.
+        own_tokens: Selects a rank's tokens of its samples.
+        inside_of: Returns the loss that is computed within the model's forward pass.
+        loss: The loss of the model.
+        passes_of: Returns the runner of forward and backward passes.
+        clipping: Gradient clipping, None without.
+        update: The optimizer.
+        scaling: The scale of the loss, None without.
+        balancing: The bias update of routers, None without.
+    """
 
     spec: Spec
     plan: Plan
@@ -152,22 +191,22 @@ class Construction:
     weights: ModuleWeights | DrawnWeights | None = None
     whole_because: str = ""
     ran: list[Ran] = field(default_factory=list)
-    pieces: list[Workpiece] = field(default_factory=list)  # those that a step has reached
-    cut: Callable[[Construction], Iterator[Workpiece]] | None = None  # None: of the model one
+    pieces: list[Workpiece] = field(default_factory=list)  # reached by a step so far
+    cut: Callable[[Construction], Iterator[Workpiece]] | None = None  # None: one piece, the model
     join: Callable[[Construction], tuple[WrappedModel, nn.Module]] | None = None
     operators: Callable[[], AbstractContextManager[None]] = nullcontext
     order: FusedOrder = field(default_factory=FusedOrder)
     context: ContextGroups | None = None
-    own_tokens: Callable[[StepBatch], StepBatch] = lambda batch: batch  # those that a rank is given
-    inside_of: Callable[[ChunkedLoss], LossInside] = LossInside  # of whole logits
-    loss: Loss = field(default_factory=Loss)  # how the model gives it
+    own_tokens: Callable[[StepBatch], StepBatch] = lambda batch: batch  # the rank's tokens
+    inside_of: Callable[[ChunkedLoss], LossInside] = LossInside  # for full logits
+    loss: Loss = field(default_factory=Loss)  # the loss of the model
     passes_of: Callable[[Construction, StepLoss, Enter], PassRunner] | None = None
     clipping: Clipping | None = None
     update: TargetsUpdate | OwnUpdate | None = None
     scaling: LossScale | None = None
     balancing: Balancing | None = None
     _mesh: Mesh | None = None
-    _joined: tuple[WrappedModel, nn.Module] | None = None
+    _join_stages: tuple[WrappedModel, nn.Module] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -183,7 +222,7 @@ class Construction:
         return self._mesh is not None
 
     def initial_values(self, module: nn.Module) -> InitialValues:
-        """Return those of a module that has none: the model, or a part of it."""
+        """Return the initial values of a module on meta: the model, or a part of it."""
         return InitialValues(
             module=module,
             seed=self.spec.train.seed,
@@ -192,8 +231,10 @@ class Construction:
         )
 
     def placed_pieces(self) -> Iterator[Workpiece]:
-        """One after the other, each placed when its turn comes first: a stage is wrapped before
-        the next one is cut."""
+        """Yield the pieces, each placed on its first turn.
+
+        Cutting is lazy: a stage is wrapped before the next one is cut.
+        """
         if self.pieces:
             yield from self.pieces
             return
@@ -205,24 +246,25 @@ class Construction:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether every piece is."""
+        """True if all pieces are wrapped."""
         return bool(self.pieces) and all(piece.wrapped is not None for piece in self.pieces)
 
     @property
     def wrapped(self) -> WrappedModel:
         """All pieces as one wrapped model."""
-        return self._whole()[0]
+        return self._join_once()[0]
 
     @property
     def model(self) -> nn.Module:
-        """What it wraps: the model, or the rank's stages of it."""
-        return self._whole()[1]
+        """The module inside `wrapped`: the model, or the rank's stages of it."""
+        return self._join_once()[1]
 
-    def _whole(self) -> tuple[WrappedModel, nn.Module]:
-        if self._joined is None:
+    def _join_once(self) -> tuple[WrappedModel, nn.Module]:
+        """Return the wrapped model and its module, joined on first use."""
+        if self._join_stages is None:
             assert self.is_wrapped, "the units are not wrapped"
-            self._joined = self.join(self) if self.join else self._only_piece()
-        return self._joined
+            self._join_stages = self.join(self) if self.join else self._only_piece()
+        return self._join_stages
 
     def _only_piece(self) -> tuple[WrappedModel, nn.Module]:
         (piece,) = self.pieces
@@ -231,8 +273,12 @@ class Construction:
 
 
 def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages | None:
-    """None without pp. Raises SpecError for a module whose stages are not the module, or that is
-    not on slices of the tokens what it is on all."""
+    """Return the stages of a module, None without pp.
+
+    Raises:
+        SpecError: The stages do not compute the module's function, or sharded tokens change its
+            results.
+    """
     require_slices(module, spec, facts.attending)
     if not (cut := stages_of(spec, facts)):
         return None
@@ -243,21 +289,25 @@ def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages
 
 
 def cut_into_stages(step: Pipeline, rank: Construction) -> None:
-    """From here on the rank's pieces are its stages, first to last, and their passes those of the
-    schedule. Raises SpecError where the wrap cannot sum what two stages share."""
-    _require_sums(step, rank.plan)
+    """Make this rank's stages its pieces, first to last, and run their passes by the schedule.
+
+    Raises:
+        SpecError: The wrap cannot sum the gradients of parameters that two stages share.
+    """
+    _require_summable_ties(step, rank.plan)
     stages = rank.stages
     assert stages is not None, "the plan has no stages"
-    rank.cut = partial(_pieces, step, stages)
-    rank.join = partial(_joined, step, stages)
-    rank.passes_of = _passes
+    rank.cut = partial(_cut_stages, step, stages)
+    rank.join = partial(_join_stages, step, stages)
+    rank.passes_of = _pipeline_passes
 
 
-def _pieces(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[Workpiece]:
+def _cut_stages(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[Workpiece]:
+    """Yield this rank's stages as pieces."""
     copies = {copied: name for name, copied in step.shared}
     for index in step.stages_of(rank.mesh.coordinate(step.axis)):
         part = part_of(rank.module, stages.all, index, stages.chain)
-        # where it has no head it may, and nothing writes into what a stage hands on
+        # A stage without a head may return a view; nothing writes into its output.
         warnings.filterwarnings(
             "ignore", f".*module .FSDP{type(part).__name__}. returned a view tensor", UserWarning
         )
@@ -271,7 +321,8 @@ def _pieces(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[Work
         )
 
 
-def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged, nn.Module]:
+def _join_stages(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged, nn.Module]:
+    """Join the wrapped stages to one model."""
     parts = []
     for piece in rank.pieces:
         assert piece.wrapped is not None
@@ -280,7 +331,8 @@ def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged,
     return staged, staged.module
 
 
-def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
+def _pipeline_passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
+    """Return the runner of the pipeline's passes."""
     staged = rank.wrapped
     assert isinstance(staged, Staged), "the model is not made of stages"
     callbacks = PassCallbacks(
@@ -289,8 +341,12 @@ def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
     return Pipelined(rank.spec, rank.plan, rank.mesh, staged, callbacks)
 
 
-def _require_sums(step: Pipeline, plan: Plan) -> None:
-    """Of a model that is not built in the algebra does not know whether its ends are tied."""
+def _require_summable_ties(step: Pipeline, plan: Plan) -> None:
+    """Require that the gradients of a tied head can be summed between two stages.
+
+    For models that are not built in, the algebra does not see whether the head is tied, so this is
+    checked here.
+    """
     if step.shared and not plan.wrap.keeps_gradients_on_device:
         finding = (
             "not supported yet: sharded or offloaded gradients of a tied head, which "
@@ -303,7 +359,7 @@ def _require_sums(step: Pipeline, plan: Plan) -> None:
 
 
 def _stage_plan(plan: Plan, stages: Stages, index: int) -> Plan:
-    """Of one stage's part of the model: its units and its operators' roles."""
+    """Return the plan of one stage: its units and its operators' roles."""
     stage, tensor = stages.all[index], plan.tensor
     if tensor is not None:
         roles = stage_roles(tensor.roles, stage, len(stages.all), stages.chain.ends)

@@ -1,7 +1,7 @@
-"""The steps of a plan, executed in its order: what is printed as the plan is what ran.
+"""Execute the steps of a plan in the plan's order, so that the printed plan is what ran.
 
-Each kind of step has one executor, here and nowhere else; what it does is in the room of its axis.
-An executor whose step cannot run where it stands refuses it: nothing is put in another order.
+Each kind of step has one executor, in this module only; it calls the package of its axis. An
+executor whose step cannot run at its place in the plan rejects it; steps are never reordered.
 """
 
 from __future__ import annotations
@@ -54,9 +54,14 @@ from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, PlanStep, 
 
 
 def execute(rank: Construction) -> None:
-    """Run the steps of the rank's plan. Those that are done to a model are done, in their order, to
-    each of its pieces before the next one is cut. Raises BrokenPlan at the first step that cannot
-    run where it stands, and SpecError where a room refuses what it is given."""
+    """Run the steps of the rank's plan.
+
+    Consecutive steps on pieces run in order on each piece before the next piece is cut.
+
+    Raises:
+        BrokenPlan: A step cannot run at its place in the plan.
+        SpecError: The package of an axis rejects the model.
+    """
     require_any(rank.spec, not all(p.requires_grad for p in rank.module.parameters()))
     steps = rank.plan.steps
     by_kind = groupby(range(len(steps)), key=lambda number: type(steps[number]) in OF_PIECES)
@@ -80,6 +85,7 @@ def _run_of_rank(step: Step, rank: Construction) -> None:
 
 
 def _require(is_so: bool, step: Step, otherwise: str) -> None:
+    """Reject a step at its place in the plan, with the reason `otherwise`, unless `is_so`."""
     if not is_so:
         raise BrokenPlan(step, otherwise)
 
@@ -210,8 +216,11 @@ def _balance(step: BalanceExperts, rank: Construction) -> None:
 
 
 def _matrices(rank: Construction) -> list[list[bool]]:
-    """Which trained parameters are matrices within the model, unit by unit in the targets' order:
-    what belongs to no unit but the root (embeddings, the head) is none."""
+    """Return for each trained parameter whether it is a matrix within the model.
+
+    The lists are per unit, in the targets' order. Parameters of the root unit only (embeddings, the
+    head) are not.
+    """
     return [
         [
             modules != (ROOT,) and parameter.dim() == 2

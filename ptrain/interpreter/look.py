@@ -1,13 +1,13 @@
-"""Inspect a model before it is cut: its facts, its stages and its plan.
+"""Build a model and inspect it before it is sharded: its facts, its stages and its plan.
 
 A model that is not built in is inspected without its weights. Each parameter repeats a few numbers
-of its file (a Hankel matrix: every row starts one number later, so rows differ but share memory),
-which is enough to see which operators use it and whether its parts compute what the whole does.
-Where the model's code does not run with such values, or would be refused, the real weights are read
-or drawn and decide. Rows overlap: writing into them is an error, and products are computed some
-columns at a time, since they would copy an overlapping operand.
+of its file: a Hankel matrix, in which every row starts one number later, so that rows differ but
+share memory. This is enough to find the operators that use it, and to check that its parts compute
+the same as the full parameter. If the model's code does not run with such values, or would be
+rejected, the real weights are read or drawn and decide. Writing into overlapping rows is an error.
+Matrix products would copy an overlapping operand, so they run some columns at a time.
 
-From a spec's model to a wrapped module with values: the same weights whatever the placement.
+`Filling` gives a wrapped module its initial values, which are equal for every placement.
 """
 
 from __future__ import annotations
@@ -58,63 +58,70 @@ _CPU = torch.device("cpu")
 def build_module(
     spec: Spec, *, device: torch.device = _CPU, allow_import: bool = False
 ) -> nn.Module:
-    """The spec's model in its dtypes: on the meta device where ptrain gives the weights, else real
-    on the CPU. Fake tensors are built where they are to live, on `device`: they take no memory
-    anyway, and no module of them can be moved."""
+    """Build the spec's model in its dtypes.
+
+    Built-in models are on the meta device, all others have real weights on the CPU.
+
+    Args:
+        spec: The spec.
+        device: The device under a fake mode. Fake tensors take no memory, and a module of them
+            cannot be moved later.
+        allow_import: Allow the spec to import the user's code.
+    """
     if detect_fake_mode() is None:
         device = torch.device("meta") if isinstance(spec.model, ModelShape) else _CPU
     with device:
-        module = _built(spec, allow_import=allow_import)
+        module = _build_from_spec(spec, allow_import=allow_import)
     if not isinstance(spec.model, ModelShape):
         read_module_weights(module, spec.model.pretrained)
-    return _prepared(module, spec)
+    return _cast_and_weigh(module, spec)
 
 
 def build_hollow(
     spec: Spec, *, allow_import: bool = False, draws: bool = True
 ) -> tuple[nn.Module, ModuleWeights | DrawnWeights]:
-    """Build the spec's model, which is not built in, with its parameters on meta.
+    """Build a spec's model that is not built in, with its parameters on meta.
 
     Args:
-        spec: The model begins with the weights in its folder, or with those that it draws.
-        allow_import: Whether a function of the user's may be imported.
-        draws: As of `build_drawn`, for a model without a folder.
+        spec: The spec. The model starts from the weights in its folder, or from weights that it
+            draws.
+        allow_import: Allow the spec to import the user's code.
+        draws: See `build_drawn`; for a model without a folder.
 
     Returns:
         The module, and its initial weights.
 
     Raises:
         NeedsValues: It cannot be built without values.
-        SpecError: It cannot be built, or the folder is not of this model.
+        SpecError: It cannot be built, or the folder does not belong to this model.
     """
     folder = spec.model.pretrained
-    build_it = partial(_built, spec, allow_import=allow_import)
+    build_it = partial(_build_from_spec, spec, allow_import=allow_import)
     with _CPU:
         if folder is None:
             module, drawn = build_drawn(build_it, draws=draws)
-            return _prepared(module, spec), drawn
+            return _cast_and_weigh(module, spec), drawn
         module = hollow(build_it)
     weights = ModuleWeights(module, folder)
     weights.read(module, only_buffers=True)
-    return _prepared(module, spec), weights
+    return _cast_and_weigh(module, spec), weights
 
 
-def _built(spec: Spec, more: int = 0, *, allow_import: bool) -> nn.Module:
-    """`more`: than the spec's seed."""
+def _build_from_spec(spec: Spec, more: int = 0, *, allow_import: bool) -> nn.Module:
+    """Build the model with the spec's seed plus `more`."""
     sequence, seed = spec.batch.sequence, spec.train.seed + more
     return build(spec.model, sequence=sequence, allow_import=allow_import, seed=seed)
 
 
-def _prepared(module: nn.Module, spec: Spec) -> nn.Module:
+def _cast_and_weigh(module: nn.Module, spec: Spec) -> nn.Module:
+    """Cast a module to the spec's dtypes, and weight its routers' losses by 1 / global samples."""
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     weigh(module, 1.0 / spec.batch.global_samples)
     return module
 
 
 class Filling:
-    """What makes a module on meta real on `device`, with this rank's part of every initial tensor.
-    `copies`: tensors that begin as others of the model; `order`: in which those of fused
-    projections are held."""
+    """The initial values of a module on meta: this rank's part of every tensor."""
 
     def __init__(
         self,
@@ -124,70 +131,83 @@ class Filling:
         copies: Mapping[str, str],
         order: FusedOrder,
     ) -> None:
+        """Prepare to fill a module.
+
+        Args:
+            module: The module on meta.
+            values: Its initial values.
+            device: The rank's device.
+            copies: Names of tensors that start as copies of other tensors of the model, by name.
+            order: The order of features in fused projections.
+        """
         self._module, self._values, self._device = module, values, device
         self._copies, self._order = copies, order
         self._tied = [names for names, _ in named_tensors(module)]
 
     def all(self) -> None:
-        """Fill everything."""
-        buffers = self._computed()
+        """Fill all parameters and buffers."""
+        buffers = self._initialized_buffers()
         self._module.to_empty(device=self._device)
-        self._restore(buffers)
+        self._restore_ties_and_buffers(buffers)
         for name, parameter in self._module.named_parameters():
-            self._write(name, parameter, window_of(parameter), local(parameter))
+            self._write_window(name, parameter, window_of(parameter), local(parameter))
 
     def by_unit(self) -> RowWriter:
-        """Give parameters no memory for now, and fill all else. What is returned writes rows of
-        them to where they will be."""
-        buffers = self._computed()
+        """Fill the buffers, and leave the parameters without memory.
+
+        Returns:
+            A function that writes rows of a parameter's initial values to a given tensor.
+        """
+        buffers = self._initialized_buffers()
         for module in self._module.modules():
             module.to_empty(device=self._device, recurse=False)
             for parameter in module.parameters(recurse=False):
                 local(parameter).untyped_storage().resize_(0)
-        self._restore(buffers)
+        self._restore_ties_and_buffers(buffers)
         return self._write_rows
 
-    def _computed(self) -> dict[str, torch.Tensor]:
+    def _initialized_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that have values already, by all their names."""
         named = self._module.named_buffers(remove_duplicate=False)
         return {name: buffer for name, buffer in named if not buffer.is_meta}
 
-    def _restore(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Undo what becoming real did beside: ties are cut, and buffers empty."""
+    def _restore_ties_and_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Tie parameters again, and restore buffers, after `to_empty` undid both."""
         for first, *others in self._tied:
             for name in others:
-                setattr(*self._place(name), getattr(*self._place(first)))
+                setattr(*self._owner_and_leaf(name), getattr(*self._owner_and_leaf(first)))
         moved = {id(values): values.to(self._device) for values in buffers.values()}
         for name, values in buffers.items():
-            owner, leaf = self._place(name)
+            owner, leaf = self._owner_and_leaf(name)
             owner._buffers[leaf] = moved[id(values)]
         reset_buffers(self._module)
 
-    def _place(self, name: str) -> tuple[nn.Module, str]:
-        """Return whose tensor it is, and how it is called there."""
+    def _owner_and_leaf(self, name: str) -> tuple[nn.Module, str]:
+        """Return the module that owns a tensor, and the tensor's name there."""
         owner, _, leaf = name.rpartition(".")
         return self._module.get_submodule(owner), leaf
 
     def _write_rows(self, name: str, stored: Parameter, first: int, part: torch.Tensor) -> None:
+        """Write the initial values of rows of this rank's part, from `first` on."""
         parameter = whole_parameter(stored)
-        self._write(name, parameter, rows(window_of(parameter), first, len(part)), part)
+        self._write_window(name, parameter, rows(window_of(parameter), first, len(part)), part)
 
     @torch.no_grad()
-    def _write(
+    def _write_window(
         self, name: str, parameter: nn.Parameter, window: Window, part: torch.Tensor
     ) -> None:
+        """Write the initial values of a window of a tensor."""
         name, shape = self._copies.get(name, name), parameter.shape
         for ordered, place in self._order.pieces(name, shape, window, part):
             self._values.write(name, shape, ordered, place)
 
 
-MOST_COPIED = 2**23  # bytes of a matrix at once: what a processor's cache may hold
+MOST_COPIED = 2**23  # bytes of a matrix that are multiplied at once, about a CPU's cache
 
 
 @contextmanager
 def repeated_values(module: nn.Module, weights: ModuleWeights | LookedWeights) -> Iterator[None]:
-    """Within it the parameters of a module on meta have such values, in their dtypes; behind it
-    they are those that they were before."""
+    """Temporarily give the parameters of a module on meta repeated values, in their dtypes."""
     before = [
         (child, name, parameter)
         for child in module.modules()
@@ -196,7 +216,7 @@ def repeated_values(module: nn.Module, weights: ModuleWeights | LookedWeights) -
     ]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     stand_ins = {
-        id(parameter): _repeated(names[id(parameter)], parameter, weights)
+        id(parameter): _repeated_parameter(names[id(parameter)], parameter, weights)
         for _, _, parameter in before
     }
     for child, name, parameter in before:
@@ -209,22 +229,28 @@ def repeated_values(module: nn.Module, weights: ModuleWeights | LookedWeights) -
             child._parameters[name] = parameter
 
 
-def _repeated(
+def _repeated_parameter(
     name: str, parameter: nn.Parameter, weights: ModuleWeights | LookedWeights
 ) -> nn.Parameter:
+    """Return a parameter whose rows overlap, with values from the start of its file."""
     shape = parameter.shape
     count = 1 + sum(size - 1 for size in shape) if parameter.numel() else 0
-    window = _first(shape, count)
+    window = _first_window(shape, count)
     read = torch.empty([size for _, size in window], dtype=parameter.dtype)
     weights.read_window(name, shape, window, read, parameter.dtype)
     values = read.flatten()[:count].clone()
+    # stride 1 in every dimension: each row starts one number later
     stand_in = nn.Parameter(values.as_strided(shape, (1,) * len(shape)), parameter.requires_grad)
+    # attributes that the model's code has set on the parameter
     vars(stand_in).update(vars(parameter))
     return stand_in
 
 
-def _first(shape: Sequence[int], count: int) -> Window:
-    """Return a window of at least so many elements, and few more: of the last dimensions first."""
+def _first_window(shape: Sequence[int], count: int) -> Window:
+    """Return a window with at least `count` elements and few more.
+
+    It covers the last dimensions first.
+    """
     window: Window = ()
     for size in reversed(shape):
         taken = min(size, count)
@@ -233,12 +259,14 @@ def _first(shape: Sequence[int], count: int) -> Window:
 
 
 class _ByColumns(OperatorMode):
-    """Computes a product with a matrix whose rows overlap some columns at a time, each copied to
-    the same place: of places that are freed in between, glibc takes none again."""
+    """The mode that computes products with overlapping matrices some columns at a time.
+
+    The columns are copied to one buffer: glibc would not reuse freed copies.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._place = torch.empty(MOST_COPIED, dtype=torch.uint8)
+        self._owner_and_leaf = torch.empty(MOST_COPIED, dtype=torch.uint8)
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
@@ -246,21 +274,21 @@ class _ByColumns(OperatorMode):
             columns = MOST_COPIED // max(1, right.itemsize * right.shape[0])
             if overlaps(right) and columns:
                 product = partial(function, **kwargs)
-                outputs = self._by_columns(product, addends, left, right.split(columns, 1))
+                outputs = self._products_by_columns(product, addends, left, right.split(columns, 1))
                 return torch.cat([*outputs], -1)
         return function(*args, **kwargs)
 
-    def _by_columns(
+    def _products_by_columns(
         self,
         product: Callable[..., Tensor],
         addends: Sequence[Tensor],
         left: Tensor,
         parts: Sequence[Tensor],
     ) -> Iterator[Tensor]:
-        """Yield the product with each part of a matrix, to which something may be added."""
+        """Yield the product of `left` with each part of a matrix, plus that part of the addends."""
         first = 0
         for part in parts:
-            place = self._place[: part.nbytes].view(part.dtype).view(part.shape)
+            place = self._owner_and_leaf[: part.nbytes].view(part.dtype).view(part.shape)
             count = part.shape[1]
             added = [x.narrow(-1, first, count) if x.shape[-1] > 1 else x for x in addends]
             yield product(*added, left, place.copy_(part))
@@ -269,8 +297,17 @@ class _ByColumns(OperatorMode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """A model, and what is known of it. `weights`: those of one without values that is not built
-    in; `whole_because`: why it has values all the same."""
+    """A model and the results of its inspection.
+
+    Attributes:
+        module: The model.
+        facts: Its facts.
+        stages: Its stages, None without pp.
+        plan: Its plan.
+        head: Name of the module that makes the logits.
+        weights: Initial weights of a model on meta that is not built in.
+        whole_because: The reason why it was built with all weights, "" if it was not.
+    """
 
     module: nn.Module
     facts: ModelFacts
@@ -282,8 +319,12 @@ class Looked:
 
 
 def look_at(module: nn.Module, spec: Spec) -> Looked:
-    """Raises SpecError for a model whose stages are not the model, or that is not on slices of the
-    tokens what it is on all."""
+    """Inspect a model: facts, stages and plan.
+
+    Raises:
+        SpecError: The stages do not compute the model's function, or sharded tokens change its
+            results.
+    """
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
     plan = lower(spec, facts)
@@ -292,23 +333,36 @@ def look_at(module: nn.Module, spec: Spec) -> Looked:
 
 
 def look_at_built(spec: Spec, device: torch.device, *, allow_import: bool = False) -> Looked:
-    """Build the spec's model and look at it. `device` as of `build_module`. Raises SpecError as
-    `look_at`, and for a model or a folder that is none."""
+    """Build the spec's model and inspect it, without its weights if possible.
+
+    Args:
+        spec: The spec.
+        device: See `build_module`.
+        allow_import: Allow the spec to import the user's code.
+
+    Raises:
+        SpecError: See `look_at`; or the model cannot be built, or its folder cannot be read.
+    """
     because = ""
     if not isinstance(spec.model, ModelShape) and detect_fake_mode() is None:
         try:
             return _look_without_values(spec, allow_import=allow_import)
-        except (NeedsValues, _Refused) as error:
+        except (NeedsValues, _RejectedError) as error:
             because = str(error)
     module = build_module(spec, device=device, allow_import=allow_import)
     return replace(look_at(module, spec), whole_because=because)
 
 
 def why_built_whole(spec: Spec, *, allow_import: bool = False, looks: bool = True) -> str:
-    """Return why `look_at_built` builds the whole model; empty if it does not.
+    """Return the reason why `look_at_built` builds the model with all weights, "" if it does not.
 
-    Large tensors are not drawn, and small ones are drawn from other seeds. Without `looks` only
-    the constructor runs, so that a reason that the look finds is missed.
+    Large tensors are not drawn, and small ones are drawn from other seeds.
+
+    Args:
+        spec: The spec.
+        allow_import: Allow the spec to import the user's code.
+        looks: Inspect the model. Otherwise only the constructor runs, and reasons found by the
+            inspection are missed.
     """
     if isinstance(spec.model, ModelShape):
         return ""
@@ -318,17 +372,27 @@ def why_built_whole(spec: Spec, *, allow_import: bool = False, looks: bool = Tru
                 _look_without_values(spec, allow_import=allow_import, draws=False)
             else:
                 build_hollow(spec, allow_import=allow_import, draws=False)
-    except (NeedsValues, _Refused) as error:
+    except (NeedsValues, _RejectedError) as error:
         return str(error)
     return ""
 
 
-class _Refused(Exception):
-    """A model that is refused without its weights; the message is the finding."""
+class _RejectedError(Exception):
+    """The finding for which a model without its weights was rejected."""
 
 
 def _look_without_values(spec: Spec, *, allow_import: bool, draws: bool = True) -> Looked:
-    """`draws` as of `build_hollow`. Raises NeedsValues or _Refused."""
+    """Build and inspect a model without its weights.
+
+    Args:
+        spec: The spec.
+        allow_import: Allow the spec to import the user's code.
+        draws: See `build_hollow`.
+
+    Raises:
+        NeedsValues: It cannot be built without values.
+        _RejectedError: The inspection rejects it.
+    """
     module, weights = build_hollow(spec, allow_import=allow_import, draws=draws)
 
     def fault(error: BaseException) -> Fault:
@@ -341,11 +405,14 @@ def _look_without_values(spec: Spec, *, allow_import: bool, draws: bool = True) 
         with boundary(fault), repeated_values(module, looked_at):
             looked = look_at(module, spec)
     except PtrainError as error:
-        raise _Refused(" ".join(_finding(error).split())) from error
+        raise _RejectedError(" ".join(_findings_of(error).split())) from error
     return replace(looked, weights=weights)
 
 
-def _finding(error: PtrainError) -> str:
-    """Return what an error finds, without its place and remedy: it is no fault of the spec here."""
+def _findings_of(error: PtrainError) -> str:
+    """Return the findings of an error.
+
+    Place and remedy are left out, since the spec is not at fault here.
+    """
     faults = error.faults if isinstance(error, SpecError) else ()
     return "; ".join(fault.finding for fault in faults) or str(error)

@@ -1,13 +1,15 @@
-"""Compute the loss of a micro-batch, from the model's output or, a slice of the tokens at a time,
-inside its forward pass; sum it over a rank's micro-batches; and order the forward and backward
-passes of a step, independently of the program.
+"""The loss of a micro-batch, the order of a step's passes, gradient clipping and loss scaling.
 
-Gradients are clipped by one norm over all parameters and all axes. The loss of fp16 gradients is
-scaled by torch.amp.GradScaler's rule, with torch's operators: it is multiplied before backward. If
-a gradient is not finite on any rank, all ranks skip the update and the scale is halved; after 2000
-steps without one it is doubled. Gradients stay scaled as long as they are kept (fp16 would lose the
-small ones again): the optimizer divides them in the dtype of the update. No value is read off a
-tensor.
+The loss is computed from the model's output or, one chunk of tokens at a time, inside the model's
+forward pass. It is summed over a rank's micro-batches.
+
+Gradients are clipped by one norm over all parameters and all axes.
+
+The loss of fp16 gradients is scaled by torch.amp.GradScaler's rule, with torch's operators. The
+loss is multiplied by the scale before backward. If a gradient is not finite on any rank, all ranks
+skip the update and the scale is halved; after 2000 steps without one it is doubled. Gradients stay
+scaled while they are stored, since fp16 would lose small ones; the optimizer divides them in the
+dtype of the update. No value is read from a tensor.
 """
 
 from __future__ import annotations
@@ -37,10 +39,13 @@ from ptrain.steps.step import LONG_NORM, NORM_ROW, Clip
 
 
 class LossScale:
-    """`scale` (fp32), `growth_tracker` (int32, steps since it last changed), and `found_inf` (fp32:
-    exactly 1 where the last step was skipped, else 0): 12 bytes on the device.
+    """The scale of the loss, with its state on the device (12 bytes).
 
-    `axes` are those along which gradients are shards: each makes one scalar all-reduce.
+    Attributes:
+        scale: The factor of the loss (0-d fp32).
+        growth_tracker: Steps since the scale last changed (0-d int32).
+        found_inf: 1 if the last step was skipped, else 0 (0-d fp32).
+        axes: Axes along which gradients are sharded; each needs one all-reduce of a scalar.
     """
 
     def __init__(self, mesh: Mesh, axes: Sequence[Axis]) -> None:
@@ -51,23 +56,24 @@ class LossScale:
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         for scalar in (self.scale, self.found_inf):
-            mesh.registry.tag(scalar, State.GRADIENTS)  # what they are when they travel
+            # the state under which their copies are counted
+            mesh.registry.tag(scalar, State.GRADIENTS)
         self._tiers = Tiers(device, mesh.registry)
         self._on_host: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def seed(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what backward starts from in place of 1."""
+        """Return the gradient with which backward starts, instead of 1."""
         return self.scale.to(loss.dtype)
 
     def check(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Find out, on all ranks alike, whether any gradient is infinite or not a number."""
+        """Set `found_inf` on all ranks if any gradient of any rank is infinite or NaN."""
         self.found_inf.zero_()
         if gradients:
-            flag = self._like(gradients[0])
+            flag = self._flag_like(gradients[0])
             if gradients[0].dtype is torch.bfloat16:
                 flag.copy_(not_finite(gradients))
             else:
-                # unscales by 1: it is the check that is wanted
+                # unscale by 1: only the check is needed
                 one = alike(torch.ones_like(flag), flag)
                 torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, one)
             if flag is not self.found_inf:
@@ -77,7 +83,10 @@ class LossScale:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, group=group)
 
     def beside(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, found_inf) where `tensor` is updated: copied to the host once a step."""
+        """Return scale and `found_inf` on the device of `tensor`.
+
+        They are copied to the host at most once a step.
+        """
         if self._is_on_device(tensor):
             return self.scale, self.found_inf
         if self._on_host is None:
@@ -88,7 +97,7 @@ class LossScale:
         return self._on_host
 
     def update(self, halted: torch.Tensor | None = None) -> None:
-        """After the update: the scale of the next step; where `halted` is 1 it stays."""
+        """Set the scale of the next step; keep it if `halted` is 1."""
         self._on_host = None
         held = (self.scale, self.growth_tracker)
         before = [] if halted is None else [scalar.clone() for scalar in held]
@@ -98,46 +107,53 @@ class LossScale:
                 torch.where(halted != 0, was, scalar, out=scalar)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that a checkpoint has to have."""
+        """Return the tensors that a checkpoint saves."""
         return {"scale": self.scale, "growth_tracker": self.growth_tracker}
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        """Yield the tensors of the scale."""
         for scalar in (self.scale, self.growth_tracker, self.found_inf):
             yield State.OTHER, scalar
 
     def _is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor is on the device tier."""
         storage = tensor.untyped_storage()
         return tier_of(storage, self.mesh.world.device.type) is Tier.DEVICE
 
-    def _like(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A place for what is found, on the gradients' tier."""
+    def _flag_like(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a flag on the tier of a gradient."""
         if self._is_on_device(gradient):
             return self.found_inf
         return self._tiers.empty(None, torch.float32, Tier.HOST, State.GRADIENTS).zero_()
 
 
 def not_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return whether any element of the gradients, of which there is one, is infinite or not a
-    number (0-d, where they are). In any dtype: what torch has for scaled losses takes no bf16 on
-    CUDA (`AmpKernels.cu` dispatches on fp16, fp32 and fp64, as of 2.13)."""
+    """Return True (0-d, on the gradients' device) if any element is infinite or NaN.
+
+    It accepts any dtype: torch's check for scaled losses does not take bf16 on CUDA
+    (`AmpKernels.cu` dispatches on fp16, fp32 and fp64, as of 2.13).
+    """
     mark = partial(alike, source=gradients[0])
     if not (held := [gradient for gradient in gradients if gradient.numel()]):
         return mark(torch.zeros((), dtype=torch.bool))
-    greatest = [mark(norm) for norm in torch._foreach_norm(held, math.inf)]  # NaN if an element is
+    # NaN if an element is NaN
+    greatest = [mark(norm) for norm in torch._foreach_norm(held, math.inf)]
     stacked = mark(torch.stack([cast(norm, torch.float64) for norm in greatest]))
-    # x - x is 0 exactly if x is finite. `isfinite` has temporaries of its own, which have no tag,
-    # so the meters would count them on the device.
+    # x - x is 0 exactly if x is finite. `isfinite` allocates untagged temporaries, which the meters
+    # would count on the device.
     return mark(mark(stacked.sub_(stacked).ne(0)).any())
 
 
-# Views that make up gradients, by the axes along which ranks have other parts of their operators:
-# those that are cut over most axes first.
+# Views of gradients, by the axes that shard their operators; the longest tuple of axes first.
 ByOperator: TypeAlias = Mapping[tuple[Axis, ...], Sequence[torch.Tensor]]
 Mark: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Clipping:
-    """The clipping of a plan, on this rank. `dtype` is that of gradients, where it has none."""
+    """The gradient clipping of a plan on this rank.
+
+    `dtype` is the gradients' dtype, for a rank that has none.
+    """
 
     def __init__(self, step: Clip, mesh: Mesh, dtype: torch.dtype) -> None:
         self.step, self.mesh = step, mesh
@@ -149,19 +165,24 @@ class Clipping:
         wrapped: WrappedModel,
         scaling: LossScale | None,
     ) -> torch.Tensor:
-        """Return the global norm of these gradients, all that `wrapped` has; see
-        `global_norm`."""
+        """Return the global norm of the gradients; see `global_norm`.
+
+        Args:
+            gradients: All gradients of `wrapped`.
+            wrapped: The wrapped model, whose copies of other stages' tensors do not count.
+            scaling: The scale of the loss, None without.
+        """
         copies, by_operator = wrapped.copies(), None
         if self.step.operator_axes:
             targets = chain.from_iterable(wrapped.targets())
             own = [target for target in targets if not any(target is copy for copy in copies)]
-            by_operator = _by_operator(own, self.step.operator_axes)
+            by_operator = _views_by_operator(own, self.step.operator_axes)
         copied = [id(target.gradient) for target in copies]
         like = gradients[0] if gradients else self._none
         return global_norm(gradients, self.step, self.mesh, scaling, by_operator, copied, like)
 
     def scale_down(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
-        """Scale `gradients` in place, whose global norm is `norm`, to at most the plan's."""
+        """Scale gradients with the global norm `norm` in place to at most the plan's norm."""
         scale_down(gradients, norm, self.step)
 
 
@@ -174,39 +195,48 @@ def global_norm(
     copied: Collection[int] = (),
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the norm of all gradients of all ranks (0-d, at least fp32, on all ranks alike). It is
-    not finite where any gradient is not, or where the sum of squares exceeds its dtype. It takes
-    one scalar all-reduce per axis along which they are shards; what is replicated is counted once.
+    """Return the global norm of all gradients (0-d, at least fp32, equal on all ranks).
 
-    Of a scaled loss, the norm is that of the gradients without the scale. `copied` are the ids of
-    gradients that another rank counts; in `by_operator` they are not. `like` is what gradients are
-    like, of which a rank may have none.
+    It is not finite if any gradient is not, or if the sum of squares overflows its dtype. It needs
+    one all-reduce of a scalar per axis that shards gradients; replicated gradients count once.
+
+    Args:
+        gradients: This rank's gradients.
+        step: The clipping of the plan.
+        mesh: The process groups.
+        scaling: The scale of the loss, by which the norm is divided.
+        by_operator: Views of the gradients by the axes that shard their operators; None without
+            such axes.
+        copied: Ids of gradients that another rank counts; `by_operator` excludes them already.
+        like: A tensor like the gradients, for a rank that may have none.
     """
     like = gradients[0] if like is None else like
     by_row = not mesh.world.stands_in
     if by_operator is not None:
         (_, cut), *others = by_operator.items()
-        square = _square(cut, like, by_row=by_row)
+        square = _squared_norm(cut, like, by_row=by_row)
         for axes, views in others:
-            shared = _square(views, like, by_row=by_row)
-            # One rank's account for all: sharded over other axes the ranks may add it up in other
-            # orders, and what a scale of an ulp more does to their copies would stay there.
+            shared = _squared_norm(views, like, by_row=by_row)
+            # Only one rank adds these: ranks that shard them over other axes may sum in another
+            # order, and a scale that differs by an ulp would make their copies drift apart.
             if not any(mesh.coordinate(axis) for axis in without(step.operator_axes, axes)):
                 square.add_(shared)
     else:
         own = [gradient for gradient in gradients if id(gradient) not in copied]
-        square = _square(own, like, by_row=by_row)
+        square = _squared_norm(own, like, by_row=by_row)
     if axes := step.reduced_axes:
-        square = _all_reduced(square, like, axes, mesh)
+        square = _all_reduce_scalar(square, like, axes, mesh)
     norm = square.sqrt_()
     if scaling is not None:
         norm.div_(scaling.beside(like)[0])
     return norm
 
 
-def _by_operator(targets: Iterable[NamedTarget], axes: tuple[Axis, ...]) -> ByOperator:
-    """Return what the targets have, of tensors that are cut over all of `axes`, then of those that
-    are over the first of them alone, and at last of those that all of their ranks have alike."""
+def _views_by_operator(targets: Iterable[NamedTarget], axes: tuple[Axis, ...]) -> ByOperator:
+    """Group the views of targets by the axes of `axes` that shard their operators.
+
+    The groups are: all of `axes`, then fewer, then () for operators that all these ranks replicate.
+    """
     views: dict[tuple[Axis, ...], list[torch.Tensor]]
     views = {axes[:count]: [] for count in range(len(axes), -1, -1)}
     for target in targets:
@@ -216,37 +246,51 @@ def _by_operator(targets: Iterable[NamedTarget], axes: tuple[Axis, ...]) -> ByOp
 
 
 def scale_down(gradients: Sequence[torch.Tensor], norm: torch.Tensor, step: Clip) -> None:
-    """Scale `gradients` in place, whose global norm is `norm`, to at most `step.max_norm`. The
-    formula is torch's `clip_grad_norm_`, its 1e-6 included: a norm that is not finite spoils all of
-    them."""
+    """Scale gradients with the global norm `norm` in place to at most `step.max_norm`.
+
+    The formula is torch's `clip_grad_norm_`, including its 1e-6. A norm that is not finite
+    makes all gradients non-finite.
+    """
     if not gradients:
         return
     scale = alike(norm + 1e-6, gradients[0]).reciprocal_().mul_(step.max_norm).clamp_(max=1.0)
     torch._foreach_mul_(list(gradients), scale)
 
 
-def _square(gradients: Sequence[torch.Tensor], like: torch.Tensor, *, by_row: bool) -> torch.Tensor:
-    """The square of their norm, in at least fp32; 0 of none, where `like` is. `by_row` as of
-    `_norms`."""
+def _squared_norm(
+    gradients: Sequence[torch.Tensor], like: torch.Tensor, *, by_row: bool
+) -> torch.Tensor:
+    """Return the square of the gradients' norm in at least fp32, 0 without gradients.
+
+    Args:
+        gradients: The tensors.
+        like: A tensor with their dtype and device.
+        by_row: See `_row_norms`.
+    """
     dtype = torch.promote_types(like.dtype, torch.float32)
     if not gradients:
         return alike(like.new_zeros((), dtype=dtype), like)
-    # what is computed from a mapped file is in memory
-    mark = partial(alike, source=like) if is_tagged(like.untyped_storage()) else _as_it_is
-    norms = list(_norms(gradients, dtype, mark, by_row=by_row))  # alive until their norm is there
+    # results computed from a mapped file are in memory
+    mark = partial(alike, source=like) if is_tagged(like.untyped_storage()) else _unchanged
+    # kept alive until their joint norm is computed
+    norms = list(_row_norms(gradients, dtype, mark, by_row=by_row))
     joined = mark(torch.cat(norms)) if len(norms) > 1 else norms[0]
     return mark(torch.linalg.vector_norm(joined)).square_()
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor unchanged."""
     return tensor
 
 
-def _norms(
+def _row_norms(
     gradients: Sequence[torch.Tensor], dtype: torch.dtype, mark: Mark, *, by_row: bool
 ) -> Iterator[torch.Tensor]:
-    """Norms (1-d) that make up those of the tensors: one of a short tensor, and on the CPU one of
-    each row of a long one, `by_row`, and of its end, unless it stands in for one of a GPU."""
+    """Yield 1-d tensors of norms, whose joint norm is the norm of all tensors.
+
+    A short tensor has one norm. With `by_row`, a long contiguous CPU tensor has one norm per row of
+    `NORM_ROW` elements and one for the rest; a tensor that represents a GPU's has one.
+    """
     short: list[torch.Tensor] = []
     rows: list[torch.Tensor] = []
     for gradient in gradients:
@@ -269,10 +313,10 @@ def _norms(
         yield mark(torch.linalg.vector_norm(of_one, dim=1, dtype=dtype))
 
 
-def _all_reduced(
+def _all_reduce_scalar(
     square: torch.Tensor, gradient: torch.Tensor, axes: Sequence[Axis], mesh: Mesh
 ) -> torch.Tensor:
-    """On the device, and back to where the gradients are."""
+    """Sum a scalar over the axes on the device, and return it on the gradients' device."""
     device = mesh.world.device
     mesh.registry.tag(square, State.GRADIENTS)
     summed = square
@@ -284,8 +328,10 @@ def _all_reduced(
 
 
 class Loss:
-    """How a model gives its loss: `objective` says which, and `inside` is what computes it in the
-    model's own forward pass."""
+    """The way in which a model computes its loss.
+
+    `objective` computes it from the output; `inside`, if given, computes it in the forward pass.
+    """
 
     def __init__(
         self, objective: Objective | None = None, inside: LossInside | None = None
@@ -295,21 +341,23 @@ class Loss:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the model's own forward pass computes it."""
+        """True if the model's forward pass computes the loss."""
         return self._inside is not None
 
     def attach(self, model: nn.Module, head: str) -> None:
-        """To a model that gives its loss itself; `head` names the module that makes the logits of
-        one that is not built in."""
+        """Make the model compute its loss in forward, if this loss is inside.
+
+        `head` names the module that makes the logits of a model that is not built in.
+        """
         if self._inside is not None:
             self._inside.attach(model, head)
 
     def given(self, samples: SampleBatch) -> AbstractContextManager[None]:
-        """Return the context that a forward pass runs in."""
+        """Return the context that a forward pass runs in, which carries the targets."""
         return self._inside.given(samples.targets) if self._inside else nullcontext()
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
-        """Forward: the micro-batch's loss before it is divided (0-d)."""
+        """Run forward and return the micro-batch's loss before division (0-d)."""
         if self._inside is None:
             return local(self.objective.run(model, samples))
         with self.given(samples):
@@ -317,20 +365,23 @@ class Loss:
         return loss
 
     def forward(self, model: Any, samples: SampleBatch) -> Tensor:
-        """Forward of a stage, with `model` to call: what `of_forward` makes the loss of."""
+        """Run a pipeline stage's forward; `of_forward` computes the loss from its output."""
         if self._inside is None:
             return self.objective.forward(model, samples)
         output: Tensor = model(samples.inputs)
         return output
 
     def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
-        """The same as `run`, of what `forward` returned."""
+        """Return the loss, like `run`, from the output of `forward`."""
         return output if self._inside else local(self.objective.of_forward(output, samples))
 
 
 class StepLoss:
-    """The losses of a step's micro-batches, each divided so that those of the global batch add up
-    to its mean, and their sum on this rank, `share` (0-d). `loss` is how the model gives them."""
+    """The losses of a step's micro-batches and their sum.
+
+    Each loss is divided so that the losses of the global batch add up to its mean. `share` (0-d) is
+    the sum on this rank.
+    """
 
     def __init__(
         self, loss: Loss, scaling: LossScale | None, dtype: torch.dtype, device: torch.device
@@ -340,13 +391,13 @@ class StepLoss:
         self.share = torch.zeros((), dtype=dtype, device=device)
 
     def begin(self, batch: StepBatch) -> None:
-        """A step with this batch begins."""
+        """Start a step with this batch."""
         self._batch = batch
         self.share.zero_()
 
     @contextmanager
     def evaluating(self, batch: StepBatch) -> Iterator[None]:
-        """While entered, losses are those of this batch, and none of a step's."""
+        """Temporarily compute losses of this batch outside a step."""
         self._batch = batch
         try:
             yield
@@ -354,49 +405,49 @@ class StepLoss:
             self._batch = None
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
-        """Forward of a micro-batch: its loss (0-d), of which backward begins with `seed`."""
-        return self.loss.run(model, samples) / self._divisor(samples)
+        """Run forward and return the divided loss (0-d); backward starts with `seed`."""
+        return self.loss.run(model, samples) / self._loss_divisor(samples)
 
     def seed(self, loss: Tensor) -> Tensor | None:
-        """Return what backward begins with; None for 1."""
+        """Return the gradient with which backward starts; None for 1."""
         return self._scaling.seed(loss) if self._scaling else None
 
     def add(self, loss: Tensor) -> None:
-        """A micro-batch's loss, to the share."""
+        """Add a micro-batch's loss to the share."""
         self.share.add_(loss.detach())
 
     def of_last_stage(self, output: Tensor, samples: SampleBatch) -> Tensor:
-        """The loss of what the last stage of a pipeline returned, of which backward begins with
-        `seed`; added to the share."""
+        """Return the loss of a pipeline's last stage from its output, and add it to the share."""
         loss = self.of_output(output, samples)
         self.add(loss)
         return loss
 
     def of_output(self, output: Tensor, samples: SampleBatch) -> Tensor:
-        """The micro-batch's loss, of what its forward pass returned (0-d)."""
-        return self.loss.of_forward(output, samples) / self._divisor(samples)
+        """Return the divided loss of a micro-batch from the output of its forward pass (0-d)."""
+        return self.loss.of_forward(output, samples) / self._loss_divisor(samples)
 
-    def _divisor(self, samples: SampleBatch) -> float:
+    def _loss_divisor(self, samples: SampleBatch) -> float:
+        """Return the divisor of a micro-batch's loss."""
         assert self._batch is not None, "no step has started"
         return self.loss.objective.divisor(self._batch, samples)
 
 
-Enter = Callable[[Phase, int], None]  # is told of every pass: its phase and its micro-batch
-Add = Callable[[Tensor], None]  # is told of the loss of every micro-batch
+Enter = Callable[[Phase, int], None]  # called with the phase and the micro-batch of every pass
+Add = Callable[[Tensor], None]  # called with the loss of every micro-batch
 
 
 class PassRunner(Protocol):
-    """What the program needs of the order in which micro-batches run."""
+    """The order in which a step's micro-batches run."""
 
     def train(self, batch: StepBatch) -> None:
-        """Forward and backward of every micro-batch; gradients are complete after it."""
+        """Run forward and backward of every micro-batch; gradients are complete afterwards."""
 
     def evaluate(self, batch: StepBatch, add: Add) -> None:
-        """Forward of every micro-batch. Where the loss is, `add` is called with each."""
+        """Run forward of every micro-batch, and call `add` with each loss this rank computes."""
 
 
 class InTurn:
-    """One micro-batch after the other through the whole model, forward and then backward."""
+    """A runner of one micro-batch after the other, each forward and then backward."""
 
     def __init__(
         self,
@@ -406,7 +457,15 @@ class InTurn:
         loss: StepLoss,
         enter: Enter,
     ) -> None:
-        """`model` is what `wrapped` wraps; `sizes` are micro-batches a step and samples in each."""
+        """Prepare the passes.
+
+        Args:
+            wrapped: The wrapped model.
+            model: The module that `wrapped` wraps.
+            sizes: Micro-batches per step, and samples per micro-batch.
+            loss: The losses of the step.
+            enter: Called with the phase and the micro-batch of each pass.
+        """
         self.wrapped, self.model = wrapped, model
         self.count, self.micro = sizes
         self.loss, self.enter = loss, enter
@@ -419,6 +478,7 @@ class InTurn:
                 self.loss.add(loss)
                 self.enter(Phase.BACKWARD, index)
                 loss.backward(self.loss.seed(loss))
+            # drop the last reference to the graph before the next forward allocates
             del loss
 
     def evaluate(self, batch: StepBatch, add: Add) -> None:

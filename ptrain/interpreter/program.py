@@ -1,11 +1,11 @@
-"""Build the program of a plan: the wrapped parts, ready to train, with one interface.
+"""Build the program of a plan: the wrapped model, ready to train, with one interface.
 
-Nothing reads a value off a tensor between forward and update, so the same code runs on gloo, NCCL
-and fake ranks with fake tensors.
+No value is read from a tensor between forward and update, so the same code runs on gloo, on NCCL,
+and on fake ranks with fake tensors.
 
-Before anything is wrapped, ranks must agree on the names, shapes and dtypes of all parameters, on
-the layout, and on samples of the user's own dataset. Otherwise collectives of different sizes would
-hang or mix numbers up; with the check, every rank ends with the same message.
+Before anything is wrapped, the ranks must agree on the names, shapes and dtypes of all parameters,
+on the layout, and on samples of a user's dataset. Otherwise collectives of different sizes would
+hang or mix up numbers. With the check, all ranks end with the same message.
 """
 
 from __future__ import annotations
@@ -57,9 +57,15 @@ _SAMPLES_REMEDY = (
 def require_equal_models(
     module: nn.Module, layout: Layout, world: World, *, are_given: bool = False
 ) -> None:
-    """Raises SpecError on every rank if any two differ; names the first tensor that does. Costs
-    two all-gathers of less than 100 bytes a rank where they agree. `are_given`: the weights are a
-    user's, who may have drawn others on each rank; they are read once."""
+    """Require that all ranks have the same parameters and layout.
+
+    The cost is two all-gathers of less than 100 bytes per rank if they agree. `are_given`: the
+    weights come from the user, who may have drawn different ones per rank, so their sums are
+    compared too.
+
+    Raises:
+        SpecError: Two ranks differ; it names the first tensor that does. Every rank raises it.
+    """
     if world.size == 1 or world.backend == "fake":
         return
     tensors = [
@@ -67,7 +73,7 @@ def require_equal_models(
             name,
             list(parameter.shape),
             str(parameter.dtype).removeprefix("torch."),
-            _sum(parameter) if are_given else "",
+            _exact_sum(parameter) if are_given else "",
             parameter.requires_grad,
         ]
         for name, parameter in module.named_parameters()
@@ -78,24 +84,28 @@ def require_equal_models(
         return
     everyone = gather(mine, world.size, world.device)
     for rank, other in enumerate(everyone):
-        if difference := _difference(everyone[0], other, rank):
+        if difference := _model_difference(everyone[0], other, rank):
             raise SpecError(difference)
 
 
 def require_equal_samples(function: UserFunction | None, world: World) -> None:
-    """Raises SpecError on every rank if the dataset that `function` gives has another size, first
-    or last sample on any two. None: the samples are tokens."""
+    """Require that all ranks have the same dataset, by its size and some samples.
+
+    Raises:
+        SpecError: Two ranks differ. Every rank raises it.
+    """
     if function is None or world.size == 1 or world.backend == "fake":
         return
     dataset = dataset_of(function)
     mine = {"size": dataset.size, "digests": [*dataset.digests().items()]}
     first, *others = gather(mine, world.size, world.device)
     for rank, other in enumerate(others, 1):
-        if finding := _difference_of_samples(first, other, rank):
+        if finding := _describe_sample_difference(first, other, rank):
             raise refused(function.place, finding, _SAMPLES_REMEDY)
 
 
-def _difference_of_samples(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
+def _describe_sample_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
+    """Describe how the samples of `rank` differ from rank 0's, "" if they agree."""
     if other["size"] != first["size"]:
         return f"it has {other['size']} samples on rank {rank}, but {first['size']} on rank 0"
     for (index, digest), (_, its_digest) in zip(first["digests"], other["digests"], strict=True):
@@ -105,8 +115,8 @@ def _difference_of_samples(first: dict[str, Any], other: dict[str, Any], rank: i
 
 
 @torch.no_grad()
-def _sum(parameter: Tensor) -> str:
-    """Return the exact sum in fp64 of a tensor's values, as text."""
+def _exact_sum(parameter: Tensor) -> str:
+    """Return the sum of a tensor's values in fp64 as hexadecimal text, without rounding."""
     return float(parameter.sum(dtype=torch.float64)).hex()
 
 
@@ -117,7 +127,7 @@ def gather(
     group: dist.ProcessGroup | None = None,
     kind: Any = Any,
 ) -> list[Any]:
-    """Return every rank's value of this type, in the order of the `size` ranks. JSON travels."""
+    """Return the values of all `size` ranks in order, sent as JSON and read as `kind`."""
     body = json.dumps(encode(value, kind)).encode()
     mine = torch.tensor([len(body)], device=device)
     sizes = [torch.zeros_like(mine) for _ in range(size)]
@@ -134,20 +144,24 @@ def gather(
     ]
 
 
-def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Fault | None:
-    """Return how `rank` differs from rank 0, None where it does not."""
+def _model_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Fault | None:
+    """Return the difference of `rank`'s model from rank 0's, None if they agree."""
     for own, its in zip(first["tensors"], other["tensors"], strict=False):
         name, shape, dtype, total, is_trained = own
         its_name, its_shape, its_dtype, its_total, is_its_trained = its
         if name != its_name:
-            return _fault(name, f"rank 0 has {name}, but rank {rank} has {its_name} in its place")
+            return _fault_at(
+                name, f"rank 0 has {name}, but rank {rank} has {its_name} in its place"
+            )
         if dtype != its_dtype:
-            return _fault(name, f"its dtype is {dtype} on rank 0, {its_dtype} on rank {rank}")
+            return _fault_at(name, f"its dtype is {dtype} on rank 0, {its_dtype} on rank {rank}")
         if shape != its_shape:
-            return _fault(name, f"its shape is {shape} on rank 0, {its_shape} on rank {rank}")
+            return _fault_at(name, f"its shape is {shape} on rank 0, {its_shape} on rank {rank}")
         if is_trained != is_its_trained:
             trains, freezes = (0, rank) if is_trained else (rank, 0)
-            return _fault(name, f"it is trainable on rank {trains}, but frozen on rank {freezes}")
+            return _fault_at(
+                name, f"it is trainable on rank {trains}, but frozen on rank {freezes}"
+            )
         if total != its_total:
             finding = f"rank {rank} and rank 0 have different values"
             remedy = (
@@ -157,63 +171,69 @@ def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Faul
             return Fault(place=name, finding=finding, remedy=f"{remedy} the same weights.")
     counts = len(first["tensors"]), len(other["tensors"])
     if counts[0] != counts[1]:
-        return _fault("model", f"rank 0 has {counts[0]} tensors, but rank {rank} has {counts[1]}")
+        return _fault_at(
+            "model", f"rank 0 has {counts[0]} tensors, but rank {rank} has {counts[1]}"
+        )
     for key, value in first["layout"].items():
         if value != other["layout"][key]:
-            return _fault(
+            return _fault_at(
                 "precision.layout",
                 f"{key} is {value} on rank 0, {other['layout'][key]} on rank {rank}",
             )
     return None
 
 
-def _fault(place: str, finding: str) -> Fault:
+def _fault_at(place: str, finding: str) -> Fault:
     return Fault(place=place, finding=finding, remedy=_REMEDY)
 
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """What an optimizer is told beside its gradients where a loss has no scale: `flag` (0-d fp32)
-    is 1 where the update is left out, moments and their counter included."""
+    """The skip flag of an unscaled loss's update: `flag` (0-d fp32) is 1 to skip it."""
 
     flag: torch.Tensor
 
     def beside(self, tensor: torch.Tensor) -> tuple[None, torch.Tensor]:
-        """Return no scale, and the flag where `tensor` is updated: on the device."""
+        """Return no scale, and the flag on the device of `tensor`."""
         assert tensor.device == self.flag.device, "the tensor is on another device"
         return None, self.flag
 
 
 class Observer(Protocol):
-    """Whoever wants to know where in a step the program is."""
+    """An observer of the phases of a step."""
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """`phase` begins, for this micro-batch (counted from 0; 0 in the update)."""
+        """Note that `phase` begins for this micro-batch (from 0; 0 in the update)."""
 
 
 class GradientObserver(Protocol):
-    """Whoever wants to see the gradients of an update, which `Program.gradients` gives."""
+    """An observer of the gradients of an update; `Program.gradients` returns them."""
 
     def reduced(self) -> None:
-        """They are sums over the ranks, in the optimizer's layout."""
+        """Note that gradients are summed over the ranks, in the optimizer's layout."""
 
     def clipped(self, norm: torch.Tensor | None) -> None:
-        """They are as the optimizer is given them; `norm` is what it was before (0-d)."""
+        """Note that gradients are clipped; `norm` (0-d) is their norm before it."""
 
 
 class Program:
-    """One rank of a training job: `forward_backward(batch, lr)`, then `step(lr)`, over and over.
-    `step` is `reduce()` and then `apply(lr)`, for whoever wants to decide between the two.
+    """One rank of a training job: alternate `forward_backward(batch, lr)` and `step(lr)`.
 
-    `scaling` is the scale of the loss, None where the layout has none. `whole_because` is why a
-    rank had the full model for a while, else read or drawn part by part. With
-    `updates_in_backward` (G = M) every unit is updated in the backward pass, and `step` only ends
-    the update. There `admits(i)`, where set, decides whether the i-th group of targets takes its
-    reduced gradient; one that does not stays as it is, in the same collectives.
+    `step` is `reduce()` followed by `apply(lr)`, for callers that decide between the two.
+
+    Attributes:
+        scaling: The scale of the loss, None without.
+        whole_because: The reason why this rank built the model with all weights, "" if weights were
+            read or drawn part by part.
+        updates_in_backward: Gradients are materialized (G = M): every unit is updated within the
+            backward pass, and `step` only ends the update.
+        admits: With `updates_in_backward`, decides whether the i-th group of targets takes its
+            reduced gradient. A group that does not is unchanged, with the same collectives. None:
+            all do.
     """
 
     def __init__(self, rank: Construction) -> None:
-        """`rank`: what the steps of its plan have left, all of them executed."""
+        """Build the program from a construction whose steps have all been executed."""
         assert rank.update is not None and rank.passes_of is not None, "the plan is not executed"
         self.spec, self.plan, self.ran = rank.spec, rank.plan, tuple(rank.ran)
         self.mesh, self.world = rank.mesh, rank.world
@@ -224,23 +244,26 @@ class Program:
         self.observers: list[Observer] = []
         self.gradient_observers: list[GradientObserver] = []
         self.batch: StepBatch | None = None
-        self.sample_offset = 0  # of `sampler.batch`: set by a resume with another batch.global
-        self.data_prints: Mapping[str, Any] = {}  # for the manifests of checkpoints
+        # offset of `sampler.batch`, set by a resume with another batch.global
+        self.sample_offset = 0
+        # fingerprints of the data for checkpoint manifests
+        self.data_prints: Mapping[str, Any] = {}
         self.updates_in_backward = self.plan.wrap.is_updated_in_backward
         self.admits: Callable[[int], bool] | None = None
-        self._source: SampleSource | None = None  # opened when somebody asks for samples
-        self._norm: torch.Tensor | None = None  # between the halves of a step, of these:
+        self._source: SampleSource | None = None  # opened on the first call of `samples`
+        # between the halves of a step: the norm of `_measured`
+        self._norm: torch.Tensor | None = None
         self._measured: list[torch.Tensor] = []
         self._lr: float | None = None
         self._operators = rank.operators
         self.order = rank.order
-        self.own_tokens = rank.own_tokens  # what a rank has of its samples
+        self.own_tokens = rank.own_tokens  # selects the rank's tokens of its samples
         self._sharers = self.mesh.size(self.plan.loss_axes)
         if self.updates_in_backward:
             self.wrapped.consume_with(self._update_unit)
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         self.loss = StepLoss(rank.loss, self.scaling, dtype, self.world.device)
-        self._enter = partial(_tell, self.observers)
+        self._enter = partial(_notify_observers, self.observers)
         self.passes = rank.passes_of(rank, self.loss, self._enter)
 
     def __repr__(self) -> str:
@@ -251,21 +274,21 @@ class Program:
 
     @property
     def registry(self) -> Registry:
+        """The tags of the program's storages."""
         return self.mesh.registry
 
     @property
     def data_index(self) -> int:
-        """This rank's row-major place over the data axes: which samples it takes."""
+        """This rank's row-major position over the data axes, which selects its samples."""
         return self.mesh.place(self.plan.sample_axes)
 
     @property
     def random_index(self) -> int:
-        """Whose random numbers this rank draws: those of its samples' ranks, and where these have
-        layers of their own, or slices of the tokens whose masks nobody draws whole, its own."""
+        """The row-major position over the axes along which ranks draw different random numbers."""
         return self.mesh.place(self.plan.drawing_axes)
 
     def samples(self, step: int) -> StepBatch:
-        """Return this rank's part of the global batch of a step (from 0) of the spec's `data`."""
+        """Return this rank's samples of a step (from 0), read from the spec's `data`."""
         if self._source is None:
             self._source = corpus(self.spec.data)
         local = batch(
@@ -282,11 +305,11 @@ class Program:
         """Copy this rank's samples of a step out of a global batch that every rank has.
 
         Args:
-            samples: tokens, int64 [batch.global, sequence + 1], or (tokens, labels). If the spec's
-                `data` are not tokens, samples of the dataset, collated. No meter counts them.
+            samples: Tokens, int64 [batch.global, sequence + 1], or (tokens, labels). If the spec's
+                `data` are not tokens: collated samples of the dataset. No meter counts them.
 
         Raises:
-            SpecError: the batch has another shape.
+            SpecError: The batch has another shape.
         """
         for tensor in tensors_of(samples):
             self.registry.mark_input(tensor)
@@ -294,11 +317,16 @@ class Program:
         return self.own_tokens(local).to(self.world.device)
 
     def forward_backward(self, batch: StepBatch, lr: float | None = None) -> torch.Tensor:
-        """K micro-batches forward and backward. Returns this rank's share of the global mean loss
-        (0-d, valid until the next call): the shares of all ranks add up to it.
+        """Run forward and backward of all micro-batches of a step.
 
-        `lr` is the learning rate of the update to come. Raises PtrainError without it where
-        backward updates."""
+        Args:
+            batch: This rank's samples.
+            lr: The learning rate of the update. Required if backward runs the optimizer (G = M).
+
+        Returns:
+            This rank's share of the global mean loss (0-d, valid until the next call). The shares
+                of all ranks add up to it.
+        """
         if lr is None and self.updates_in_backward:
             raise PtrainError(
                 "forward_backward: gradients are materialized (M), so backward runs the "
@@ -317,17 +345,20 @@ class Program:
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:
-        """Reduce what is still partial, clip, update. Returns the global gradient norm before
-        clipping (0-d), None where the spec does not clip. Where a gradient of a scaled loss
-        overflowed, nothing is updated but the scale."""
+        """Reduce partial gradients, clip them, and update the parameters.
+
+        If a gradient of a scaled loss overflowed, only the scale is updated.
+
+        Returns:
+            The global gradient norm before clipping (0-d), None if the spec does not clip.
+        """
         norm = self.reduce()
         self.apply(lr)
         return norm
 
     @torch.no_grad()
     def reduce(self) -> torch.Tensor | None:
-        """Do the first half of `step`: all that changes gradients but their clipping, and nothing
-        that changes parameters or optimizer state. Return the norm that `step` returns."""
+        """Run the first half of `step`: complete the gradients and return their norm."""
         self._enter(Phase.UPDATE, 0)
         if not self.updates_in_backward:
             self.wrapped.reduce_gradients()
@@ -338,16 +369,21 @@ class Program:
 
     @torch.no_grad()
     def apply(self, lr: float, halted: torch.Tensor | None = None) -> None:
-        """Do the second half of `step`: clip, update, and move what balances experts. Where
-        `halted` (0-d fp32, on the device, 0 or 1) is 1, all that a checkpoint has stays as it is;
-        it is read there alone, so that nobody waits for it."""
+        """Run the second half of `step`: clip, update, and move the routers' biases.
+
+        Args:
+            lr: The learning rate.
+            halted: Flag (0-d fp32 on the device, 0 or 1). If 1, all state that a checkpoint saves
+                stays unchanged. The host never reads it, so it does not wait.
+        """
         if not self.updates_in_backward:
             if self._norm is not None and self.clipping is not None:
                 self.clipping.scale_down(self._measured, self._norm)
-            self._measured = []  # the update gives them back, one after the other
+            # drop the references: the update frees gradients one after the other
+            self._measured = []
             for observer in self.gradient_observers:
                 observer.clipped(self._norm)
-            self._update(lr, halted)
+            self._run_update(lr, halted)
         self._norm = None
         self.wrapped.finish_update()
         if self.balancing is not None:
@@ -355,7 +391,7 @@ class Program:
         self.wrapped.clear_gradients()
 
     def _check_and_measure(self) -> torch.Tensor | None:
-        """In a function of its own, so that no gradient outlives it."""
+        """Check and measure gradients; a function, so that no local keeps them alive."""
         gradients = self.gradients() if self.scaling or self.clipping else []
         if self.scaling is not None:
             self.scaling.check(gradients)
@@ -364,7 +400,8 @@ class Program:
         self._measured = gradients
         return self.clipping.norm(gradients, self.wrapped, self.scaling)
 
-    def _update(self, lr: float, halted: torch.Tensor | None) -> None:
+    def _run_update(self, lr: float, halted: torch.Tensor | None) -> None:
+        """Run the optimizer, and update the loss scale."""
         if self.scaling is None:
             self.update.step(lr, None if halted is None else Halt(halted))
             return
@@ -376,6 +413,7 @@ class Program:
 
     @torch.no_grad()
     def _update_unit(self, index: int) -> None:
+        """Update one unit within backward."""
         assert self._lr is not None, "forward_backward needs a learning rate"
         assert isinstance(self.update, TargetsUpdate), "backward updates flat units only"
         is_taken = self.admits is None or self.admits(index)
@@ -383,7 +421,7 @@ class Program:
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> torch.Tensor:
-        """This rank's share of the global mean loss of a batch, without a gradient (0-d)."""
+        """Return this rank's share of the global mean loss of a batch, without gradients (0-d)."""
         self.model.eval()
         total = torch.zeros_like(self.loss.share)
 
@@ -395,27 +433,32 @@ class Program:
         return total
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return what makes up the local gradients as the optimizer sees them, after
-        `reduce_gradients`: a tensor of its own for some, of DDP a bucket for many."""
+        """Return the local gradients as the optimizer sees them, after `reduce_gradients`.
+
+        They are one tensor per parameter or, with DDP, a bucket for many.
+        """
         return self.wrapped.gradients()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """`model` by parameter name and `optimizer` by `name.exp_avg`, `name.step` …: full tensors
-        (DTensor where a rank holds a part), the same names, shapes and dtypes whatever the
-        placement; `scaling` where the loss is scaled, `routers` where these have biases."""
+        """Return the training state, with equal names, shapes and dtypes for every placement.
+
+        It has `model` by parameter name and `optimizer` by `name.exp_avg`, `name.step` …, as full
+        tensors, or DTensors if a rank holds a part; `scaling` if the loss is scaled, `routers` if
+        they have biases.
+        """
         dtype = TORCH_DTYPES[self.plan.update.layout.parameters]
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, torch.Tensor] = {}
         for target, tensors in self.update.tensors():
             exported = self.canonical(target.export())
             if target.owns_master:
-                if not target.is_frozen:  # whose values are those that its dtype has
-                    optimizer.update(_keyed(exported, MASTER))
+                if not target.is_frozen:  # frozen parameters have no master copy
+                    optimizer.update(_with_key(exported, MASTER))
                 exported = {name: value.to(dtype) for name, value in exported.items()}
             model.update(exported)
             for key, tensor in tensors.items():
-                optimizer.update(_keyed(self.canonical(target.split(tensor)), key))
+                optimizer.update(_with_key(self.canonical(target.split(tensor)), key))
         state = {"model": model, "optimizer": optimizer}
         if self.balancing is not None:
             state["routers"] = dict(self.balancing.state())
@@ -423,10 +466,10 @@ class Program:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Load what `state_dict` gave, filled from a checkpoint of any placement."""
+        """Load a state with the structure of `state_dict`, from a checkpoint of any placement."""
         model = self.order.held(state["model"])
         keys = {key for _, tensors in self.update.tensors() for key in (MASTER, *tensors)}
-        optimizer = {key: self.order.held(_of_key(state["optimizer"], key)) for key in keys}
+        optimizer = {key: self.order.held(_select_key(state["optimizer"], key)) for key in keys}
         for target, tensors in self.update.tensors():
             has_master = target.owns_master and not target.is_frozen
             target.load(self.wrapped.own(optimizer[MASTER] if has_master else model))
@@ -440,14 +483,13 @@ class Program:
                 tensor.copy_(state["routers"][name])
 
     def canonical(self, named: Named) -> Named:
-        """Return the tensors by the model's names, those of a stage's copies too, in the model's
-        order of features. Collective."""
+        """Return tensors by the model's names, in its order of features. Collective."""
         return self.order.canonical(
             {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
         )
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        """Every local tensor that lives now and belongs to a state; one storage may come twice."""
+        """Yield every live local tensor with its state; a storage may appear twice."""
         yield from self.wrapped.storages()
         yield from self.update.storages()
         if self.scaling is not None:
@@ -459,17 +501,19 @@ class Program:
             yield from ((State.OTHER, tensor) for tensor in self.batch.tensors)
 
 
-def _tell(observers: list[Observer], phase: Phase, micro_batch: int) -> None:
+def _notify_observers(observers: list[Observer], phase: Phase, micro_batch: int) -> None:
+    """Report a phase to all observers."""
     for observer in observers:
         observer.phase(phase, micro_batch)
 
 
-def _keyed(named: Named, key: str) -> Named:
+def _with_key(named: Named, key: str) -> Named:
+    """Append the key of an optimizer state to the names."""
     return {f"{name}.{key}": value for name, value in named.items()}
 
 
-def _of_key(optimizer: Mapping[str, torch.Tensor], key: str) -> Named:
-    """One kind of optimizer state, by parameter name."""
+def _select_key(optimizer: Mapping[str, torch.Tensor], key: str) -> Named:
+    """Return one kind of optimizer state, by parameter name."""
     end = f".{key}"
     return {
         name.removesuffix(end): value for name, value in optimizer.items() if name.endswith(end)
@@ -489,7 +533,8 @@ def interpret(
         spec: The spec (`ptrain.load(...).spec`).
         model: An unwrapped module to use instead of the spec's, with identical weights on every
             rank.
-        world: The ranks. Default: those that the launcher started; without a launcher, one rank.
+        world: The ranks. Default: the ranks that the launcher started; without a launcher, one
+            rank.
         allow_import: Allow the spec to import your code.
 
     Returns:
@@ -515,7 +560,7 @@ def planned(
     *,
     allow_import: bool = False,
 ) -> Construction:
-    """The same before any step of the plan has run."""
+    """Return the construction of `interpret`'s program before any step of its plan has run."""
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     require_trainable(spec.model, world.device)
     if spec.loss.user_function is not None:

@@ -1,1 +1,1 @@
-"""Memory and traffic measurement. Never imports predictions."""
+"""Meters for memory, traffic, waits, replicas and routing. They never import predictions."""

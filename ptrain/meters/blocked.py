@@ -1,15 +1,16 @@
-"""Seconds that a rank's main thread waits for collectives, by axes, in one step.
+"""The blocking meter: seconds per step that a rank's main thread waits for collectives, by axes.
 
-Counted is the time inside the process group's calls and inside `Work.wait` (and the functional
-collectives' `wait_tensor`); and where C++ waits, in DistributedDataParallel's reducer, the time
-between the end of the backward pass's computing and the end of the reducer's own work after it.
+It adds the time inside process-group calls, inside `Work.wait` and inside the functional
+collectives' `wait_tensor`. DistributedDataParallel's reducer waits in C++; its wait is the time
+between the end of backward computation and the end of the reducer's callback.
 
-What the figure is: gloo moves bytes in threads of its own, so what the main thread waits for is
-what computing did not hide. A slower rank that is waited for is in it, and so is the time in which
-the system runs another thread; the cycles that gloo's threads take from computing are not. NCCL's
-calls do not block the host: there the step's trace (`profile`) shows what was not hidden. The
-stopwatch slows an operator by some microseconds, which a step of small ones shows; other meters in
-the same step would distort it far more.
+gloo moves bytes in background threads, so a wait of the main thread is communication that did not
+overlap with computation. The figure includes the time spent waiting for a slower rank and the time
+in which the operating system runs another thread. It excludes the CPU cycles that gloo's threads
+take from computation. NCCL calls do not block the host; use the trace that `profile` writes there.
+
+The meter adds a few microseconds per operator, which is visible in steps of small operators. Run it
+without the other meters: they would distort the wait far more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from ptrain.internals.autograd import at_end_of_backward, is_in_backward
 from ptrain.meters.traffic import SILENT, group_of
 from ptrain.models.ledger import OfStorages, OperatorMode
 
+# Methods of c10d::ProcessGroup under the names that torch releases use. `__enter__` skips those
+# that the installed release does not define.
 _CALLS = (
     "allreduce", "allreduce_coalesced", "_allgather_base", "all_gather_single", "allgather",
     "allgather_coalesced", "allgather_into_tensor_coalesced", "_reduce_scatter_base",
@@ -41,12 +44,21 @@ Axes = tuple[str, ...]
 
 
 class Stopwatch(OperatorMode):
-    """Adds up while it is entered, for the groups that have axes; on gloo. Elsewhere `absent` says
-    why there are no rows."""
+    """The meter that adds up waiting time per axes while it is entered.
+
+    It measures gloo groups only. If a group has another backend, `absent` gives the reason and
+    `rows` is empty.
+    """
 
     sees_compiled = True
 
     def __init__(self, axes_by_group: Mapping[str, Axes], *, rank: int) -> None:
+        """Prepare a measurement of the groups in `axes_by_group`.
+
+        Args:
+            axes_by_group: Axes of each process group, by group name. Other groups are ignored.
+            rank: The rank that the rows are reported for.
+        """
         super().__init__()
         self._rank, self._axes_by_group = rank, axes_by_group
         self.absent = _why_absent(axes_by_group)
@@ -58,10 +70,10 @@ class Stopwatch(OperatorMode):
         self._numbers = itertools.count(1)
         self._functional: OfStorages[Axes] = weakref.WeakKeyDictionary()
         self._has_callback = False
-        self._began = self._waited_before = 0.0
+        self._began_at = self._waited_before = 0.0
 
     def rows(self) -> tuple[Blocked, ...]:
-        """Seconds by axes, 0 where nothing was waited for."""
+        """Return the waiting seconds of each axes tuple; 0 if the rank did not wait."""
         if self.absent:
             return ()
         return tuple(
@@ -73,8 +85,8 @@ class Stopwatch(OperatorMode):
         if not self.absent:
             for name in _CALLS:
                 if name in vars(dist.ProcessGroup):
-                    self._replace(dist.ProcessGroup, name, self._timed_call)
-            self._replace(_WORK, "wait", self._timed_wait)
+                    self._replace_method(dist.ProcessGroup, name, self._timed_call)
+            self._replace_method(_WORK, "wait", self._timed_wait)
         super().__enter__()
         return self
 
@@ -84,20 +96,26 @@ class Stopwatch(OperatorMode):
             setattr(owner, name, original)
         self._originals.clear()
 
-    def _replace(self, owner: type, name: str, timed: Callable[[Any], Callable[..., Any]]) -> None:
-        self._originals[owner, name] = vars(owner)[name]  # as it is kept: getattr would unwrap it
+    def _replace_method(
+        self, owner: type, name: str, timed: Callable[[Any], Callable[..., Any]]
+    ) -> None:
+        """Replace a method of `owner` by its timed version until the meter exits."""
+        # the raw class attribute: getattr would unwrap it, and __exit__ restores it
+        self._originals[owner, name] = vars(owner)[name]
         setattr(owner, name, timed(getattr(owner, name)))
 
-    def _add(self, axes: Axes, seconds: float) -> None:
+    def _add_seconds(self, axes: Axes, seconds: float) -> None:
         self._seconds[axes] = self._seconds.get(axes, 0.0) + seconds
 
-    def _axes(self, group: dist.ProcessGroup) -> Axes | None:
-        """None for a group that is none of the program's: what the ranks say outside of it."""
+    def _axes_of(self, group: dist.ProcessGroup) -> Axes | None:
+        """Return the axes of a group, or None for a group outside the program's mesh."""
         return self._axes_by_group.get(group.group_name)
 
     def _timed_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a process-group method: add its duration and remember the work that it returns."""
+
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            axes, outer = self._axes(group), self._inside_call
+            axes, outer = self._axes_of(group), self._inside_call
             if axes is None:
                 return original(group, *args, **kwargs)
             began, self._inside_call = time.perf_counter(), True
@@ -106,7 +124,7 @@ class Stopwatch(OperatorMode):
             finally:
                 self._inside_call = outer
                 if not outer:
-                    self._add(axes, time.perf_counter() - began)
+                    self._add_seconds(axes, time.perf_counter() - began)
             if isinstance(work, _WORK):
                 self._issued[work] = self._note_unwaited(axes)
             return work
@@ -114,56 +132,71 @@ class Stopwatch(OperatorMode):
         return call
 
     def _timed_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `Work.wait`: add its duration to the axes of the call that issued the work."""
+
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            # only the first wait of a work counts
             axes = self._unwaited.pop(self._issued.get(work, -1), None)
             began = time.perf_counter()
             try:
                 return original(work, *args, **kwargs)
             finally:
                 if axes is not None:
-                    self._add(axes, time.perf_counter() - began)
+                    self._add_seconds(axes, time.perf_counter() - began)
 
         return wait
 
     def _note_unwaited(self, axes: Axes) -> int:
-        """A call whose wait is still to come; in a backward pass perhaps in C++, at its end."""
-        number = next(self._numbers)  # a work that was waited for keeps its own
+        """Return a number for an issued call that has not been waited for.
+
+        In a backward pass the wait may happen in C++ at the end of the pass, so this also schedules
+        the callback that measures it.
+        """
+        # never reused: a work that was waited for keeps its number in `_issued`
+        number = next(self._numbers)
         self._unwaited[number] = axes
         if not self._has_callback and is_in_backward():
             self._has_callback = True
-            at_end_of_backward(self._computed)
+            at_end_of_backward(self._start_reducer_clock)
         return number
 
-    def _computed(self) -> None:
-        """The backward pass has computed all; the reducer's end, queued since, comes next, and
-        what is queued here comes after it."""
-        self._began, self._waited_before = time.perf_counter(), sum(self._seconds.values())
-        at_end_of_backward(self._reduced)
+    def _start_reducer_clock(self) -> None:
+        """Start the clock when backward computation has ended.
 
-    def _reduced(self) -> None:
+        Autograd runs queued callbacks in order: this one, the reducer's (queued by then), and
+        `_reduced`, which is queued here and therefore runs after the reducer's.
+        """
+        self._began_at, self._waited_before = time.perf_counter(), sum(self._seconds.values())
+        at_end_of_backward(self._stop_reducer_clock)
+
+    def _stop_reducer_clock(self) -> None:
+        """Add the reducer's waiting time, without the waits already counted meanwhile."""
         self._has_callback = False
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._began_at
         seconds -= sum(self._seconds.values()) - self._waited_before
-        awaited = set(self._issued.values())  # later, by whoever still has the work
+        # these are waited for later, by the code that still holds the work
+        awaited = set(self._issued.values())
         here = [number for number in self._unwaited if number not in awaited]
+        # All unwaited calls ended within this one interval, so the last call's axes get it.
         if here:
-            self._add(self._unwaited[here[-1]], seconds)
+            self._add_seconds(self._unwaited[here[-1]], seconds)
         for number in here:
             del self._unwaited[number]
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and notice collectives that C++ issues past the Python methods."""
         if function.namespace == "_c10d_functional":
-            return self._dispatch_functional(function, args, kwargs)
+            return self._time_functional(function, args, kwargs)
         result = function(*args, **kwargs)
         if function.namespace != "c10d" or self._inside_call:
             return result
-        if (axes := self._axes(group_of((args, kwargs)))) is not None:  # from C++: DDP's reducer
+        # issued from C++ by DDP's reducer, past the Python methods
+        if (axes := self._axes_of(group_of((args, kwargs)))) is not None:
             self._note_unwaited(axes)
         return result
 
-    def _dispatch_functional(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _time_functional(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a functional collective and add the time of `wait_tensor` to the axes of its call."""
         outer, self._inside_call = self._inside_call, True
         began = time.perf_counter()
         try:
@@ -175,15 +208,16 @@ class Stopwatch(OperatorMode):
         if name == "wait_tensor":
             axes = self._functional.pop(args[0].untyped_storage(), None)
             if axes is not None:
-                self._add(axes, seconds)
+                self._add_seconds(axes, seconds)
         elif name not in SILENT and isinstance(result, torch.Tensor):
-            axes = self._axes(group_of((args, kwargs)))
+            axes = self._axes_of(group_of((args, kwargs)))
             if axes is not None:
                 self._functional[result.untyped_storage()] = axes
         return result
 
 
 def _why_absent(axes_by_group: Mapping[str, Axes]) -> str:
+    """Return the reason why waits cannot be measured here, or ""."""
     for name in axes_by_group:
         group = process_groups.named(name)
         if (backend := dist.get_backend(group)) != "gloo":

@@ -1,9 +1,10 @@
-"""What one rank holds, each thing under a key that is the same on whichever rank holds it too.
+"""The tensors that one rank holds, each under a key that is identical on all ranks that hold it.
 
-A part of a tensor is named by what cuts it: the coordinates along the mesh dimensions of a DTensor
-that shard it, and the range of its elements in the shard of a flat unit. Ranks whose keys are equal
-hold copies; a tensor that is cut over an axis has another key at every place of it. So what is
-replicated, and over which ranks, follows from the layouts that the wrapped tensors have now.
+A part of a tensor is named by its shard: the coordinates along the mesh dimensions of a DTensor
+that shard it, and the range of elements within the shard of a flat unit. Ranks with equal keys hold
+copies; a tensor that is sharded over an axis has a different key at each coordinate of that axis.
+The set of ranks that replicate a tensor therefore follows from the current layout of the wrapped
+tensors, with no declaration.
 """
 
 from __future__ import annotations
@@ -34,8 +35,15 @@ from ptrain.spec.placement import Axis
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """`name`: a tensor's canonical one, `key`: which state of it (`exp_avg`; "" for itself);
-    `part` of it, "" for all."""
+    """A tensor part that this rank holds.
+
+    Attributes:
+        subject: The state that the tensor belongs to.
+        name: Canonical name of the tensor in the model.
+        key: Key of the optimizer state (`exp_avg`); "" for the tensor itself.
+        part: The shard of the tensor that this rank holds; "" for the full tensor.
+        tensor: The local storage, not copied.
+    """
 
     subject: Subject
     name: str
@@ -45,34 +53,43 @@ class Holding:
 
     @property
     def identity(self) -> tuple[str, str, str, str]:
+        """The key that is equal on all ranks that hold the same part."""
         return self.subject.value, self.name, self.key, self.part
 
 
 def parameters(program: Program) -> Iterator[Holding]:
-    """Yield the parameters as they are stored between steps. Masters that parameters are made of
-    are the optimizer's."""
+    """Yield the parameters as they are stored between steps.
+
+    Master copies from which parameters are cast count as optimizer state.
+    """
     for target in targets(program):
         subject = Subject.OPTIMIZER if target.owns_master else Subject.PARAMETERS
         key = MASTER if target.owns_master else ""
-        for name, part, tensor in _parameter(target):
+        for name, part, tensor in _parameter_parts(target):
             yield Holding(subject, program.wrapped.canonical_name(name), key, part, tensor)
 
 
 def gradients(program: Program) -> Iterator[Holding]:
-    """Reduced, as they are kept for the update. One that is still a sum over ranks to be taken is
-    nobody's copy, and left out; so are those that an update in the backward pass has used up."""
+    """Yield the reduced gradients that are kept for the update.
+
+    Gradients with a pending reduction (Partial placements) are left out, since no two ranks hold
+    the same values. Gradients that an update in the backward pass has consumed are left out too.
+    """
     for target in targets(program):
-        for name, part, tensor in _gradient(target):
+        for name, part, tensor in _gradient_parts(target):
             yield Holding(Subject.GRADIENTS, program.wrapped.canonical_name(name), "", part, tensor)
 
 
 def optimizer(program: Program) -> Iterator[Holding]:
-    """Its state, where this rank has it; of counters see `counters`."""
+    """Yield the optimizer state that this rank stores, and the loss scaler's state.
+
+    Step counters are left out; see `counters`.
+    """
     for target, tensors in program.update.tensors():
         for key, stored in tensors.items():
             if key == COUNTER or stored.is_meta:
                 continue
-            for name, part, tensor in _slot(target, stored):
+            for name, part, tensor in _slot_parts(target, stored):
                 yield Holding(
                     Subject.OPTIMIZER, program.wrapped.canonical_name(name), key, part, tensor
                 )
@@ -82,20 +99,24 @@ def optimizer(program: Program) -> Iterator[Holding]:
 
 
 def buffers(program: Program) -> Iterator[Holding]:
-    """Yield the buffers of the model, the stages' under the model's names. Tables of tokens have
-    rows for the positions that the model says it is given."""
+    """Yield the buffers of the model under the model's names, stage by stage.
+
+    The part of a table with one row per token includes the position ranges of this rank's tokens.
+    """
     for piece in program.pieces:
         spans = getattr(piece.module, "spans", ())
         rows = ",".join(f"{first}-{behind}" for first, behind in spans)
         for name, buffer in piece.module.named_buffers():
-            if (part := _cut(buffer)) is not None:
+            if (part := _shard_coordinates(buffer)) is not None:
                 part += rows if name.endswith(OF_TOKENS) else ""
                 yield Holding(Subject.BUFFERS, name, "", part, local(buffer))
 
 
 def counters(program: Program) -> dict[str, int]:
-    """Return how many updates each tensor has had, by name, as the optimizer counts them: the same
-    on all ranks that have any part of it."""
+    """Return the number of updates of each tensor, as the optimizer counts them, by name.
+
+    The counts are equal on all ranks that hold any part of the tensor.
+    """
     names, counts = [], []
     for target, tensors in program.update.tensors():
         count = tensors.get(COUNTER)
@@ -109,8 +130,10 @@ def counters(program: Program) -> dict[str, int]:
 
 
 def hyperparameters(program: Program) -> dict[str, list[float]]:
-    """Return the numbers that this rank's optimizers were given for their last update (lr, eps,
-    weight_decay …), by rule, each with its values over all groups of parameters."""
+    """Return the hyperparameters of the last update (`Adam.lr`, `Adam.eps`, …) on this rank.
+
+    Each key has the sorted distinct values over all parameter groups.
+    """
     update = program.update
     optimizers: list[torch.optim.Optimizer]
     match update:
@@ -131,33 +154,37 @@ def hyperparameters(program: Program) -> dict[str, list[float]]:
 
 
 def targets(program: Program) -> Iterator[NamedTarget]:
-    """Yield what the program's optimizer updates."""
+    """Yield the update targets of the program's optimizer."""
     return (target for target, _ in program.update.tensors())
 
 
 _Pieces = Iterator[tuple[str, str, torch.Tensor]]  # name, part, tensor
 
 
-def _parameter(target: NamedTarget) -> _Pieces:
+def _parameter_parts(target: NamedTarget) -> _Pieces:
+    """Yield the parts of the parameters that a target stores between steps."""
     match target:
         case FlatTarget() | FlatTensorTarget() | FrozenTarget():
             if isinstance(target, FlatTensorTarget) and target.index:
-                return  # the first one of a unit tells all
+                return  # the first target of a unit yields the parameters of the full unit
             held = target.unit.parameters
             cut = held.cut
             stored = held.stored
-            if behind := held.behind:  # along these axes a rank's own part alone is updated yet
+            # the replicas are stale along these axes until the next gather: only the local shard
+            # has been updated
+            if behind := held.behind:
                 cut = (*cut, *behind)
                 stored = held.cuts.take(stored, held.cut, cut)
-            yield from _of_unit(target.unit.named, held.cuts, cut, stored)
+            yield from _unit_parts(target.unit.named, held.cuts, cut, stored)
         case ParameterTarget():
-            if (part := _cut(target.parameter)) is not None:
+            if (part := _shard_coordinates(target.parameter)) is not None:
                 yield target.name, part, target.value()
         case _:
             raise AssertionError(f"unknown layout of {type(target).__name__}")
 
 
-def _gradient(target: NamedTarget) -> _Pieces:
+def _gradient_parts(target: NamedTarget) -> _Pieces:
+    """Yield the parts of the reduced gradients that a target keeps."""
     match target:
         case FrozenTarget():
             return
@@ -166,43 +193,51 @@ def _gradient(target: NamedTarget) -> _Pieces:
             whole = kept.kept
             if whole is None or (isinstance(target, FlatTensorTarget) and target.index):
                 return
-            yield from _of_unit(target.unit.named, kept.cuts, kept.now, whole)
+            yield from _unit_parts(target.unit.named, kept.cuts, kept.now, whole)
         case ParameterTarget():
             gradient = target.parameter.grad
-            if gradient is not None and (part := _cut(gradient)) is not None:
+            if gradient is not None and (part := _shard_coordinates(gradient)) is not None:
                 yield target.name, part, local(gradient)
         case _:
             raise AssertionError(f"unknown layout of {type(target).__name__}")
 
 
-def _slot(target: NamedTarget, stored: torch.Tensor) -> _Pieces:
+def _slot_parts(target: NamedTarget, stored: torch.Tensor) -> _Pieces:
+    """Yield the parts of one optimizer state tensor of a target."""
     match target:
-        case FlatTarget() | FlatTensorTarget() if not stored.dim():  # a number is cut by nobody
+        case FlatTarget() | FlatTensorTarget() if not stored.dim():  # a 0-d state is replicated
             yield names_of(target)[0], "", stored
         case FlatTarget():
             unit = target.unit
-            yield from _of_unit(unit.named, unit.cuts, unit.step.optimizer, stored)
+            yield from _unit_parts(unit.named, unit.cuts, unit.step.optimizer, stored)
         case FlatTensorTarget():
             parameter = target.unit.named[target.index][1]
             if stored.shape == target.shape:
-                yield target.name, _own_part(parameter), stored
+                yield target.name, _part_before_unit(parameter), stored
                 return
             named = [(target.name, parameter)]
-            yield from _of_unit(named, target.cuts, target.unit.step.optimizer, stored)
+            yield from _unit_parts(named, target.cuts, target.unit.step.optimizer, stored)
         case ParameterTarget():
-            if (part := _cut(target.parameter)) is not None:
+            if (part := _shard_coordinates(target.parameter)) is not None:
                 yield target.name, part, local(stored)
         case _:
             raise AssertionError(f"unknown layout of {type(target).__name__}")
 
 
-def _of_unit(
+def _unit_parts(
     named: Sequence[tuple[str, Parameter]],
     cuts: Cuts[torch.Tensor],
     cut: Sequence[Axis],
     stored: torch.Tensor,
 ) -> _Pieces:
-    """The tensors of a flat shard over `cut`, each with the range of its elements that is there."""
+    """Yield each tensor's part of a flat shard over `cut`, with its range of elements.
+
+    Args:
+        named: Parameters of the unit by name, in the order in which they are laid out.
+        cuts: The unit's shards.
+        cut: Axes that shard the unit.
+        stored: The local shard of the unit.
+    """
     assert stored.numel() == cuts.shard_numel(cut), "the shard has another size"
     sizes = [parameter.numel() for _, parameter in named]
     ends = list(accumulate(sizes))
@@ -214,23 +249,25 @@ def _of_unit(
                 offset = low - (end - size)
                 is_whole = high - low == size
                 elements = "" if is_whole else f"[{offset}:{offset + high - low}]"
-                part = f"{_own_part(parameter)}{elements}"
+                part = f"{_part_before_unit(parameter)}{elements}"
                 yield name, part, stored.view(-1)[start + low - first : start + high - first]
         start += last - first
 
 
-def _own_part(parameter: Parameter) -> str:
-    """Of a parameter of a flat unit: what cuts it before the unit does."""
+def _part_before_unit(parameter: Parameter) -> str:
+    """Return the shard that a flat unit's parameter is before the unit shards it, "" if full."""
     if not isinstance(parameter, LocalPart):
         return ""
-    part = _cut(parameter.parameter)
+    part = _shard_coordinates(parameter.parameter)
     assert part is not None, "the tensor is not a parameter"
     return part
 
 
-def _cut(tensor: torch.Tensor) -> str | None:
-    """The place along every mesh dimension that shards a tensor, `tp=1`, "" for a whole one; None
-    for a sum that is still to be taken."""
+def _shard_coordinates(tensor: torch.Tensor) -> str | None:
+    """Return the coordinates along the mesh dimensions that shard a tensor, such as `tp=1`.
+
+    Returns "" for a full tensor, and None for a tensor with a pending reduction.
+    """
     if not isinstance(tensor, DTensor):
         return ""
     if any(placement.is_partial() for placement in tensor.placements):
@@ -243,7 +280,7 @@ def _cut(tensor: torch.Tensor) -> str | None:
 
 
 def names_of(target: NamedTarget) -> list[str]:
-    """Return the names of the tensors that a target stands for, as its stage has them."""
+    """Return the names of the tensors that a target updates, as its stage names them."""
     match target:
         case FlatTarget() | FrozenTarget():
             return [name for name, _ in target.unit.named]
@@ -254,14 +291,17 @@ def names_of(target: NamedTarget) -> list[str]:
 
 
 def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
-    """Parameters that are not, bit by bit, their master copy in their own dtype: name, and that in
-    words. Each rank looks at what it has of both."""
+    """Yield the name and a description of each parameter that differs from its master copy.
+
+    A parameter must be equal, bit by bit, to its master copy cast to the parameter's dtype. Each
+    rank compares the elements for which it holds both.
+    """
     for target, tensors in program.update.tensors():
         if (master := tensors.get(MASTER)) is None:
             continue
-        for name, held, other in _with_master(target, master):
+        for name, held, other in _pairs_with_master(target, master):
             copied = other.to(device=held.device, dtype=held.dtype)
-            if not torch.equal(_bits(held), _bits(copied)):
+            if not torch.equal(_as_bytes(held), _as_bytes(copied)):
                 dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (held, other)]
                 yield (
                     program.wrapped.canonical_name(name),
@@ -270,8 +310,10 @@ def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def storages_by_name(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors on whose storages parameters, their gradients and their optimizer state lie now, each
-    by name of every tensor that is there; a unit's lie on one."""
+    """Yield the tensors whose storages hold parameters, gradients and optimizer state, by name.
+
+    The parameters of a flat unit share a storage, so such a storage is yielded under several names.
+    """
     for target, tensors in program.update.tensors():
         held: list[torch.Tensor] = [tensor for tensor in tensors.values() if not tensor.is_meta]
         match target:
@@ -287,10 +329,10 @@ def storages_by_name(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((program.wrapped.canonical_name(name), tensor) for tensor in held)
 
 
-def _with_master(
+def _pairs_with_master(
     target: NamedTarget, master: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Name, parameter and master, of what this rank has of both."""
+    """Yield name, parameter and master for the elements of which this rank holds both."""
     match target:
         case FlatTarget():
             held, kept = target.unit.parameters, target.unit.step.optimizer
@@ -298,15 +340,16 @@ def _with_master(
             both = tuple(dict.fromkeys((*here, *kept)))
             stored = held.cuts.take(held.stored, held.cut, both)
             others = held.cuts.take(master, kept, both)
-            mine = _of_unit(target.unit.named, held.cuts, both, stored)
-            theirs = _of_unit(target.unit.named, held.cuts, both, others)
+            mine = _unit_parts(target.unit.named, held.cuts, both, stored)
+            theirs = _unit_parts(target.unit.named, held.cuts, both, others)
             for (name, _, own), (_, _, other) in zip(mine, theirs, strict=True):
                 yield name, own, other
         case FlatTensorTarget():
-            pass  # its master is cut by itself, and not as the unit is
+            pass  # its master is sharded per tensor, the parameters per unit: parts do not align
         case ParameterTarget():
             yield target.name, target.value(), local(master)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor as a 1-d uint8 tensor, so that NaNs compare equal."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,26 +1,27 @@
-"""Measure one steady step: memory by state, its peak by phase, every collective, and the bytes that
-the rank's sockets sent.
+"""Measure one steady step: memory and its peak, collectives, and bytes sent on sockets.
 
     with measure(program) as measurement:
         program.forward_backward(batch)
         program.step(lr)
     measurement.estimate()
 
-`measure(module, optimizer=optimizer)` measures a module that DistributedDataParallel, FSDP2 or
-another framework has wrapped. Its states are its parameters (FSDP2's shards are read off its own
-groups, since a gathered module shows other parameters), their `.grad`, and the tensors of the
-optimizer's state. A forward pass of the root module starts the phase FORWARD, autograd at work is
-BACKWARD, what follows is UPDATE. A collective on a wrapper's own buffer counts as the state that
-such a call moves in that phase: parameters if gathered, gradients if reduced in backward. A group
-is named after the mesh dimensions that shard the parameters, else `world`, else by its ranks.
+`measure(module, optimizer=optimizer)` measures a module wrapped by DistributedDataParallel, FSDP2
+or another framework. Its state is its parameters, their `.grad`, and the tensors of the optimizer's
+state. FSDP2 shards are read from FSDP2's parameter groups, because an unsharded module shows other
+parameters.
 
-The wire meter: bytes that this process's own sockets sent, by axes, from the kernel's counters.
+Phases are inferred: a forward pass of the root module starts FORWARD, running autograd means
+BACKWARD, and the operators after it are UPDATE. A collective on a wrapper's internal buffer counts
+as the state that such a call moves in that phase: parameters if all-gathered, gradients if reduced
+in backward. A group is named after the mesh dimensions that shard the parameters, else `world`,
+else by its ranks.
 
-No root, no namespace, nothing of torch: getsockopt(TCP_INFO) of every TCP socket that the process
-holds, before and after a step. Which socket belongs to which process group is read off the store
-where gloo's ranks published the addresses that they listen on; a group's sockets have one of these
-addresses at one end. Limits: Linux 4.19 or newer (the kernel's counter of bytes sent), gloo over
-TCP; a scan takes 0.2 ms and asks no other rank.
+The wire meter counts the bytes that this process's sockets sent, by axes, from the kernel's
+counters. It calls getsockopt(TCP_INFO) on every TCP socket of the process before and after a step,
+without root rights, namespaces or torch. gloo's ranks publish their listening addresses in the
+store; a socket belongs to the group that has one of these addresses at one of its ends. Limits:
+Linux 4.19 or newer (the kernel's counter of bytes sent) and gloo over TCP. A scan takes 0.2 ms and
+communicates with no other rank.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ from ptrain.models.watch import listening, watching
 from ptrain.rooms.comm import Registry
 from ptrain.rooms.world import World
 
-# struct tcp_info of Linux: eight bytes, 24 times u32, then u64s and u32s as they came to be added.
-_NOT_SENT = struct.Struct("=I"), 144  # in the send buffer still
-_SENT = struct.Struct("=QQ"), 200  # bytes sent, and of them retransmitted
+# Offsets into Linux's struct tcp_info: 8 single bytes and 24 u32 (104 bytes), then u64 and u32
+# fields in the order in which kernels added them.
+_NOT_SENT = struct.Struct("=I"), 144  # tcpi_notsent_bytes: still in the send buffer
+_SENT = struct.Struct("=QQ"), 200  # tcpi_bytes_sent and tcpi_bytes_retrans, since Linux 4.19
 _LENGTH = 216
 _WORD = struct.calcsize("=Q")
 
@@ -63,90 +65,109 @@ Address = tuple[str, int]
 
 
 class WireMeter:
-    """Reads the counters when it is entered and when it is left."""
+    """The meter of socket traffic; it reads the kernel's counters on entry and on exit."""
 
     def __init__(self, axes_by_group: Mapping[str, tuple[str, ...]], *, rank: int) -> None:
         self._rank = rank
         self.absent, self._axes_by_socket = "", {}
         try:
             self._axes_by_socket = _axes_by_socket(axes_by_group)
-        except _CannotTell as error:
+        except _NotMeasurableError as error:
             self.absent = str(error)
         self._before: dict[str, int] = {}
         self._sent: dict[tuple[str, ...], int] = {}
 
     def rows(self) -> tuple[Wire, ...]:
-        """Bytes by axes; none where `absent` says why."""
+        """Return the bytes sent by axes; empty if `absent` gives a reason."""
         return tuple(
             Wire(axes=axes, rank=self._rank, sent_bytes=sent) for axes, sent in self._sent.items()
         )
 
     def __enter__(self) -> Self:
         if not self.absent:
-            self._before = self._counters()
+            self._before = self._read_counters()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.absent:
             return
-        after = self._counters()
+        after = self._read_counters()
         if gone := self._axes_by_socket.keys() - (self._before.keys() & after.keys()):
             self.absent = f"{len(gone)} connections were closed during the step"
             return
         for name, axes in self._axes_by_socket.items():
             self._sent[axes] = self._sent.get(axes, 0) + after[name] - self._before[name]
 
-    def _counters(self) -> dict[str, int]:
+    def _read_counters(self) -> dict[str, int]:
+        """Return the bytes sent so far on each socket of the measured groups."""
         return {
             name: _sent_bytes(connection)
-            for name, connection in _connections()
+            for name, connection in _tcp_connections()
             if name in self._axes_by_socket
         }
 
 
-class _CannotTell(Exception):
-    """Why there are no figures."""
+class _NotMeasurableError(Exception):
+    """The reason why sent bytes cannot be measured."""
 
 
 def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the axes of each socket that connects this rank with a measured group.
+
+    Raises:
+        _NotMeasurableError: The system, kernel or backend has no counters, or gloo's addresses are
+            unreadable.
+    """
     if not sys.platform.startswith("linux"):
-        raise _CannotTell("byte counters of connections exist on Linux only")
+        raise _NotMeasurableError("byte counters of connections exist on Linux only")
     ends = {}
-    for name, connection in _connections():
+    for name, connection in _tcp_connections():
         with suppress(OSError):  # a peer that is gone
-            ends[name] = (_address(connection.getsockname()), _address(connection.getpeername()))
+            ends[name] = (
+                _normalized_address(connection.getsockname()),
+                _normalized_address(connection.getpeername()),
+            )
             if len(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)) < _LENGTH:
-                raise _CannotTell("this kernel does not count the bytes sent on a connection")
+                raise _NotMeasurableError(
+                    "this kernel does not count the bytes sent on a connection"
+                )
     axes_of: dict[str, tuple[str, ...]] = {}
     for group_name, axes in axes_by_group.items():
-        axes_of |= dict.fromkeys(_sockets(process_groups.named(group_name), ends), axes)
+        axes_of |= dict.fromkeys(_sockets_of_group(process_groups.named(group_name), ends), axes)
     return axes_of
 
 
-def _sockets(group: dist.ProcessGroup, ends: Mapping[str, tuple[Address, Address]]) -> list[str]:
-    """Return the sockets that connect this rank with the group's others, one for each of them."""
+def _sockets_of_group(
+    group: dist.ProcessGroup, ends: Mapping[str, tuple[Address, Address]]
+) -> list[str]:
+    """Return the names of the sockets that connect this rank with the other ranks of a group."""
     if group.size() == 1:
         return []
     if (backend := dist.get_backend(group)) != "gloo":
-        raise _CannotTell(f"{backend} does not use sockets with byte counters")
-    listening = [_published(group, rank) for rank in range(group.size())]
+        raise _NotMeasurableError(f"{backend} does not use sockets with byte counters")
+    listening = [_published_address(group, rank) for rank in range(group.size())]
     own = listening.pop(group.rank())
     names = [name for name, (here, there) in ends.items() if here == own or there in listening]
     if len(names) != len(listening):
-        raise _CannotTell(
+        raise _NotMeasurableError(
             f"expected {len(listening)} connections of the group {group.group_name}, found "
             f"{len(names)}"
         )
     return names
 
 
-def _published(group: dist.ProcessGroup, rank: int) -> Address:
-    """Where a rank of a gloo group listens. The store has its host's name and a socket address,
-    the length before each, as the host writes them."""
+def _published_address(group: dist.ProcessGroup, rank: int) -> Address:
+    """Return the address that a rank of a gloo group listens on.
+
+    The store's value is the host name and a socket address, each after its length as a native
+    64-bit integer.
+    """
     store = process_groups.store_of(group)
     key = f"cpu//0/{rank}"
     if not store.check([key]):
-        raise _CannotTell("the store has no gloo addresses under the key of torch 2.13")
+        raise _NotMeasurableError("the store has no gloo addresses under the key of torch 2.13")
+    # The value is: length, host name, length, then a struct sockaddr (family in host byte order,
+    # port and address in network byte order).
     raw = bytes(store.get(key))
     raw = raw[_WORD + int.from_bytes(raw[:_WORD], sys.byteorder) + _WORD :]
     family = int.from_bytes(raw[:2], sys.byteorder)
@@ -154,22 +175,23 @@ def _published(group: dist.ProcessGroup, rank: int) -> Address:
     if family == socket.AF_INET:
         return socket.inet_ntop(family, raw[4:8]), port
     if family == socket.AF_INET6:
-        return _address((socket.inet_ntop(family, raw[8:24]), port))
-    raise _CannotTell(f"gloo uses an unknown address family ({family})")
+        return _normalized_address((socket.inet_ntop(family, raw[8:24]), port))
+    raise _NotMeasurableError(f"gloo uses an unknown address family ({family})")
 
 
-def _address(name: tuple[str | int, ...]) -> Address:
-    """IPv4 in IPv6 is IPv4."""
+def _normalized_address(name: tuple[str | int, ...]) -> Address:
+    """Return host and port, with IPv4-mapped IPv6 addresses as IPv4."""
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
-def _connections() -> Iterator[tuple[str, socket.socket]]:
-    """Every TCP connection of this process, as a copy that is closed after its turn."""
+def _tcp_connections() -> Iterator[tuple[str, socket.socket]]:
+    """Yield every TCP connection of this process, as a duplicate that is closed after its use."""
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{descriptor}")
             if not name.startswith("socket:"):
                 continue
+            # a duplicate: closing the socket object must not close the process's descriptor
             with socket.socket(fileno=os.dup(int(descriptor))) as copy:
                 is_tcp = copy.type == socket.SOCK_STREAM and copy.family in (
                     socket.AF_INET,
@@ -180,7 +202,7 @@ def _connections() -> Iterator[tuple[str, socket.socket]]:
 
 
 def _sent_bytes(connection: socket.socket) -> int:
-    """Payload given to the kernel so far, once each."""
+    """Return the payload bytes passed to the kernel so far, without retransmissions."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     sent, again = _SENT[0].unpack_from(info, _SENT[1])
     (waiting,) = _NOT_SENT[0].unpack_from(info, _NOT_SENT[1])
@@ -191,20 +213,20 @@ _GATHERS = (Collective.ALL_GATHER, Collective.BROADCAST, Collective.GATHER, Coll
 
 
 class Foreign:
-    """A wrapped module and its optimizer, seen from outside."""
+    """A wrapped module and its optimizer, observed from outside the framework that wrapped it."""
 
     def __init__(self, module: nn.Module, optimizer: object | None) -> None:
         self.module = module
         self.registry = Registry()
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self._optimizer = _innermost(optimizer)
+        self._optimizer = _unwrap_optimizer(optimizer)
         self._parameters = list(module.parameters())
         self.device = self._parameters[0].device.type
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        """Parameters and gradients as this rank stores them, optimizer state, buffers."""
-        shards, gathered = self._sharded()
+        """Yield parameters, gradients, optimizer state and buffers as this rank stores them."""
+        shards, gathered = self._fsdp_parameters()
         away = {id(parameter) for parameter in gathered}
         kept = [parameter for parameter in self._parameters if id(parameter) not in away]
         for parameter in (*shards, *kept):
@@ -222,8 +244,8 @@ class Foreign:
             )
         yield from ((State.OTHER, local(buffer)) for buffer in self.module.buffers())
 
-    def _sharded(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """FSDP2's shards, and the gathered parameters that stand in for them while in use."""
+    def _fsdp_parameters(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return FSDP2's sharded parameters, and the unsharded ones that replace them in use."""
         parts = [
             part
             for module in self.module.modules()
@@ -237,9 +259,9 @@ class Foreign:
         ]
 
     def policies(self) -> tuple[str, ...]:
-        """Return what FSDP2 was given that changes what a spec means, a line for each."""
+        """Return one line for each FSDP2 policy that changes the meaning of a spec."""
         meanings = (
-            _meaning(policy)
+            _policy_effect(policy)
             for module in self.module.modules()
             if isinstance(module, FSDPModule)
             for group in parameter_groups(module)
@@ -248,22 +270,24 @@ class Foreign:
         return tuple(dict.fromkeys(filter(None, meanings)))
 
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:
-        """Return the axes of each group by its name. Groups that no parameter is sharded on are
-        found by their ranks."""
+        """Return the axes of each group by its name.
+
+        Groups that shard no parameter are named by their ranks.
+        """
         axes_of: dict[str, tuple[str, ...]] = {}
-        for parameter in (*self._sharded()[0], *self._parameters):
+        for parameter in (*self._fsdp_parameters()[0], *self._parameters):
             if isinstance(parameter, DTensor):
                 mesh = parameter.device_mesh
                 names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
                 for dim in range(mesh.ndim):
                     axes_of[mesh.get_group(dim).group_name] = (names[dim],)
-        for group in _groups():
-            axes_of.setdefault(group.group_name, (_by_ranks(group),))
+        for group in _process_groups():
+            axes_of.setdefault(group.group_name, (_group_label(group),))
         return axes_of
 
 
-def _meaning(policy: object) -> str:
-    """What a policy does, in a spec's words; nothing of one that does nothing."""
+def _policy_effect(policy: object) -> str:
+    """Return the effect of a policy in terms of a spec, "" if it has none."""
     match policy:
         case MixedPrecisionPolicy(param_dtype=None, reduce_dtype=None):
             return ""
@@ -285,8 +309,10 @@ def _meaning(policy: object) -> str:
 
 
 def state_of(collective: Collective, phase: Phase) -> State:
-    """Return the state that a call on an untagged buffer moves. DDP broadcasts a module's buffers
-    in forward."""
+    """Return the state that a collective on an untagged buffer moves in a phase.
+
+    A broadcast in forward is OTHER, since DDP broadcasts the module's buffers there.
+    """
     if phase is Phase.FORWARD and collective is Collective.BROADCAST:
         return State.OTHER
     if collective in _GATHERS:
@@ -295,7 +321,7 @@ def state_of(collective: Collective, phase: Phase) -> State:
 
 
 class PhaseWatch(OperatorMode):
-    """Tells observers the phase of a model that does not tell it itself."""
+    """The mode that infers the phases of a module without a program, and reports them."""
 
     sees_compiled = True
 
@@ -306,7 +332,7 @@ class PhaseWatch(OperatorMode):
         self._micro_batch = -1
 
     def __enter__(self) -> Self:
-        self._watch = watching([("", self._module)], before=self._begins, is_first=True)
+        self._watch = watching([("", self._module)], before=self._on_forward, is_first=True)
         self._watch.__enter__()
         super().__enter__()
         return self
@@ -315,12 +341,14 @@ class PhaseWatch(OperatorMode):
         super().__exit__(*error)
         self._watch.__exit__(None, None, None)
 
-    def _begins(self, *_: object) -> None:
+    def _on_forward(self, *_: object) -> None:
+        """Start a forward phase, unless the root module runs again within backward."""
         if not is_in_backward():
             self._micro_batch += 1
-            self._enter(Phase.FORWARD)
+            self._enter_phase(Phase.FORWARD)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter_phase(self, phase: Phase) -> None:
+        """Set the phase and report it."""
         self._phase = phase
         for observer in self._observers:
             observer.phase(phase, 0 if phase is Phase.UPDATE else self._micro_batch)
@@ -328,17 +356,27 @@ class PhaseWatch(OperatorMode):
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_in_backward():
             if self._phase is Phase.FORWARD:
-                self._enter(Phase.BACKWARD)
+                self._enter_phase(Phase.BACKWARD)
         elif self._phase is Phase.BACKWARD:
-            self._enter(Phase.UPDATE)
+            self._enter_phase(Phase.UPDATE)
         return function(*args, **kwargs)
 
 
 @contextmanager
 def one_step(optimizer: object | None) -> Iterator[None]:
-    """Refuses a second step of the optimizer: of two steps the sums of calls and the peaks would
-    be taken for those of one. Without an optimizer no step is seen."""
-    own = optimizer if hasattr(optimizer, "_optimizer_step_pre_hooks") else _innermost(optimizer)
+    """Temporarily reject a second step of the optimizer.
+
+    Two steps would be reported as one, with the sum of their calls and the higher of their peaks.
+    Without a torch optimizer, steps are not counted.
+
+    Raises:
+        PtrainError: The optimizer starts a second step inside.
+    """
+    own = (
+        optimizer
+        if hasattr(optimizer, "_optimizer_step_pre_hooks")
+        else _unwrap_optimizer(optimizer)
+    )
     if not isinstance(own, torch.optim.Optimizer):
         yield
         return
@@ -360,15 +398,19 @@ def one_step(optimizer: object | None) -> Iterator[None]:
         hook.remove()
 
 
-def _innermost(optimizer: object | None) -> object | None:
-    """The optimizer inside of wrappers: accelerate keeps it as `optimizer`, ZeRO's as `optim`."""
+def _unwrap_optimizer(optimizer: object | None) -> object | None:
+    """Return the torch optimizer inside wrappers.
+
+    accelerate names it `optimizer`, torch's ZeroRedundancyOptimizer `optim`.
+    """
     for name in ("optimizer", "optim"):
         if isinstance(inner := getattr(optimizer, name, None), torch.optim.Optimizer):
-            return _innermost(inner)
+            return _unwrap_optimizer(inner)
     return optimizer
 
 
-def _groups() -> Iterator[dist.ProcessGroup]:
+def _process_groups() -> Iterator[dist.ProcessGroup]:
+    """Yield the process groups that this rank belongs to."""
     if dist.is_initialized():
         yield from (
             group
@@ -380,14 +422,15 @@ def _groups() -> Iterator[dist.ProcessGroup]:
 def ranks_by_axes(
     axes_by_group: Mapping[str, tuple[str, ...]],
 ) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The ranks of each group, ascending, under the name of its axes."""
+    """Return the ranks of each group in ascending order, by the group's axes."""
     return {
         axes: tuple(sorted(dist.get_process_group_ranks(process_groups.named(name))))
         for name, axes in axes_by_group.items()
     }
 
 
-def _by_ranks(group: dist.ProcessGroup) -> str:
+def _group_label(group: dist.ProcessGroup) -> str:
+    """Return a group's name by its ranks: `world` or `ranks 0,1`."""
     ranks = sorted(dist.get_process_group_ranks(group))
     if ranks == list(range(dist.get_world_size())):
         return "world"
@@ -395,14 +438,21 @@ def _by_ranks(group: dist.ProcessGroup) -> str:
 
 
 class Measurement:
-    """What the meters of one rank saw of one step, on a `device` of this type. `ranks_by_axes` are
-    the ranks of its groups; `spec` is a program's, None of a model that somebody else wrapped.
-    It prints as its figures."""
+    """The memory, traffic and socket bytes of one step on one rank.
+
+    `str(measurement)` shows its figures.
+
+    Attributes:
+        device: Device type, such as `cpu` or `cuda`.
+        ranks_by_axes: The ranks of this rank's groups.
+        spec: The program's spec, None for a module wrapped by other code.
+        policies: The effects of FSDP2 policies on a wrapped module, one line each.
+    """
 
     def __init__(self, measured: Program | Foreign) -> None:
         guess: dict[str, Any] = {}
         waits = True
-        self.policies: tuple[str, ...] = ()  # of a wrapper: what it was told besides
+        self.policies: tuple[str, ...] = ()  # empty for a program
         if isinstance(measured, Program):
             self.rank, self.size = measured.world.rank, measured.world.size
             device, axes_by_group = measured.world.device.type, measured.mesh.axes_by_group()
@@ -425,7 +475,7 @@ class Measurement:
         return str(self.estimate())
 
     def estimate(self) -> Estimate:
-        """This rank's measured figures."""
+        """Return this rank's measured figures."""
         return Estimate(
             column=Column.MEASURED,
             world_size=self.size,
@@ -475,6 +525,7 @@ def measure(
 
 @contextmanager
 def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[Measurement]:
+    """Enter the meters and the phase observers around one step."""
     measured = model if isinstance(model, Program) else Foreign(model, optimizer)
     measurement = Measurement(measured)
     observers = (measurement.memory, measurement.traffic)
@@ -488,25 +539,27 @@ def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[M
 
 
 def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
-    """Return every rank's estimate on every rank, in order of rank."""
+    """Return every rank's estimate on every rank, in rank order."""
     if world.size == 1:
         return [estimate]
     return program.gather(estimate, world.size, world.device, kind=Estimate)
 
 
 def join_estimates(estimates: list[Estimate]) -> Estimate:
-    """Join the estimates of all ranks: rows of memory and peak are per rank; traffic has one row
-    per kind of call, and where ranks differ (one may have no such call at all) a row for each
-    account."""
+    """Join the estimates of all ranks.
+
+    Memory and peak rows are per rank. Traffic has one row per kind of call; if ranks differ, or one
+    has no such call, each account gets a row.
+    """
     keys = dict.fromkeys(row.key for estimate in estimates for row in estimate.traffic)
-    accounts = _apart(estimates)
+    accounts = _traffic_per_rank(estimates)
     return Estimate(
         column=estimates[0].column,
         world_size=estimates[0].world_size,
         memory=tuple(row for estimate in estimates for row in estimate.memory),
         peak=tuple(row for estimate in estimates for row in estimate.peak),
         traffic=tuple(
-            dict.fromkeys(row for key in keys for row in _accounts(key, estimates)),
+            dict.fromkeys(row for key in keys for row in _rows_per_rank(key, estimates)),
         ),
         wire=tuple(row for estimate in estimates for row in estimate.wire),
         blocked=tuple(row for estimate in estimates for row in estimate.blocked),
@@ -517,14 +570,14 @@ def join_estimates(estimates: list[Estimate]) -> Estimate:
     )
 
 
-def _apart(estimates: list[Estimate]) -> tuple[tuple[Traffic, ...], ...]:
-    """Each rank's traffic, where they differ."""
+def _traffic_per_rank(estimates: list[Estimate]) -> tuple[tuple[Traffic, ...], ...]:
+    """Return the traffic of each rank, or () if all ranks have equal traffic."""
     accounts = tuple(estimate.traffic for estimate in estimates)
     return accounts if len(set(accounts)) > 1 else ()
 
 
-def _accounts(key: TrafficKey, estimates: list[Estimate]) -> Iterator[Traffic]:
-    """What each rank says of one kind of call."""
+def _rows_per_rank(key: TrafficKey, estimates: list[Estimate]) -> Iterator[Traffic]:
+    """Yield each rank's row for one kind of call, with zeros for a rank without such calls."""
     none = Traffic(key=key, calls=0, payload_bytes=0, sent_bytes=0)
     for estimate in estimates:
         yield next((row for row in estimate.traffic if row.key == key), none)

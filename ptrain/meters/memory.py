@@ -1,24 +1,26 @@
 """The memory meter: resident bytes by state, and the exact peak of live bytes by phase.
 
-It watches one whole step: every storage that is born, resized or freed. It knows storages and their
-states, never a plan, a degree or an expected count.
+It watches one full step: every storage that is allocated, resized or freed. It uses storages and
+their declared states only, never a plan, a degree or an expected count.
 
-Note: what an operator allocates and frees inside itself is not seen (on CUDA the allocator's own
-peak, `Peak.allocator_bytes`, includes it); neither is the rounding of an allocator. Single numbers
-that a GPU's operators leave on the host (seed and offset of attention's dropout) are no state.
+Two things are not counted. The first is memory that an operator allocates and frees internally, and
+an allocator's rounding; on CUDA, `Peak.allocator_bytes` includes both. The second is single numbers
+that GPU operators leave on the host, such as the seed and offset of attention's dropout.
 
-The finder of roles: which state a storage holds by what is done with it in a step, whatever a
-program says of it.
+The role finder: infer the state of each storage from the operators that use it in a step,
+independent of the program's declaration.
 
-A parameter is what a module computes with, and what that was copied or gathered from in the same
-dtype. The optimizer's is what torch's optimizers hold as state in their steps, what that was
-brought from, and master copies: what is updated, or parameters come from, in another dtype than
-modules compute with. A gradient is what an optimizer is given as `grad`, and what that was reduced,
-added up or copied from. `Finder` follows these copies through one step, so that a program that
-declares a storage as what it is not is noticed: `ObservableProgram.storages` is compared and never
-used.
+- A parameter is a tensor that modules compute with, or a source in the same dtype from which it was
+  copied or all-gathered.
+- Optimizer state is the state of torch's optimizers, any source of a copy of it, and master copies:
+  tensors that are updated, or that parameters are cast from, in a dtype that modules do not compute
+  with.
+- A gradient is a tensor that an optimizer receives as `grad`, or a source from which it was
+  reduced, accumulated or copied.
 
-Note: of a storage that nothing read or wrote in the step no role is known; `RoleRow.role` is None.
+`Finder` follows these copies through one step, and so detects a program that declares a storage as
+the wrong state. It compares `ObservableProgram.storages` with the roles and never uses it to find
+them. A storage that nothing reads or writes in the step has no role (`RoleRow.role` is None).
 """
 
 from __future__ import annotations
@@ -58,62 +60,73 @@ from ptrain.rooms.comm import Registry
 from ptrain.spec.placement import Tier
 from ptrain.units import format_bytes
 
-# gloo's threads let go of the buffers of a finished collective a little late, and at random: the
-# operator after a collective waits, and a new maximum counts if it stands after a pause, a longer
-# one where several processes share a core and a thread waits for its turn. None of its threads
-# keeps what is sent and received between two ranks (ProcessGroupGloo::send, recv), and who waited
-# for it may: a stage's hidden states live until its backward pass.
+# gloo's threads free the buffers of a finished collective with a small random delay. So the
+# operator after a collective waits, and a new maximum counts only if it persists after a pause,
+# which is longer if several processes share a core. Send and receive (ProcessGroupGloo::send, recv)
+# need no pause: gloo's threads keep no reference to their tensors, while the caller may keep them,
+# as a pipeline stage keeps hidden states until its backward pass.
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 _RELEASE_SECONDS = 1e-3
 _SETTLE_SECONDS = 2e-4
-_NUMBER_BYTES = 8  # of one number
-_LONGEST_RELEASE_SECONDS = 5e-2  # of a pause, and that the begin of a phase waits for them
+_NUMBER_BYTES = 8  # one int64 or float64
+_LONGEST_RELEASE_SECONDS = 5e-2  # of a pause, and of the wait at the begin of a phase
 
 
 class Metered(Protocol):
-    """What a meter needs of a program."""
+    """The part of a program that the memory meter reads."""
 
     @property
     def registry(self) -> Registry: ...
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        """Every tensor that lives now and the state it belongs to."""
+        """Yield every live tensor with the state that it belongs to."""
         ...
 
 
-def _processes_on_a_core() -> float:
-    """How many wait for their turn on one core here, of whatever kind, or have it; at least 1."""
+def _load_per_core() -> float:
+    """Return the load average per usable core, at least 1."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    with suppress(OSError, AttributeError):  # where a system does not say
+    with suppress(OSError, AttributeError):  # systems without a load average
         return max(1.0, os.getloadavg()[0] / cores)
     return 1.0
 
 
-def _is_of_threads(operator: Any, device: str) -> bool:
-    """Whether threads of the backend may keep the operator's tensors a little."""
+def _is_held_by_threads(operator: Any, device: str) -> bool:
+    """Return True if the backend's threads may hold the operator's tensors after it returns."""
     name = operator._schema.name.partition("::")[2]
     is_dropped = device == "cpu" and name in _BETWEEN_TWO
     return operator.namespace in ("c10d", "_c10d_functional") and not is_dropped
 
 
 class MemoryMeter(Ledger):
-    """Measures one steady step of `program`: live bytes, their peak by phase, and bytes by state.
+    """The meter of one steady step: live bytes, their peak by phase, and bytes by state.
 
-    It is an observer of the program: `phase` marks where a phase begins. Each state is read at
-    its moment: activations where most of them lived when a backward pass began (which is at the
-    end of every forward pass, or, in a pipeline, with the most micro-batches in flight), transient
-    at the last such moment, gradients at the end of the last backward, the others after the update.
-    `waits`: for the threads of a backend to let go of what they worked on; fake ranks have none.
+    It is an observer of the program: `phase` marks where a phase begins. Each state is read at a
+    fixed moment:
+
+    - activations at the begin of the backward pass at which they are largest: the end of a forward
+      pass or, in a pipeline, the point with the most micro-batches in flight;
+    - transient state at the last begin of a backward pass;
+    - gradients at the end of the last backward pass;
+    - all other states after the update.
     """
 
     def __init__(
         self, program: Metered, *, rank: int = 0, device: str = "cpu", waits: bool = True
     ) -> None:
+        """Prepare a measurement.
+
+        Args:
+            program: The program that declares its storages.
+            rank: The rank that the rows are reported for.
+            device: Device type whose bytes are device bytes; the allocator is read on `cuda`.
+            waits: Wait for the backend's threads to free their tensors. Fake ranks have no threads.
+        """
         super().__init__()
         self.live = 0
         self._program, self._rank, self._device, self._waits = program, rank, device, waits
-        self._crowd = _processes_on_a_core()
+        self._crowd = _load_per_core()
         self._phase: Phase | None = None
         self._peaks: dict[Phase, int] = {}
         self._states: dict[int, State] = {}
@@ -124,16 +137,17 @@ class MemoryMeter(Ledger):
         self._communicated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._newborn: dict[int, int] = {}
         self._dead: list[tuple[int, int]] = []
-        self._read: dict[State, Footprint] = {}
+        self._footprints: dict[State, Footprint] = {}
         self._allocator: dict[Phase, int] = {}
         self._alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._older: set[int] = set()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; note if the backend's threads may hold its tensors afterwards."""
         self._settle()
-        self._let_go()
+        self._pause_after_collective()
         result = super().operator(function, args, kwargs)
-        self._after_collective = _is_of_threads(function, self._device)
+        self._after_collective = _is_held_by_threads(function, self._device)
         if self._after_collective:
             leaves = tree_leaves((args, kwargs))
             tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -142,18 +156,21 @@ class MemoryMeter(Ledger):
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
         self._settle()
-        self._let_go()
+        self._pause_after_collective()
         return super()._resize_storage(storage, size)
 
-    def _let_go(self) -> None:
+    def _pause_after_collective(self) -> None:
+        """Pause after a collective, so that the backend's threads can free its tensors."""
         if self._after_collective:
             self._after_collective = False
             self._pause(_RELEASE_SECONDS)
 
     def existing(self, key: int, storage: torch.UntypedStorage) -> None:
-        """What the program declared or tagged, or what some tensor held before the step, lived all
-        along and counts in every peak so far; any other is the inside of an operator (gloo's
-        reduce-scatter works on a copy of its input).
+        """Count a storage that is older than the first operator that uses it.
+
+        A storage that was declared, tagged or reachable before the step counts in every peak so
+        far. Any other is internal to an operator (gloo's reduce-scatter works on a copy of its
+        input) and is not counted.
         """
         self._tiers[key] = tier_of(storage, self._device)
         if storage in self._alive:
@@ -165,6 +182,7 @@ class MemoryMeter(Ledger):
         self._add_to_all(key, storage.nbytes())
 
     def _add_to_all(self, key: int, size: int) -> None:
+        """Add bytes to the live bytes and to the peaks of all phases so far."""
         if self._tiers[key] is Tier.DEVICE:
             self.live += size
             self._peaks = {phase: peak + size for phase, peak in self._peaks.items()}
@@ -173,8 +191,12 @@ class MemoryMeter(Ledger):
         self._newborn[key] = storage.nbytes()
 
     def _settle(self) -> None:
-        """A tensor is tagged after its birth, so its tier is asked for at the next operator. What
-        died since then, an argument or what another thread let go, lived beside it."""
+        """Count the storages that were allocated and freed since the last operator.
+
+        A tensor is tagged after its allocation, so its tier is read at the next operator. A storage
+        that was freed in between (an argument, or one that another thread held) was live together
+        with the new ones, so the new ones are added first.
+        """
         newborn, self._newborn = self._newborn, {}
         dead, self._dead = self._dead, []
         for key, size in newborn.items():
@@ -183,6 +205,7 @@ class MemoryMeter(Ledger):
             tier = self._tiers[key] = (
                 Tier.DEVICE if storage is None else tier_of(storage, self._device)
             )
+            # seed and offset of attention's dropout, which GPU operators leave on the host
             if tier is Tier.HOST and size <= _NUMBER_BYTES and not is_tagged(storage):
                 self._inner.add(key)
                 continue
@@ -201,6 +224,7 @@ class MemoryMeter(Ledger):
             self._bury(key, size)
 
     def _bury(self, key: int, size: int) -> None:
+        """Stop counting a storage that was freed."""
         if key not in self._inner:
             self._add(key, -size)
         self._inner.discard(key)
@@ -210,6 +234,7 @@ class MemoryMeter(Ledger):
         self._resizable.discard(key)
 
     def _add(self, key: int, size: int) -> None:
+        """Add bytes to the live bytes, and raise the peak if they are still live after a pause."""
         if self._tiers[key] is Tier.DEVICE:
             self.live += size
             if self._phase and self.live > self._peaks[self._phase]:
@@ -217,20 +242,22 @@ class MemoryMeter(Ledger):
                 self._peaks[self._phase] = max(self.live, self._peaks[self._phase])
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """The program says that a phase begins; what it declares is looked up anew."""
+        """Enter a phase: read the states of this moment and the program's declared storages."""
         self._await_release()
         self._register()
         self._note_allocator()
         if phase is Phase.BACKWARD:
-            self._note(State.ACTIVATIONS, State.TRANSIENT)
+            self._record_states(State.ACTIVATIONS, State.TRANSIENT)
         elif phase is Phase.UPDATE:
-            self._note(State.GRADIENTS)
+            self._record_states(State.GRADIENTS)
         self._phase = phase
         self._peaks[phase] = max(self._peaks.get(phase, 0), self.live)
 
     def _await_release(self) -> None:
-        """A collective that ran beside the phase before may be just over: what it worked on and
-        nobody declares is given some time to go."""
+        """Wait until undeclared tensors of finished collectives have been freed.
+
+        The wait ends after `_LONGEST_RELEASE_SECONDS`: a collective may still be running.
+        """
         waiting = self._communicated
         waiting.difference_update(storage_of(tensor) for _, tensor in self._program.storages())
         self._communicated = weakref.WeakSet()
@@ -240,17 +267,22 @@ class MemoryMeter(Ledger):
             time.sleep(_RELEASE_SECONDS)
 
     def _pause(self, seconds: float) -> None:
+        """Sleep, for longer if several processes share a core."""
         if self._waits:
             time.sleep(min(seconds * self._crowd, _LONGEST_RELEASE_SECONDS))
 
     def _register(self) -> None:
+        """Read the declared storages and their states.
+
+        Declared storages that were taken for internal ones are counted from now on.
+        """
         self._settle()
         declared = list(self._program.storages())
         states: dict[int, State] = {}
         for state, tensor in declared:
             states.setdefault(storage_of(tensor)._cdata, state)
         self._states |= states
-        for key in self._inner & states.keys():  # an operator read it before it was declared
+        for key in self._inner & states.keys():  # first seen in an operator, before its declaration
             self._inner.remove(key)
             self._add_to_all(key, self.sizes[key])
         for _, tensor in declared:
@@ -258,13 +290,14 @@ class MemoryMeter(Ledger):
         self._exclude_inputs()
 
     def _exclude_inputs(self) -> None:
-        """Stop counting the caller's batches, even those that were born within the step."""
+        """Stop counting the caller's batches, including those allocated within the step."""
         unseen = self.sizes.keys() - self._states.keys() - self._inner
         for key in unseen & {storage._cdata for storage in self._program.registry.inputs}:
             self._inner.add(key)
             self._add_to_all(key, -self.sizes[key])
 
-    def _note(self, *states: State) -> None:
+    def _record_states(self, *states: State) -> None:
+        """Record the bytes of some states; activations only if they exceed the earlier record."""
         sizes = {state: dict.fromkeys(Tier, 0) for state in State}
         for key, size in self.sizes.items():
             if key not in self._inner:
@@ -277,25 +310,28 @@ class MemoryMeter(Ledger):
                 host_bytes=sizes[state][Tier.HOST],
                 file_bytes=sizes[state][Tier.FILE],
             )
-            most = self._read.get(state)
+            most = self._footprints.get(state)
             if state is State.ACTIVATIONS and most and most.device_bytes > footprint.device_bytes:
                 continue
-            self._read[state] = footprint
+            self._footprints[state] = footprint
 
     def _state(self, key: int) -> State:
-        """What is freed by resizing is transient: a gathered unit, though it stands in for the
-        parameters. What nobody declared is an activation, or other if it is older than the step."""
+        """Return the state of a storage.
+
+        A storage that is resized is transient: it is an all-gathered unit, even if declared as
+        parameters. An undeclared storage is an activation, or OTHER if it is older than the step.
+        """
         if key in self._resizable:
             return State.TRANSIENT
         undeclared = State.OTHER if key in self._older else State.ACTIVATIONS
         return self._states.get(key, undeclared)
 
     def footprints(self) -> tuple[Footprint, ...]:
-        """One row per state."""
-        return tuple(self._read[state] for state in State if state in self._read)
+        """Return one row per state."""
+        return tuple(self._footprints[state] for state in State if state in self._footprints)
 
     def peaks(self) -> tuple[Peak, ...]:
-        """One row per phase that the step had."""
+        """Return one row per phase of the step."""
         return tuple(
             Peak(
                 phase=phase,
@@ -308,18 +344,18 @@ class MemoryMeter(Ledger):
 
     def __enter__(self) -> Self:
         self._register()
-        self._alive = weakref.WeakSet(_living())
+        self._alive = weakref.WeakSet(_reachable_storages())
         self._note_allocator()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._register()
-        self._note(State.PARAMETERS, State.OPTIMIZER, State.OTHER)
+        self._record_states(State.PARAMETERS, State.OPTIMIZER, State.OTHER)
         self._note_allocator()
         super().__exit__(*error)
 
     def _note_allocator(self) -> None:
-        """What the GPU's allocator held at most since the last look."""
+        """Record the CUDA allocator's peak since the last call, and reset it."""
         if self._device != "cuda":
             return
         if self._phase:
@@ -328,14 +364,14 @@ class MemoryMeter(Ledger):
         torch.cuda.reset_peak_memory_stats()
 
 
-def _living() -> Iterator[torch.UntypedStorage]:
-    """The storages of all tensors that Python can reach. Costs about 0.1 s."""
+def _reachable_storages() -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of all tensors that Python can reach. Costs about 0.1 s."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
             yield storage_of(thing)
 
 
-# Operators that hand elements on: what they write comes from all that they read.
+# Operators that only copy, join or add elements: their outputs derive from all their inputs.
 _COPIES = frozenset(
     {
         "copy_", "_foreach_copy_", "_to_copy", "clone", "cat", "split_with_sizes_copy", "stack",
@@ -347,7 +383,7 @@ _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
 class ObservableProgram(Protocol):
-    """What the finder needs of a program."""
+    """The part of a program that the role finder reads."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -356,14 +392,19 @@ class ObservableProgram(Protocol):
     def gradient_observers(self) -> list[Any]: ...
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        """Every tensor that lives now and the state that the program says it belongs to."""
+        """Yield every live tensor with the state that the program declares."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRow:
-    """Bytes that the program declares as `declared` and that are `role` by what was done with them;
-    None where nothing was."""
+    """Bytes with one declared state and one role.
+
+    Attributes:
+        declared: The state that the program declares.
+        role: The state inferred from use, None if the storages were not used in the step.
+        nbytes: Bytes of these storages.
+    """
 
     declared: State
     role: State | None
@@ -371,7 +412,7 @@ class RoleRow:
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing speaks against what is declared."""
+        """True if the use does not contradict the declaration."""
         return self.role in (None, self.declared)
 
     def __str__(self) -> str:
@@ -380,8 +421,12 @@ class RoleRow:
 
 
 class Finder(OperatorMode):
-    """Enter it around one steady step, from its forward pass to its update. Storages are numbered
-    as they are met; none is kept alive."""
+    """The mode that infers the roles of storages in a step.
+
+    Enter it around one steady step, from its forward pass to its update.
+
+    Storages are numbered in order of first use; the finder keeps none of them alive.
+    """
 
     sees_compiled = True
 
@@ -391,11 +436,12 @@ class Finder(OperatorMode):
         self._numbers: OfStorages[int] = WeakKeyDictionary()
         self._next = count()
         self._sources: dict[int, set[int]] = {}
-        self._used: dict[int, set[torch.dtype]] = {}  # by modules, and in which dtypes
+        # dtypes in which modules compute with a storage
+        self._used_dtypes: dict[int, set[torch.dtype]] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._updated: set[int] = set()
-        self._held: set[int] = set()  # as an optimizer's state
-        self._given: set[int] = set()  # as gradients
+        self._optimizer_tensors: set[int] = set()  # tensors of optimizer state
+        self._gradients_received: set[int] = set()  # tensors that optimizers received as `grad`
         self._declared: dict[int, tuple[State, int]] = {}
         self._stack = ExitStack()
 
@@ -415,15 +461,15 @@ class Finder(OperatorMode):
         super().__exit__(*error)
 
     def reduced(self) -> None:
-        """Gradients are where and as they are kept."""
+        """Read the declarations when gradients are reduced and in their final storages."""
         self._declare()
 
     def clipped(self, norm: torch.Tensor | None) -> None:
-        """The update is next."""
+        """Read the declarations just before the update."""
         self._declare()
 
     def rows(self) -> tuple[RoleRow, ...]:
-        """Bytes by what is declared and what was seen, of the states that have a role."""
+        """Return bytes by declared state and role, for the states that can have a role."""
         roles = self._roles()
         sizes: dict[tuple[State, State | None], int] = {}
         for number, (declared, nbytes) in self._declared.items():
@@ -432,21 +478,21 @@ class Finder(OperatorMode):
         return tuple(RoleRow(*key, nbytes) for key, nbytes in sizes.items() if nbytes)
 
     def _roles(self) -> dict[int, State]:
-        """Gradients last: what is given to an optimizer as one is one, whatever else it is."""
-        of_parameters = self._origins(set(self._used))
-        computed = set().union(*self._used.values())  # a master has another dtype
+        """Return the role of each storage; the role of gradients overrides all others."""
+        of_parameters = self._origins(set(self._used_dtypes))
+        computed = set().union(*self._used_dtypes.values())  # a master has another dtype
         masters = {
             number
             for number in of_parameters | self._origins(self._updated)
             if self._dtypes[number] not in computed
         }
         roles = dict.fromkeys(of_parameters - masters, State.PARAMETERS)
-        roles |= dict.fromkeys(masters | self._origins(self._held), State.OPTIMIZER)
-        roles |= dict.fromkeys(self._origins(self._given), State.GRADIENTS)
+        roles |= dict.fromkeys(masters | self._origins(self._optimizer_tensors), State.OPTIMIZER)
+        roles |= dict.fromkeys(self._origins(self._gradients_received), State.GRADIENTS)
         return roles
 
     def _origins(self, numbers: set[int]) -> set[int]:
-        """These, and all that they were copied from."""
+        """Return these storages and all storages that they were copied from, transitively."""
         known, to_come = set(numbers), list(numbers)
         while to_come:
             before = self._sources.get(to_come.pop(), set()) - known
@@ -455,6 +501,7 @@ class Finder(OperatorMode):
         return known
 
     def _declare(self) -> None:
+        """Record state and bytes of each declared storage; its first declaration counts."""
         seen: set[int] = set()
         for state, tensor in self._program.storages():
             number = self._number(tensor)
@@ -463,22 +510,28 @@ class Finder(OperatorMode):
             seen.add(number)
 
     def _before_use(self, _: str, module: nn.Module, *__: object) -> None:
+        """Record the parameters that a module is about to compute with."""
         for parameter in module._parameters.values():
             if parameter is not None:
-                self._used.setdefault(self._number(parameter), set()).add(parameter.dtype)
+                self._used_dtypes.setdefault(self._number(parameter), set()).add(parameter.dtype)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        """Record the parameters and gradients that an optimizer is about to update with."""
         for leaf in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if leaf.grad is not None:
-                self._given.add(self._number(leaf.grad))
+                self._gradients_received.add(self._number(leaf.grad))
                 self._updated.add(self._number(leaf))
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        """Record the tensors in an optimizer's state."""
         for values in list(optimizer.state.values()):
             tensors = values.values() if isinstance(values, dict) else ()
-            self._held |= {self._number(v) for v in tensors if isinstance(v, torch.Tensor)}
+            self._optimizer_tensors |= {
+                self._number(v) for v in tensors if isinstance(v, torch.Tensor)
+            }
 
     def _number(self, tensor: torch.Tensor) -> int:
+        """Return the number of a tensor's storage, a new one on its first use."""
         if (number := self._numbers.get(storage := storage_of(tensor))) is None:
             number = self._numbers[storage] = next(self._next)
         self._dtypes.setdefault(number, tensor.dtype)
@@ -487,19 +540,20 @@ class Finder(OperatorMode):
     def ran(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        if (ends := _ends(function, args, kwargs, result)) is not None:
+        if (ends := _copy_ends(function, args, kwargs, result)) is not None:
             read = {self._number(tensor) for tensor in ends[0]}
             for tensor in ends[1]:
                 number = self._number(tensor)
                 self._sources.setdefault(number, set()).update(read - {number})
 
 
-def _ends(
+def _copy_ends(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-    """What an operator that hands elements on reads, and what it writes; None of any other."""
+    """Return the tensors that a copying operator reads and writes, None for other operators."""
     name = function._schema.name.partition("::")[2]
-    if function.namespace == "c10d":  # the output stands first, where it is not the input itself
+    # c10d operators take the output first; in-place ones have no second tensor
+    if function.namespace == "c10d":
         written = [*tensors_of(args[:1])]
         return [*tensors_of(args[1:2])] or written, written
     if function.namespace in _COLLECTIVES:

@@ -1,21 +1,23 @@
-"""Check state consistency (Theorem 4) in a running program: a part that several ranks hold is
-bitwise equal on all of them, dtype included, and a copy of a master equals the master.
+"""The replica meter: check state consistency (Theorem 4) in a running program.
 
-Every rank digests its local storages in place and names each part by its place in the full tensor
-(`meters.holdings`), so nothing has to declare what is replicated over which ranks: equal keys are
-copies. The ranks exchange one digest per set of ranks that share something; only if these differ,
-or at the first check, are all keys sent.
+A part that several ranks hold must be bitwise equal on all of them, dtype included, and a copy of a
+master must equal the master.
 
-Random numbers: ranks draw the same where they compute the same, that is the same samples, in the
-same layers, on copies of the activations; and over cp, where each takes its tokens' part of the
-masks of all. Every other mesh axis separates them except the tensor axis, which does so only if its
-ranks work on slices of the tokens.
+Each rank digests its local storages in place and names each part by its position in the full tensor
+(`meters.holdings`). Equal keys are copies, so no declaration of replication is needed. The ranks
+exchange one digest per set of ranks that share a part. They exchange all keys only if these digests
+differ, and at the first check.
 
-Digests are fast enough for a full training state in a running job: the bytes are 64-bit words in
-rows of 512, and a digest is the hash of the sums of all rows and all columns, modulo 2^64. A
-flipped bit changes one word by a power of two, hence a row's and a column's sum; words that change
-places change some sum unless they stay in one row and one column. Words after the last full row are
-hashed as they are. Two passes over memory, no copy.
+Ranks draw equal random numbers if they run the same layers on the same samples with replicated
+activations. Over cp they also draw equal numbers, since each rank takes its tokens' part of the
+masks of all tokens. Ranks that differ along another mesh axis draw different numbers. The tensor
+axis separates ranks only if it shards activations by tokens.
+
+Digests are fast enough for a full training state in a running job. The bytes are read as 64-bit
+words in rows of 512, and the digest hashes the sums of all rows and all columns, modulo 2^64. A
+flipped bit changes one word by a power of two, hence one row sum and one column sum. Swapped words
+change some sum unless they lie in one row and one column. Words after the last full row are hashed
+directly. This takes two passes over memory and no copy.
 """
 
 from __future__ import annotations
@@ -43,17 +45,19 @@ from ptrain.spec.placement import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
 from ptrain.units import grouped
 
 _WORD = 8  # bytes
-_ROW = 512  # words: sums of 4 KiB and 1/512 of the tensor are all that leaves the device
-_DIGEST_BYTES = 8  # two tensors of some 10^9 would have one digest
+_ROW = 512  # words: the sums that leave the device are 4 KiB and 1/512 of the tensor
+_DIGEST_BYTES = 8  # 64 bits: among about 10^9 tensors, some two would collide by chance
 
 
 @torch.no_grad()
 def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return the digests of what this rank holds of each tensor, in hexadecimal. Equal bytes in
-    equal order have equal digests, wherever they lie; shape and dtype are not in them. There is one
-    copy to the host per device."""
+    """Return a hexadecimal digest of the local part of each tensor.
+
+    Equal bytes in equal order have equal digests on every device. Shape and dtype are not part of
+    the digest. One copy to the host is made per device.
+    """
     with without_modes():
-        sums = [_sums(local(tensor.detach())) for tensor in tensors]
+        sums = [_checksums(local(tensor.detach())) for tensor in tensors]
         devices = grouped((checksums.device, index) for index, checksums in enumerate(sums))
         texts = [""] * len(sums)
         for indices in devices.values():
@@ -65,18 +69,21 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def of_bytes(data: bytes) -> str:
-    """Return the digest of a few bytes on the host, all of which are hashed."""
+    """Return the digest of a few bytes on the host; all of them are hashed."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def kind(tensor: torch.Tensor) -> str:
-    """Dtype and shape of what this rank holds, `float32[4, 8]`."""
+    """Return dtype and shape of the local part of a tensor, such as `float32[4, 8]`."""
     held = local(tensor)
     return f"{str(held.dtype).removeprefix('torch.')}{list(held.shape)}"
 
 
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Of rows, then of columns, then what is left over, as words (1-d int64)."""
+def _checksums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the checksums of a tensor as a 1-d int64 tensor.
+
+    The order is: row sums, column sums, then the words that fill no row, zero-padded.
+    """
     data = tensor.contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % _WORD:
         data = data.clone()  # words begin at multiples of their size
@@ -92,8 +99,11 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(program: Program) -> tuple[str, str] | None:
-    """This rank's place among those that draw apart, and a digest of its generator's state. None
-    for a model that draws nothing: then no state of a generator is part of the training's."""
+    """Return this rank's random-number group and a digest of its generator's state.
+
+    The group is the rank's coordinates on the axes along which ranks draw different numbers.
+    Returns None for a model without dropout: its training state includes no generator.
+    """
     if not drops_out(program.model):
         return None
     mesh = program.mesh
@@ -105,24 +115,27 @@ def drawn(program: Program) -> tuple[str, str] | None:
 
 
 def generator_digest(device: torch.device) -> str:
-    """Return a digest of where the generator of a device stands."""
+    """Return a digest of the state of the device's default random generator."""
     is_cuda = device.type == "cuda"
     state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
     return of_bytes(state.numpy().tobytes())
 
 
 def has_token_slices(model: nn.Module) -> bool:
-    """Return whether the tensor axis cuts the tokens between sub-blocks: some module has nothing
-    but whole tensors that are distributed all the same. (A row operator's bias is one beside a cut
-    weight.)"""
+    """Return True if the tensor axis shards activations by tokens between sub-blocks.
+
+    This holds if all parameters of some module are distributed over tp and replicated. (The bias of
+    a row-parallel operator is replicated too, but its weight is sharded.)
+    """
     for module in model.modules():
         own = list(module.parameters(recurse=False))
-        if own and all(map(_is_whole, own)):
+        if own and all(map(_is_replicated_over_tp, own)):
             return True
     return False
 
 
-def _is_whole(parameter: nn.Parameter) -> bool:
+def _is_replicated_over_tp(parameter: nn.Parameter) -> bool:
+    """Return True if a parameter is a DTensor that is replicated over the tensor axis."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -136,63 +149,72 @@ Identity = tuple[int, str, str, str]
 
 
 class SupportsGather(Protocol):
-    """How ranks tell each other small values."""
+    """An exchange of small values between all ranks."""
 
     def gather(self, value: Any, kind: Any = Any) -> list[Any]:
-        """Return every rank's value of this type, in the order of the ranks."""
+        """Return the values of all ranks, in rank order; `kind` is their type."""
         ...
 
 
 class ReplicaMeter:
-    """Compares what the ranks hold. `noted()` around a step notes its gradients; `check` afterwards
-    compares these and all else. Every rank calls both alike, and gets the same answer.
+    """The meter that compares the copies that ranks hold.
 
-    Costs a pass over what a rank stores, at some 10 GB/s and core, and one exchange of some hundred
-    bytes. Nothing is gathered or moved.
+    `noted()` around a step records digests of its gradients; `check` afterwards compares them and
+    all other state. All ranks must call both in the same order, and all get the same result.
+
+    The cost is one pass over a rank's stored state, at about 10 GB/s per core, and one exchange of
+    a few hundred bytes. No state is moved.
     """
 
     def __init__(self, program: Program, exchange: SupportsGather) -> None:
         self.program = program
         self.exchange = exchange
-        self.last_good: int | None = None  # the last step that all agreed after
+        self.last_good: int | None = None  # the last step after which all ranks agreed
         self._noted: list[Copy] = []
         self._holders: dict[Identity, tuple[int, ...]] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A step's gradients are digested when they are reduced, and their norm is kept."""
+        """Temporarily record the digests of the reduced gradients and the value of their norm."""
         self._noted = []
         with listening(self.program.gradient_observers, self):
             yield
 
     def reduced(self) -> None:
-        """The program has the gradients' sums."""
-        self._noted += _copies(Moment.GRADIENTS, holdings.gradients(self.program))
+        """Record the gradients, which the program has just reduced."""
+        self._noted += _digest_copies(Moment.GRADIENTS, holdings.gradients(self.program))
 
     def clipped(self, norm: torch.Tensor | None) -> None:
-        """The program has clipped them."""
+        """Record the norm by which the program has just clipped the gradients."""
         if norm is not None:
-            self._noted.append(_number(Moment.CLIP, Subject.NORM, "norm", repr(float(norm))))
+            self._noted.append(_number_copy(Moment.CLIP, Subject.NORM, "norm", repr(float(norm))))
 
     def check(self, step: int, moment: Moment = Moment.UPDATE) -> tuple[Mismatch, ...]:
-        """Return what differs between ranks now, in the order of time. `step` is this rank's."""
+        """Return the differences between ranks in order of time; empty if all ranks agree.
+
+        All ranks must call it. A single rank and fake ranks have nothing to compare.
+
+        Args:
+            step: This rank's step number, which is compared too.
+            moment: The moment of the step that the check belongs to.
+        """
         if self.program.world.size == 1 or self.program.world.backend == "fake":
             return ()
-        table = [*self._noted, *self._now(step, moment)]
+        table = [*self._noted, *self._copies_between_steps(step, moment)]
         self._noted = []
         with without_modes():
             is_known = all(copy.identity in self._holders for copy in table)
             answers = self.exchange.gather(
                 {
                     "known": is_known and _agrees_with_itself(table),
-                    "classes": self._classes(table) if is_known else {},
-                    "random": self._drawn(moment),
+                    "classes": self._digest_by_ranks(table) if is_known else {},
+                    "random": self._random_state(moment),
                     "stale": [list(copy) for copy in holdings.stale_copies(self.program)],
                 }
             )
-            mismatches = [*_stale(answers, moment, step)]
+            mismatches = [*_stale_mismatches(answers, moment, step)]
             if not _all_agree(answers):
-                mismatches += self._in_full(table, step)
+                mismatches += self._compare_in_full(table, step)
         mismatches += alike_apart([answer["random"] for answer in answers], moment, step)
         mismatches.sort(key=lambda mismatch: mismatch.when)
         if not mismatches:
@@ -200,32 +222,35 @@ class ReplicaMeter:
         return tuple(mismatches)
 
     def root_cause(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
-        """Whose fault it is, of what `check` found; None where that is nothing."""
+        """Return the root cause of the mismatches that `check` found, None if there are none."""
         return root_cause(mismatches, coordinates(self.program), self.last_good)
 
-    def _now(self, step: int, moment: Moment) -> Iterator[Copy]:
-        """Yield a `Copy` of all that this rank holds between steps."""
+    def _copies_between_steps(self, step: int, moment: Moment) -> Iterator[Copy]:
+        """Yield a `Copy` of each part, counter and hyperparameter of this rank between steps."""
         program = self.program
         held = (holdings.parameters, holdings.optimizer, holdings.buffers)
-        yield from _copies(moment, chain.from_iterable(read(program) for read in held))
+        yield from _digest_copies(moment, chain.from_iterable(read(program) for read in held))
         counts = holdings.counters(program)
         updates = {f"{name}.step": count for name, count in counts.items()}
         if counts:
             updates["updates"] = max(counts.values())
         for name, count in {"training step": step, **updates}.items():
-            yield _number(moment, Subject.COUNTER, name, str(count))
+            yield _number_copy(moment, Subject.COUNTER, name, str(count))
         for name, values in holdings.hyperparameters(program).items():
-            yield _number(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
-        if (random := self._drawn(moment)) is not None:
+            yield _number_copy(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
+        if (random := self._random_state(moment)) is not None:
             place, digest = random
             yield Copy(moment, Subject.RANDOM, "generator", place, "state", digest)
 
-    def _drawn(self, moment: Moment) -> tuple[str, str] | None:
-        """Generators are seeded when a step begins, and nothing is to be said of them before."""
+    def _random_state(self, moment: Moment) -> tuple[str, str] | None:
+        """Return the state of random numbers.
+
+        Returns None before a step begins, since the step seeds the generators.
+        """
         return None if moment is Moment.START else drawn(self.program)
 
-    def _classes(self, table: Iterable[Copy]) -> dict[str, str]:
-        """For every set of ranks that share something, one digest of all of it."""
+    def _digest_by_ranks(self, table: Iterable[Copy]) -> dict[str, str]:
+        """Return one digest of all shared parts for each set of ranks that shares some."""
         of_ranks = grouped(
             (tuple(dict.fromkeys(self._holders[copy.identity])), copy) for copy in table
         )
@@ -235,16 +260,17 @@ class ReplicaMeter:
             if len(ranks) > 1
         }
 
-    def _in_full(self, table: Sequence[Copy], step: int) -> Iterator[Mismatch]:
+    def _compare_in_full(self, table: Sequence[Copy], step: int) -> Iterator[Mismatch]:
+        """Exchange the full tables, remember the holders, and yield the differences."""
         tables = self.exchange.gather(table, list[Copy])
         before, now = self._holders, holders(tables)
         self._holders = before | now
-        yield from _missing(before, now, step)
+        yield from _missing_mismatches(before, now, step)
         yield from differing(tables, step)
 
 
 def coordinates(program: Program) -> dict[int, dict[str, int]]:
-    """Return every rank's place along every axis."""
+    """Return the mesh coordinates of every rank."""
     if (mesh := program.mesh.device_mesh) is None:
         return {0: {}}
     places = torch.cartesian_prod(*(torch.arange(size) for size in mesh.mesh.shape))
@@ -256,7 +282,8 @@ def coordinates(program: Program) -> dict[int, dict[str, int]]:
     }
 
 
-def _copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
+def _digest_copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
+    """Return a `Copy` with a digest for each held part."""
     things = list(held)
     texts = digests([thing.tensor for thing in things])
     return [
@@ -272,17 +299,22 @@ def _copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
     ]
 
 
-def _number(moment: Moment, subject: Subject, name: str, value: str) -> Copy:
+def _number_copy(moment: Moment, subject: Subject, name: str, value: str) -> Copy:
+    """Return a `Copy` of a number that all ranks must agree on."""
     return Copy(moment, subject, name, "", "", value)
 
 
 def _agrees_with_itself(table: Iterable[Copy]) -> bool:
-    """Two stages of one rank may both have a tensor."""
+    """Return True if all copies within this rank are equal.
+
+    Two pipeline stages of a rank may hold one tensor.
+    """
     seen: dict[Identity, Copy] = {}
     return all(seen.setdefault(copy.identity, copy) == copy for copy in table)
 
 
 def _all_agree(answers: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if every rank knew all holders and has equal digests for each set of ranks."""
     if not all(answer["known"] for answer in answers):
         return False
     return all(
@@ -293,7 +325,10 @@ def _all_agree(answers: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def _stale(answers: Sequence[Mapping[str, Any]], moment: Moment, step: int) -> Iterator[Mismatch]:
+def _stale_mismatches(
+    answers: Sequence[Mapping[str, Any]], moment: Moment, step: int
+) -> Iterator[Mismatch]:
+    """Yield a mismatch for each parameter that differs from its master copy on its rank."""
     for rank, answer in enumerate(answers):
         for name, words in answer["stale"]:
             yield Mismatch(
@@ -307,10 +342,10 @@ def _stale(answers: Sequence[Mapping[str, Any]], moment: Moment, step: int) -> I
             )
 
 
-def _missing(
+def _missing_mismatches(
     before: Mapping[Identity, tuple[int, ...]], now: Mapping[Identity, tuple[int, ...]], step: int
 ) -> Iterator[Mismatch]:
-    """What a rank had at an earlier check and has no more, and others still have."""
+    """Yield a mismatch for each part that a rank has lost, but other ranks still hold."""
     for identity, ranks in now.items():
         moment, subject, name, _ = identity
         for rank in sorted({*before.get(identity, ())} - {*ranks}):

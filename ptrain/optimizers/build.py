@@ -1,5 +1,7 @@
-"""Build torch's optimizers, and ptrain's own, by a rule's name: for training, and for the
-one-device reference. In a running room each is a rule."""
+"""Build optimizers by the name of a rule, for training and for the single-device reference.
+
+`TorchRules` is the optimizer factory of the torch runtime (`rooms.room.Rules`).
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ Leaves = Sequence[torch.Tensor] | Sequence[dict[str, list[torch.Tensor]]]
 
 
 class TorchRow(NamedTuple):
-    """The classes of one optimizer, of leaves, `lr`, `weight_decay` and what its row reads.
+    """The optimizer classes of one rule.
+
+    Each takes parameters, `lr`, `weight_decay` and the keys of the rule's row in `OPTIMIZERS`.
 
     Attributes:
-        build: what trains.
-        reference: what updates whole tensors of a dtype on one device, to compare with.
-        in_16_bits: what trains leaves of 16 bits on a processor, where `build` is wrong.
+        build: The optimizer that trains.
+        reference: Returns the optimizer that updates full tensors of a dtype on a single device.
+        in_16_bits: The optimizer for 16-bit parameters on a CPU, if `build` is wrong for them.
     """
 
     build: Build
@@ -43,23 +47,27 @@ class TorchRow(NamedTuple):
     in_16_bits: Build | None = None
 
 
-def _adamw(dtype: DType) -> Build:
-    """One tensor, one operator at a time; in 16 bits that would round in every operator, which is
-    another arithmetic than rounding once."""
+def _reference_adamw(dtype: DType) -> Build:
+    """Return the reference AdamW: one tensor and one operator at a time.
+
+    In 16 bits it is fused as in training: unfused, every operator would round its result, while the
+    fused kernel rounds once.
+    """
     form = {"fused": True} if dtype.itemsize == 2 else {"foreach": False}
     return partial(torch.optim.AdamW, **form)
 
 
-def _muon(dtype: DType) -> Build:
+def _reference_muon(dtype: DType) -> Build:
+    """Return the reference Muon: torch's class, or an exact one in fp64 where torch's uses bf16."""
     kind = ExactMuon if dtype is DType.FP64 else torch.optim.Muon
     return partial(kind, adjust_lr_fn="match_rms_adamw")
 
 
 ROWS: Mapping[str, TorchRow] = {
-    "adamw": TorchRow(partial(torch.optim.AdamW, fused=True), _adamw),
+    "adamw": TorchRow(partial(torch.optim.AdamW, fused=True), _reference_adamw),
     "sgd": TorchRow(
         partial(torch.optim.SGD, fused=True),
-        # the fused one is wrong in 16 bits (pytorch/pytorch#191763)
+        # torch's fused SGD is wrong for 16-bit CPU tensors (pytorch/pytorch#191763)
         lambda _: partial(torch.optim.SGD, foreach=False),
         in_16_bits=SGD,
     ),
@@ -67,16 +75,17 @@ ROWS: Mapping[str, TorchRow] = {
         NAdam, lambda _: partial(torch.optim.NAdam, decoupled_weight_decay=True, foreach=False)
     ),
     "lion": TorchRow(Lion, lambda dtype: LionByFormula if dtype is DType.FP64 else PlainLion),
-    "muon": TorchRow(Muon, _muon),
+    "muon": TorchRow(Muon, _reference_muon),
 }
 
 
-def _arguments(rule: str, spec: OptimizerSpec) -> dict[str, Any]:
+def _constructor_arguments(rule: str, spec: OptimizerSpec) -> dict[str, Any]:
+    """Return the constructor arguments of a rule's optimizer from the spec."""
     return {key: getattr(spec, key) for key in ("lr", "weight_decay", *OPTIMIZERS[rule].keys)}
 
 
-def _tensors(leaves: Leaves) -> Iterator[torch.Tensor]:
-    """Of all groups, where torch hands over groups."""
+def _flat_tensors(leaves: Leaves) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a list of tensors or of parameter groups."""
     for leaf in leaves:
         yield from leaf["params"] if isinstance(leaf, dict) else (leaf,)
 
@@ -84,27 +93,43 @@ def _tensors(leaves: Leaves) -> Iterator[torch.Tensor]:
 def build_optimizer(
     rule: str, leaves: Leaves, spec: OptimizerSpec, *, stands_in: bool = False
 ) -> torch.optim.Optimizer:
-    """torch's optimizer of `leaves`, tensors or groups of them, by a rule's name; `stands_in`: they
-    are on a processor for those of a GPU."""
+    """Build the training optimizer of a rule.
+
+    Args:
+        rule: Name of the rule, a key of `ROWS`.
+        leaves: Tensors, or parameter groups of them.
+        spec: The hyperparameters.
+        stands_in: The tensors are CPU tensors that represent GPU tensors, so the GPU's class is
+            used.
+    """
     build, _, in_16_bits = ROWS[rule]
-    on_cpu = [leaf for leaf in _tensors(leaves) if leaf.is_cpu and not stands_in]
+    on_cpu = [leaf for leaf in _flat_tensors(leaves) if leaf.is_cpu and not stands_in]
     if in_16_bits is not None and any(leaf.itemsize == 2 for leaf in on_cpu):
         build = in_16_bits
-    return build(leaves, **_arguments(rule, spec))
+    return build(leaves, **_constructor_arguments(rule, spec))
 
 
 def reference_optimizer(
     rule: str, tensors: Sequence[torch.Tensor], spec: OptimizerSpec, dtype: DType
 ) -> torch.optim.Optimizer:
-    """Return what updates whole tensors of a dtype on one device by a rule."""
-    return ROWS[rule].reference(dtype)(tensors, **_arguments(rule, spec))
+    """Build the single-device reference of a rule, for full tensors of a dtype."""
+    return ROWS[rule].reference(dtype)(tensors, **_constructor_arguments(rule, spec))
 
 
 def initial_state(
     rule: str, spec: OptimizerSpec, tensor: torch.Tensor, device: torch.device | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return what torch's optimizer keeps of a tensor before its first step, on its device or
-    another."""
+    """Return the state that torch's optimizers create for a tensor before its first step.
+
+    Args:
+        rule: Name of the rule.
+        spec: Decides the moments of the rule.
+        tensor: The parameter.
+        device: The device of the state, by default the tensor's.
+
+    Returns:
+        Moments as zeros like the tensor, and numbers as 0-d fp32 tensors, by torch's names.
+    """
     place = tensor.device if device is None else device
     moments = {name: torch.zeros_like(tensor, device=place) for name in moment_names(rule, spec)}
     numbers = OPTIMIZERS[rule].numbers.items()
@@ -114,8 +139,11 @@ def initial_state(
 
 
 class TorchLeaf:
-    """`tensor` is the parameter of torch's optimizer: the model's own, or one that is empty between
-    updates, where its value is brought to it."""
+    """A parameter of a torch optimizer with its value, gradient and state.
+
+    It is the model's parameter itself, or a tensor that is empty between updates and gets a value
+    for each update.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -145,7 +173,7 @@ class TorchLeaf:
 
 
 class TorchOptimizer:
-    """One of torch's optimizers on its leaves."""
+    """A torch optimizer on its leaves."""
 
     def __init__(
         self,
@@ -162,15 +190,16 @@ class TorchOptimizer:
             leaf.optimizer = self.optimizer
 
     def step(self, lr: float, scalars: tuple[torch.Tensor | None, torch.Tensor] | None) -> None:
+        """Update all leaves with this learning rate; `scalars` are loss scale and skip flag."""
         for options in self.optimizer.param_groups:
             options["lr"] = lr
-        # where torch.amp.GradScaler leaves them for fused optimizers
+        # torch's fused optimizers read these attributes, which torch.amp.GradScaler sets
         self.optimizer.grad_scale, self.optimizer.found_inf = scalars or (None, None)
         self.optimizer.step()
 
 
 class TorchRules:
-    """By name, `optimizers.build`; `stands_in` as there."""
+    """The factory of torch optimizers by rule; see `build_optimizer` for `stands_in`."""
 
     def __init__(self, *, stands_in: bool = False) -> None:
         self.stands_in = stands_in
@@ -188,6 +217,6 @@ class TorchRules:
 
 
 def tensor_of(leaf: OptimizerLeaf[torch.Tensor]) -> torch.Tensor:
-    """Return the tensor by which torch's optimizer knows a leaf."""
+    """Return the parameter of torch's optimizer that a leaf wraps."""
     assert isinstance(leaf, TorchLeaf), "the leaf is not a TorchLeaf"
     return leaf.tensor

@@ -1,5 +1,7 @@
-"""Optimizers that update operator by operator: torch's without a fused kernel, and ptrain's Lion,
-SGD in 16 bits on a CPU, and Muon.
+"""Optimizers that update with one operator at a time.
+
+They are torch's classes without a fused kernel, and this project's Lion, Muon, and SGD for 16 bits
+on a CPU.
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ from ptrain.rooms.torch import alike, cast
 from ptrain.spec.placement import Tier
 
 _READ = torch.ops.aten._local_scalar_dense.default
-_ANY_NUMBER = 0.5  # neither a count nor a product of momenta of which a correction would be 0
+# any number for which no bias correction divides by 0: neither a step count nor a product of
+# momenta
+_ANY_NUMBER = 0.5
 
 
 class _Scaled(torch.optim.Optimizer):
-    """`grad_scale` and `found_inf`, where set, mean what they mean to torch's fused optimizers: the
-    factor of gradients (they are left without it), and 1 where the step is to be skipped."""
+    """An optimizer with the attributes of torch's fused optimizers for scaled losses.
+
+    Attributes:
+        grad_scale: The factor of the loss, by which `step` divides the gradients. None: 1.
+        found_inf: 1 if the step is to be skipped, else 0. None: never skipped.
+    """
 
     param_groups: list[dict[str, Any]]
     grad_scale: torch.Tensor | None = None
@@ -31,12 +39,14 @@ class _Scaled(torch.optim.Optimizer):
 
 
 class ByOperator(_Scaled):
-    """A mixin before one of torch's classes, whose `step` works an operator at a time. The host
-    waits for `found_inf`, as it does for the numbers that the class reads."""
+    """A mixin before a torch optimizer class: `step` updates one tensor at a time.
+
+    The host waits for `found_inf`, as it does for the scalars that torch's class reads.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One update of every tensor that has a gradient."""
+        """Update every tensor that has a gradient, unless `found_inf` is set."""
         assert closure is None, "closures are not supported"
         is_fake = detect_fake_mode() is not None
         if self.found_inf is not None and not is_fake and self.found_inf.item():
@@ -49,7 +59,8 @@ class ByOperator(_Scaled):
                         continue
                     if self.grad_scale is not None:
                         leaf.grad.div_(self.grad_scale)
-                    # alone: a loop over all would keep a tensor's temporaries beside the next one's
+                    # one tensor per call: torch's loop over all would keep the temporaries of one
+                    # tensor while it allocates the next one's
                     self.param_groups = [{**group, "params": [leaf]}]
                     with _Temporaries(on_host=is_tagged(storage_of(leaf))):
                         super().step()
@@ -58,8 +69,10 @@ class ByOperator(_Scaled):
 
 
 class _Temporaries(OperatorMode):
-    """Results that are no parameters: of an update on the host they are there too. Fake tensors
-    have no values: any number stands for one that is read."""
+    """The mode that tags the temporaries of an update on the host as host tensors.
+
+    Fake tensors have no values; a read of one returns an arbitrary number.
+    """
 
     def __init__(self, *, on_host: bool) -> None:
         super().__init__()
@@ -75,30 +88,35 @@ class _Temporaries(OperatorMode):
 
 
 class NAdam(ByOperator, torch.optim.NAdam):
-    """torch's with decoupled weight decay, without `foreach`, which has temporaries of all tensors
-    at once."""
+    """torch's NAdam with decoupled weight decay and without `foreach`.
+
+    `foreach` would have the temporaries of all tensors live at once.
+    """
 
     def __init__(self, leaves: Any, **settings: Any) -> None:
         super().__init__(leaves, **settings, decoupled_weight_decay=True, foreach=False)
 
 
 class _OneByOne(_Scaled):
-    """Updates one tensor after the other by `_update`, with one moment each."""
+    """An optimizer that updates one tensor after the other by `_update_tensor`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One update of every tensor that has a gradient."""
+        """Update every tensor that has a gradient."""
         assert closure is None, "closures are not supported"
         for options in self.param_groups:
             for leaf in options["params"]:
                 if leaf.grad is not None:
-                    self._update(leaf, leaf.grad, options)
+                    self._update_tensor(leaf, leaf.grad, options)
 
-    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+    def _update_tensor(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        """Update one tensor in place."""
         raise NotImplementedError
 
-    def _moment(self, leaf: torch.Tensor, name: str = "momentum_buffer") -> torch.Tensor:
-        """Return a tensor's moment, which its first update creates."""
+    def _moment_of(self, leaf: torch.Tensor, name: str = "momentum_buffer") -> torch.Tensor:
+        """Return a tensor's moment, zeros at its first update."""
         if not (state := self.state[leaf]):
             state[name] = torch.zeros_like(leaf)
         moment: torch.Tensor = state[name]
@@ -106,16 +124,20 @@ class _OneByOne(_Scaled):
 
 
 class PlainLion(_OneByOne):
-    """Lion: the sign of an interpolated momentum (Chen et al. 2023, "Symbolic discovery of
-    optimization algorithms", arXiv:2302.06675, algorithm 2), which torch has not. An operator at a
-    time, with one temporary like a tensor while that is updated."""
+    """Lion, which torch lacks: update by the sign of an interpolated momentum.
+
+    Chen et al. 2023, "Symbolic discovery of optimization algorithms", arXiv:2302.06675, algorithm
+    2. It runs one operator at a time, with one temporary of the size of the tensor.
+    """
 
     def __init__(self, leaves: Any, **settings: Any) -> None:
         super().__init__(leaves, settings)
 
-    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+    def _update_tensor(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]
+    ) -> None:
         momentum, lr, (beta1, beta2) = (
-            self._moment(leaf, "exp_avg"),
+            self._moment_of(leaf, "exp_avg"),
             options["lr"],
             options["betas"],
         )
@@ -125,16 +147,20 @@ class PlainLion(_OneByOne):
 
 
 class Lion(ByOperator, PlainLion):
-    """The same with a loss's scale, and on any tier."""
+    """Lion with support for scaled losses and for parameters on any tier."""
 
 
 class LionByFormula(PlainLion):
-    """The paper's lines, computed in fp64: what a run in fp64 is compared with. In coarser dtypes
-    another order of operators would turn other signs."""
+    """Lion by the paper's formulas in fp64: the reference of runs in fp64.
 
-    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+    In lower precision, another order of operators would flip signs.
+    """
+
+    def _update_tensor(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]
+    ) -> None:
         momentum, lr, (beta1, beta2) = (
-            self._moment(leaf, "exp_avg"),
+            self._moment_of(leaf, "exp_avg"),
             options["lr"],
             options["betas"],
         )
@@ -145,51 +171,56 @@ class LionByFormula(PlainLion):
 
 
 class SGD(_OneByOne):
-    """The arithmetic of torch.optim.SGD, an operator at a time, with scalars as temporaries.
+    """SGD with torch's arithmetic, one operator at a time, with scalars as temporaries.
 
     It is for 16-bit parameters on a CPU, where torch's fused kernel (up to 2.13) reads momenta
-    wrongly and leaves all but a tensor's last few elements as they were (pytorch/pytorch#191763).
+    wrongly and leaves all but a tensor's last few elements unchanged (pytorch/pytorch#191763).
     """
 
     def __init__(self, leaves: ParamsT, *, lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(leaves, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+    def _update_tensor(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]
+    ) -> None:
         lr, momentum, decay = (options[key] for key in ("lr", "momentum", "weight_decay"))
         if self.grad_scale is not None:
             gradient.div_(self.grad_scale)
         if self.found_inf is None:
             taken = alike(leaf.new_ones((), dtype=torch.float32), leaf)
         else:
+            # a factor of 0 leaves parameter and momentum unchanged, without a read on the host
             taken = alike(1 - self.found_inf, leaf)
-            gradient.nan_to_num_(0.0, 0.0, 0.0)  # not finite times 0 would not be 0
+            gradient.nan_to_num_(0.0, 0.0, 0.0)  # inf * 0 would be nan
         if not momentum:
             leaf.addcmul_(leaf, taken, value=-lr * decay)
             leaf.addcmul_(gradient, taken, value=-lr)
             return
-        buffer = self._moment(leaf)
+        buffer = self._moment_of(leaf)
+        # `momentum` if the step is taken, else 1
         buffer.mul_(1 - taken * (1 - momentum))
         buffer.addcmul_(gradient, taken)
         buffer.addcmul_(leaf, taken, value=decay)
         leaf.addcmul_(buffer, taken, value=-lr)
 
 
-# The quintic iteration X <- aX + (bA + cA^2) X with A = X X^T, its slope at 0 as large as it can be
-# while singular values stay around 1 (K. Jordan 2024).
+# The quintic iteration X <- aX + (bA + cA^2) X with A = X X^T. The coefficients maximize its slope
+# at 0 while singular values stay near 1 (K. Jordan 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
-ADAMW_RMS = 0.2  # of AdamW's updates in units of lr; an orthogonal A x B has 1 / sqrt(max(A, B))
+# root mean square of AdamW's updates in units of lr; an orthogonal A x B has 1 / sqrt(max(A, B))
+ADAMW_RMS = 0.2
 
 
 class Muon(_OneByOne):
-    """Momentum, orthogonalized, for 2-d tensors: the matrices within a model.
+    """Muon for 2-d tensors: momentum, orthogonalized by a Newton-Schulz iteration.
 
-    The arithmetic is that of torch.optim.Muon with Nesterov momentum, decoupled weight decay and
+    The arithmetic equals torch.optim.Muon's with Nesterov momentum, decoupled weight decay and
     the learning rate adjusted to the root mean square of AdamW's updates (Liu et al. 2025, "Muon is
-    scalable for LLM training"). torch's class orthogonalizes in bf16 whatever the dtype, but fp64
-    runs are to be compared in fp64; and it cannot skip an update (`found_inf`) without reading a
-    value.
+    scalable for LLM training"). It differs from torch's class in two ways: fp64 matrices are
+    orthogonalized in fp64, not in bf16, so that fp64 runs can be compared; and `found_inf` skips an
+    update without reading a value on the host.
     """
 
     def __init__(
@@ -202,12 +233,14 @@ class Muon(_OneByOne):
     ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+    def _update_tensor(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]
+    ) -> None:
         momentum, lr = options["momentum"], options["lr"]
         assert leaf.dim() == 2, "Muon updates matrices only"
         if self.grad_scale is not None:
             gradient = alike(gradient / self.grad_scale, leaf)
-        buffer = self._moment(leaf)
+        buffer = self._moment_of(leaf)
         if self.found_inf is None:
             ahead, kept = buffer.lerp_(gradient, 1 - momentum), leaf
         else:
@@ -217,16 +250,21 @@ class Muon(_OneByOne):
         kept.mul_(1 - lr * options["weight_decay"])
         kept.add_(direction, alpha=-lr * ADAMW_RMS * math.sqrt(max(leaf.shape)))
         if self.found_inf is not None:
+            # both outcomes are computed and selected on the device, without a read on the host
             skipped = alike(self.found_inf != 0, leaf)
             torch.where(skipped, buffer, ahead, out=buffer)
             torch.where(skipped, leaf, kept, out=leaf)
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """U V^T of the singular value decomposition, roughly: singular values end between 0.7 and 1.2.
-    In bf16, as torch does, unless the matrix is fp64."""
+    """Return an approximation of U V^T of the matrix's singular value decomposition.
+
+    Its singular values are between 0.7 and 1.2. The iteration runs in bf16 as torch's, in fp64 for
+    an fp64 matrix.
+    """
     x = cast(matrix, torch.float64 if matrix.dtype == torch.float64 else torch.bfloat16)
     is_tall = x.shape[0] > x.shape[1]
+    # iterate on the wide form, whose Gram matrix X X^T is the smaller one
     x = x.T if is_tall else x
     x = alike(x / x.norm().clamp(min=SMALLEST_NORM), matrix)
     a, b, c = COEFFICIENTS
@@ -238,19 +276,26 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class ExactMuon(_OneByOne, torch.optim.Muon):
-    """torch's arithmetic without its bf16: the iteration acts on singular values alone, so it is
-    done on those of a singular value decomposition."""
+    """torch's Muon without its rounding to bf16: the single-device reference in fp64.
 
-    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
-        momentum, buffer = options["momentum"], self._moment(leaf)
+    The iteration changes singular values only, so it is applied to the values of a singular value
+    decomposition.
+    """
+
+    def _update_tensor(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        momentum, buffer = options["momentum"], self._moment_of(leaf)
         buffer.mul_(momentum).add_(gradient, alpha=1 - momentum)
         ahead = momentum * buffer + (1 - momentum) * gradient
         leaf.mul_(1 - options["lr"] * options["weight_decay"])
+        # `match_rms_adamw` of torch.optim.Muon (torch/optim/_muon.py: _adjust_lr)
         rms = 0.2 * math.sqrt(max(leaf.shape))
         leaf.sub_(_exactly_orthogonalized(ahead, options), alpha=options["lr"] * rms)
 
 
 def _exactly_orthogonalized(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Orthogonalize a matrix by singular value decomposition, with torch's coefficients."""
     a, b, c = group["ns_coefficients"]
     left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
     sizes = sizes / max(float(sizes.square().sum().sqrt()), group["eps"])

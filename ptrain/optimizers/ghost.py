@@ -1,7 +1,7 @@
-"""torch's optimizers on ghosts: what they allocate while they step.
+"""Optimizers on ghost tensors: the memory that torch's optimizers allocate while they step.
 
-A fused one updates in place, with nothing beside it. Others have temporaries: they work through
-their tensors one after the other.
+A fused optimizer updates in place and allocates nothing. All others update one tensor after the
+other and allocate temporaries.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
+# as `optimizers.by_operator.ITERATIONS`, which needs torch
 _ITERATIONS = 5
 
 
 class GhostLeaf:
-    """What an optimizer of ghosts knows a tensor by."""
+    """A parameter of a ghost optimizer with its value, gradient and state."""
 
     __slots__ = ("gradient", "state", "value")
 
@@ -33,19 +34,22 @@ class GhostLeaf:
 
 
 class GhostFused:
-    """An update in place, which allocates nothing."""
+    """An optimizer that updates in place and allocates nothing."""
 
     def __init__(self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
         self.rule, self.leaves, self.reader = rule, leaves, reader
 
     def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
-        """Values change, sizes do not."""
-        _tell(self.rule, self.leaves, self.reader)
+        """Report the update to the reader. No size changes."""
+        _report_update(self.rule, self.leaves, self.reader)
 
 
 class GhostByTensor(GhostFused):
-    """An update of a tensor after the other; `temporaries`: bytes that one has beside it at once,
-    of a scaled loss or not."""
+    """An optimizer that updates one tensor after the other, with temporaries.
+
+    `temporaries(value, is_scaled)` returns the highest number of temporary bytes that are live at
+    once while a value is updated.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class GhostByTensor(GhostFused):
         self.temporaries = temporaries
 
     def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
+        """Report the update, and allocate and free the temporaries of each tensor on the device."""
         super().step(lr, scalars)
         for leaf in self.leaves:
             if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
@@ -67,18 +72,21 @@ class GhostByTensor(GhostFused):
 
 
 class GhostScale:
-    """A loss's scale, beside what is updated: scalars of its own, which are there always; their
-    copies between tiers are the wrap's."""
+    """The scale and the skip flag of a scaled loss, as resident scalars of no bytes.
+
+    The wrap accounts for their copies between tiers.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._scalar = Ghost(Storage(0, Tier.DEVICE, None, "", reader), DType.FP32, ())
 
     def beside(self, tensor: Ghost) -> tuple[Ghost, Ghost]:
+        """Return scale and skip flag for the device of `tensor`."""
         return self._scalar, self._scalar
 
 
 class GhostRules:
-    """By name, as `optimizers.build` knows them, on a processor or on GPUs."""
+    """The factory of ghost optimizers by rule, for CPUs or GPUs."""
 
     def __init__(self, reader: Reader, *, is_cpu: bool = True) -> None:
         self.reader, self.is_cpu = reader, is_cpu
@@ -92,13 +100,14 @@ class GhostRules:
     def optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], spec: OptimizerSpec
     ) -> GhostFused:
-        if (temporaries := self._temporaries(rule, leaves, spec)) is None:
+        if (temporaries := self._temporary_bytes(rule, leaves, spec)) is None:
             return GhostFused(rule, leaves, self.reader)
         return GhostByTensor(rule, leaves, self.reader, temporaries)
 
-    def _temporaries(
+    def _temporary_bytes(
         self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], spec: OptimizerSpec
     ) -> Callable[[Ghost, bool], int] | None:
+        """Return the function that counts a rule's temporary bytes, None for an update in place."""
         row = OPTIMIZERS[rule]
         if not row.is_elementwise:
             return lambda value, is_scaled: muon_temporaries(
@@ -112,57 +121,67 @@ class GhostRules:
         return None
 
 
-def _tell(rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
-    """The reader hears what is updated, which is all on one tier."""
+def _report_update(rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
+    """Report the updated shapes to the reader; all leaves of an optimizer are on one tier."""
     if values := [leaf.value for leaf in leaves if leaf.gradient is not None]:
         shapes = [value.shape for value in values]
         reader.updated(rule, values[0].dtype, values[0].tier, shapes)
 
 
 def muon_temporaries(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> int:
-    """Bytes that are alive at once at most, beside the matrix, its gradient and its momentum: the
-    Newton-Schulz iteration's operators, one after the other. `scaled`: of a scaled loss, where the
-    gradient is divided and both outcomes are computed."""
+    """Return the peak of live bytes within Muon's update of one matrix.
+
+    The matrix, its gradient and its momentum are not included.
+
+    Args:
+        shape: Rows and columns of the matrix.
+        updated: Dtype of the matrix.
+        scaled: The loss has a scale: the gradient is divided by it, and both outcomes are computed.
+    """
     return max(accumulate(_newton_schulz(shape, updated, scaled=scaled)))
 
 
 def _newton_schulz(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> Iterator[int]:
-    """Bytes that come and (negative) go, in order."""
+    """Yield the changes of live bytes within Muon's update, in order: negative for freed bytes."""
     rows, columns = shape
     iterated = DType.FP64 if updated is DType.FP64 else DType.BF16
     whole, matrix = rows * columns * updated.itemsize, rows * columns * iterated.itemsize
     gram = min(rows, columns) ** 2 * iterated.itemsize
     if scaled:
-        yield 3 * whole  # the gradient without its scale, the momentum and the matrix ahead
-    yield whole  # the gradient ahead of its momentum
+        yield 3 * whole  # the unscaled gradient, the next momentum and the next matrix
+    yield whole  # the Nesterov interpolation of gradient and momentum
     cast = matrix if iterated is not updated else 0
     yield cast
     yield from (2 * iterated.itemsize, -2 * iterated.itemsize)  # the norm, and its lower bound
     yield iterated.itemsize
-    yield matrix  # of norm 1
+    yield matrix  # the matrix divided by its norm
     yield -cast - iterated.itemsize
     for iteration in range(_ITERATIONS):
         yield gram
         if iteration:
-            yield -gram  # the one before
-        yield from (gram + matrix, -gram - matrix)  # its polynomial, and the next matrix
+            yield -gram  # the Gram matrix of the previous iteration
+        # the polynomial of the Gram matrix, and the next matrix
+        yield from (gram + matrix, -gram - matrix)
     yield -gram - whole
     if scaled:
-        yield 1  # whether it is skipped
+        yield 1  # the skip flag
         yield from (whole, -whole)
 
 
 def muon_operators(shape: Shape, updated: DType) -> Iterator[Operator]:
-    """Yield what Muon computes of a matrix, in its order (`optimizers.muon`)."""
+    """Yield the operators that Muon's update of one matrix runs, in order.
+
+    The update is `optimizers.by_operator.Muon`.
+    """
     rows, columns = sorted(shape)
     iterated = DType.FP64 if updated is DType.FP64 else DType.BF16
     whole, matrix = rows * columns * updated.itemsize, rows * columns * iterated.itemsize
-    yield Operator(OperatorKind.POINTWISE, updated, (3 * whole,), 2)  # both momenta
+    yield Operator(OperatorKind.POINTWISE, updated, (3 * whole,), 2)  # momentum and Nesterov step
     if iterated is not updated:
         yield Operator(OperatorKind.COPY, updated, (whole + matrix,))
     yield Operator(OperatorKind.NORM, iterated, (matrix,))
     yield Operator(OperatorKind.POINTWISE, iterated, (2 * matrix,))
     for factor, width in ((columns, rows), (rows, rows), (rows, columns)):
         yield Operator(OperatorKind.PRODUCT, iterated, (1, rows, factor, width), _ITERATIONS)
-    yield Operator(OperatorKind.POINTWISE, updated, (2 * whole,))  # the decay
+    yield Operator(OperatorKind.POINTWISE, updated, (2 * whole,))  # weight decay
     yield Operator(OperatorKind.POINTWISE, updated, (2 * whole + matrix,))

@@ -1,8 +1,8 @@
-"""The update: an optimizer's rules on what each target gives them, unit by unit.
+"""The update: apply the optimizer's rules to the targets, unit by unit.
 
-Gradients are cast to the dtype of what is updated; moments, counters and master copies lie in
-slots (as shards, on any tier) and are brought to where the update is. One group of targets after
-the other, so that nothing of a unit but its slots lives when the next one is updated.
+Gradients are cast to the dtype of the update. Moments, counters and master copies are kept in slots
+(as shards, on any tier) and are brought to the tensors that are updated. Groups are updated one
+after the other, so that only the slots of a unit are live while the next unit is updated.
 """
 
 from __future__ import annotations
@@ -20,29 +20,34 @@ MASTER, COUNTER = "master", "step"
 
 
 class Slot(Protocol[T]):
-    """Where one tensor of optimizer state lives between steps: as a shard, on any tier."""
+    """The place where one tensor of optimizer state is kept between steps.
+
+    It may be a shard, on any tier.
+    """
 
     @property
     def stored(self) -> T:
-        """What this rank keeps."""
+        """The local part that this rank stores."""
         ...
 
     @property
     def is_resident(self) -> bool:
-        """Whether it is kept as and where it is used."""
+        """True if the state is stored in the form and place in which it is used."""
         ...
 
     def fetch(self) -> T:
-        """The state of all that the target updates, where it is updated, in the stored dtype: the
-        stored tensor itself if it is that already."""
+        """Return the state of all elements that the target updates, on the device of the update.
+
+        It has the stored dtype. It is the stored tensor itself if the slot is resident.
+        """
         ...
 
     def put(self, working: T) -> None:
-        """Keep this rank's part of what `fetch` gave, after the update changed it."""
+        """Store this rank's part of the tensor that `fetch` returned, after its update."""
 
 
 class Resident(Generic[T]):
-    """State that is kept as it is used."""
+    """A slot whose state is stored as it is used."""
 
     is_resident = True
 
@@ -53,7 +58,7 @@ class Resident(Generic[T]):
         return self.stored
 
     def put(self, working: T) -> None:
-        """It is there."""
+        """Do nothing: the update has changed the stored tensor."""
 
 
 class Target(Protocol[T]):
@@ -61,57 +66,70 @@ class Target(Protocol[T]):
 
     @property
     def owns_master(self) -> bool:
-        """Whether `value` is the master copy itself, which needs no other (Theta = M)."""
+        """True if `value` is the master copy, so that no other is kept (Θ = M)."""
         ...
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it is updated by nobody: it has neither a gradient nor optimizer state."""
+        """True if it is never updated: it has neither a gradient nor optimizer state."""
         ...
 
     @property
     def is_in_place(self) -> bool:
-        """Whether value, gradient and state are updated where and as they are kept."""
+        """True if value, gradient and state are updated in the tensors in which they are stored."""
         ...
 
     def lasting(self) -> T | None:
-        """Return the tensor by which an optimizer may know it for good: it is its value, and has
-        its gradient whenever there is one. None where these have to be brought."""
+        """Return the tensor that an optimizer can keep as its parameter for the full training.
+
+        It is the target's value, and its `.grad` is the gradient whenever there is one. Returns
+        None if value or gradient have to be brought for each update.
+        """
         ...
 
     def working_gradient(self) -> T | None:
-        """The gradient of all that is updated, where it is updated, in the gradients' dtype."""
+        """Return the gradient of all elements that are updated, or None if there is none.
+
+        It is on the device of the update, in the gradients' dtype.
+        """
         ...
 
     def value(self) -> T:
-        """Return what the optimizer updates, where it is updated: in the parameters' dtype, or the
-        master copy itself (`owns_master`). It is valid until `store`."""
+        """Return the tensor that the optimizer updates, on the device of the update.
+
+        It has the parameters' dtype, or is the master copy (`owns_master`). It is valid until
+        `store`.
+        """
         ...
 
     def store(self, value: T) -> None:
-        """Write it back, in any dtype, and make the parameters whole where they must be."""
+        """Write the updated value back, from any dtype, and update the replicas where required."""
 
     def slot(self, initial: T) -> Slot[T]:
-        """Keep `initial` (0-d, or shaped like `value`, on the tier of the update) as optimizer
-        state, in its dtype."""
+        """Create the slot of a state tensor, in the dtype of `initial`.
+
+        Args:
+            initial: Its first value: 0-d or shaped like `value`, on the tier of the update.
+        """
         ...
 
 
-X = TypeVar("X", bound="Target[Any]")  # what a room has for targets
+X = TypeVar("X", bound="Target[Any]")  # a runtime's type of targets
 
 
 class Scale(Protocol[T]):
-    """The scale of a loss, where it has one, and whether the update is left out: 1 where a gradient
-    overflowed, or the training stops."""
+    """The scale of a loss, if it has one, and the skip flag of an update.
+
+    The flag is 1 if a gradient overflowed or the training stops.
+    """
 
     def beside(self, tensor: T) -> tuple[T | None, T]:
-        """Both, where `tensor` is updated."""
+        """Return scale and skip flag on the device of `tensor`."""
         ...
 
 
 class TargetsUpdate(Generic[T, X]):
-    """The update of all targets, given a group per unit. `hidden` says which of those that are not
-    frozen are matrices within the model, in the same order (None: nobody asks)."""
+    """The update of all targets, in groups of one unit each."""
 
     def __init__(
         self,
@@ -122,40 +140,62 @@ class TargetsUpdate(Generic[T, X]):
         rules: Rules[T],
         hidden: Sequence[Sequence[bool]] | None = None,
     ) -> None:
+        """Create the optimizer state and the optimizers.
+
+        Args:
+            groups: The targets of each unit.
+            spec: The optimizer and its hyperparameters.
+            layout: Dtypes of parameters, gradients, moments, master copies and the update.
+            room: The runtime that stores and moves tensors.
+            rules: The factory of optimizers.
+            hidden: Flags of the targets that are matrices within the model, in the order of the
+                targets that are not frozen. None: no rule depends on it.
+        """
         trained = [[target for target in group if not target.is_frozen] for group in groups]
         members = [
             [
                 Member(target, rule_of(spec, is_hidden), spec, layout, room, rules)
                 for target, is_hidden in zip(targets, flags, strict=True)
             ]
-            for targets, flags in zip(trained, hidden or _nobody(trained), strict=True)
+            for targets, flags in zip(trained, hidden or _no_hidden_flags(trained), strict=True)
         ]
         self.frozen = [target for group in groups for target in group if target.is_frozen]
         self.is_by_unit = not _stays_in_place(groups, layout)
         if not self.is_by_unit:
+            # nothing has to be brought, so one optimizer call updates all units
             members = [[member for group in members for member in group]]
         self.groups = [UpdateGroup(group, spec, rules) for group in members]
 
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
-        """One update with this learning rate, from the targets' gradients; none where `scaling`
-        says so, on the device."""
+        """Update all targets from their gradients with this learning rate.
+
+        `scaling` carries the loss scale and the flag that skips the update on the device.
+        """
         self.do(lambda group: group.step(lr, scaling))
 
     def do(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
-        """Do the same to all groups, one after the other."""
+        """Call `act` with each group, in order."""
         for group in self.groups:
             act(group)
 
     def step_group(self, index: int, lr: float, *, is_taken: bool = True) -> None:
-        """The update of one unit alone, as soon as its gradients are complete (G = M). Unless it
-        `is_taken` everything is brought and put back as it is: other ranks wait for that."""
+        """Update one unit, as soon as its gradients are complete (G = M).
+
+        Args:
+            index: The position of the unit's group.
+            lr: The learning rate.
+            is_taken: If False, state is fetched and stored unchanged, since other ranks wait for
+                the collectives.
+        """
         assert self.is_by_unit, "units in place are updated together"
         self.groups[index].step(lr, None, is_taken=is_taken)
 
     def tensors(self) -> Iterator[tuple[X, dict[str, T]]]:
-        """Each target with what this rank keeps of its optimizer state, by name: exp_avg, step,
-        master … (a target that owns its master copy gives it itself); frozen ones last, with
-        nothing."""
+        """Yield each target with the optimizer state that this rank stores, by name.
+
+        Names are exp_avg, step, master and so on. A target that owns its master copy includes it
+        itself. Frozen targets come last, with no state.
+        """
         for group in self.groups:
             for member in group.members:
                 yield member.target, {name: slot.stored for name, slot in member.slots.items()}
@@ -163,21 +203,24 @@ class TargetsUpdate(Generic[T, X]):
             yield target, {}
 
     def leaves(self) -> Iterator[tuple[X, OptimizerLeaf[T]]]:
-        """Each target with the leaf that its optimizer knows it by, whose gradient is there while
-        it steps."""
+        """Yield each target with its optimizer leaf, which has a gradient during the step only."""
         for group in self.groups:
             for member in group.members:
                 yield member.target, member.leaf
 
     def storages(self) -> Iterator[tuple[State, T]]:
+        """Yield the stored tensors of optimizer state."""
         for _, tensors in self.tensors():
             for tensor in tensors.values():
                 yield State.OPTIMIZER, tensor
 
 
 class Member(Generic[T, X]):
-    """A target, its slots, and the leaf that its optimizer knows it by: the target's own tensor for
-    good (`rests`), else empty between updates."""
+    """A target with its slots and its optimizer leaf.
+
+    If `rests`, the leaf is the target's tensor for the full training; else it is empty between
+    updates.
+    """
 
     def __init__(
         self,
@@ -198,16 +241,16 @@ class Member(Generic[T, X]):
             self.slots[name] = target.slot(room.scalar_like(value, DType.FP32, initial))
         if layout.master is not None and not target.owns_master:
             self.slots[MASTER] = target.slot(room.cast(value, layout.master, copy=True))
-        self.moving = {  # what is not used as and where it is kept
+        self.moving = {  # slots that are moved or cast for each update
             name: slot
             for name, slot in self.slots.items()
             if not slot.is_resident
             or (name not in self.numbers and room.dtype(slot.stored) is not layout.updated)
         }
         self._fetched: dict[str, T] = {}
-        # Nothing of it is moved or cast: once it was brought to the leaf it stays there, and no
-        # later update brings it again. A storage that somebody swaps between steps is not seen,
-        # but where the target's own tensor is the leaf.
+        # Nothing is moved or cast: the leaf gets value and state once and keeps them, so later
+        # updates only set its gradient. If other code replaces a storage between steps, the leaf
+        # still has the old one, unless the leaf is the target's tensor.
         self._can_stay = (
             target.is_in_place
             and not target.owns_master
@@ -215,14 +258,14 @@ class Member(Generic[T, X]):
             and not self.moving
             and layout.gradients is layout.parameters is layout.updated
         )
-        self._is_there = False
+        self._has_stayed = False
         itself = target.lasting() if self._can_stay else None
         self.rests = itself is not None
         self.leaf = rules.leaf(value, layout.updated) if itself is None else rules.leaf_of(itself)
         self.nothing = self.leaf.value
 
     def join(self) -> None:
-        """Give the optimizer what stays where it is, once."""
+        """Give the optimizer the state that is used where it is stored, once."""
         for name, slot in self.slots.items():
             if name in self.moving:
                 continue
@@ -232,13 +275,14 @@ class Member(Generic[T, X]):
                 self.leaf.state[name] = slot.stored
 
     def fetch(self) -> bool:
-        """Bring everything to the leaf; False where there is no gradient."""
+        """Bring value, gradient and state to the leaf; return False if there is no gradient."""
         leaf, updated = self.leaf, self.layout.updated
         if (gradient := self.target.working_gradient()) is None:
             return False
-        if self._is_there:
+        if self._has_stayed:
             leaf.gradient = gradient
             return True
+        # after the early return: nothing is brought for a target without a gradient
         gradient = self.room.cast(gradient, updated)
         if MASTER in self.moving:
             leaf.value = self.slots[MASTER].fetch()
@@ -252,14 +296,16 @@ class Member(Generic[T, X]):
         return True
 
     def put(self) -> None:
-        """Back to where it is kept, each thing dropped as soon as it is there."""
+        """Store value and state, and drop each working copy as soon as it is stored."""
         leaf = self.leaf
         leaf.gradient = None
         if self._can_stay:
-            self._is_there = True
+            self._has_stayed = True
             return
         for name, slot in self.moving.items():
             if name != MASTER:
+                # `del` before the next slot: at most one working copy is live besides the leaf's
+                # state.
                 held, working = self._fetched.pop(name), leaf.state.pop(name)
                 if working is not held:
                     self.room.copy(working, held)
@@ -274,8 +320,10 @@ class Member(Generic[T, X]):
 
 
 class UpdateGroup(Generic[T, X]):
-    """Targets that are updated at once: by one optimizer, or two where the rule depends on the
-    tensor."""
+    """Targets that are updated together, by one optimizer per rule.
+
+    There are two rules if the rule depends on the tensor, as Muon's.
+    """
 
     def __init__(
         self, members: Sequence[Member[T, X]], spec: OptimizerSpec, rules: Rules[T]
@@ -291,6 +339,13 @@ class UpdateGroup(Generic[T, X]):
         self._rests = len(self._moving) < len(members)
 
     def step(self, lr: float, scaling: Scale[T] | None, *, is_taken: bool = True) -> None:
+        """Update the group from the targets' gradients.
+
+        Args:
+            lr: The learning rate.
+            scaling: Loss scale and skip flag, None for an unscaled loss that is never skipped.
+            is_taken: If False, state is fetched and stored without an update.
+        """
         fetched = [member for member in self._moving if member.fetch()]
         if not fetched and not self._rests:
             return
@@ -303,30 +358,36 @@ class UpdateGroup(Generic[T, X]):
             member.put()
 
 
-def _nobody(groups: Sequence[Sequence[X]]) -> list[list[bool]]:
+def _no_hidden_flags(groups: Sequence[Sequence[X]]) -> list[list[bool]]:
+    """Return False for each target."""
     return [[False] * len(targets) for targets in groups]
 
 
 def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
-    """Whether nothing is gathered, moved or cast for the update, so that one call updates all. Of
-    a unit without targets, of which all is frozen, nobody says so."""
+    """Return True if one call can update all: no tensor is gathered, moved or cast.
+
+    False for groups without targets, in which all parameters are frozen.
+    """
     targets = [target for group in groups for target in group]
     is_whole = bool(targets) and all(target.is_in_place for target in targets)
     return is_whole and layout.updated is layout.gradients is layout.moments
 
 
 def rule_of(spec: OptimizerSpec, is_hidden: bool) -> str:
-    """How a tensor is updated: Muon is for the matrices within the model."""
+    """Return the rule of a tensor: the spec's for matrices within the model, else its remainder.
+
+    Muon, for example, updates matrices within the model; its row names the rule of the remainder.
+    """
     return spec.name if is_hidden else spec.row.remainder or spec.name
 
 
 def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
-    """Return what a rule keeps of the shape of a tensor, by torch's names."""
+    """Return torch's names of the state that a rule keeps in the shape of the tensor."""
     row = OPTIMIZERS[rule]
     return () if row.needs_momentum and not spec.momentum else row.moments
 
 
 def optimizer_itemsize(spec: OptimizerSpec, layout: Layout) -> int:
-    """Bytes of optimizer state per updated element: 12 for AdamW with a master copy in fp32."""
+    """Return the bytes of optimizer state per element: 12 for AdamW with fp32 masters."""
     master = layout.master.itemsize if layout.master else 0
     return master + len(moment_names(rule_of(spec, False), spec)) * layout.moments.itemsize

@@ -1,10 +1,11 @@
-"""The process groups of a plan's mesh, and the collectives of this project: blocking or awaited
-later, tagged with the state they move.
+"""The process groups of a plan's mesh, and this project's collectives, tagged with their state.
 
-The mesh is torch's DeviceMesh; any set of its axes has a process group.
+The mesh is torch's DeviceMesh; any set of its axes has a process group. Collectives are blocking,
+or return a work to wait for.
 
 The registry maps a storage to its state. Wraps and collectives write it, and the meters read it. A
-storage is forgotten when it dies, so that one at the same address does not inherit an old tag.
+storage is forgotten when it is freed, so that a new one at the same address does not inherit the
+tag.
 """
 
 from __future__ import annotations
@@ -44,9 +45,15 @@ from ptrain.units import row_major
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """`substitute` names the collective that an exchange stands for (a reduce-scatter executed
-    as all-to-all and a local sum). `phase`: of a step, where what is sent belongs to another one
-    than the sender has come to. `name`: of the unit whose state it is, where that is known."""
+    """The state of a storage.
+
+    Attributes:
+        state: The state that the bytes and moves of the storage count as.
+        substitute: The collective that an exchange implements, such as a reduce-scatter that runs
+            as an all-to-all and a local sum.
+        phase: The phase that the traffic belongs to, if it is not the sender's current one.
+        name: The unit whose state it is, "" if unknown.
+    """
 
     state: State
     substitute: Collective | None = None
@@ -55,9 +62,14 @@ class Tag:
 
 
 class Registry:
-    """Tags of the live storages of one program. Costs about 2 microseconds per new storage.
-    `listeners` are told of every tag. `executed`: the collective as whose parts the calls of the
-    moment are made, where the backend would make them itself, out of sight."""
+    """The tags of the live storages of one program. Costs about 2 microseconds per new storage.
+
+    Attributes:
+        inputs: Storages of the caller's batches, which are not the program's memory.
+        listeners: Called with storage and tag for every new tag.
+        executed: The collective that the current calls implement, if the backend would otherwise
+            run it internally and unseen; else None.
+    """
 
     def __init__(self) -> None:
         self._tags: OfStorages[Tag] = WeakKeyDictionary()
@@ -66,7 +78,7 @@ class Registry:
         self.executed: Collective | None = None
 
     def executing(self, collective: Collective) -> AbstractContextManager[None]:
-        """What is called meanwhile is how `collective` is executed."""
+        """Temporarily mark all calls as parts of `collective`."""
         return replaced(self, executed=collective)
 
     def tag(
@@ -77,8 +89,18 @@ class Registry:
         phase: Phase | None = None,
         name: str = "",
     ) -> torch.Tensor:
-        """Remember that this tensor's storage holds `state`; return the tensor. A name that it had
-        stays."""
+        """Set the tag of a tensor's storage.
+
+        Args:
+            tensor: Any view of the storage.
+            state: The state that it counts as.
+            substitute: See `Tag`.
+            phase: See `Tag`.
+            name: The unit; an earlier name is kept if it is "".
+
+        Returns:
+            The tensor.
+        """
         storage = tensor.untyped_storage()
         if not name and (before := self._tags.get(storage)) is not None:
             name = before.name
@@ -88,27 +110,30 @@ class Registry:
         return tensor
 
     def mark_input(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor of the caller's, or a view of one, from which the program only copies: its
-        storage is no memory of the program."""
+        """Mark a tensor of the caller, or a view of one, whose storage is not the program's memory.
+
+        The program only copies from it.
+        """
         self.inputs.add(tensor.untyped_storage())
 
     def of(self, tensor: torch.Tensor) -> Tag | None:
-        """The tag of this tensor's storage, if anybody gave it one."""
+        """Return the tag of a tensor's storage, None if it has none."""
         return self.of_storage(tensor.untyped_storage())
 
     def of_storage(self, storage: torch.UntypedStorage) -> Tag | None:
-        """The tag of this storage, if anybody gave it one."""
+        """Return the tag of a storage, None if it has none."""
         return self._tags.get(storage)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether this storage is tagged."""
+        """Return True if a storage is tagged."""
         return storage in self._tags
 
 
 _all_gather, _reduce_scatter = all_gather_single, reduce_scatter_single
 
 
-IN_PLACE_BYTES = 2**20  # below, the clone is in the caches, and one call is as fast as several
+# bytes: a smaller clone stays in the caches, and one call is as fast as several
+IN_PLACE_BYTES = 2**20
 
 
 def all_gather(
@@ -119,11 +144,22 @@ def all_gather(
     *,
     is_awaited: bool = True,
 ) -> dist.Work | None:
-    """`output` (1-d, size x shard) becomes the ranks' shards in group order.
+    """All-gather the ranks' shards into `output` (1-d, size x shard), in group order.
 
-    Of a large one gloo (torch 2.11 to 2.15) would gather a clone and copy that, into memory whose
-    pages are new where it is above 32 MiB. So a broadcast for each rank's part writes to its place:
-    as many bytes, in a third of the time for 43 MiB and in two thirds for 8.
+    For a large output, gloo (torch 2.11 to 2.15) would gather into a clone and copy that, and above
+    32 MiB the pages of the clone are new in every call. One broadcast per rank's part writes to its
+    place directly: it sends equally many bytes, in a third of the time for 43 MiB and two thirds
+    for 8 MiB.
+
+    Args:
+        output: Receives all shards.
+        shard: This rank's shard; it may be a view of its place in `output`.
+        group: The process group.
+        registry: Marks the broadcasts as an all-gather.
+        is_awaited: Wait for the result.
+
+    Returns:
+        The work to wait for, None if awaited.
     """
     if not (_is_gloo(output, group) and _is_large(output)):
         work: dist.Work | None = _all_gather(output, shard, group=group, async_op=not is_awaited)
@@ -136,15 +172,15 @@ def all_gather(
             dist.broadcast(part, group=group, group_src=place, async_op=True)
             for place, part in enumerate(parts)
         ]
-    work = _Together(works)
+    work = _JointWork(works)
     if is_awaited:
         work.wait()
         return None
     return work
 
 
-class _Together(Work):
-    """Calls that are awaited as one."""
+class _JointWork(Work):
+    """Several works that are waited for as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -157,19 +193,19 @@ class _Together(Work):
 
 
 def _is_gloo(whole: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether gloo's threads work on it, on a processor."""
+    """Return True if gloo handles a tensor in host memory."""
     return whole.is_cpu and dist.get_backend(group) == "gloo"
 
 
 def _is_large(whole: torch.Tensor) -> bool:
-    """Return whether a clone of it costs more than several calls."""
+    """Return True if cloning a tensor costs more than issuing several calls."""
     return whole.numel() * whole.element_size() >= IN_PLACE_BYTES
 
 
 def all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, is_awaited: bool = True
 ) -> Move[torch.Tensor]:
-    """`tensor` becomes the sum of the ranks'."""
+    """Sum `tensor` over the ranks in place."""
     return Move(tensor, tensor, dist.all_reduce(tensor, group=group, async_op=not is_awaited))
 
 
@@ -182,13 +218,20 @@ def reduce_scatter(
     *,
     is_awaited: bool = True,
 ) -> Move[torch.Tensor]:
-    """`shard` becomes this rank's part of the ranks' summed `whole` (1-d, size x shard), which is
-    used up.
+    """Reduce-scatter `whole` (1-d, size x shard) into this rank's `shard`; `whole` is overwritten.
 
-    Gloo's own is an all-reduce of a clone. To the bit the same sums are, between two ranks, those
-    of halves that are exchanged, with half the bytes; between more, of a large tensor, those of an
-    all-reduce of `whole` itself. Via all_to_all it needs one more buffer of `whole`'s size, and is
-    a true reduce-scatter between any number of ranks.
+    gloo's native reduce-scatter all-reduces a clone. Two cheaper forms give bitwise equal sums. Two
+    ranks exchange halves, with half the bytes. More ranks all-reduce a large `whole` itself,
+    without a clone.
+
+    Args:
+        shard: Receives this rank's part of the sum.
+        whole: This rank's summand.
+        group: The process group.
+        via: The native collective; or an all-to-all, which is a true reduce-scatter for any number
+            of ranks but needs another buffer of the size of `whole`.
+        registry: Marks the calls as a reduce-scatter.
+        is_awaited: Wait for the communication. The sums are complete after `Move.wait`.
     """
     if via is ReduceScatterVia.NATIVE:
         if _is_gloo(whole, group) and group.size() == 2:
@@ -201,13 +244,14 @@ def reduce_scatter(
         work = _reduce_scatter(shard, whole, group=group, async_op=not is_awaited)
         return Move(shard, whole, work)
     tag = registry.of(whole)
-    received = torch.empty_like(whole)  # its tag is read before that of `whole`, which stays
+    # the meter reads this tag before the tag of `whole`, which stays
+    received = torch.empty_like(whole)
     registry.tag(received, tag.state if tag else State.OTHER, Collective.REDUCE_SCATTER)
     work = dist.all_to_all_single(received, whole, group=group, async_op=not is_awaited)
 
     def add() -> None:
         torch.sum(received.view(group.size(), -1), 0, out=shard)
-        # gloo's thread may hold its tensors a moment longer than `wait` does, on a loaded machine
+        # gloo's thread may hold its tensors for a moment after `wait` on a loaded machine
         received.untyped_storage().resize_(0)
 
     return Move(shard, whole, work, add)
@@ -221,9 +265,10 @@ def _exchange_halves(
     *,
     is_awaited: bool,
 ) -> Move[torch.Tensor]:
-    """The other rank's half of this rank's part arrives in `shard`, where this rank's is added."""
+    """Receive the other rank's summand of this rank's half in `shard`, and add this rank's."""
     place = group.rank()
     halves, sizes = whole.chunk(2), [0, 0]
+    # each rank sends the other rank's half only, and keeps its half
     sizes[1 - place] = shard.numel()
     with registry.executing(Collective.REDUCE_SCATTER):
         work = dist.all_to_all_single(
@@ -232,8 +277,8 @@ def _exchange_halves(
     return Move(shard, whole, work, partial(shard.add_, halves[place]))
 
 
-class _Tagged:
-    """What FSDP2 calls for a unit, with its buffers tagged as the unit's `state`."""
+class _TaggedBuffers:
+    """The buffer allocation of FSDP2's collectives, with buffers tagged by state and unit."""
 
     state: State
 
@@ -244,12 +289,13 @@ class _Tagged:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
+        """Return a tagged, uninitialized buffer."""
         buffer = torch.empty(*size, dtype=dtype, device=device)
         return self.registry.tag(buffer, self.state, name=self.name)
 
 
-class TaggedAllGather(_Tagged, AllGather):
-    """FSDP2's all-gather of a unit."""
+class TaggedAllGather(_TaggedBuffers, AllGather):
+    """The all-gather that FSDP2 calls for a unit."""
 
     state = State.PARAMETERS
 
@@ -266,9 +312,12 @@ class TaggedAllGather(_Tagged, AllGather):
         )
 
 
-class TaggedReduceScatter(_Tagged, ReduceScatter):
-    """FSDP2's reduce-scatter of a unit, native or by exchange. On an accelerator FSDP2 has a
-    stream for it; `is_awaited`: nothing else is issued until it is over."""
+class TaggedReduceScatter(_TaggedBuffers, ReduceScatter):
+    """The reduce-scatter that FSDP2 calls for a unit, native or by all-to-all.
+
+    FSDP2 runs it in a separate stream on an accelerator. If `is_awaited`, the host waits for that
+    stream before it launches other work.
+    """
 
     state = State.GRADIENTS
 
@@ -300,9 +349,17 @@ class TaggedReduceScatter(_Tagged, ReduceScatter):
 
 
 class Mesh:
-    """The axes of one job. Groups are made once, in the same order on every rank."""
+    """The axes of one job and their process groups.
+
+    Every group is created once, in the same order on all ranks.
+    """
 
     def __init__(self, step: CreateMesh, world: World) -> None:
+        """Create the device mesh.
+
+        Raises:
+            SpecError: The product of the degrees is not the number of ranks.
+        """
         self.axes = step.axes
         self.degrees = dict(zip(step.axes, step.degrees, strict=True))
         self.world = world
@@ -314,24 +371,25 @@ class Mesh:
         self._coordinates: dict[Axis, int] = {}
         _require_size(step, world)
         if step.axes:
-            with unset_fake_temporarily():  # a mesh reads its ranks off a tensor
+            # DeviceMesh reads ranks from a tensor, which must be real
+            with unset_fake_temporarily():
                 self.device_mesh = init_device_mesh(
                     world.device.type,
                     step.degrees,
                     mesh_dim_names=tuple(map(str, step.axes)),
-                    backend_override=_waiting(step, world),
+                    backend_override=_pipeline_backend_options(step, world),
                 )
 
     def ordered(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
-        """These axes in mesh order."""
+        """Return these axes in mesh order."""
         return tuple(axis for axis in self.axes if axis in axes)
 
     def size(self, axes: Sequence[Axis]) -> int:
-        """Ranks in a group over these axes."""
+        """Return the number of ranks in a group over these axes."""
         return math.prod(self.degrees[axis] for axis in axes)
 
     def submesh(self, axes: Sequence[Axis]) -> DeviceMesh:
-        """One dimension over these axes, flattened in mesh order where they are several."""
+        """Return the 1-d mesh over these axes; several are flattened in mesh order."""
         names = self.ordered(axes)
         assert self.device_mesh is not None and names, "a submesh needs at least one axis"
         if names not in self._submeshes:
@@ -344,7 +402,7 @@ class Mesh:
         return self._submeshes[names]
 
     def group(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
-        """The process group over these axes that holds this rank."""
+        """Return the process group over these axes that contains this rank."""
         names = self.ordered(axes)
         if names not in self._groups:
             group = self.submesh(names).get_group()
@@ -354,9 +412,12 @@ class Mesh:
         return self._groups[names]
 
     def group_at(self, axis: Axis, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the group of the ranks at these places along `axis`, None on the others. Every
-        rank makes those of all lines: a group that its own ranks alone make is named by them, and a
-        second one of that name finds the addresses of the first in the store."""
+        """Return the group of the ranks at these coordinates along `axis`, None on all other ranks.
+
+        All ranks create the groups of all lines along the axis. torch names a group that only its
+        members create by its ranks, so a second one of that name would find the addresses of the
+        first in the store.
+        """
         assert self.device_mesh is not None
         with unset_fake_temporarily():
             ranks = self.device_mesh.mesh.movedim(self.axes.index(axis), -1)
@@ -368,44 +429,55 @@ class Mesh:
         return own[0] if own else None
 
     def adopt(self, group: dist.ProcessGroup, axes: Sequence[Axis]) -> None:
-        """A group that torch made for itself, of some of the ranks along `axes`."""
+        """Register a group along `axes` that was created elsewhere, and set its timeout."""
         if self.world.backend != "fake":
             set_timeout(group, self.world.timeout)
         self._adopted[group.group_name] = self.ordered(axes)
 
     def coordinate(self, axis: Axis) -> int:
-        """This rank's place along `axis`. torch computes it anew for 30 us, and each move of a flat
-        unit wants it."""
+        """Return this rank's coordinate along `axis`, cached.
+
+        torch computes it in 30 us, and every move of a flat unit needs it.
+        """
         assert self.device_mesh is not None
         if axis not in self._coordinates:
             self._coordinates[axis] = int(self.device_mesh.get_local_rank(str(axis)))
         return self._coordinates[axis]
 
     def place(self, axes: Sequence[Axis]) -> int:
-        """This rank's row-major place over `axes`, the first of them outermost; 0 over none."""
+        """Return this rank's row-major position over `axes`, the first outermost; 0 over none."""
         return row_major((self.coordinate(axis), self.degrees[axis]) for axis in axes)
 
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:
-        """Process group name -> axes, for whoever watches collectives."""
+        """Return the axes of each process group by its name, for the meters."""
         if self.device_mesh is None:
             return {}
+        # create the groups of all axes first: a group has a name once it exists
         for axes in (*((axis,) for axis in self.axes), *self._submeshes):
             self.group(axes)
         named = {group.group_name: axes for axes, group in self._groups.items()} | self._adopted
         return {name: tuple(map(str, axes)) for name, axes in named.items()}
 
 
-def _waiting(
+def _pipeline_backend_options(
     step: CreateMesh, world: World
 ) -> dict[int | str, tuple[str, dist.ProcessGroupGloo.Options]] | None:
-    """Groups that are made with the timeout of a step. gloo's sends and receives keep the one that
-    their group was made with, half an hour where nothing is said; its collectives take a later."""
+    """Return the options of groups whose timeout must be the step's from the start, None if none.
+
+    gloo's send and receive keep the timeout with which their group was created, by default 30
+    minutes. Its collectives use a timeout that is set later.
+    """
     if world.backend != "gloo" or Axis.PP not in step.axes:
         return None
     return {str(Axis.PP): ("gloo", gloo_options(timedelta(seconds=world.timeout.step)))}
 
 
 def _require_size(step: CreateMesh, world: World) -> None:
+    """Require that the mesh needs as many ranks as there are.
+
+    Raises:
+        SpecError: The product of the degrees differs.
+    """
     product = math.prod(step.degrees)
     if product == world.size:
         return

@@ -1,6 +1,7 @@
-"""A room without tensors: a ghost has a size, a dtype and a tier, and is given back when nobody
-names it any longer, as torch's tensors are. What comes and goes, and what is sent, goes to whoever
-reads.
+"""The ghost runtime: tensors with a size, a dtype and a tier, but no data.
+
+A ghost's bytes are freed when its last reference goes, as with a torch tensor. All
+allocations, frees, copies, operators and collectives are reported to a reader.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ptrain.spec.rates import OperatorKind
 
 
 class Reader(Protocol):
-    """Whoever reads the stream of a step's events. Sizes are bytes."""
+    """The receiver of a step's events. Sizes are in bytes."""
 
     def allocated(self, size: int, tier: Tier) -> None:
-        """Bytes come (negative: go) on a tier."""
+        """Note that `size` bytes were allocated on a tier, or freed if negative."""
 
     def sent(
         self,
@@ -33,23 +34,36 @@ class Reader(Protocol):
         *,
         is_awaited: bool,
     ) -> Work | None:
-        """A collective over the group along `axes`, of a full tensor of `payload` bytes; `via`
-        names what stands for it, if anything does. Returns what is to be awaited, if anything
-        is."""
+        """Note a collective and return the work to wait for, if any.
+
+        Args:
+            collective: The intended collective.
+            axes: The axes of its group.
+            state: The state that it moves.
+            payload: Bytes of its full tensor.
+            via: Name of the collective that implements it, "" if native.
+            is_awaited: The caller waits for it at once.
+        """
 
     def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
-        """A copy between two tiers."""
+        """Note a copy of `size` bytes between two tiers."""
 
     def computed(self, kind: OperatorKind, dtype: DType, size: int) -> None:
-        """An operator reads and writes `size` bytes."""
+        """Note an operator that reads and writes `size` bytes in total."""
 
     def updated(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
-        """An optimizer steps on a tier: tensors of these shapes, by a rule of its own."""
+        """Note an optimizer step by a rule, on tensors of these shapes on one tier."""
 
 
 class Storage:
-    """Bytes on a tier, given back with the last ghost that lies there. `state` is what they count
-    as; None where nobody said."""
+    """Bytes on a tier, freed with the last ghost that refers to them.
+
+    Attributes:
+        size: Bytes.
+        tier: The tier that holds them.
+        state: The state that they count as, None if unknown.
+        name: The unit that they belong to, "" if unknown.
+    """
 
     __slots__ = ("_reader", "name", "size", "state", "tier")
 
@@ -65,13 +79,13 @@ class Storage:
             self._reader.allocated(-self.size, self.tier)
 
     def resize(self, size: int) -> None:
-        """Takes or gives back the difference."""
+        """Set the size and report the difference."""
         self._reader.allocated(size - self.size, self.tier)
         self.size = size
 
 
 class Ghost:
-    """A tensor's shape and dtype, and where it begins in a storage (elements)."""
+    """A tensor without data: shape, dtype, and its first element in a storage."""
 
     __slots__ = ("dtype", "numel", "shape", "start", "storage")
 
@@ -81,7 +95,7 @@ class Ghost:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the ghost itself, of which its storage may have more."""
+        """The bytes of the ghost; its storage may have more."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -90,7 +104,7 @@ class Ghost:
 
 
 class GhostRoom:
-    """One rank's room, at its places along the axes."""
+    """The runtime of one rank, given by its coordinates along the axes, on ghosts."""
 
     def __init__(
         self,
@@ -98,12 +112,18 @@ class GhostRoom:
         degrees: Mapping[Axis, int],
         places: Mapping[Axis, int],
     ) -> None:
-        """`degrees` are in the order of the mesh."""
+        """Create the runtime of one rank.
+
+        Args:
+            reader: Receives all events.
+            degrees: Ranks along each axis, in mesh order.
+            places: This rank's coordinates; missing axes are at 0.
+        """
         self.reader = reader
         self._degrees, self._places = degrees, places
 
     def at(self, places: Mapping[Axis, int]) -> GhostRoom:
-        """The room of the rank at other places."""
+        """Return the runtime of the rank at other coordinates."""
         return GhostRoom(self.reader, self._degrees, places)
 
     def degree(self, axis: Axis) -> int:
@@ -135,7 +155,7 @@ class GhostRoom:
         return Ghost(storage, tensor.dtype, (numel,))
 
     def zeros_like(self, tensor: Ghost, dtype: DType) -> Ghost:
-        return self._shaped(tensor, dtype, None, "")
+        return self._empty_in_memory(tensor, dtype, None, "")
 
     def scalar_like(self, tensor: Ghost, dtype: DType, initial: float = 0.0) -> Ghost:
         storage = Storage(dtype.itemsize, _in_memory(tensor.tier), None, "", self.reader)
@@ -160,7 +180,7 @@ class GhostRoom:
         copy: bool = False,
     ) -> Ghost:
         if tensor.dtype is not dtype or copy:
-            copied = self._shaped(tensor, dtype, state, name if state else "")
+            copied = self._empty_in_memory(tensor, dtype, state, name if state else "")
             if copied.tier is not tensor.tier:
                 self.reader.moved(tensor.tier, copied.tier, _state_of(tensor), tensor.nbytes)
             self.reader.computed(OperatorKind.COPY, dtype, tensor.nbytes + copied.nbytes)
@@ -169,7 +189,10 @@ class GhostRoom:
             tensor.storage.state, tensor.storage.name = state, name or tensor.storage.name
         return tensor
 
-    def _shaped(self, tensor: Ghost, dtype: DType, state: State | None, name: str) -> Ghost:
+    def _empty_in_memory(
+        self, tensor: Ghost, dtype: DType, state: State | None, name: str
+    ) -> Ghost:
+        """Return a ghost of the same shape in another dtype and in memory."""
         tier = _in_memory(tensor.tier)
         storage = Storage(tensor.numel * dtype.itemsize, tier, state, name, self.reader)
         return Ghost(storage, dtype, tensor.shape)
@@ -194,7 +217,7 @@ class GhostRoom:
         self.reader.computed(OperatorKind.POINTWISE, tensor.dtype, size)
 
     def clear(self, tensor: Ghost) -> None:
-        """Zeros take no room."""
+        """Report the operator; zeros need no other memory."""
         self.reader.computed(OperatorKind.POINTWISE, tensor.dtype, tensor.nbytes)
 
     def piece(self, tensor: Ghost, start: int, shape: Shape) -> Ghost:
@@ -229,17 +252,17 @@ class GhostRoom:
         tensor.storage.resize(tensor.nbytes)
 
     def ahead(self, tensor: Ghost) -> None:
-        """Pages that are read ahead are the kernel's."""
+        """Do nothing: pages that are read ahead are in the kernel's page cache."""
 
     def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> Work | None:
-        self._meet(Collective.ALL_GATHER, axes, into, shard)
+        self._require_matching(Collective.ALL_GATHER, axes, into, shard)
         state, gather = _state_of(into, shard), Collective.ALL_GATHER
         return self.reader.sent(gather, axes, state, into.nbytes, "", is_awaited=is_awaited)
 
     def reduce_scatter(
         self, whole: Ghost, into: Ghost, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
     ) -> Move[Ghost]:
-        self._meet(Collective.REDUCE_SCATTER, axes, whole, into)
+        self._require_matching(Collective.REDUCE_SCATTER, axes, whole, into)
         is_native = via is ReduceScatterVia.NATIVE
         received = None if is_native else self.like(whole, whole.numel)
         named = "" if is_native else via.value
@@ -254,7 +277,10 @@ class GhostRoom:
         work = self.reader.sent(reduce, axes, state, tensor.nbytes, "", is_awaited=is_awaited)
         return Move(tensor, tensor, work)
 
-    def _meet(self, collective: Collective, axes: Axes, whole: Ghost, shard: Ghost) -> None:
+    def _require_matching(
+        self, collective: Collective, axes: Axes, whole: Ghost, shard: Ghost
+    ) -> None:
+        """Check sizes, dtypes and tiers of a collective."""
         ranks = math.prod(self._degrees[axis] for axis in axes)
         sizes = f"{collective} over {ranks}: {whole.numel} of {shard.numel}"
         assert whole.numel == ranks * shard.numel and whole.dtype is shard.dtype, sizes
@@ -262,11 +288,11 @@ class GhostRoom:
 
 
 def _state_of(*tensors: Ghost) -> State:
-    """What a call or copy counts as: the state of the first of its tensors that has any."""
+    """Return the state that a call or copy counts as: the first known state of its tensors."""
     states = (tensor.storage.state for tensor in tensors)
     return next((state for state in states if state is not None), State.OTHER)
 
 
 def _in_memory(tier: Tier) -> Tier:
-    """What is computed from a mapped file is in memory."""
+    """Return the tier of a result computed from a tier: host memory for mapped files."""
     return Tier.HOST if tier is Tier.FILE else tier

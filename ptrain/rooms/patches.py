@@ -1,8 +1,8 @@
-"""What of torch has to be another thing on fake ranks with fake tensors: all of it stands here.
+"""All patches of torch for fake ranks with fake tensors.
 
-Each patch has a test that fails when torch no longer needs it; that torch has what it replaces,
-the tests of `internals` say. On any other version nothing is simulated:
-a patch that misses would give figures that look right.
+Each patch has a test that fails when torch no longer needs it. The tests of `internals` check that
+torch has the attribute that a patch replaces. No other torch version is simulated, because a patch
+that misses its target would give wrong figures that look right.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One attribute of torch and what stands in for it."""
+    """An attribute of torch and its replacement.
+
+    Attributes:
+        name: A short description of the patch.
+        owner: The module or class with the attribute.
+        attribute: Name of the attribute.
+        replacement: Returns the replacement, given the original.
+    """
 
     name: str
     owner: Any
@@ -46,7 +53,11 @@ class Patch:
 
 
 def require_supported() -> None:
-    """Raises PtrainError for a torch that the patches were not written for."""
+    """Require a torch version that the patches were written for.
+
+    Raises:
+        PtrainError: Another version is installed.
+    """
     if not is_tested(torch.__version__):
         raise PtrainError(
             f"torch {torch.__version__} is installed, but fake ranks and fake tensors work "
@@ -58,21 +69,25 @@ def require_supported() -> None:
 
 @contextmanager
 def patched(model: ModelSpec) -> Iterator[None]:
-    """Within it torch runs `model` on fake ranks."""
+    """Temporarily patch torch to run `model` on fake ranks."""
     require_supported()
     forget_shapes()
     with ExitStack() as stack:
+        # shapes cached under the patches must not be used outside, nor the other way round
         stack.callback(forget_shapes)
-        for patch in (*PATCHES, *_of_transformers(model)):
+        for patch in (*PATCHES, *_transformers_patches(model)):
             original = getattr(patch.owner, patch.attribute)
             stand_in = {patch.attribute: patch.replacement(original)}
             stack.enter_context(replaced(patch.owner, **stand_in))
         yield
 
 
-def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor finds the shape of a result by running the operator on fake tensors of the global
-    shape, under whatever fake mode is active: ours, where every meter would count them."""
+def _propagate_outside_modes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run DTensor's shape propagation outside all modes.
+
+    DTensor finds the shape of a result by running the operator on fake tensors of the global shape,
+    in the active fake mode if there is one. Under our mode, all meters would count these tensors.
+    """
 
     def propagate(self: ShardingPropagator, op_schema: object) -> Any:
         with without_modes():
@@ -82,7 +97,7 @@ def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Chunks(Sequence[torch.Tensor]):
-    """The parts of `torch.chunk`, empty ones behind them, each made when it is asked for."""
+    """The parts of `torch.chunk`, padded with empty ones to `number` parts, created on access."""
 
     def __init__(self, tensor: torch.Tensor, number: int, dim: int) -> None:
         self.tensor, self.number, self.dim = tensor, number, dim
@@ -91,7 +106,7 @@ class Chunks(Sequence[torch.Tensor]):
         return self.number
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a chunk as a list does: a slice gives a list."""
+        """Return a chunk, or a list of chunks for a slice."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(self.number))]
         rows = self.tensor.shape[self.dim]
@@ -104,9 +119,12 @@ class Chunks(Sequence[torch.Tensor]):
         return self.tensor.narrow(self.dim, first, min(height, rows - first))
 
 
-def _lazily(original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP2 makes a view for every rank of the group, of which it takes two: with thousands of
-    ranks that is all that wrapping does."""
+def _chunk_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Create chunks lazily in FSDP2's sharding.
+
+    FSDP2 creates a view for every rank of the group and uses two of them. With thousands of ranks
+    this takes most of the time of wrapping.
+    """
 
     def chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> Chunks:
         return Chunks(tensor, num_chunks, dim)
@@ -114,9 +132,12 @@ def _lazily(original: Callable[..., Any]) -> Callable[..., Any]:
     return chunk_with_empty
 
 
-def _running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Where fake tensors are, torch believes that it compiles: DTensor looks each operator up anew,
-    and waits for each functional collective at once. This runs."""
+def _never_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Report that torch is not tracing.
+
+    With fake tensors torch assumes that it compiles: DTensor then resolves each operator again, and
+    waits for each functional collective at once. Fake ranks run eagerly.
+    """
 
     def are_we_tracing() -> bool:
         return False
@@ -124,9 +145,12 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     return are_we_tracing
 
 
-def _unwrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The result of a functional collective is wrapped until it is awaited. On fake tensors the
-    wrapping is a tensor of its own, and nothing has to be awaited."""
+def _without_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the result of a functional collective without a wrapper.
+
+    torch wraps it until it is waited for. On fake tensors the wrapper would be another tensor, and
+    no wait is needed.
+    """
 
     def wrap_tensor(result: torch.Tensor) -> torch.Tensor:
         return result
@@ -134,9 +158,12 @@ def _unwrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrap_tensor
 
 
-def _cloned(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake tensor that is copied deeply (a stage's buffers) gets a storage that its views do not
-    share."""
+def _deepcopy_by_clone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a fake tensor deeply by `clone`.
+
+    torch's deepcopy of a fake tensor (such as a stage's buffer) creates a storage that its views do
+    not share.
+    """
 
     def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -146,7 +173,8 @@ def _cloned(original: Callable[..., Any]) -> Callable[..., Any]:
     return deepcopy
 
 
-def _of_transformers(model: ModelSpec) -> Iterator[Patch]:
+def _transformers_patches(model: ModelSpec) -> Iterator[Patch]:
+    """Yield the patches of transformers, for a model of that library."""
     if isinstance(model, HuggingFaceModel) and hasattr(masks(), PACKED):
         yield Patch(
             name="packed samples", owner=masks(), attribute=PACKED, replacement=_never_packed
@@ -154,14 +182,19 @@ def _of_transformers(model: ModelSpec) -> Iterator[Patch]:
 
 
 def _never_packed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers reads off the positions whether several samples stand in one row, and where it
-    cannot, it makes a mask. Here none do, and attention is causal without a mask."""
+    """Report that no row contains several samples.
+
+    transformers infers from the positions whether a row has several samples, and builds a mask if
+    it cannot. Rows here have one sample, and causal attention needs no mask.
+    """
     return never_packed
 
 
-def _of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's shape function of a grouped product takes bf16 alone, as its first kernel did; fp32
-    and fp16 run, and give the same shapes."""
+def _shapes_of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept any dtype in the shape function of a grouped matrix product.
+
+    torch's accepts bf16 only, like its first kernel. fp32 and fp16 run, and have the same shapes.
+    """
 
     def shapes(first: torch.Tensor, second: torch.Tensor, **others: Any) -> Any:
         if others["scale_a"] is not None or first.dtype is torch.bfloat16:
@@ -171,10 +204,13 @@ def _of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
     return shapes
 
 
-def _unless_alike(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What a module's `to` gives of fake parameters takes their places by a swap, which torch
-    refuses where anything refers to them weakly, as a mode does. Nothing is to be swapped where
-    `to` changes nothing, as in a library that puts an adapter beside the layer that it is for."""
+def _skip_unchanged_moves(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Skip `Module.to` for fake parameters that it would not change.
+
+    torch swaps the parameters for the results of `to`. The swap fails if a parameter has weak
+    references, such as a mode's. Libraries call `to` without effect, for example to put an adapter
+    on the device of its layer.
+    """
 
     def applied(
         self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -187,17 +223,20 @@ def _unless_alike(original: Callable[..., Any]) -> Callable[..., Any]:
     return applied
 
 
-def _standing(name: str, place: tuple[Any, str], replacement: Replacement) -> Patch:
+def _patch_at(name: str, place: tuple[Any, str], replacement: Replacement) -> Patch:
+    """Return a patch of the attribute at `place` (owner and attribute name)."""
     owner, attribute = place
     return Patch(name=name, owner=owner, attribute=attribute, replacement=replacement)
 
 
 PATCHES = (
-    *(_standing("tracing", (module, "_are_we_tracing"), _running) for module in TRACERS),
-    _standing("results of functional collectives", functional_collectives.RESULTS, _unwrapped),
-    _standing("shapes of DTensor's results", dtensor.SHAPES, _alone),
-    _standing("copies of fake tensors", fakes.COPIES, _cloned),
-    _standing("chunks of FSDP2", fsdp2.CHUNKS, _lazily),
-    _standing("modules that are moved to where they are", modules.MOVES, _unless_alike),
-    _standing("dtypes of grouped products", grouped_products.SHAPES, _of_any_dtype),
+    *(_patch_at("tracing", (module, "_are_we_tracing"), _never_tracing) for module in TRACERS),
+    _patch_at(
+        "results of functional collectives", functional_collectives.RESULTS, _without_wrapper
+    ),
+    _patch_at("shapes of DTensor's results", dtensor.SHAPES, _propagate_outside_modes),
+    _patch_at("copies of fake tensors", fakes.COPIES, _deepcopy_by_clone),
+    _patch_at("chunks of FSDP2", fsdp2.CHUNKS, _chunk_lazily),
+    _patch_at("modules that are moved to where they are", modules.MOVES, _skip_unchanged_moves),
+    _patch_at("dtypes of grouped products", grouped_products.SHAPES, _shapes_of_any_dtype),
 )

@@ -1,10 +1,10 @@
-"""CUDA's kernels without a GPU: a process in which torch believes in one, for fake tensors alone.
+"""CUDA kernel selection without a GPU: a process whose torch detects a GPU, for fake tensors only.
 
-A CUDA build of torch chooses its kernels by what the runtime says of the device. `runtime.c` and
-`driver.c` stand in for both libraries: they are compiled where they are needed, and loaded into a
-process that is started for it. What its operators allocate, forward and backward, is then what they
-allocate on a GPU of that compute capability; what kernels take within themselves, nobody sees. An
-H100 has confirmed it with torch 2.11 (`benchmarks/gpu.sh`), and no other GPU.
+A CUDA build of torch selects kernels by the runtime's description of the device. `runtime.c` and
+`driver.c` replace the two CUDA libraries. They are compiled on demand and preloaded into a new
+process. The forward and backward operators in this process allocate what they would allocate on a
+GPU of the given compute capability; memory that kernels use internally is not seen. The allocations
+were confirmed on an H100 with torch 2.11 (`benchmarks/gpu.sh`), and on no other GPU.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from ptrain.errors import PtrainError
 from ptrain.output import standard_output
 
 _SOURCES = Path(__file__).parent / "cuda"
-_SM = "PTRAIN_SM"  # the runtime reads it too
-_NAME = "a GPU that is not there"  # as runtime.c calls it
-_HEADERS = ("cuda.h", "driver_types.h", "crt/host_defines.h")  # wheels have the last in another
-_OF_TRITON = "backends/nvidia"
+_SM = "PTRAIN_SM"  # runtime.c reads it too
+_NAME = "a GPU that is not there"  # the device name in runtime.c
+# the wheels have the last one in a separate package
+_HEADERS = ("cuda.h", "driver_types.h", "crt/host_defines.h")
+_TRITON_FOLDER = "backends/nvidia"
 
 
 class Uncompiled(PtrainError):
-    """What stands in for CUDA's libraries does not compile here."""
+    """The replacements of CUDA's libraries do not compile on this machine."""
 
 
 def is_on() -> bool:
-    """Return whether this process is one of those."""
+    """Return True if this process runs with the replaced libraries."""
     if _SM not in os.environ or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_name(0) == _NAME
 
 
 def capability() -> str:
-    """Return the compute capability of the GPU that it believes in: `90`."""
+    """Return the compute capability of the simulated GPU, such as `90`."""
     return os.environ[_SM]
 
 
 def lacking() -> str | None:
-    """Return what is not there to ask CUDA's kernels, with the way to it; None where all is."""
+    """Return the first missing requirement and its fix, None if CUDA's kernels can be queried."""
     if not sys.platform.startswith("linux"):
         return "CUDA kernels can only be queried on Linux"
     if torch.version.cuda is None:
@@ -70,16 +71,25 @@ def lacking() -> str | None:
         return "there is no C compiler. Install gcc or clang."
     if _headers() is None:
         return (
-            f"some headers of CUDA {_major()} are missing. Install the packages "
+            f"some headers of CUDA {_torch_cuda_major()} are missing. Install the packages "
             "nvidia-cuda-runtime and nvidia-cuda-crt of this version, or the CUDA toolkit."
         )
     return None
 
 
 def run(words: Sequence[str], sm: int) -> int:
-    """Run `python WORDS` with a GPU of compute capability `sm` to believe in; return its exit code.
-    SIGTERM is passed on; ask `lacking` first. Raises Uncompiled where the libraries do not compile,
-    and PtrainError where a signal ended the process."""
+    """Run `python WORDS` with a simulated GPU, and return its exit code.
+
+    SIGTERM is passed on to the process. Call `lacking` first.
+
+    Args:
+        words: Arguments of the Python interpreter.
+        sm: Compute capability of the GPU, such as 90.
+
+    Raises:
+        Uncompiled: The libraries do not compile.
+        PtrainError: A signal ended the process.
+    """
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder, standard_output() as output:
         runtime = _compiled("runtime", Path(folder, "runtime.so"))
         driver = _compiled("driver", Path(folder, "libcuda.so.1"))
@@ -93,7 +103,7 @@ def run(words: Sequence[str], sm: int) -> int:
             "CUDA_VISIBLE_DEVICES": "0",
         }
         with subprocess.Popen([sys.executable, *words], env=environment, stdout=output) as child:
-            code = _awaited(child)
+            code = _wait_for(child)
     if code < 0:
         raise PtrainError(
             "error: the process that queries the CUDA kernels was ended by "
@@ -103,7 +113,9 @@ def run(words: Sequence[str], sm: int) -> int:
     return code
 
 
-def _awaited(child: subprocess.Popen[bytes]) -> int:
+def _wait_for(child: subprocess.Popen[bytes]) -> int:
+    """Wait for the process and return its exit code; pass SIGTERM on if this is the main thread."""
+    # signal.signal works in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return child.wait()
     before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
@@ -114,6 +126,7 @@ def _awaited(child: subprocess.Popen[bytes]) -> int:
 
 
 def _compiled(name: str, library: Path) -> Path:
+    """Compile one of the replacements to a shared library."""
     command = [*_compiler(), "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}"]
     command += [f"-I{headers}"] if (headers := _headers()) else []
     ended = subprocess.run(
@@ -132,33 +145,39 @@ def _compiled(name: str, library: Path) -> Path:
 
 
 def _compiler() -> list[str]:
-    """The words that call it; none where there is none."""
+    """Return the command of the C compiler, split into words; empty if there is none."""
     choices = map(shlex.split, (os.environ.get("CC", ""), "cc", "gcc", "clang"))
     return next((words for words in choices if words and shutil.which(words[0])), [])
 
 
-def _version(headers: Path) -> str | None:
-    """CUDA's major version, as its headers say: `13`."""
+def _cuda_version(headers: Path) -> str | None:
+    """Return CUDA's major version from its headers, such as `13`, None if it is not found."""
     text = (headers / "cuda.h").read_text(errors="replace")
     said = re.search(r"#define CUDA_VERSION (\d+)\d{3}\b", text)
     return said.group(1) if said else None
 
 
 def _headers() -> Path | None:
-    """The folder of CUDA's headers of torch's own version: of the wheels that torch's build for
-    CUDA comes with, of a toolkit, or of triton (whose version may be another: 3.6 has 12's beside
-    a torch for 13)."""
+    """Return the folder of CUDA's headers of the version that torch was built for, None if missing.
+
+    It searches the wheels that torch's CUDA builds depend on, triton, and a toolkit. triton's
+    headers may have another version: triton 3.6 has headers of CUDA 12 even with a torch for CUDA
+    13.
+    """
     roots: list[Path] = []
-    for name, inner in (("nvidia", ("cuda_runtime", f"cu{_major()}")), ("triton", (_OF_TRITON,))):
+    for name, inner in (
+        ("nvidia", ("cuda_runtime", f"cu{_torch_cuda_major()}")),
+        ("triton", (_TRITON_FOLDER,)),
+    ):
         spec = find_spec(name)
         places = spec.submodule_search_locations or () if spec else ()
         roots += [Path(place, folder) for place in places for folder in inner]
     roots.append(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
     folders = [root / "include" for root in roots]
     whole = [folder for folder in folders if all((folder / name).exists() for name in _HEADERS)]
-    return next((folder for folder in whole if _version(folder) == _major()), None)
+    return next((folder for folder in whole if _cuda_version(folder) == _torch_cuda_major()), None)
 
 
-def _major() -> str:
-    """The version of CUDA that torch is built for: `13`."""
+def _torch_cuda_major() -> str:
+    """Return the major version of CUDA that torch was built for, such as `13`."""
     return str(torch.version.cuda).partition(".")[0]

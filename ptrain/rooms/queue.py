@@ -1,16 +1,15 @@
-"""A device's queue of work as the host sees it: launched operators, and when they are complete.
+"""The work queue of a device, and the process's policy for freed host memory.
 
-A CPU has finished a call when it returns. CUDA has not: the host runs ahead of it. A read of a
-value waits until everything launched before it is done, and if nothing is launched after it the
-device then runs dry. So values travel to the host without a wait, and are read when a mark after
-them has passed.
+A call on a CPU has finished when it returns. On CUDA the host runs ahead. Reading a value waits for
+all earlier work, and the device idles afterwards until the host launches more. So values are copied
+to the host without a wait, and read when a later mark in the queue has passed.
 
-On a CPU, freed memory is kept for the next step, as CUDA's caching allocator does. glibc gives the
-end of its heap back to the system once more than 64 MiB of it are free, and every new page costs a
-fault: to write 43 MB for the first time took 40 ms, and 5 ms again (two cores of an AMD EPYC, in a
-virtual machine). A step frees and requests the same sizes as the one before: gradients, gloo's
-copies of them, activations. Blocks above 32 MiB, the largest threshold that glibc takes, are mapped
-one by one and still given back.
+On a CPU, freed memory is kept for the next step, like CUDA's caching allocator does. A step frees
+and requests the same sizes as the previous one: gradients, gloo's copies of them, activations. By
+default, glibc returns the end of its heap to the system once more than 64 MiB of it are free, and
+every new page costs a fault: the first write to 43 MB took 40 ms, later ones 5 ms (two cores of an
+AMD EPYC, virtual machine). Blocks above 32 MiB, the largest threshold that glibc accepts, are still
+mapped and returned one by one.
 """
 
 from __future__ import annotations
@@ -22,51 +21,54 @@ from typing import Protocol, Self
 
 import torch
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
+# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1  # bytes: mallopt takes an int
-_LARGEST = 32 * 2**20  # bytes: HEAP_MAX_SIZE / 2, where glibc comes by itself as blocks are freed
+_LARGEST = 32 * 2**20  # bytes: HEAP_MAX_SIZE / 2, the limit of glibc's dynamic threshold
 
 
 def keep_freed_memory() -> None:
-    """From here on this process keeps what it frees. Nothing happens where its C library is not
-    glibc."""
+    """Make this process keep the memory that it frees.
+
+    Does nothing if its C library is not glibc.
+    """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_TRIM_THRESHOLD, _NEVER)
         mallopt(_MMAP_THRESHOLD, _LARGEST)
 
 
 class Milestone(Protocol):
-    """A place in the queue."""
+    """A mark in the queue of a device."""
 
     @property
     def is_passed(self) -> bool:
-        """Whether all that was launched before it is done; nobody waits to know."""
+        """True if all work launched before the mark has finished; reading it never waits."""
         ...
 
     def wait(self) -> None:
-        """Return when it is passed."""
+        """Wait until the mark has passed."""
 
     def seconds_since(self, earlier: Self) -> float:
-        """Return the device's seconds between two marks that are passed."""
+        """Return the seconds on the device between two passed marks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Of a queue in which nothing waits: seconds of the host's clock."""
+    """A mark in a queue that runs synchronously: a time of the host's clock, in seconds."""
 
     at: float
     is_passed = True
 
     def wait(self) -> None:
-        """It is passed."""
+        """Return at once: the mark has passed."""
 
     def seconds_since(self, earlier: HostTime) -> float:
         return self.at - earlier.at
 
 
 class DeviceEvent:
-    """Of CUDA: an event in the stream that computes, with the device's own clock."""
+    """A mark in CUDA's current stream: an event with the device's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -84,24 +86,24 @@ class DeviceEvent:
 
 
 class DeviceQueue:
-    """The queue of one device."""
+    """The work queue of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the host launches work that the device does later."""
+        """True if the host launches work that the device executes later."""
         return self.device.type == "cuda"
 
     def mark(self) -> Milestone:
-        """Return a mark behind all that was launched so far."""
+        """Return a mark after all work launched so far."""
         if self.device.type == "cuda":
             return DeviceEvent(self.device)
         return HostTime(time.perf_counter())
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host, whose values are there when a later mark has passed."""
-        pinned = self.device.type == "cuda"  # else the host would wait for the copy
+        """Return a copy on the host, whose values are valid when a later mark has passed."""
+        pinned = self.device.type == "cuda"  # a copy to pageable memory blocks the host
         held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         return held.copy_(tensor, non_blocking=True)

@@ -1,8 +1,8 @@
-"""What a life happens in: somewhere to keep tensors, to bring them elsewhere and to send them.
+"""The runtime interface (`Room`): allocate tensors, move them between tiers, communicate them.
 
-A life (`axes.data`, `optimizers.update`) is written once, for any kind of tensor. On torch's it
-trains (`rooms.torch`), on ghosts it predicts (`rooms.ghost`). A tensor is given back when nobody
-names it any longer, in both.
+The code that updates parameters and shards units (`axes.data`, `optimizers.update`) is generic in
+the type of tensor. On torch tensors it trains (`rooms.torch`); on ghosts it predicts
+(`rooms.ghost`). In both, a tensor's memory is freed when its last reference goes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ Shape = tuple[int, ...]
 
 
 class Work(Protocol):
-    """A collective that was issued and not waited for."""
+    """A collective that was issued and may still be running."""
 
     def wait(self) -> object: ...
 
 
 class Move(Generic[T]):
-    """A collective under way, or one that is over: `wait` gives what it makes. Its buffer lives
-    until then."""
+    """A collective that is running or finished. Its buffer is kept alive until `wait`."""
 
     def __init__(
         self,
@@ -39,13 +38,21 @@ class Move(Generic[T]):
         work: Work | None = None,
         finish: Callable[[], object] | None = None,
     ) -> None:
+        """Keep a collective until it is waited for.
+
+        Args:
+            result: The tensor that the collective produces.
+            buffer: Tensors that must stay alive while it runs.
+            work: The issued call, None if it has finished.
+            finish: Called after the wait, to complete the result.
+        """
         self._result = result
         self._buffer: object = buffer
         self._work = work
         self._finish = finish
 
     def wait(self) -> T:
-        """The result, when it is there. Once."""
+        """Wait for the collective, complete and return its result. Call it once."""
         if self._work is not None:
             self._work.wait()
         if self._finish is not None:
@@ -55,8 +62,10 @@ class Move(Generic[T]):
 
 
 class OptimizerLeaf(Protocol[T]):
-    """What an optimizer knows a tensor by: its value and gradient while it is updated, and the
-    state that the optimizer keeps for it."""
+    """A parameter of an optimizer with its value, its gradient and the optimizer's state.
+
+    Value and gradient may be set during the update only.
+    """
 
     value: T
     gradient: T | None
@@ -66,47 +75,69 @@ class OptimizerLeaf(Protocol[T]):
 
 
 class Optimizer(Protocol[T_contra]):
-    """A rule at work on its leaves."""
+    """An update rule that is bound to its leaves."""
 
     def step(self, lr: float, scalars: tuple[T_contra | None, T_contra] | None) -> None:
-        """Updates every leaf that has a gradient. `scalars`: of a scaled loss its scale, and
-        whether the update is left out: 1 where a gradient overflowed, or the training stops."""
+        """Update every leaf that has a gradient.
+
+        Args:
+            lr: The learning rate.
+            scalars: The scale of the loss (None: unscaled), and 1 if the update is skipped because
+                a gradient overflowed or the training stops, else 0. None: the update always
+                happens.
+        """
 
 
 class Room(Protocol[T]):
-    """Sizes are elements. A tensor's `state` and `name` say what its bytes and moves count as."""
+    """The tensor operations of one rank.
+
+    Sizes are in elements. `state` and `name` of a tensor are the state and unit that its bytes and
+    moves are counted under.
+    """
 
     def degree(self, axis: Axis) -> int:
-        """Return how many ranks there are along an axis."""
+        """Return the number of ranks along an axis."""
         ...
 
     def coordinate(self, axis: Axis) -> int:
-        """Return the rank's place along an axis."""
+        """Return this rank's coordinate along an axis."""
         ...
 
     def ordered(self, axes: Axes) -> tuple[Axis, ...]:
-        """Axes in the mesh's order, which is the order of ranks in a group over them."""
+        """Return axes in mesh order, the order of ranks in a group over them."""
         ...
 
     def new(self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = "") -> T:
-        """Somewhere for `numel` elements (None: a scalar) on a tier, with any values."""
+        """Return an uninitialized tensor.
+
+        Args:
+            numel: Number of elements of a 1-d tensor, None for a 0-d tensor.
+            dtype: Its dtype.
+            tier: Its tier.
+            state: The state that it counts as.
+            name: The unit that it belongs to.
+        """
         ...
 
     def zeros(self, numel: int, dtype: DType, tier: Tier, state: State, name: str = "") -> T:
-        """The same with zeros."""
+        """Return a tensor of `numel` zeros on a tier."""
         ...
 
     def like(self, tensor: T, numel: int) -> T:
-        """Somewhere for `numel` elements of what is computed from `tensor`, where it is; in memory
-        where that is a mapped file."""
+        """Return an uninitialized 1-d tensor of `numel` elements like `tensor`.
+
+        It has the dtype and the state of `tensor`.
+
+        It is on the same tier, or in host memory if `tensor` is in a mapped file.
+        """
         ...
 
     def zeros_like(self, tensor: T, dtype: DType) -> T:
-        """Zeros of its shape on its device, in another dtype."""
+        """Return zeros of the same shape on the same device, in another dtype."""
         ...
 
     def scalar_like(self, tensor: T, dtype: DType, initial: float = 0.0) -> T:
-        """A number on its device."""
+        """Return a 0-d tensor with the value `initial` on the same device."""
         ...
 
     def numel(self, tensor: T) -> int: ...
@@ -114,7 +145,7 @@ class Room(Protocol[T]):
     def dtype(self, tensor: T) -> DType: ...
 
     def shape(self, tensor: T) -> Shape:
-        """() of a scalar."""
+        """Return the shape, () for a 0-d tensor."""
         ...
 
     def cast(
@@ -126,7 +157,10 @@ class Room(Protocol[T]):
         *,
         copy: bool = False,
     ) -> T:
-        """Return the tensor in another dtype, where it is; itself if it is that, unless `copy`."""
+        """Return the tensor in another dtype, on its tier.
+
+        A tensor that already has the dtype is returned itself, unless `copy`.
+        """
         ...
 
     def move(self, tensor: T, tier: Tier, state: State) -> T:
@@ -134,111 +168,164 @@ class Room(Protocol[T]):
         ...
 
     def copy(self, source: T, into: T) -> None:
-        """Writes all elements of `source` to `into`, which has as many."""
+        """Copy all elements of `source` to `into`, which has as many elements."""
 
     def add(self, tensor: T, part: T) -> None:
-        """Adds `part` in place."""
+        """Add `part` to `tensor` in place."""
 
     def clear(self, tensor: T) -> None:
-        """Zeros, in place."""
+        """Set all elements to zero in place."""
 
     def piece(self, tensor: T, start: int, shape: Shape) -> T:
-        """A view of contiguous elements from `start` on."""
+        """Return a view of contiguous elements.
+
+        Args:
+            tensor: A contiguous tensor.
+            start: The first element.
+            shape: The shape of the view.
+        """
         ...
 
     def window(self, tensor: T, shape: Shape, places: Mapping[int, int]) -> T:
-        """A view of it, seen as `shape`, at one place of some of its dimensions."""
+        """Return a view with size 1 in some dimensions.
+
+        Args:
+            tensor: A contiguous tensor.
+            shape: The shape to view it as.
+            places: The index to keep, by dimension.
+        """
         ...
 
     def flat(self, tensor: T) -> T:
-        """A contiguous tensor in one dimension; a view."""
+        """Return a 1-d view of a contiguous tensor."""
         ...
 
     def permuted(self, tensor: T, shape: Shape, order: Sequence[int]) -> T:
-        """A copy in one dimension, seen as `shape` with its dimensions in another order."""
+        """Return a contiguous 1-d copy with permuted dimensions.
+
+        Args:
+            tensor: A contiguous tensor.
+            shape: The shape to view it as.
+            order: The dimensions of `shape` in their order in the copy.
+        """
         ...
 
     def unpermute(self, tensor: T, shape: Shape, order: Sequence[int], into: T) -> None:
-        """Writes to `into`, seen as `shape`, what lies in `tensor` with dimensions in that
-        order."""
+        """Undo `permuted`.
+
+        Args:
+            tensor: The 1-d permuted tensor.
+            shape: The shape of the result.
+            order: As in `permuted`.
+            into: Receives the elements, viewed as `shape`.
+        """
 
     def same(self, tensor: T, other: T) -> bool:
-        """Return whether two tensors of one size begin at the same byte of the same storage."""
+        """Return True if two tensors of equal size begin at the same byte of the same storage."""
         ...
 
     def empty(self, tensor: T) -> None:
-        """Gives its bytes back; the tensor stays."""
+        """Free a tensor's bytes; the tensor object stays valid for `refill`."""
 
     def refill(self, tensor: T) -> None:
-        """Somewhere for its bytes again."""
+        """Allocate the bytes of an emptied tensor again, uninitialized."""
 
     def ahead(self, tensor: T) -> None:
-        """Says that it is needed next: a file is read from now on."""
+        """Announce that a tensor is needed next, so that reading its file starts now."""
 
     def all_gather(self, shard: T, into: T, axes: Axes, *, is_awaited: bool) -> Work | None:
-        """`into` (1-d, ranks x shard) becomes the ranks' shards in group order."""
+        """All-gather a shard, in group order.
+
+        Args:
+            shard: This rank's shard.
+            into: Receives all shards (1-d, ranks x shard).
+            axes: The axes of the group.
+            is_awaited: Wait for the result.
+
+        Returns:
+            The work to wait for, None if awaited.
+        """
         ...
 
     def reduce_scatter(
         self, whole: T, into: T, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
     ) -> Move[T]:
-        """`into` becomes this rank's part of the ranks' summed `whole` (1-d, ranks x shard), which
-        is used up; by exchange through one more buffer of its size."""
+        """Sum a tensor over the ranks, and keep this rank's part.
+
+        Args:
+            whole: This rank's summand (1-d, ranks x shard), which is overwritten.
+            into: Receives this rank's part of the sum.
+            axes: The axes of the group.
+            via: The native collective, or an all-to-all with a buffer of the size of `whole`.
+            is_awaited: Wait for the communication.
+
+        Returns:
+            The move; its `wait` returns `into` with the sum.
+        """
         ...
 
     def all_reduce(self, tensor: T, axes: Axes, *, is_awaited: bool) -> Move[T]:
-        """The tensor becomes the sum of the ranks'."""
+        """Sum a tensor over the ranks in place."""
         ...
 
 
 class Rules(Protocol[T]):
-    """The optimizers of a room, by the name of a rule."""
+    """The optimizer factory of a runtime, by the name of a rule."""
 
     def leaf(self, like: T, dtype: DType) -> OptimizerLeaf[T]:
         """Return an empty leaf in a dtype, on the device of a tensor."""
         ...
 
     def leaf_of(self, tensor: T) -> OptimizerLeaf[T]:
-        """Return the leaf that a tensor is itself, with its own gradient."""
+        """Return a leaf that uses the tensor, with its gradient, as the parameter."""
         ...
 
     def optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[T]], spec: OptimizerSpec
     ) -> Optimizer[T]:
-        """A rule at work on leaves of one device."""
+        """Return an optimizer of a rule for leaves on one device."""
         ...
 
 
 class Members(Protocol[T_contra]):
-    """The tensors of one unit, in order, as a model has them."""
+    """The parameters of one unit as the model holds them, in order."""
 
     @property
     def names(self) -> Sequence[str]: ...
 
     @property
     def shapes(self) -> Sequence[Shape]:
-        """Of what this rank stores of each."""
+        """The shapes of the local parameters."""
         ...
 
     @property
     def are_cut(self) -> Sequence[bool]:
-        """Whether their operators are cut over ranks."""
+        """True for each parameter whose operators are sharded over ranks."""
         ...
 
     @property
     def cutting_axes(self) -> tuple[Axis, ...]:
-        """Over which axes, of those that are."""
+        """The axes over which these operators are sharded."""
         ...
 
     def adopt(self, whole: T_contra) -> None:
-        """Moves their values to a flat tensor, of which they are views from then on."""
+        """Copy the parameters to a flat tensor and make them views of it."""
 
     def write(self, index: int, whole: T_contra, *, is_bound: bool) -> None:
-        """Writes one's gradient, or zeros where it has none, to its place in a flat tensor, and
-        forgets it; if `is_bound`, autograd adds later ones to it there."""
+        """Write one parameter's gradient to its place in a flat tensor, and drop it.
+
+        Args:
+            index: The parameter.
+            whole: The flat tensor. A missing gradient is written as zeros.
+            is_bound: Make the place the parameter's gradient, so that autograd adds later ones to
+                it.
+        """
 
     def collect(self, index: int, whole: T_contra) -> None:
-        """Adds one's gradient, if it has one, to its place in a flat tensor, and forgets it."""
+        """Add one parameter's gradient to its place in a flat tensor, and drop it.
+
+        Does nothing if the parameter has no gradient.
+        """
 
     def unbind(self) -> None:
-        """Forgets their gradients."""
+        """Drop the gradients of all parameters."""

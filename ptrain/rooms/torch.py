@@ -1,11 +1,10 @@
-"""The room of a running rank: tensors on its device, host and files, moves between these tiers, and
-process groups.
+"""The torch runtime of a rank: tensors on its device, host and files, moves, and process groups.
 
-A move is one copy of equal dtypes between storages of different tiers, which the traffic meter
-counts; a cast happens on one tier.
+A move is one copy of equal dtypes between storages on different tiers, which the traffic meter
+counts. A cast stays on one tier.
 
-Note: the kernel reads a file's pages ahead and writes them behind; `ahead` announces what is needed
-next. The file has no name, so that nothing is left when the process ends in any way.
+The kernel reads a file's pages ahead and writes them back later; `ahead` announces the tensor that
+is needed next. Files are unlinked once mapped, so none is left when the process ends in any way.
 """
 
 from __future__ import annotations
@@ -34,33 +33,42 @@ _LIBC = ctypes.CDLL(None)
 
 
 def alike(derived: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Tag `derived` as on the host where `source` is there or in a file; return `derived`."""
+    """Tag `derived` as a host tensor if `source` is on the host or in a file; return `derived`."""
     storage = source.untyped_storage()
     if is_tagged(storage) and derived.untyped_storage()._cdata != storage._cdata:
-        tag(derived, Tier.HOST)  # what is computed from a mapped file is in memory
+        tag(derived, Tier.HOST)  # also for a mapped source: results are in memory
     return derived
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
-    """Return the tensor in `dtype`, on its tier; it is the tensor itself if it is that already,
-    unless `copy`."""
+    """Return the tensor in `dtype`, on its tier.
+
+    A tensor that already has the dtype is returned itself, unless `copy`.
+    """
     if tensor.dtype == dtype and not copy:
         return tensor
+    # not `tensor.to`: the result is tagged before an operator writes to it
     converted = torch.empty_like(tensor, dtype=dtype)
     return alike(converted, tensor).copy_(tensor)
 
 
 def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one size begin at the same byte of the same storage."""
+    """Return True if two tensors of equal size begin at the same byte of the same storage."""
     here, there = tensor.untyped_storage()._cdata, other.untyped_storage()._cdata
     return bool(here == there and tensor.storage_offset() == other.storage_offset())
 
 
 class Tiers:
-    """What one rank can put tensors on: its device, the host's memory, files in a folder (None:
-    the system's temporary one)."""
+    """The memory tiers of one rank: its device, the host's memory, and files in a folder."""
 
     def __init__(self, device: torch.device, registry: Registry, path: str | None = None) -> None:
+        """Use these tiers.
+
+        Args:
+            device: The rank's device.
+            registry: Receives the tags of new tensors.
+            path: The folder of the file tier, None for the system's temporary folder.
+        """
         self.device = device
         self.registry = registry
         self.path = path
@@ -68,9 +76,16 @@ class Tiers:
     def empty(
         self, numel: int | None, dtype: torch.dtype, tier: Tier, state: State
     ) -> torch.Tensor:
-        """Return room for `numel` elements (None: a scalar) of a state on a tier.
+        """Return an uninitialized tensor of a state on a tier.
 
-        Raises SpecError where the file tier's folder cannot hold it.
+        Args:
+            numel: Number of elements, None for a 0-d tensor.
+            dtype: Its dtype.
+            tier: Its tier. Host tensors are pinned if the device is a GPU.
+            state: The state that it counts as.
+
+        Raises:
+            SpecError: The folder of the file tier cannot hold it.
         """
         size = () if numel is None else (numel,)
         match tier:
@@ -81,7 +96,7 @@ class Tiers:
                 tensor = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned)
             case Tier.FILE:
                 tensor = self._mapped(1 if numel is None else numel, dtype)
-        tag(tensor, tier)  # before anything is done with it
+        tag(tensor, tier)  # before any operator runs on it: meters read the tier there
         tensor = tensor.view(size)
         return self.registry.tag(tensor, state)
 
@@ -91,14 +106,17 @@ class Tiers:
         return self.empty(numel, tensor.dtype, tier, state).view(tensor.shape).copy_(tensor)
 
     def ahead(self, tensor: torch.Tensor) -> None:
-        """This tensor is needed next: a file's pages are read from now on."""
+        """Make the kernel start to read a tensor's file. Does nothing for other tiers."""
         storage = tensor.untyped_storage()
         if tier_of(storage) is Tier.FILE and detect_fake_mode() is None and storage.nbytes():
             address, size = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
-            _LIBC.madvise(address, size, mmap.MADV_WILLNEED)  # an advice: nobody must take it
+            _LIBC.madvise(address, size, mmap.MADV_WILLNEED)  # advice only: an error has no effect
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over a file of its exact size. Fake tensors have no bytes to map."""
+        """Return a tensor that maps an unlinked file of its exact size.
+
+        Fake tensors, and empty ones, are not mapped.
+        """
         if detect_fake_mode() is not None or numel == 0:
             return torch.empty(numel, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
@@ -107,20 +125,25 @@ class Tiers:
         except OSError as error:
             raise unusable(self.path, error) from error
         try:
-            if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal
+            # reserve the blocks: a full disk raises here, instead of SIGBUS on a later write
+            if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, nbytes)
             else:  # macOS
                 os.truncate(descriptor, nbytes)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
-        except (OSError, RuntimeError) as error:  # the latter is torch's, of a failed mapping
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if mapping fails
             raise unusable(self.path, error) from error
         finally:
-            os.close(descriptor)  # the mapping needs none: thousands of tensors may be on files
+            # the mapping stays valid; thousands of open files would exceed the limit
+            os.close(descriptor)
             os.unlink(name)
 
 
 class TorchRoom:
-    """`path` is the folder of the file tier (None: the system's temporary one)."""
+    """The runtime of a rank on torch tensors.
+
+    `path` is the folder of the file tier, None for the system's temporary folder.
+    """
 
     def __init__(self, mesh: Mesh, registry: Registry, path: str | None = None) -> None:
         self.mesh, self.registry = mesh, registry
@@ -139,7 +162,11 @@ class TorchRoom:
     def new(
         self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
     ) -> torch.Tensor:
-        """Raises SpecError where the file tier's folder cannot hold it."""
+        """Return an uninitialized tensor; see `Room.new`.
+
+        Raises:
+            SpecError: The folder of the file tier cannot hold it.
+        """
         tensor = self.tiers.empty(numel, TORCH_DTYPES[dtype], tier, state)
         return self.registry.tag(tensor, state, name=name) if name else tensor
 
@@ -149,9 +176,10 @@ class TorchRoom:
         return self.new(numel, dtype, tier, state, name).zero_()
 
     def like(self, tensor: torch.Tensor, numel: int) -> torch.Tensor:
-        return self._tagged_as(alike(tensor.new_empty(numel), tensor), tensor)
+        return self._copy_tag(alike(tensor.new_empty(numel), tensor), tensor)
 
-    def _tagged_as(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def _copy_tag(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Give a tensor the state and name of another, if that has a tag."""
         tag = self.registry.of(other)
         return tensor if tag is None else self.registry.tag(tensor, tag.state, name=tag.name)
 
@@ -209,7 +237,7 @@ class TorchRoom:
     def permuted(self, tensor: torch.Tensor, shape: Shape, order: Sequence[int]) -> torch.Tensor:
         seen = tensor.view(shape).permute(tuple(order))
         lying = alike(seen.clone(memory_format=torch.contiguous_format), tensor)
-        return self._tagged_as(lying.view(-1), tensor)
+        return self._copy_tag(lying.view(-1), tensor)
 
     def unpermute(
         self, tensor: torch.Tensor, shape: Shape, order: Sequence[int], into: torch.Tensor

@@ -1,9 +1,9 @@
-"""The ranks a program runs on: gloo, nccl or fake. An argument of `interpret`, never a global.
+"""The ranks that a program runs on: gloo, nccl or fake. An argument of `interpret`, never a global.
 
-On the rank's side this is the only module that reads the environment. A process group that exists
-already (a notebook, Ray, the test pool) is used and left alone.
+On the rank's side, this is the only module that reads the environment. If a process group exists
+already (a notebook, Ray, the test pool), it is used and never destroyed.
 
-Fake ranks: one process plays rank r of N; its collectives return at once and move nothing.
+Fake ranks: one process plays rank r of N. Its collectives return at once and move nothing.
 """
 
 from __future__ import annotations
@@ -37,20 +37,30 @@ from ptrain.spec.job import Timeout
 
 
 def launched() -> bool:
-    """Return whether a launcher (torchrun or our own) started this process as a rank."""
+    """Return True if a launcher (torchrun or ptrain's) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def flight_recorder_size() -> int:
-    """Collectives that c10d's flight recorder keeps in this process: torch's default is 2000."""
+    """Return the number of collectives that c10d's flight recorder keeps (default: 2000)."""
     text = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
     return int(text) if text and text.isdigit() else 2000
 
 
 @dataclass(kw_only=True)
 class World:
-    """One rank's view of the job. `owns_group` says whether `close` destroys the process group;
-    `stands_in`, that fake tensors on a processor are for those of a GPU."""
+    """The place of one rank in a job.
+
+    Attributes:
+        rank: The global rank.
+        size: Number of ranks.
+        local_rank: The rank within this node.
+        device: The rank's device.
+        backend: `gloo`, `nccl`, `fake`, or `none` for a single process without a group.
+        owns_group: `close` destroys the process group.
+        stands_in: Fake tensors on a CPU represent those on a GPU.
+        timeout: Time limits of rendezvous and of a step.
+    """
 
     rank: int = 0
     size: int = 1
@@ -65,30 +75,38 @@ class World:
     def join(
         cls, timeout: Timeout | None = None, *, device: str = "auto", backend: str = "auto"
     ) -> World:
-        """Meet the other ranks.
+        """Connect to the other ranks.
 
-        Uses the default process group where one exists; else what torchrun or our launcher put
-        into the environment; else one process alone. Raises SpecError for an environment or a
-        device that cannot be used, RankFailed where the meeting fails within `timeout.init`.
+        It uses the default process group if there is one, else the environment set by torchrun or
+        ptrain's launcher, else it is a single process.
+
+        Args:
+            timeout: Time limits.
+            device: `cpu`, `cuda`, or `auto` for GPUs if there is one per rank of the node.
+            backend: `gloo`, `nccl`, or `auto` for the one that fits the device.
+
+        Raises:
+            SpecError: The environment or the device cannot be used.
+            RankFailed: The ranks cannot connect within `timeout.init`.
         """
         timeout = timeout or Timeout()
         if dist.is_initialized():
             rank = dist.get_rank()
-            local_rank = _whole("LOCAL_RANK", os.environ.get("LOCAL_RANK", str(rank)))
+            local_rank = _parse_integer("LOCAL_RANK", os.environ.get("LOCAL_RANK", str(rank)))
             return cls(
                 rank=rank,
                 size=dist.get_world_size(),
                 local_rank=local_rank,
-                device=_device(device, local_rank, _num_local(os.environ, local_rank)),
+                device=_choose_device(device, local_rank, _num_local(os.environ, local_rank)),
                 backend=dist.get_backend(),
                 timeout=timeout,
             )
         if not launched():
-            return cls(device=_device(device, 0, 1), timeout=timeout)
-        ranks = _ranks(os.environ)
+            return cls(device=_choose_device(device, 0, 1), timeout=timeout)
+        ranks = _ranks_from_environment(os.environ)
         num_local = _num_local(os.environ, ranks["LOCAL_RANK"])
-        chosen = _device(device, ranks["LOCAL_RANK"], num_local)
-        backend = _backend(backend, chosen)
+        chosen = _choose_device(device, ranks["LOCAL_RANK"], num_local)
+        backend = _choose_backend(backend, chosen)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
             _allow_shared_gpus(ranks["RANK"])
@@ -105,17 +123,21 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that prints."""
+        """True for the rank that prints."""
         return self.rank == 0
 
     def close(self) -> None:
-        """Destroy the process group if this world made it."""
+        """Destroy the process group if this world created it."""
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _ranks(environment: Mapping[str, str]) -> dict[str, int]:
-    """RANK, WORLD_SIZE and their local twins as numbers that agree."""
+def _ranks_from_environment(environment: Mapping[str, str]) -> dict[str, int]:
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT as numbers, checked against each other.
+
+    Raises:
+        SpecError: A variable is missing, no number, or out of range.
+    """
     values: dict[str, int] = {}
     for name, default in (
         ("RANK", ""),
@@ -124,33 +146,39 @@ def _ranks(environment: Mapping[str, str]) -> dict[str, int]:
         ("MASTER_PORT", ""),
     ):
         text = environment.get(name, default)
+        # without LOCAL_RANK, assume that all ranks are on one node
         if name == "LOCAL_RANK" and not text:
             text = environment.get("RANK", "")
-        values[name] = _whole(name, text)
+        values[name] = _parse_integer(name, text)
     if values["RANK"] >= values["WORLD_SIZE"]:
-        raise _environment(
+        raise _environment_error(
             "RANK", f"RANK={values['RANK']} must be less than WORLD_SIZE={values['WORLD_SIZE']}"
         )
     if not 0 < values["MASTER_PORT"] < 65536:
-        raise _environment(
+        raise _environment_error(
             "MASTER_PORT", f"must be a port, 1 to 65535; got {values['MASTER_PORT']}"
         )
     return values
 
 
 def _num_local(environment: Mapping[str, str], local_rank: int) -> int:
-    """Ranks on this node; as many as this one knows of where no launcher says."""
+    """Return the number of ranks on this node.
+
+    Without LOCAL_WORLD_SIZE, the local rank gives a lower bound.
+    """
     text = environment.get("LOCAL_WORLD_SIZE", str(local_rank + 1))
-    return max(_whole("LOCAL_WORLD_SIZE", text), local_rank + 1)
+    return max(_parse_integer("LOCAL_WORLD_SIZE", text), local_rank + 1)
 
 
-def _whole(name: str, text: str) -> int:
+def _parse_integer(name: str, text: str) -> int:
+    """Return a variable as a number; raise SpecError if it is not a non-negative integer."""
     if not text.isdigit():
-        raise _environment(name, f"must be an integer; got {text!r}")
+        raise _environment_error(name, f"must be an integer; got {text!r}")
     return int(text)
 
 
-def _environment(name: str, finding: str) -> SpecError:
+def _environment_error(name: str, finding: str) -> SpecError:
+    """Return the error of an environment variable."""
     return SpecError(
         Fault(
             place=name,
@@ -161,9 +189,12 @@ def _environment(name: str, finding: str) -> SpecError:
     )
 
 
-def _device(wanted: str, local_rank: int, num_local: int) -> torch.device:
-    """`auto` is a GPU only if there is one for each of the node's ranks, so that all of them choose
-    alike: ranks of which some came with nccl and some with gloo would never meet."""
+def _choose_device(wanted: str, local_rank: int, num_local: int) -> torch.device:
+    """Return the device of a rank.
+
+    `auto` is a GPU only if the node has one for each of its ranks, so that all ranks choose
+    equally: ranks with nccl and ranks with gloo would never connect.
+    """
     available = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" and available and shares_gpus():
         return torch.device("cuda", local_rank % available)
@@ -184,15 +215,19 @@ def _device(wanted: str, local_rank: int, num_local: int) -> torch.device:
 
 
 def _allow_shared_gpus(rank: int) -> None:
-    """Let NCCL connect ranks that share a GPU. It rejects two ranks on one GPU of a host
-    ("Duplicate GPU detected"); with different host ids it takes them for GPUs of two hosts and uses
-    sockets. From 2.30 on it needs the second variable, too."""
+    """Let NCCL connect ranks that share a GPU, if PTRAIN_SHARE_GPUS is set.
+
+    NCCL rejects two ranks on one GPU of a host ("Duplicate GPU detected"). With different host ids,
+    it assumes GPUs of two hosts and uses sockets. From NCCL 2.30 on, the second variable is needed
+    too.
+    """
     if shares_gpus():
         os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
 
-def _backend(wanted: str, device: torch.device) -> str:
+def _choose_backend(wanted: str, device: torch.device) -> str:
+    """Return the backend for a device; raise SpecError for nccl without a GPU."""
     if wanted == "nccl" and device.type != "cuda":
         raise SpecError(
             Fault(
@@ -207,10 +242,15 @@ def _backend(wanted: str, device: torch.device) -> str:
 
 
 def _start(ranks: Mapping[str, int], backend: str, timeout: Timeout) -> None:
+    """Create the default process group.
+
+    Raises:
+        RankFailed: The ranks cannot connect within `timeout.init`.
+    """
     waits = timedelta(seconds=timeout.init)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
-        store = _store(ranks, host, waits)
+        store = _open_store(ranks, host, waits)
         dist.init_process_group(
             backend,
             store=store,
@@ -223,16 +263,18 @@ def _start(ranks: Mapping[str, int], backend: str, timeout: Timeout) -> None:
             f"rank {ranks['RANK']} could not connect to the other {ranks['WORLD_SIZE'] - 1} "
             f"at {host}:{ranks['MASTER_PORT']} within {timeout.init:g} s: {error}"
         ) from error
+    # the timeout of `init_process_group` was the rendezvous's; collectives have the step's
     set_timeout(None, timeout)
 
 
-def _store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.Store:
-    """Where the ranks exchange addresses.
+def _open_store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.Store:
+    """Return the store in which the ranks exchange addresses.
 
-    Our launcher hands rank 0 a socket that it bound to the loopback, so that nobody outside can
-    reach the store. Under torchrun the agent's store is shared by all attempts: a prefix per
-    attempt keeps a restarted rank from reading a dead one's address. Where each attempt has a store
-    of its own there is none: agents of several nodes do not count their restarts alike.
+    ptrain's launcher passes rank 0 a socket that it bound to the loopback interface, so that the
+    store cannot be reached from outside. Under torchrun, all attempts share the agent's store: a
+    prefix per attempt keeps a restarted rank from reading a dead rank's address. If each attempt
+    has a separate store, the prefix is constant, since the agents of several nodes may count
+    restarts differently.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = ranks["RANK"] == 0 and not agent
@@ -243,35 +285,42 @@ def _store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.Store:
         is_master=is_master,
         timeout=waits,
         wait_for_workers=False,
-        **(_inherited() or listener(host, ranks["MASTER_PORT"]) if is_master else {}),
+        **(_inherited_socket() or listener(host, ranks["MASTER_PORT"]) if is_master else {}),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
     return dist.PrefixStore(f"attempt{attempt}", store)
 
 
-def _inherited() -> dict[str, int]:
-    """The listening socket that our launcher bound."""
+def _inherited_socket() -> dict[str, int]:
+    """Return the arguments for the listening socket that ptrain's launcher bound, if any."""
     descriptor = os.environ.get("PTRAIN_STORE_FD")
     return {} if descriptor is None else {"master_listen_fd": int(descriptor)}
 
 
 def listener(address: str, port: int) -> dict[str, int]:
-    """Return the arguments with which a TCPStore listens on this address alone, where torch takes
-    all interfaces. There are none where that is no address of this node's (or a name: Debian's
-    leads to its own node's loopback, where no other node could come), or somebody listens there."""
+    """Return the arguments with which a TCPStore listens on this address only.
+
+    torch would listen on all interfaces. The result is empty if `address` is a name, is not an
+    address of this node, or is in use. A name is not resolved: Debian maps a node's name to its
+    loopback interface, which other nodes cannot reach.
+    """
     with suppress(ValueError, OSError):
         version = ipaddress.ip_address(address).version
         with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as opened:
+            # a restarted job may use the port while old connections are in TIME_WAIT
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind((address, port))
             opened.listen(1024)
+            # the store owns the descriptor from here on
             return {"master_listen_fd": opened.detach()}
     return {}
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout: Timeout) -> None:
-    """From here on a collective of `group` fails after `timeout.step` (torch's default is half an
-    hour under gloo, and new groups do not inherit)."""
+    """Set the time limit of a group's collectives to `timeout.step`; None is the default group.
+
+    torch's default is 30 minutes under gloo, and new groups do not inherit a limit.
+    """
     limit_collectives(group, timedelta(seconds=timeout.step))
 
 
@@ -283,9 +332,17 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 def fake_world(
     rank: int, size: int, device: torch.device = _CPU, *, stands_in: bool = False
 ) -> World:
-    """Rank `rank` of `size` over torch's fake process group; `stands_in` as a world has it.
-    Under `fake_tensors` nothing is computed either: shapes, collectives and storages are those of
-    the real run, values are not."""
+    """Return rank `rank` of `size` over torch's fake process group.
+
+    Under `fake_tensors` no values are computed; shapes, collectives and storages are as in the
+    real run.
+
+    Args:
+        rank: The rank to play.
+        size: Number of ranks.
+        device: The device of its tensors.
+        stands_in: See `World`.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     return World(
         rank=rank,
@@ -298,16 +355,21 @@ def fake_world(
 
 
 def new_fakes() -> FakeTensorMode:
-    """Return a mode in which `fake_tensors` are made."""
+    """Return a new mode for `fake_tensors`."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
-    """Tensors without data, but for the few integers that DDP's reducer reads back. What was made
-    in a `mode` of `new_fakes` is used again in that mode: others take copies of it."""
+    """Temporarily create tensors without data.
+
+    The few integers that DDP's reducer reads are real.
+
+    Tensors created in a `mode` can be used again only in that mode; other modes copy them.
+    """
     level = _LOG.level
-    _LOG.setLevel(logging.CRITICAL)  # an operator that fails is logged, and raises the same
+    # torch logs failing operators, which raise the same error anyway
+    _LOG.setLevel(logging.CRITICAL)
     try:
         with (
             mode or new_fakes(),
@@ -320,10 +382,15 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
 
 
 class _AsOnDevices(TorchDispatchMode):
-    """DDP's reducer writes the new order of its buckets into int32 tensors, sends them, and reads
-    them in C++: these are real, and so is what is done with real tensors alone. What `torch.tensor`
-    makes for a GPU, as a model's buffer, is not: no GPU is there that could copy it. What is
-    awaited is there, as with real tensors, where torch's fake of waiting makes another one."""
+    """The mode that decides which tensors are real under fake tensors.
+
+    - DDP's reducer writes the new order of its buckets into int32 tensors, sends them, and reads
+      them in C++. These are real, and so are results of real tensors only.
+    - `torch.tensor` on a GPU (such as a model's buffer) gives a fake tensor, since there is no GPU
+      to copy it to.
+    - Waiting for a functional collective returns its argument, as with real tensors. torch's fake
+      implementation of `wait_tensor` creates another tensor.
+    """
 
     def __torch_dispatch__(
         self,
@@ -333,7 +400,7 @@ class _AsOnDevices(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(argument, FakeTensor) for argument in args):  # most of all calls
+        if any(isinstance(argument, FakeTensor) for argument in args):  # fast path for most calls
             return args[0] if func is _WAIT else func(*args, **kwargs)
         tensors = [
             argument
@@ -352,9 +419,13 @@ class _AsOnDevices(TorchDispatchMode):
 
 
 class _SeedsOnHost(TorchDispatchMode):
-    """Efficient attention leaves seed and offset of its dropout on the host (but in a captured
-    graph), where fake tensors have them on the device: torch's shape functions (Note [Seed and
-    Offset]) know no better. So they are real here. Seen on an H100, with torch 2.11."""
+    """The mode that keeps seed and offset of efficient attention on the host.
+
+    CUDA leaves them there for dropout.
+
+    torch's shape functions (Note [Seed and Offset]) put them on the device, which is right only in
+    a captured graph. They are real tensors here. Observed on an H100 with torch 2.11.
+    """
 
     def __torch_dispatch__(
         self,

@@ -1,5 +1,4 @@
-"""What the data axes offer to a search: every factorization over copies and shards, the tuples that
-are of use, and the dials by which the same tuple moves more or holds more."""
+"""The search space of the data axes: factorizations, useful tuples, and options."""
 
 from __future__ import annotations
 
@@ -35,48 +34,52 @@ from ptrain.steps.wraps import Form
 Changes = tuple[tuple[str, Any], ...]
 
 
-def _tuple(parameters: Mode, optimizer: Mode, gradients: Mode) -> Placement:
+def _placement_of(parameters: Mode, optimizer: Mode, gradients: Mode) -> Placement:
+    """Return a placement with these modes and default activations."""
     return Placement(parameters=parameters, optimizer=optimizer, gradients=gradients)
 
 
-_WHOLE, _SPREAD = _tuple(R, R, R), _tuple(R, S, R)
-_GATHERED = (_tuple(S_STAR, S, S), _tuple(M, S, S))
+_WHOLE, _SPREAD = _placement_of(R, R, R), _placement_of(R, S, R)
+_GATHERED = (_placement_of(S_STAR, S, S), _placement_of(M, S, S))
 _ON_HOST = (
-    _tuple(R, OFFLOADED, S),
-    _tuple(R, OFFLOADED, OFFLOADED),
-    _tuple(S_STAR, OFFLOADED, OFFLOADED),
-    _tuple(Mode(Distribution.GATHERED, Tier.HOST), OFFLOADED, OFFLOADED),
+    _placement_of(R, OFFLOADED, S),
+    _placement_of(R, OFFLOADED, OFFLOADED),
+    _placement_of(S_STAR, OFFLOADED, OFFLOADED),
+    _placement_of(Mode(Distribution.GATHERED, Tier.HOST), OFFLOADED, OFFLOADED),
 )
-_SHARDED = (_SPREAD, _tuple(R, S, S), *_GATHERED, *_ON_HOST)
+_SHARDED = (_SPREAD, _placement_of(R, S, S), *_GATHERED, *_ON_HOST)
 
-# When units that are gathered are given back (after forward, after backward), by when gradients
-# are reduced: what the others move between these, they hold between these too.
-_GIVEN_BACK = {
+# Options for freeing all-gathered units (after forward, after backward), by when gradients are
+# reduced. Other combinations trade the same memory and traffic as these.
+_FREEING = {
     GradientSync.EVERY: ((True, True), (False, True)),
     GradientSync.LAST: ((True, True), (False, False)),
 }
 _OTHER_UNITS = (None, UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
-_NOT_JOINED = (UnitSize(), UnitSize(kind=UnitKind.MODEL))  # where blocks join by themselves
+# only of interest where blocks join to larger units by default
+_NOT_JOINED = (UnitSize(), UnitSize(kind=UnitKind.MODEL))
 UNITS = (*_OTHER_UNITS, *_NOT_JOINED)
 OVERLAPS = (None, Overlap.NONE, Overlap.BACKWARD)
 
 
-# Fields that are not chosen, and stay as they are written.
+# Fields that the search does not vary.
 _FIXED = ("bucket_bytes", "reduce_scatter", "gather_after_update", "offload")
 
 
-def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
+def _axis_sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
+    """Yield the possible numbers of ranks on the data axes."""
     yield from divisors(devices)
 
 
 def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
+    """Yield every choice of degrees, tuples and options for this number of ranks."""
     if ranks == 1:
         yield AxisChoice(changes=_STOCK)
         return
     for replicas in divisors(ranks):
         degrees = (replicas, ranks // replicas)
         axes = tuple(axis for axis, degree in zip(DATA_AXES, degrees, strict=True) if degree > 1)
-        for placements, alike in groupby(_ways(axes, spec, written), itemgetter(0)):
+        for placements, alike in groupby(_ways_on_axes(axes, spec, written), itemgetter(0)):
             factors = tuple(
                 Factor(axis=axis, degree=degrees[DATA_AXES.index(axis)], placement=placement)
                 for axis, placement in zip(axes, placements, strict=True)
@@ -87,21 +90,25 @@ def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
 _STOCK: Changes = (("sync", SyncPolicy(gradients=GradientSync.LAST)),)
 
 
-def _ways(axes: tuple[Axis, ...], spec: Spec, written: Written) -> tuple[Way, ...]:
-    """The tuples and dials on these axes, whatever their degrees are."""
+def _ways_on_axes(axes: tuple[Axis, ...], spec: Spec, written: Written) -> tuple[Way, ...]:
+    """Return the tuples and options on these axes, independent of the degrees."""
     has_master = spec.precision.layout.master is not None
-    held: tuple[Way, ...] = _held(axes, spec.optimizer, has_master, written)
+    held: tuple[Way, ...] = _allowed_ways(axes, spec.optimizer, has_master, written)
     return held
 
 
 @lru_cache(maxsize=64)
-def _held(axes: tuple[Axis, ...], optimizer: Any, has_master: bool, written: Written) -> Any:
-    return written.held(axes, _of_axes(axes, optimizer, has_master, written.away), _FIXED)
+def _allowed_ways(
+    axes: tuple[Axis, ...], optimizer: Any, has_master: bool, written: Written
+) -> Any:
+    """Return the tuples and options that the written spec allows, cached."""
+    return written.held(axes, _all_ways(axes, optimizer, has_master, written.away), _FIXED)
 
 
-def _of_axes(
+def _all_ways(
     axes: tuple[Axis, ...], optimizer: Any, has_master: bool, away: Tier
 ) -> tuple[Way, ...]:
+    """Return all tuples and options on these axes, each legal for the optimizer."""
     combinations: list[tuple[Placement, ...]]
     match axes:
         case (Axis.DP_REPLICATE,):
@@ -113,14 +120,14 @@ def _of_axes(
             combinations += [(_SPREAD, gathered) for gathered in _GATHERED]
     ways = []
     for combination in combinations:
-        placements = tuple(DATA.nearest(_on(away, p), optimizer) for p in combination)
+        placements = tuple(DATA.nearest(_on_tier(away, p), optimizer) for p in combination)
         if has_master or all(placement.parameters != M for placement in placements):
-            ways += [(placements, changes) for changes in _dials(placements)]
+            ways += [(placements, changes) for changes in _option_changes(placements)]
     return tuple(dict.fromkeys(ways))
 
 
-def _on(away: Tier, placement: Placement) -> Placement:
-    """Return a tuple with what it has on the host on another tier."""
+def _on_tier(away: Tier, placement: Placement) -> Placement:
+    """Return a placement whose host states are on another tier."""
     modes = {state.value: placement[state] for state in PLACED}
     moved = {
         name: replace(mode, tier=away) for name, mode in modes.items() if mode.tier is Tier.HOST
@@ -128,18 +135,18 @@ def _on(away: Tier, placement: Placement) -> Placement:
     return replace(placement, **moved)
 
 
-def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
-    """What else may be said beside these tuples; where it is not obeyed legality says so."""
+def _option_changes(placements: tuple[Placement, ...]) -> Iterator[Changes]:
+    """Yield the options to try with these tuples; legality rejects those without effect."""
     is_whole = all(p.gradients.distribution is Distribution.REPLICATED for p in placements)
     is_gathered = any(p.parameters != R for p in placements)
     for when in (GradientSync.LAST,) if is_whole else tuple(GradientSync):
-        for after_forward, after_backward in _GIVEN_BACK[when] if is_gathered else ((True, True),):
+        for after_forward, after_backward in _FREEING[when] if is_gathered else ((True, True),):
             sync = SyncPolicy(
                 gradients=when,
                 reshard_after_forward=after_forward,
                 reshard_after_backward=after_backward,
             )
-            overlaps = _overlaps(is_whole=is_whole, is_gathered=is_gathered)
+            overlaps = _overlap_options(is_whole=is_whole, is_gathered=is_gathered)
             units = _OTHER_UNITS if is_gathered else UNITS
             for unit, (overlap, prefetch) in product(units, overlaps):
                 yield (
@@ -150,20 +157,25 @@ def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
                 )
 
 
-def _overlaps(
+def _overlap_options(
     *, is_whole: bool, is_gathered: bool
 ) -> tuple[tuple[Overlap | None, int | None], ...]:
-    """Return when gradients are reduced, what happens by itself first, and how many units are
-    gathered ahead: what is not beside what is computed begins none."""
+    """Return pairs of `overlap` and `prefetch` to try.
+
+    None is the default. Units are prefetched only with overlap.
+    """
     other = Overlap.BACKWARD if is_whole else Overlap.NONE
     ahead = ((Overlap.BACKWARD, 1),) if is_gathered else ()
     return ((None, None), (other, None), *ahead)
 
 
 def is_left_out(spec: Spec, written: Written) -> bool:
-    """Return whether a dial of a candidate is left out, if nobody wrote it. DDP and FSDP2 reduce
-    beside the backward pass by themselves, and nobody looks at them without. Where blocks do not
-    join a unit is a block by itself, and whole models are not brought at once."""
+    """Return True if a candidate's option is skipped because the user did not write it.
+
+    DDP and FSDP2 overlap by default, so their variants without overlap are not tried. If blocks do
+    not join to larger units, the default unit is a block already, and full models as one unit are
+    not tried.
+    """
     if spec.unit in _NOT_JOINED and not written.says("unit"):
         return not may_join_units(spec, form_of(spec))
     if spec.overlap is None or written.says("overlap"):
@@ -173,7 +185,7 @@ def is_left_out(spec: Spec, written: Written) -> bool:
 
 SPACE = AxisSpace(
     axes=DATA_AXES,
-    sizes=_sizes,
+    sizes=_axis_sizes,
     choices=_choices,
     tuples={Axis.DP_REPLICATE: (_WHOLE, _SPREAD), Axis.DP_SHARD: _SHARDED},
 )

@@ -1,4 +1,4 @@
-"""What the data axes cost: shards with their padding, gathers and reductions per step, buckets."""
+"""Costs of the data axes: padded shards, all-gathers and reductions per step, and buckets."""
 
 from __future__ import annotations
 
@@ -12,43 +12,55 @@ from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, SyncPolicy
 from ptrain.spec.placement import REDUCED_AXES, Axis, without
 from ptrain.units import ceil_div, row_major
 
-FIRST_BUCKET_BYTES = 2**20  # of the stock buckets: small, so that the first reduction starts early
+# DDP's first default bucket: small, so that the first reduction starts early
+FIRST_BUCKET_BYTES = 2**20
 
-Run = tuple[int, int, bool]  # start, end, flag: elements of a buffer
+Run = tuple[int, int, bool]  # start and end (elements of a buffer), flag
 
 
 def row_numel(shape: tuple[int, ...]) -> int:
-    """Elements in one row of dim 0."""
+    """Return the number of elements in one row of dim 0."""
     return math.prod(shape[1:])
 
 
 def padded_rows(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of one shard over dim 0, padding included: ceil(d0 / N) rows on every rank."""
+    """Return the elements of one shard over dim 0: ceil(d0 / N) rows, padding included."""
     return ceil_div(shape[0] if shape else 1, ranks) * row_numel(shape)
 
 
 def local_rows(shape: tuple[int, ...], ranks: int, index: int) -> int:
-    """Elements that shard `index` really holds: rows [i*c, (i+1)*c) of d0, c = ceil(d0 / N)."""
+    """Return the elements of shard `index` without padding.
+
+    The shard has rows [i*c, (i+1)*c) of d0, with c = ceil(d0 / N).
+    """
     rows = shape[0] if shape else 1
     chunk = ceil_div(rows, ranks)
     return (min(rows, (index + 1) * chunk) - min(rows, index * chunk)) * row_numel(shape)
 
 
 def padded_flat(numel: int, ranks: int) -> int:
-    """Elements of a flat buffer that `ranks` shards divide."""
+    """Return the elements of a flat buffer, padded so that `ranks` shards divide it."""
     return ceil_div(numel, ranks) * ranks
 
 
 def in_memory(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Return the axes that cut a flat buffer, as it lies in memory: replicas, which stand outermost
-    in a mesh, last. So a shard over all others lies in group order."""
+    """Return the axes that shard a flat buffer in memory order.
+
+    Replicas, which are outermost in a mesh, come last, so that a shard over all other axes is in
+    group order.
+    """
     there = {*axes}
     return tuple(axis for axis in (*REDUCED_AXES[1:], REDUCED_AXES[0]) if axis in there)
 
 
 def lies_in_group_order(memory: Sequence[Axis], cut: Sequence[Axis], over: Sequence[Axis]) -> bool:
-    """Return whether the parts of a group along `over` lie one after the other in a shard over
-    `cut` of a buffer that all of `memory` cut. A group counts its ranks in mesh order."""
+    """Return True if a group's parts along `over` are contiguous and in rank order.
+
+    Args:
+        memory: All axes that shard the buffer, in memory order.
+        cut: Axes of the shard that contains the parts.
+        over: Axes of the group, whose ranks are in mesh order.
+    """
     parts = without(memory, cut)
     group = tuple(axis for axis in REDUCED_AXES if axis in over)
     return parts[: len(group)] == group
@@ -57,8 +69,13 @@ def lies_in_group_order(memory: Sequence[Axis], cut: Sequence[Axis], over: Seque
 def stretches(
     padded: int, degrees: Sequence[int], places: Sequence[int | None]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the (start, end) of each stretch of a shard in a whole flat buffer, viewed as
-    [*degrees, c]. The shard has one place along a dimension, or (None) all."""
+    """Yield (start, end) of each contiguous range of a shard within the full flat buffer.
+
+    Args:
+        padded: Elements of the buffer, which is viewed as [*degrees, c].
+        degrees: Ranks along each dimension.
+        places: The shard's index along each dimension, None for all indices.
+    """
     size = padded // math.prod(degrees)
     own = (
         range(degree) if place is None else (place,)
@@ -72,19 +89,23 @@ def stretches(
 def runs(
     tensors: Sequence[tuple[int, bool]], padded: int, within: Iterable[tuple[int, int]]
 ) -> Iterator[Run]:
-    """Yield the runs of elements of equal flags in a shard made of the stretches `within`;
-    `tensors` are elements and flag of each in the whole buffer. Padding belongs to the last of
-    them."""
-    return _merged(_overlaps(whole_runs(tuple(tensors), padded), within))
+    """Yield the runs of elements with equal flags in a shard.
+
+    Args:
+        tensors: Elements and flag of each tensor of the full buffer. Padding counts to the last.
+        padded: Elements of the buffer.
+        within: The ranges (start, end) of the buffer that the shard consists of.
+    """
+    return _merge_runs(_runs_within(whole_runs(tuple(tensors), padded), within))
 
 
 @lru_cache(maxsize=2**10)
 def whole_runs(tensors: tuple[tuple[int, bool], ...], padded: int) -> tuple[Run, ...]:
-    """Return the runs of elements of equal flags in the whole buffer."""
+    """Return the runs of elements with equal flags in the full buffer."""
     ends = list(accumulate(numel for numel, _ in tensors))
     ends[-1] = padded
     flags = (flag for _, flag in tensors)
-    return tuple(_merged(zip([0, *ends], ends, flags, strict=False)))
+    return tuple(_merge_runs(zip([0, *ends], ends, flags, strict=False)))
 
 
 @lru_cache(maxsize=2**16)
@@ -94,12 +115,15 @@ def shard_runs(
     degrees: tuple[int, ...],
     places: tuple[int | None, ...],
 ) -> tuple[Run, ...]:
-    """Return the runs of elements of equal flags in one shard of a buffer. A search asks of the
-    same units thousands of times."""
+    """Return the runs of elements with equal flags in one shard, cached.
+
+    A search needs the runs of the same units thousands of times.
+    """
     return tuple(runs(tensors, padded, stretches(padded, degrees, places)))
 
 
-def _overlaps(whole: Sequence[Run], within: Iterable[tuple[int, int]]) -> Iterator[Run]:
+def _runs_within(whole: Sequence[Run], within: Iterable[tuple[int, int]]) -> Iterator[Run]:
+    """Yield the parts of runs that lie within the ranges, as positions in the shard."""
     start = 0
     for first, last in within:
         for begin, end, flag in whole:
@@ -109,22 +133,30 @@ def _overlaps(whole: Sequence[Run], within: Iterable[tuple[int, int]]) -> Iterat
         start += last - first
 
 
-def _merged(runs: Iterable[Run]) -> Iterator[Run]:
-    """Join runs that follow one another and have equal flags, and leave out empty ones."""
+def _merge_runs(runs: Iterable[Run]) -> Iterator[Run]:
+    """Join consecutive runs with equal flags, and drop empty ones."""
     for flag, group in groupby((run for run in runs if run[0] < run[1]), key=lambda run: run[2]):
         members = list(group)
         yield members[0][0], members[-1][1], flag
 
 
 class GatherCounts(NamedTuple):
-    """How often one unit is gathered in a step."""
+    """The numbers of all-gathers of one unit in a step."""
 
     forward: int
     backward: int
 
 
 def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> GatherCounts:
-    """A unit is gathered where a pass finds it sharded: at first, and after every reshard."""
+    """Return the numbers of all-gathers of a unit: one per pass that finds it sharded.
+
+    It is sharded at the start of a step and after every reshard.
+
+    Args:
+        sync: When units are resharded.
+        micro_batches: Micro-batches per step.
+        is_root: The unit is the root, which `non-root` keeps gathered.
+    """
     forward = backward = 0
     sharded = True
     for _ in range(micro_batches):
@@ -136,8 +168,16 @@ def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> G
 
 
 def kept_ranks(sync: SyncPolicy, ranks: int, *, is_root: bool = False) -> int:
-    """Over how many ranks a unit is spread between its forward and its backward: all of `ranks`, a
-    smaller group of them, or 1 where it stays gathered."""
+    """Return the number of ranks that shard a unit between its forward and its backward.
+
+    Args:
+        sync: When units are resharded.
+        ranks: The ranks that shard it otherwise.
+        is_root: The unit is the root, which `non-root` keeps gathered.
+
+    Returns:
+        `ranks`, the size of a smaller group, or 1 if the unit stays gathered.
+    """
     after_forward = sync.after_forward(is_root=is_root)
     if isinstance(after_forward, bool):
         return ranks if after_forward else 1
@@ -145,8 +185,10 @@ def kept_ranks(sync: SyncPolicy, ranks: int, *, is_root: bool = False) -> int:
 
 
 def spread(numels: Sequence[int], ranks: int) -> list[int]:
-    """Return which rank owns each of these tensors: the largest first, each goes to the rank that
-    has least so far (the partition of torch's ZeroRedundancyOptimizer)."""
+    """Return the rank that owns each tensor, like torch's ZeroRedundancyOptimizer.
+
+    The largest tensor goes first; each goes to the rank with the fewest elements so far.
+    """
     owners, held = [0] * len(numels), [0] * ranks
     for index in sorted(range(len(numels)), key=numels.__getitem__, reverse=True):
         owner = held.index(min(held))
@@ -156,21 +198,24 @@ def spread(numels: Sequence[int], ranks: int) -> list[int]:
 
 
 def reductions(sync: SyncPolicy, micro_batches: int) -> int:
-    """Return how often a unit's gradients are reduced in a step."""
+    """Return the number of reductions of a unit's gradients in a step."""
     return 1 if sync.gradients is GradientSync.LAST else micro_batches
 
 
 def bucket_caps(bucket_bytes: int) -> tuple[int, ...]:
-    """DDP's caps in the order of its buckets; a size of the user's own holds for the first too."""
+    """Return DDP's bucket caps in bytes, in order; the last cap applies to all further buckets.
+
+    DDP's smaller first bucket exists with the default size only.
+    """
     if bucket_bytes == STOCK_BUCKET_BYTES:
         return (FIRST_BUCKET_BYTES, STOCK_BUCKET_BYTES)
     return (bucket_bytes,)
 
 
 def bucket_sizes(tensor_bytes: Iterable[int], caps: Sequence[int]) -> list[int]:
-    """Bytes of DDP's buckets when tensors arrive in this order.
+    """Return the bytes of DDP's buckets for tensors that arrive in this order.
 
-    A bucket closes as soon as it reaches its cap; the last cap holds for all that follow.
+    A bucket closes as soon as it reaches its cap. The last cap applies to all further buckets.
     """
     buckets: list[int] = []
     filled = 0

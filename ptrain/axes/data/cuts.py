@@ -1,9 +1,8 @@
-"""How one flat buffer is cut over the data axes: the shard of any set of axes, and the moves
-between them.
+"""The layout of a flat buffer over the data axes: shards, and moves between them.
 
-The buffer is seen as [|dp_shard|, ..., |dp_replicate|, c], with the axes that cut anything; a shard
-over a set of axes is an index along each of its dimensions. `S over a, then over b` is therefore
-`S over a x b`, and every change of layout is one collective along some dimensions.
+The buffer is viewed as [|dp_shard|, ..., |dp_replicate|, c], with the axes that shard any state. A
+shard over a set of axes is an index along each of its dimensions. `S over a, then over b` is
+therefore `S over a x b`, and every change of layout is one collective along some dimensions.
 """
 
 from __future__ import annotations
@@ -23,8 +22,15 @@ Axes = tuple[Axis, ...]
 
 
 class Cuts(Generic[T]):
-    """The cuts of a buffer of `numel` elements, padded to `padded`, over those `axes` that any
-    state is cut along."""
+    """The shards of a flat buffer over the axes along which any state is sharded.
+
+    Attributes:
+        numel: Elements of the buffer without padding.
+        padded: Elements with padding.
+        axes: The axes, in memory order.
+        degrees: Their degrees.
+        via: The collective that implements a reduce-scatter.
+    """
 
     def __init__(
         self, room: Room[T], numel: int, axes: Sequence[Axis], via: ReduceScatterVia
@@ -34,21 +40,21 @@ class Cuts(Generic[T]):
         self.degrees = tuple(room.degree(axis) for axis in self.axes)
         ranks = math.prod(self.degrees)
         self.padded = padded_flat(numel, ranks)
-        self._least = self.padded // ranks
+        self._smallest_numel = self.padded // ranks
         self._orders: dict[tuple[Axes, Axes], tuple[int, ...] | None] = {}
 
     def shard_numel(self, cut: Sequence[Axis]) -> int:
-        """Elements of a shard over the axes `cut`."""
+        """Return the elements of a shard over the axes `cut`."""
         return self.padded // math.prod(self.room.degree(axis) for axis in cut)
 
     def shape(self, cut: Sequence[Axis]) -> tuple[int, ...]:
-        """The dimensions of a shard over `cut`: 1 where it is cut, the degree elsewhere."""
+        """Return the dimensions of a shard: 1 for the axes `cut`, the degree for all others."""
         dims = zip(self.axes, self.degrees, strict=True)
-        return (*(1 if axis in cut else degree for axis, degree in dims), self._least)
+        return (*(1 if axis in cut else degree for axis, degree in dims), self._smallest_numel)
 
     def stretches(self, cut: Sequence[Axis]) -> Iterator[tuple[int, int]]:
-        """(start, end) in the whole buffer of what this rank's shard over `cut` is made of."""
-        return stretches(self.padded, self.degrees, self._places(cut, self.room.coordinate))
+        """Yield the (start, end) ranges of this rank's shard over `cut` in the full buffer."""
+        return stretches(self.padded, self.degrees, self._coordinates(cut, self.room.coordinate))
 
     def runs(
         self,
@@ -56,20 +62,34 @@ class Cuts(Generic[T]):
         cut: Sequence[Axis],
         coordinate: Callable[[Axis], int],
     ) -> tuple[Run, ...]:
-        """Return the runs of elements of equal flags in the shard over `cut` of the rank with these
-        coordinates; `tensors` are elements and flag of each in the whole buffer. Padding belongs to
-        the last of them."""
-        return shard_runs(tensors, self.padded, self.degrees, self._places(cut, coordinate))
+        """Return the runs of elements with equal flags in the shard over `cut` of one rank.
 
-    def _places(
+        Args:
+            tensors: Elements and flag of each tensor in the full buffer. Padding counts to the
+                last.
+            cut: The axes of the shard.
+            coordinate: Returns the rank's coordinate along an axis.
+        """
+        return shard_runs(tensors, self.padded, self.degrees, self._coordinates(cut, coordinate))
+
+    def _coordinates(
         self, cut: Sequence[Axis], coordinate: Callable[[Axis], int]
     ) -> tuple[int | None, ...]:
+        """Return the coordinate along each sharded axis, None for all others."""
         return tuple([coordinate(axis) if axis in cut else None for axis in self.axes])
 
     def take(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
-        """Return this rank's part of a shard over `had` (1-d), along the axes that `wanted` adds:
-        1-d, and a view where it is contiguous."""
-        room, window = self.room, self._window(local, had, wanted)
+        """Return this rank's part of a shard.
+
+        Args:
+            local: The shard over `had` (1-d).
+            had: The axes that shard `local`.
+            wanted: The axes that shard the result, including `had`.
+
+        Returns:
+            The part (1-d); a view of `local` if it is contiguous there, else a copy.
+        """
+        room, window = self.room, self._narrowed_view(local, had, wanted)
         if self._is_contiguous(had, wanted):
             return room.flat(window)
         part = room.like(local, room.numel(window))
@@ -77,13 +97,13 @@ class Cuts(Generic[T]):
         return part
 
     def put(self, local: T, part: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> None:
-        """Write `part` to its place in `local`, from which `take` gave it. Nothing is copied where
-        it is a view."""
-        window = self._window(local, had, wanted)
+        """Write `part` to the place in `local` from which `take` got it; a view needs no copy."""
+        window = self._narrowed_view(local, had, wanted)
         if not self.room.same(window, part):
             self.room.copy(part, window)
 
-    def _window(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
+    def _narrowed_view(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
+        """Return a view at this rank's coordinates along the axes that `wanted` adds."""
         places = {
             dim: self.room.coordinate(axis)
             for dim, axis in enumerate(self.axes)
@@ -92,8 +112,10 @@ class Cuts(Generic[T]):
         return self.room.window(local, self.shape(had), places)
 
     def _is_contiguous(self, had: Sequence[Axis], wanted: Sequence[Axis]) -> bool:
-        """Whether the part along what `wanted` adds lies in one piece: nothing before a dimension
-        that is narrowed has more than one place."""
+        """Return True if the part along the axes that `wanted` adds is contiguous.
+
+        This holds if all dimensions before a narrowed one have size 1.
+        """
         dims, narrowed = list(self.shape(had)), []
         for dim, axis in enumerate(self.axes):
             if axis in wanted and axis not in had and dims[dim] > 1:
@@ -109,10 +131,20 @@ class Cuts(Generic[T]):
         state: State,
         into: T | None = None,
     ) -> T:
-        """All-gather along `over`: from a shard over `cut` to one over `cut` without `over`.
+        """All-gather a shard along some axes.
 
-        In place into `into` where the ranks' parts lie in it in group order; otherwise through
-        one buffer of its size. It counts as a move of `state`.
+        It writes to `into` directly if the ranks' parts are in group order there, otherwise through
+        a buffer of the same size.
+
+        Args:
+            part: The shard over `cut`.
+            cut: The axes that shard `part`.
+            over: The axes to gather along.
+            state: The state that the move counts as.
+            into: Receives the result; None for a new tensor.
+
+        Returns:
+            The shard over `cut` without `over`.
         """
         return self.start_gather(part, cut, over, state, into, is_awaited=True).wait()
 
@@ -126,11 +158,11 @@ class Cuts(Generic[T]):
         *,
         is_awaited: bool = False,
     ) -> Move[T]:
-        """`gather`, awaited later; `part` must not change until then."""
+        """Start a `gather` without waiting; `part` must not change until `Move.wait`."""
         room, left = self.room, without(cut, over)
         numel, dtype = self.shard_numel(left), room.dtype(part)
         result = room.new(numel, dtype, Tier.DEVICE, state) if into is None else into
-        if (order := self._leading(left, over)) is None:
+        if (order := self._leading_order(left, over)) is None:
             return Move(result, part, room.all_gather(part, result, over, is_awaited=is_awaited))
         received = room.new(numel, dtype, Tier.DEVICE, state)
         work = room.all_gather(part, received, over, is_awaited=is_awaited)
@@ -138,34 +170,44 @@ class Cuts(Generic[T]):
         return Move(result, part, work, finish)
 
     def reduce_scatter(self, part: T, cut: Sequence[Axis], over: Sequence[Axis]) -> T:
-        """Sum along `over` and keep this rank's part: from a shard over `cut` to one over both.
-        `part` is used up."""
+        """Sum a shard along some axes, and keep this rank's part.
+
+        Args:
+            part: The shard over `cut`, which is overwritten.
+            cut: The axes that shard `part`.
+            over: The axes to sum along.
+
+        Returns:
+            The shard of the sum over `cut` and `over`.
+        """
         return self.start_reduce_scatter(part, cut, over, is_awaited=True).wait()
 
     def start_reduce_scatter(
         self, part: T, cut: Sequence[Axis], over: Sequence[Axis], *, is_awaited: bool = False
     ) -> Move[T]:
-        """`reduce_scatter`, awaited later; nobody but it may change `part` until then."""
+        """Start a `reduce_scatter` without waiting; `part` must not be used until `Move.wait`."""
         room = self.room
         result = room.like(part, self.shard_numel((*cut, *over)))
-        if (order := self._leading(cut, over)) is not None:
+        if (order := self._leading_order(cut, over)) is not None:
             part = room.permuted(part, self.shape(cut), order)
         return room.reduce_scatter(part, result, over, self.via, is_awaited=is_awaited)
 
     def is_led_by(self, cut: Sequence[Axis], over: Sequence[Axis]) -> bool:
-        """Return whether the parts along `over` lie in a shard over `cut` as their group has them,
-        one after the other."""
-        return self._leading(cut, over) is None
+        """Return True if the parts along `over` are in group order within a shard over `cut`."""
+        return self._leading_order(cut, over) is None
 
-    def _leading(self, cut: Sequence[Axis], over: Sequence[Axis]) -> tuple[int, ...] | None:
-        """The order of dimensions that puts `over` first and in mesh order, which is the order of
-        ranks in its group; None where the buffer already lies so."""
+    def _leading_order(self, cut: Sequence[Axis], over: Sequence[Axis]) -> tuple[int, ...] | None:
+        """Return the order of dimensions that puts `over` first and in mesh order, cached.
+
+        Mesh order is the order of ranks in the group. None if the buffer is in this order already.
+        """
         key = tuple(cut), tuple(over)
         if key not in self._orders:
-            self._orders[key] = self._order_of(*key)
+            self._orders[key] = self._compute_order(*key)
         return self._orders[key]
 
-    def _order_of(self, cut: Axes, over: Axes) -> tuple[int, ...] | None:
+    def _compute_order(self, cut: Axes, over: Axes) -> tuple[int, ...] | None:
+        """Compute the order of `_leading_order`; dimensions of size 1 may be anywhere."""
         first = [self.axes.index(axis) for axis in self.room.ordered(over)]
         rest = [dim for dim in range(len(self.axes) + 1) if dim not in first]
         order = (*first, *rest)

@@ -1,7 +1,9 @@
-"""Which dials a placement obeys. A dial that nothing would obey is refused, not ignored.
+"""The options that have an effect with a placement.
 
-On one device every dial is free: it is the degenerate case of every spec, and nothing moves there.
-Where there are ranks, but no data axis, nothing obeys the dials of the data axes.
+An option without effect is rejected, not ignored.
+
+On a single device all options are allowed: it is the degenerate case of every spec, and nothing
+moves there. With several ranks but no data axis, the options of data axes have no effect.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ REASON = "every key has an effect"
 
 
 def _without_data_axis(spec: Spec) -> Iterator[Fault]:
+    """Reject options of data axes without a data axis of two or more ranks."""
     if data_factors(spec) or spec.world_size == 1:
         return
-    for place, is_written in _written(spec):
+    for place, is_written in _options_set(spec):
         if is_written:
             yield Fault(
                 place=place,
@@ -56,25 +59,29 @@ def _tuple_place(spec: Spec) -> str:
     return f"placement.{data_factors(spec)[-1].axis}"
 
 
-def _written(spec: Spec) -> Iterator[tuple[str, bool]]:
-    """Each dial of the data axes, and whether the spec says anything but its default. When
-    gradients are reduced has no default that a spec shows: what is written is what counts."""
+def _options_set(spec: Spec) -> Iterator[tuple[str, bool]]:
+    """Yield the place of each option of the data axes, and whether it differs from its default.
+
+    `sync.gradients` has no default that a resolved spec shows, so it counts if it was written.
+    """
     written = spec.resolved.get("sync")
     yield "sync.gradients", isinstance(written, dict) and "gradients" in written
     for dial in dials():
-        # a block is what a unit is, whether that is written or not; where nothing is gathered
-        # nothing goes on beside it, and so resolved specs have said before there was no default
+        # `unit=block` and `gather_after_update=blocking` count as defaults: a block is the unit in
+        # any case, and resolved specs wrote `blocking` before that option had no default
         said = dial.default, UnitSize(), GatherAfterUpdate.BLOCKING
         yield dial.place, dial.of(spec) not in said
-    on_file = Tier.FILE in spec.activations.tiers  # of a rank, whatever the axes are
+    # activations on file belong to a rank, with any axes
+    on_file = Tier.FILE in spec.activations.tiers
     yield "offload.path", spec.offload.path is not None and not on_file
     yield "offload.update", spec.offload.update is not Offload().update
 
 
-def _prefetch(spec: Spec) -> Iterator[Fault]:
+def _prefetch_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject `prefetch` without all-gathers or without overlap."""
     if not data_factors(spec) or not spec.prefetch:
         return
-    if not _comes_by_unit(spec):
+    if not _brings_units(spec):
         yield Fault(
             place="prefetch",
             finding="has no effect: parameters are R on the device and are never all-gathered",
@@ -88,14 +95,15 @@ def _prefetch(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _comes_by_unit(spec: Spec) -> bool:
-    """Whether parameters are brought to the device, or made, by unit for their use."""
+def _brings_units(spec: Spec) -> bool:
+    """Return True if parameters are all-gathered, cast or loaded by unit for their use."""
     factors = (*data_factors(spec), *frozen_factors(spec))
     brought = has(factors, State.PARAMETERS, *CUT, Distribution.MATERIALIZED)
     return brought or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE
 
 
 def _gather_after_update(spec: Spec) -> Iterator[Fault]:
+    """Reject `gather_after_update` if nothing is gathered after the update."""
     factors, when = data_factors(spec), spec.gather_after_update
     if not factors or when in (None, GatherAfterUpdate.BLOCKING):
         return
@@ -108,7 +116,7 @@ def _gather_after_update(spec: Spec) -> Iterator[Fault]:
             ),
             remedy="Remove `gather_after_update`, or move the placement to dp_shard.",
         )
-    elif not _updates_parts_of_the_whole(spec):
+    elif not _shards_update_of_replicas(spec):
         yield Fault(
             place="gather_after_update",
             finding=(
@@ -134,7 +142,8 @@ def _gather_after_update(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _updates_parts_of_the_whole(spec: Spec) -> bool:
+def _shards_update_of_replicas(spec: Spec) -> bool:
+    """Return True if some axis shards the update of parameters that it replicates."""
     factors = data_factors(spec)
     return not has(factors, State.PARAMETERS, Distribution.MATERIALIZED) and any(
         factor.placement.optimizer.distribution is Distribution.SHARDED
@@ -143,7 +152,8 @@ def _updates_parts_of_the_whole(spec: Spec) -> bool:
     )
 
 
-def _overlap(spec: Spec) -> Iterator[Fault]:
+def _overlap_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject `overlap=backward` if no reduction can run in backward."""
     factors = data_factors(spec)
     if spec.overlap is not Overlap.BACKWARD or not factors:
         return
@@ -170,11 +180,12 @@ def _overlap(spec: Spec) -> Iterator[Fault]:
 
 
 def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
+    """Reject another `reduce_scatter` if nothing is reduce-scattered."""
     factors = data_factors(spec)
     if spec.reduce_scatter is ReduceScatterVia.NATIVE or not factors:
         return
     if has(factors, State.ACTIVATIONS, Distribution.GATHERED):
-        return  # gradients of gathered keys and values go home in slices
+        return  # gradients of all-gathered keys and values are reduce-scattered
     is_cut = has(factors, State.GRADIENTS, *CUT) or (
         has(factors, State.OPTIMIZER, Distribution.SHARDED)
         and form_of(spec) is not Form.SPREAD_UPDATE
@@ -190,7 +201,8 @@ def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _bucket(spec: Spec) -> Iterator[Fault]:
+def _bucket_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject `bucket` if gradients are reduced by unit."""
     if not data_factors(spec) or spec.bucket_bytes == STOCK_BUCKET_BYTES:
         return
     form = form_of(spec)
@@ -207,7 +219,8 @@ def _bucket(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _unit(spec: Spec) -> Iterator[Fault]:
+def _unit_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject `unit` if gradients are reduced by bucket, and units larger than the model."""
     if not data_factors(spec) or spec.unit_size == UnitSize():
         return
     if form_of(spec) in REPLICAS:
@@ -226,8 +239,9 @@ def _unit(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _given_back(spec: Spec) -> Iterator[Fault]:
-    if not data_factors(spec) or _comes_by_unit(spec):
+def _freeing_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject options for freeing units that are never all-gathered."""
+    if not data_factors(spec) or _brings_units(spec):
         return
     kept = {
         "sync.reshard_after_forward": spec.sync.reshard_after_forward,
@@ -245,9 +259,10 @@ def _given_back(spec: Spec) -> Iterator[Fault]:
             )
 
 
-def _reshard(spec: Spec) -> Iterator[Fault]:
+def _reshard_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject smaller shards without fully_shard, or of a size that does not divide the ranks."""
     shards, factors = spec.sync.reshard_after_forward, data_factors(spec)
-    if isinstance(shards, bool | Reshard) or not factors or not _comes_by_unit(spec):
+    if isinstance(shards, bool | Reshard) or not factors or not _brings_units(spec):
         return
     place = "sync.reshard_after_forward"
     if form_of(spec) not in BY_TENSOR:
@@ -275,7 +290,8 @@ def _reshard(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _offload(spec: Spec) -> Iterator[Fault]:
+def _offload_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject `offload` if no state is off the device."""
     factors = data_factors(spec)
     if spec.offload == Offload() or not factors:
         return
@@ -303,19 +319,22 @@ def _offload(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _rule(name: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
+def _option_rule(name: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
+    """Return a rule about an option."""
     return SpecRule(name=name, theorem=REASON, faults=faults)
 
 
 DIALS = (
-    _rule("options of data axes need a data axis", _without_data_axis),
-    _rule("prefetched units are gathered", _prefetch),
-    _rule("parameters gathered after the update were updated in shards", _gather_after_update),
-    _rule("overlapped reductions run in backward", _overlap),
-    _rule("reduce-scattered gradients are sharded", _reduce_scatter),
-    _rule("buckets need a wrapper that reduces by bucket", _bucket),
-    _rule("units need gathers or reductions", _unit),
-    _rule("freed units were gathered", _given_back),
-    _rule("smaller shards divide the group", _reshard),
-    _rule("a state is offloaded", _offload),
+    _option_rule("options of data axes need a data axis", _without_data_axis),
+    _option_rule("prefetched units are gathered", _prefetch_faults),
+    _option_rule(
+        "parameters gathered after the update were updated in shards", _gather_after_update
+    ),
+    _option_rule("overlapped reductions run in backward", _overlap_faults),
+    _option_rule("reduce-scattered gradients are sharded", _reduce_scatter),
+    _option_rule("buckets need a wrapper that reduces by bucket", _bucket_faults),
+    _option_rule("units need gathers or reductions", _unit_faults),
+    _option_rule("freed units were gathered", _freeing_faults),
+    _option_rule("smaller shards divide the group", _reshard_faults),
+    _option_rule("a state is offloaded", _offload_faults),
 )

@@ -1,5 +1,9 @@
-"""Which form executes a tuple of the data axes: it follows from the modes of the states, the layout
-and the optimizer alone. The plan is made from it, and the rules about dials ask it."""
+"""The implementation (form) of a placement on the data axes.
+
+It follows from modes, layout and optimizer only.
+
+The plan is built from it, and the rules about options use it.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +44,17 @@ _SPREAD_UPDATE = (R, S, R)
 
 
 def reduces_in_backward(spec: Spec, form: Form, *, keeps_parts: bool) -> bool:
-    """Return whether gradients are reduced while the backward pass goes on. Where the spec does not
-    say, they are; but for flat units that keep them whole: what reduces those is the update, and a
-    rank would be left with a part of them; and for those whose update waits for it within the
-    backward pass (G = M). `keeps_parts`: the tuples cut what is kept."""
+    """Return True if gradients are reduced during backward.
+
+    By default they are, with two exceptions among flat units. Full gradients are reduced by the
+    update, and a rank would be left with a part of them. With consumed gradients (G = M), each
+    unit's update within backward waits for the reduction.
+
+    Args:
+        spec: The spec.
+        form: The form of the data axes.
+        keeps_parts: The tuples shard the stored gradients.
+    """
     if spec.overlap is not None:
         return spec.overlap is Overlap.BACKWARD
     if form is not Form.FLAT:
@@ -53,10 +64,13 @@ def reduces_in_backward(spec: Spec, form: Form, *, keeps_parts: bool) -> bool:
 
 
 def when_gathered(spec: Spec) -> GatherAfterUpdate:
-    """Return when flat units that were updated in parts become whole. Where the spec does not say,
-    a unit's gather goes on while those behind it are updated, and all are awaited at the end; but
-    where it needs room beside parameters, which all units would have at once, and where gradients
-    are used up (G = M): backward would be over before parameters are whole."""
+    """Return when flat units that were updated in shards are all-gathered.
+
+    By default, the gather of a unit overlaps with the update of later units, and all gathers are
+    waited for at the end. The default is blocking if the gather needs a buffer besides the
+    parameters, which all units would hold at once, and for consumed gradients (G = M), where
+    backward would end before parameters are complete.
+    """
     if spec.gather_after_update is not None:
         return spec.gather_after_update
     factors = data_factors(spec)
@@ -67,32 +81,38 @@ def when_gathered(spec: Spec) -> GatherAfterUpdate:
 
 
 def _is_gathered_in_place(factors: tuple[Factor, ...]) -> bool:
-    """Whether updated parts lie in parameters, on the device, as their group gathers them."""
-    theta, omega, gradients = (_axes_of(factors, state, *CUT) for state in MODEL_STATES)
-    missing = without(_axes_of(factors, State.OPTIMIZER, Distribution.SHARDED), theta)
+    """Return True if updated shards are in the device's parameters, in the order of their group."""
+    theta, omega, gradients = (_axes_with(factors, state, *CUT) for state in MODEL_STATES)
+    missing = without(_axes_with(factors, State.OPTIMIZER, Distribution.SHARDED), theta)
     is_made = has(factors, State.PARAMETERS, Distribution.MATERIALIZED)
     if not missing or is_made or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE:
         return False
     return lies_in_group_order(in_memory((*theta, *omega, *gradients)), theta, missing)
 
 
-def _axes_of(
+def _axes_with(
     factors: tuple[Factor, ...], state: State, *distributions: Distribution
 ) -> tuple[Axis, ...]:
+    """Return the axes on which a state has one of these distributions."""
     return tuple(f.axis for f in factors if f.placement[state].distribution in distributions)
 
 
 def joins_units(spec: Spec, form: Form) -> bool:
-    """Return whether neighbouring flat units are one, until they fill a bucket: where nothing is
-    brought, made whole or used up by unit, all that units still decide is how many collectives
-    there are. An update of whole tensors knows matrices by their unit, and experts are summed over
-    fewer ranks than what stands beside them. Models that are not built in may skip a block, which
-    then has no update: in one buffer with others it would decay."""
+    """Return True if neighbouring flat units are joined until they fill a bucket.
+
+    This is done only if nothing is gathered, cast or consumed by unit, so that units determine the
+    number of collectives only.
+
+    - An update of full matrices finds its matrices by unit.
+    - Experts are reduced over fewer ranks than their neighbours.
+    - A model that is not built in may skip a block, which then has no update; in a joint buffer it
+      would decay.
+    """
     return spec.unit is None and may_join_units(spec, form)
 
 
 def may_join_units(spec: Spec, form: Form) -> bool:
-    """Return whether they are one where the spec says nothing of a unit."""
+    """Return True if units are joined by default, if the spec does not set `unit`."""
     if not isinstance(spec.model, ModelShape) or form is not Form.FLAT or places_frozen(spec):
         return False
     factors = data_factors(spec)
@@ -105,23 +125,27 @@ def may_join_units(spec: Spec, form: Form) -> bool:
 
 
 def data_factors(spec: Spec) -> tuple[Factor, ...]:
-    """The axes of more than one rank whose tuples are those of data axes, outermost first."""
+    """Return the axes with several ranks and tuples of a data axis, outermost first."""
     return tuple([f for f in spec.factors if f.axis in REDUCED_AXES and f.degree > 1])
 
 
 def modes(factor: Factor) -> tuple[Mode, Mode, Mode]:
-    """(Theta, Omega, G) of one factor."""
+    """Return the modes of parameters, optimizer state and gradients on one axis."""
     placement = factor.placement
     return (placement.parameters, placement.optimizer, placement.gradients)
 
 
 def frozen_factors(spec: Spec) -> tuple[Factor, ...]:
-    """The data axes, each with the mode of frozen parameters for Theta: that which is written, and
-    else that of all others; where these are made of masters, as the masters are."""
-    return tuple([_of_frozen(spec, factor) for factor in data_factors(spec)])
+    """Return the data axes with the mode of frozen parameters in place of that for parameters."""
+    return tuple([_frozen_factor(spec, factor) for factor in data_factors(spec)])
 
 
-def _of_frozen(spec: Spec, factor: Factor) -> Factor:
+def _frozen_factor(spec: Spec, factor: Factor) -> Factor:
+    """Return an axis with the mode of frozen parameters.
+
+    The default is the mode of all parameters. If these are cast from masters (M), it is the
+    placement of the masters.
+    """
     placement, mode = factor.placement, spec.frozen.of(factor.axis)
     if mode is None and placement.parameters == M:
         is_cut = placement.optimizer.distribution in CUT
@@ -132,8 +156,8 @@ def _of_frozen(spec: Spec, factor: Factor) -> Factor:
 
 
 def places_frozen(spec: Spec) -> bool:
-    """Return whether frozen parameters have another place than all others."""
-    if not spec.frozen.is_written:  # of most: a search asks of thousands
+    """Return True if frozen parameters are placed differently from all others."""
+    if not spec.frozen.is_written:  # fast path: a search calls this thousands of times
         return False
     written = spec.frozen.written()
     return any(
@@ -143,74 +167,83 @@ def places_frozen(spec: Spec) -> bool:
 
 
 def whole_axes(factors: tuple[Factor, ...]) -> tuple[Axis, ...]:
-    """The axes on which Theta, Omega and G are all whole, on the device."""
+    """Return the axes that replicate parameters, optimizer state and gradients on the device."""
     return tuple(factor.axis for factor in factors if modes(factor) == _WHOLE)
 
 
 def tier_of(factors: tuple[Factor, ...], state: State) -> Tier:
-    """The tier farthest from the device that any axis asks for."""
+    """Return the tier of a state that is farthest from the device on any axis."""
     tiers = (factor.placement[state].tier for factor in factors)
     return max(tiers, key=TIER_DISTANCE.__getitem__, default=Tier.DEVICE)
 
 
 def has(factors: tuple[Factor, ...], state: State, *distributions: Distribution) -> bool:
-    """Return whether the state has one of these distributions on some axis."""
+    """Return True if a state has one of these distributions on some axis."""
     return any(factor.placement[state].distribution in distributions for factor in factors)
 
 
 def form_of(spec: Spec) -> Form:
     """Return the form that executes the data axes of a legal spec."""
     layout, factors = spec.precision.layout, data_factors(spec)
-    if places_frozen(spec):  # torch's parts give all parameters one place
+    if places_frozen(spec):  # torch's wrappers have one placement for all parameters
         return Form.FLAT
     if layout.is_plain:
         if not factors:
             return Form.LOCAL
-        # torch's DDP takes no DTensors, which are what an operator that is cut has
+        # DDP rejects DTensors, which sharded operators have
         is_cut = spec.degree(Axis.TP) > 1 or _have_experts(factors)
-        # and it waits for autograd to accumulate, which halves of a backward pass do not do
+        # DDP waits for autograd's accumulation, which a backward pass in halves does not run
         in_halves = spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves
         if len(whole_axes(factors)) == len(factors) and not is_cut and not in_halves:
             return Form.REPLICATE
-        # torch's spread update is one for all tensors of a module, and a rank may have two stages
+        # ZeroRedundancyOptimizer covers all tensors of one module, but a rank may have two stages
         is_one = not is_cut and spec.degree(Axis.PP) == 1
-        if is_one and _has_torch_s_spread_update(spec, factors):
+        if is_one and _fits_zero_redundancy(spec, factors):
             return Form.SPREAD_UPDATE
-    # FSDP2 casts gradients to what they are reduced in, and back to the dtype of the shards
-    if layout.keeps_own_dtype and _replicas_around(factors, _FULLY_SHARDED):
+    # FSDP2 casts gradients to the dtype of their reduction, and back to the dtype of the shards.
+    if layout.keeps_own_dtype and _is_inner_placement(factors, _FULLY_SHARDED):
         return Form.FULLY_SHARD
     is_made_of_masters = layout.gradients is layout.master and not layout.keeps_both
-    # what no axis shards has no masters apart from its parameters, of which experts would be made
+    # parameters that no axis shards have no separate masters from which experts could be cast
     is_made_of_masters &= _shards_experts(factors)
-    if is_made_of_masters and _replicas_around(factors, _MATERIALIZED):
+    if is_made_of_masters and _is_inner_placement(factors, _MATERIALIZED):
         return Form.MATERIALIZE
     return Form.FLAT
 
 
-def _replicas_around(factors: tuple[Factor, ...], inner: tuple[Mode, Mode, Mode]) -> bool:
-    """Whether axes with these modes stand innermost, and everything is whole on the others."""
+def _is_inner_placement(factors: tuple[Factor, ...], inner: tuple[Mode, Mode, Mode]) -> bool:
+    """Return True if the innermost axes have these modes and all others replicate everything."""
     whole = whole_axes(factors)
     sharded = tuple(factor.axis for factor in factors if modes(factor) == inner)
     if not sharded or whole + sharded != tuple(factor.axis for factor in factors):
         return False
-    # fully_shard shards over some axis; experts are on no axis that gives ranks others
+    # fully_shard needs an axis that shards; on axes that give ranks different experts, experts are
+    # not sharded
     return any(axis not in EXPERT_AXES for axis in sharded) or not without(whole, EXPERT_AXES)
 
 
 def _shards_experts(factors: tuple[Factor, ...]) -> bool:
-    """Whether some axis but those that give ranks experts of their own shards, or none does."""
+    """Return True if some axis shards experts, or if there are none.
+
+    Axes along which ranks have different experts do not count.
+    """
     whole = (*whole_axes(factors), *EXPERT_AXES)
     return not _have_experts(factors) or any(factor.axis not in whole for factor in factors)
 
 
 def _have_experts(factors: tuple[Factor, ...]) -> bool:
-    """Whether ranks have experts of their own, which are summed over fewer axes than the rest: one
-    DistributedDataParallel sums all alike."""
+    """Return True if ranks have different experts, whose gradients are reduced over fewer axes.
+
+    One DistributedDataParallel reduces all gradients over the same ranks.
+    """
     return any(factor.axis in EXPERT_AXES for factor in factors)
 
 
-def _has_torch_s_spread_update(spec: Spec, factors: tuple[Factor, ...]) -> bool:
-    """ZeroRedundancyOptimizer spreads over replicas, and updates the parameters themselves."""
+def _fits_zero_redundancy(spec: Spec, factors: tuple[Factor, ...]) -> bool:
+    """Return True if torch's ZeroRedundancyOptimizer can execute the placement.
+
+    It spreads the update over replicas, and updates the parameters themselves.
+    """
     layout = spec.precision.layout
     return (
         [factor.axis for factor in factors] == [Axis.DP_REPLICATE]
@@ -221,22 +254,29 @@ def _has_torch_s_spread_update(spec: Spec, factors: tuple[Factor, ...]) -> bool:
     )
 
 
-# Frozen parameters, which are used and trained by nobody: what executes them.
+# Support for frozen parameters, which are used but not trained.
 
 
 def require_executed(spec: Spec, plan: Plan, facts: ModelFacts) -> None:
-    """Raises SpecError for frozen parameters where nothing executes them, or where what is held and
-    sent for them is not derived."""
+    """Require that frozen parameters are supported with this plan.
+
+    Raises:
+        SpecError: They are not executed there, or their memory and traffic are not derived.
+    """
     frozen = [tensor.name for unit in facts.units for tensor in unit.frozen]
     require_any(spec, bool(frozen))
     if not frozen:
         return
-    for where, names, remedy in (*_cut(plan, frozen), *_idle(plan, facts)):
-        raise _not_yet(where, names, remedy)
+    for where, names, remedy in (*_unsupported_axes(plan, frozen), *_untrained_parts(plan, facts)):
+        raise _unsupported(where, names, remedy)
 
 
 def require_any(spec: Spec, is_any: bool) -> None:
-    """Raises SpecError where a spec says where frozen parameters are, unless there is one."""
+    """Require a frozen parameter if the spec places frozen parameters.
+
+    Raises:
+        SpecError: There is none.
+    """
     if spec.frozen.is_written and not is_any:
         raise refused(
             "frozen",
@@ -246,11 +286,11 @@ def require_any(spec: Spec, is_any: bool) -> None:
 
 
 _TAKE_IDLE = (Form.LOCAL, Form.FLAT)  # torch's wrappers expect a gradient in every stage
-_Refusal = tuple[str, Sequence[str], str]  # where, which of them, and the remedy
+_Refusal = tuple[str, Sequence[str], str]  # place, names of parameters, remedy
 
 
-def _cut(plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
-    """Yield axes on which nobody has tried them."""
+def _unsupported_axes(plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
+    """Yield the axes with which frozen parameters are not supported yet."""
     if plan.tensor is not None and plan.tensor.is_saved_cut:
         yield (
             "with sequence-parallel activations that tp saves as shards",
@@ -263,8 +303,8 @@ def _cut(plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
         yield "over ep", frozen, "Remove `mesh.ep`."
 
 
-def _idle(plan: Plan, facts: ModelFacts) -> Iterator[_Refusal]:
-    """Yield units and stages of which nothing is trained."""
+def _untrained_parts(plan: Plan, facts: ModelFacts) -> Iterator[_Refusal]:
+    """Yield the units and stages without trained parameters that the form does not support."""
     trained = {tensor.name for tensor in facts.trained}
     for stage in plan.stages:
         own = [*stage.tensors, *(name for name, _ in stage.copied)]
@@ -280,7 +320,8 @@ def _idle(plan: Plan, facts: ModelFacts) -> Iterator[_Refusal]:
             yield f"{where} with freeing after each pass of a stage", passed, "Remove `sync`."
 
 
-def _not_yet(where: str, frozen: Sequence[str], remedy: str) -> SpecError:
+def _unsupported(where: str, frozen: Sequence[str], remedy: str) -> SpecError:
+    """Return the error for frozen parameters that are not supported."""
     first, *others = frozen
     more = f" and {len(others)} more" if others else ""
     return refused(

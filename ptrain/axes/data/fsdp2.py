@@ -1,10 +1,10 @@
-"""FSDP2, of what counts in bytes: what it does otherwise from one version of torch to another, the
-dimension along which it shards a tensor, and the order of a unit's parameters.
+"""The behavior of FSDP2 that affects bytes: differences between torch versions, and sharding.
 
-torch 2.15 moved three things of torch/distributed/fsdp/_fully_shard into functions of their own, in
-which a name ends sooner (`release_all_gather_state_for_comm_reuse`,
-`_take_unsharded_grads_to_reduce`) or autograd does the work (`_set_unsharded_grad_dtypes`).
-`tests/unit/test_fsdp2_habits.py` holds the table to the torch that is installed.
+torch 2.15 moved three parts of torch/distributed/fsdp/_fully_shard into separate functions. A
+reference ends sooner in two of them (`release_all_gather_state_for_comm_reuse`,
+`_take_unsharded_grads_to_reduce`), and autograd does the work of the third
+(`_set_unsharded_grad_dtypes`). `tests/unit/test_fsdp2_habits.py` checks the table against the
+installed torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from ptrain.spec.dials import Reshard, SyncPolicy
 
 
 class Habits(NamedTuple):
-    """How long FSDP2 names what it needs no more, and who casts gradients.
+    """The lifetimes of FSDP2's temporaries, and the code that casts gradients.
 
-    `holds_buffer`: in forward the buffer of the gather before lives until the parameters of the
-    next one are there; otherwise until they are begun. `names_last_gradient`: the last gradient of
-    a unit outlives the others by its reduction. `casts_on_arrival`: gradients that wait for their
-    reduction in its dtype are cast by autograd, one by one as they come, and later ones are added
-    to them; otherwise together, when the unit's backward is over. `waits_without_gradients`: a unit
-    of which nothing has a gradient, because it is frozen, awaits the reduction before it all the
-    same, whose input then goes.
+    Attributes:
+        holds_buffer: In forward, the all-gather buffer lives until the next unit's parameters are
+            complete; otherwise until their all-gather begins.
+        names_last_gradient: The last gradient of a unit outlives the others by its reduction.
+        casts_on_arrival: Autograd casts gradients that wait for a reduction in another dtype one by
+            one, and accumulates later ones. Otherwise they are cast together after the unit's
+            backward.
+        waits_without_gradients: A unit without gradients, because it is frozen, also waits for the
+            previous reduction, whose input is then freed.
     """
 
     holds_buffer: bool
@@ -55,14 +57,17 @@ HABITS = {
 
 
 def habits() -> Habits:
-    """Return what FSDP2 does in the torch whose bytes are counted."""
+    """Return the behavior of the torch version whose bytes are counted."""
     return HABITS[counted_torch()]
 
 
 def shard_dim(shape: tuple[int, ...], ranks: int, sync: SyncPolicy) -> int:
-    """Return the dimension along which a tensor is sharded: its rows, or if it has fewer rows than
-    ranks (experts), the first later dimension that the ranks divide. Smaller groups shard rows:
-    torch keeps a flat part there, and cannot gather that along another dimension."""
+    """Return the dimension along which FSDP2 shards a tensor.
+
+    This is dim 0 or, for a tensor with fewer rows than ranks (experts), the first later dimension
+    that the ranks divide. Smaller groups shard dim 0: torch keeps a flat shard there, and cannot
+    all-gather it along another dimension.
+    """
     is_by_group = not isinstance(sync.reshard_after_forward, bool | Reshard)
     if is_by_group or not shape or shape[0] >= ranks:
         return 0
@@ -71,9 +76,12 @@ def shard_dim(shape: tuple[int, ...], ranks: int, sync: SyncPolicy) -> int:
 
 @lru_cache(maxsize=2**10)
 def listed(names: tuple[str, ...], start: int = 0) -> tuple[str, ...]:
-    """Return a unit's parameters as `fully_shard` lists them (`_fsdp_init._get_managed_modules`):
-    a module's own behind those of the modules within it. In `names` they stand in front, as in
-    torch's `named_parameters`; the modules around are named in the first `start` letters."""
+    """Return a unit's parameters in the order of `fully_shard` (`_fsdp_init._get_managed_modules`).
+
+    There, a module's direct parameters come after its submodules' parameters; in
+    `named_parameters`, and in `names`, they come first. The first `start` letters of the names are
+    the enclosing modules.
+    """
     own: list[str] = []
     within: dict[str, list[str]] = {}
     for name in names:

@@ -1,12 +1,13 @@
-"""Which tuples a data axis takes.
+"""The legal tuples of a data axis, and the rules that need a full spec.
 
-Every rank of a data axis computes whole layers on its own samples, so Theta must be whole when it
-is used, and activations are nobody else's. Of 625 tuples 285 are legal: 3 modes of A x 5 of G x
-(4 of Theta x 5 of Omega - 1); an optimizer that keeps state has no meaning for Omega = M: 240; one
-that needs whole matrices takes neither Omega nor G in slices: 72 = 3 x 3 of G x 4 of Theta x 2.
+Every rank of a data axis computes full layers on different samples. Parameters must therefore be
+full when they are used, and activations belong to one rank. Of 625 tuples 285 are legal: 3 modes of
+A x 5 of G x (4 of Θ x 5 of Ω - 1). For an optimizer that keeps state, Ω = M is meaningless: 240. An
+optimizer that needs full matrices allows neither Ω nor G to be sharded: 72 = 3 x 3 of G x 4 of Θ x
+2.
 
-Whether a legal tuple is legal in a spec may depend on the number of micro-batches, on clipping, on
-the layout and on the optimizer: the rules below that take a whole spec.
+Whether a legal tuple is legal in a spec can depend on the number of micro-batches, on clipping, on
+the layout and on the optimizer. The rules that take a full spec check this.
 """
 
 from __future__ import annotations
@@ -46,16 +47,18 @@ STATE_CONSISTENCY = "Theorem 4, state consistency"
 
 
 def keeps_state(optimizer: OptimizerSpec) -> bool:
-    """Return whether the optimizer carries values from step to step (moments, momentum)."""
+    """Return True if the optimizer carries values from step to step (moments, momentum)."""
     return bool(moment_names(optimizer.name, optimizer))
 
 
-def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
+def _has_foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    """Return True if activations are in a mode that involves other ranks."""
     mode = placement.activations
     return mode != R and not belongs_to_rank(mode)
 
 
-# What of Theta, Omega and G holds on every axis along which gradients are summed.
+# Rules for parameters, optimizer state and gradients on every axis along which gradients are
+# summed.
 STATE_RULES = (
     TupleRule(
         name="parameters are full when used",
@@ -101,8 +104,8 @@ STATE_RULES = (
         ),
         nearest=lambda placement: replace(
             placement,
-            optimizer=_gathered(placement.optimizer),
-            gradients=_gathered(placement.gradients),
+            optimizer=_to_gathered(placement.optimizer),
+            gradients=_to_gathered(placement.gradients),
         ),
     ),
 )
@@ -112,7 +115,7 @@ _TUPLES = (
     TupleRule(
         name="activations are local to their rank",
         theorem=GRADIENT_INTEGRITY,
-        broken=_foreign_activations,
+        broken=_has_foreign_activations,
         message=(
             "activations of local samples cannot be sharded over a data axis: use R "
             "(saved), M (recomputed) or O (offloaded). To shard tokens, use cp "
@@ -123,14 +126,15 @@ _TUPLES = (
 )
 
 
-def _gathered(mode: Mode) -> Mode:
-    """Slices that are gathered, on the same tier; any other mode as it is."""
+def _to_gathered(mode: Mode) -> Mode:
+    """Return S as S* on the same tier, and any other mode unchanged."""
     if mode.distribution is not Distribution.SHARDED:
         return mode
     return replace(mode, distribution=Distribution.GATHERED)
 
 
 def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
+    """Reject a reduction per micro-batch of gradients that all axes replicate."""
     factors = data_factors(spec)
     whole = factors and all(
         factor.placement.gradients.distribution is Distribution.REPLICATED for factor in factors
@@ -143,38 +147,39 @@ def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
                 "reduced sum would be reduced again with each of "
                 f"{spec.batch.accumulate} micro-batches"
             ),
-            remedy=f"Use `sync.gradients=last`, or `{_place(factors[-1])}.gradients=S`.",
+            remedy=f"Use `sync.gradients=last`, or `{_tuple_path(factors[-1])}.gradients=S`.",
         )
 
 
 def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
+    """Reject consumed gradients with accumulation, clipping or loss scaling."""
     for factor in data_factors(spec):
         if factor.placement.gradients != M:
             continue
         if spec.batch.accumulate > 1:
             yield Fault(
-                place=_place(factor),
+                place=_tuple_path(factor),
                 finding=(
                     "gradients M are consumed within backward, but a step accumulates "
                     f"{spec.batch.accumulate} micro-batches"
                 ),
                 remedy=(
                     f"Use `batch.micro={spec.batch.micro * spec.batch.accumulate}` with "
-                    f"`batch.accumulate=1`, or `{_place(factor)}.gradients=S`."
+                    f"`batch.accumulate=1`, or `{_tuple_path(factor)}.gradients=S`."
                 ),
             )
         if spec.optimizer.clip is not None:
             yield Fault(
-                place=_place(factor),
+                place=_tuple_path(factor),
                 finding=(
                     "gradients M are consumed within backward, but clipping needs the "
                     "norm of all gradients first"
                 ),
-                remedy=f"Use `optimizer.clip=null`, or `{_place(factor)}.gradients=S`.",
+                remedy=f"Use `optimizer.clip=null`, or `{_tuple_path(factor)}.gradients=S`.",
             )
         if spec.precision.layout.scales_loss:
             yield Fault(
-                place=_place(factor),
+                place=_tuple_path(factor),
                 finding=(
                     "gradients M are consumed within backward, but the layout "
                     f"{spec.precision.layout.name} scales the loss and skips a step if "
@@ -182,12 +187,13 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
                 ),
                 remedy=(
                     "Use a bf16 layout, `precision.layout=zero16`, or "
-                    f"`{_place(factor)}.gradients=S`."
+                    f"`{_tuple_path(factor)}.gradients=S`."
                 ),
             )
 
 
 def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
+    """Reject an unsharded accumulation into a sharded sum of another dtype."""
     cut = has(data_factors(spec), State.GRADIENTS, *CUT)
     late = spec.sync.gradients is GradientSync.LAST
     if spec.precision.layout.keeps_both and cut and late and spec.batch.accumulate > 1:
@@ -205,6 +211,7 @@ def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
+    """Reject one unit for the full model with an optimizer that needs matrices."""
     if not spec.optimizer.row.is_elementwise and spec.unit_size.kind is UnitKind.MODEL:
         yield Fault(
             place="unit",
@@ -217,6 +224,7 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
 
 
 def _matrices_of_experts(spec: Spec) -> Iterator[Fault]:
+    """Reject experts with an optimizer that needs matrices."""
     shape = spec.model
     has_experts = isinstance(shape, ModelShape) and shape.experts is not None
     works = " or ".join(
@@ -234,35 +242,37 @@ def _matrices_of_experts(spec: Spec) -> Iterator[Fault]:
 
 
 def _master_copies(spec: Spec) -> Iterator[Fault]:
+    """Reject modes that need master weights without them, and modes that would drop them."""
     has_master = spec.precision.layout.master is not None
     for factor in data_factors(spec):
         if factor.placement.parameters == M and not has_master:
             yield Fault(
-                place=_place(factor),
+                place=_tuple_path(factor),
                 finding=(
                     "parameters M are cast from master weights in the optimizer state, "
                     f"but the layout {spec.precision.layout.name} has none"
                 ),
                 remedy=(
                     "Use a layout with master weights, `precision.layout=zero16`, or "
-                    f"`{_place(factor)}.parameters=S*`."
+                    f"`{_tuple_path(factor)}.parameters=S*`."
                 ),
             )
         if factor.placement.optimizer == M and has_master and not keeps_state(spec.optimizer):
             yield Fault(
-                place=_place(factor),
+                place=_tuple_path(factor),
                 finding=(
                     "optimizer M would drop the master weights of the layout "
                     f"{spec.precision.layout.name} between steps"
                 ),
                 remedy=(
                     "Use a layout without master weights, `precision.layout=fp32`, or "
-                    f"`{_place(factor)}.optimizer=S`."
+                    f"`{_tuple_path(factor)}.optimizer=S`."
                 ),
             )
 
 
 def _frozen_somewhere(spec: Spec) -> Iterator[Fault]:
+    """Reject a placement of frozen parameters on an axis without ranks."""
     axes = [factor.axis for factor in data_factors(spec)]
     for axis, mode in spec.frozen.written().items():
         if axis not in axes and spec.world_size > 1:
@@ -276,6 +286,7 @@ def _frozen_somewhere(spec: Spec) -> Iterator[Fault]:
 
 
 def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
+    """Reject different modes of activations on several axes."""
     own = {
         factor.placement.activations: factor
         for factor in DATA.factors(spec)
@@ -284,13 +295,14 @@ def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
     if len(own) > 1:
         said = " and ".join(f"{mode} on {factor.axis}" for mode, factor in own.items())
         yield Fault(
-            place=_place(list(own.values())[-1]),
+            place=_tuple_path(list(own.values())[-1]),
             finding=f"activations need one mode for all axes, but are {said}",
             remedy="Set `activations` once, at the top level of the spec.",
         )
 
 
 def _replicas_inside_shards(spec: Spec) -> Iterator[Fault]:
+    """Reject meshes in which replicas are not outside shards."""
     for outer, inner in pairwise([factor.axis for factor in data_factors(spec)]):
         if REDUCED_AXES.index(outer) > REDUCED_AXES.index(inner):
             yield Fault(
@@ -301,7 +313,8 @@ def _replicas_inside_shards(spec: Spec) -> Iterator[Fault]:
             return
 
 
-def _place(factor: Factor) -> str:
+def _tuple_path(factor: Factor) -> str:
+    """Return the place of an axis's tuple in the spec."""
     return f"placement.{factor.axis}"
 
 

@@ -1,6 +1,9 @@
-"""Theta of one unit: kept in full or as a shard, on any tier, or made of Omega's master copy; full
-on the device while it is used. And the route of a shard that is kept on a tier and made full for
-the update: optimizer state, and the master copy."""
+"""The parameters (Θ) of one flat unit, and the route of a shard between storage and update.
+
+Parameters are stored in full or as a shard, on any tier, or are cast from the master copy in the
+optimizer state. They are full on the device while they are used. A route brings a stored shard
+(optimizer state, or the master copy) to the update and back.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,17 @@ from ptrain.steps.wraps import FlatUnits
 
 
 class Parameters(Generic[T]):
-    """`stored` is this rank's shard over `cut` (all of it where `cut` is empty) on its tier;
-    `whole` the buffer that the module's parameters are views of: `stored` itself, or empty between
-    uses. Where Theta is materialized the master copy is all that is stored."""
+    """The parameters of one flat unit.
+
+    Attributes:
+        stored: This rank's shard over `cut` on its tier; the full buffer if `cut` is empty. With
+            materialized parameters (M), the master copy.
+        whole: The full buffer whose views the module's parameters are: `stored`, or a buffer that
+            is empty between uses.
+        cut: Axes that shard `stored`.
+        tier: Tier of `stored`.
+        is_gathered: `whole` has the parameters, or a gather into it was issued.
+    """
 
     def __init__(self, members: Members[T], cuts: Cuts[T], step: FlatUnits, layout: Layout) -> None:
         self.members, self.cuts, self.room, self.layout = members, cuts, cuts.room, layout
@@ -50,49 +61,53 @@ class Parameters(Generic[T]):
 
     @property
     def state(self) -> State:
-        """What the stored bytes count as: a master copy is Omega's."""
+        """The state that the stored bytes count as: optimizer state for a master copy."""
         return State.OPTIMIZER if self.is_materialized else State.PARAMETERS
 
     def cut_runs(self, axes: Sequence[Axis]) -> tuple[Run, ...]:
-        """(start, end, whether their operators are cut) of the runs of elements of a shard over
-        `axes`; padding belongs to the run before it."""
+        """Return the runs of a shard over `axes`, with a flag for sharded operators.
+
+        A run is (start, end, flag). Padding belongs to the run before it.
+        """
         tensors = zip(map(math.prod, self.members.shapes), self.members.are_cut, strict=True)
         return self.cuts.runs(tuple(tensors), axes, self.cuts.room.coordinate)
 
     @property
     def label(self) -> str:
-        """The unit's first tensor and its last, for whoever reads what is sent."""
+        """The names of the unit's first and last tensor, for meters."""
         names = self.members.names
         return " … ".join(dict.fromkeys((names[0], names[-1])))
 
     @property
     def behind(self) -> Axes:
-        """Along these axes `stored` is up to date in this rank's own part alone, until `settle`."""
+        """The axes along which `stored` is up to date in this rank's part only, until `settle`."""
         return self._behind
 
     def signature(self) -> Hashable:
-        """Return what their next use depends on."""
+        """Return a key of the state that the next use depends on."""
         under_way = self._gathering, self._storing, self._settling
         return self.is_gathered, *(move is None for move in under_way), self._behind
 
     def _first_stored(self) -> T:
+        """Return the initial shard, taken from the full buffer."""
         part = self.room.cast(self.cuts.take(self.whole, (), self.cut), self.dtype)
         stored = self.room.new(self.room.numel(part), self.dtype, self.tier, self.state)
         self.room.copy(part, stored)
         return stored
 
     def gather(self) -> None:
-        """Make `whole` whole, if it is not."""
+        """Fill `whole`, and wait for it."""
         self.settle()
-        self._issue(is_awaited=True)
-        self._await()
+        self._start_gather(is_awaited=True)
+        self._wait_for_gather()
 
     def prefetch(self) -> None:
-        """Begin to; `gather` then waits for the rest."""
+        """Start to fill `whole`; `gather` waits for the rest."""
         self.settle()
-        self._issue(is_awaited=False)
+        self._start_gather(is_awaited=False)
 
-    def _issue(self, *, is_awaited: bool) -> None:
+    def _start_gather(self, *, is_awaited: bool) -> None:
+        """Allocate `whole` and copy or all-gather the parameters into it."""
         if self.is_gathered:
             return
         self.is_gathered = True
@@ -105,16 +120,18 @@ class Parameters(Generic[T]):
             part, self.cut, self.cut, State.PARAMETERS, self.whole, is_awaited=is_awaited
         )
 
-    def _await(self) -> None:
+    def _wait_for_gather(self) -> None:
+        """Wait for the all-gather."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
     def _for_use(self) -> T:
-        """What is stored, in the dtype of use, as near to `whole` as its collective needs it."""
+        """Return the stored tensor in the dtype of use, where the collective needs it."""
         room, part, used = self.room, self.stored, self.layout.parameters
         if self.tier is Tier.FILE:
             part = room.move(part, Tier.HOST, self.state)
+        # cast before the gather, which then moves the dtype of use
         if room.dtype(part) is not used and (self.cut or self.tier is not Tier.DEVICE):
             part = room.cast(part, used, State.PARAMETERS, self.label)
         if self.cut and self.tier is not Tier.DEVICE:
@@ -122,24 +139,32 @@ class Parameters(Generic[T]):
         return part
 
     def release(self) -> None:
-        """Give `whole` back, if it can be rebuilt."""
+        """Free `whole` if it can be rebuilt."""
         if not self.is_transient or not self.is_gathered:
             return
-        self._await()
+        self._wait_for_gather()
         self.room.empty(self.whole)
         self.is_gathered = False
 
     def place(self, missing: Axes) -> T | None:
-        """Return where this rank's updated part lies in `stored`, for a gather along `missing` that
-        reads it there; None where its group's parts do not lie in their order on the device."""
+        """Return this rank's updated part in `stored`, for a gather along `missing` from it.
+
+        Returns None if the parameters are not on the device, or the parts are not in group order.
+        """
         is_near = self.tier is Tier.DEVICE
         if not missing or not is_near or not self.cuts.is_led_by(self.cut, missing):
             return None
         return self.cuts.take(self.stored, self.cut, (*self.cut, *missing))
 
     def spread(self, part: T, cut: Axes, missing: Axes, when: GatherAfterUpdate) -> None:
-        """Make `stored` of the ranks' updated parts: shards over `cut`, on the device, gathered
-        along `missing`."""
+        """Update `stored` from the ranks' updated parts.
+
+        Args:
+            part: This rank's shard over `cut`, on the device.
+            cut: Axes of the shard.
+            missing: Axes to all-gather along.
+            when: Gather now, during the update of later units, or before the next forward.
+        """
         into = self.stored if self.tier is Tier.DEVICE else None
         match when:
             case GatherAfterUpdate.BLOCKING:
@@ -152,12 +177,12 @@ class Parameters(Generic[T]):
                 self._behind = missing
 
     def begin_settling(self) -> None:
-        """Begin what the last update left to the next use."""
+        """Start the gather that the last update left to the next use."""
         if self._behind:
             self._settling, self._behind = self._start_settling(is_awaited=False), ()
 
     def settle(self) -> None:
-        """Complete what the last update left to the next use."""
+        """Complete the gather that the last update left to the next use."""
         if self._behind:
             self._settling, self._behind = self._start_settling(is_awaited=True), ()
         if self._settling is not None:
@@ -165,6 +190,7 @@ class Parameters(Generic[T]):
             self._settling = None
 
     def _start_settling(self, *, is_awaited: bool) -> Move[T]:
+        """Issue the gather of the updated parts into `stored`."""
         missing, cut = self._behind, (*self.cut, *self._behind)
         part = self.cuts.take(self.stored, self.cut, cut)
         return self.cuts.start_gather(
@@ -172,24 +198,27 @@ class Parameters(Generic[T]):
         )
 
     def finish_update(self) -> None:
-        """Complete what was issued while other units were updated."""
+        """Complete the gather that was issued while other units were updated."""
         if self._storing is not None:
             held = self._storing.wait()
             self._storing = None
             self.keep(held)
 
     def keep(self, held: T, tier: Tier = Tier.DEVICE) -> None:
-        """Write an updated tensor of the size of `stored` to it, from where it lies."""
+        """Write an updated tensor of the size of `stored` to it.
+
+        `tier` is the tier of the updated tensor. Nothing is copied if it is `stored`.
+        """
         if self.room.same(held, self.stored):
             return
+        # there is no direct copy between a file and the device
         if self.tier is Tier.FILE and tier is Tier.DEVICE:
             held = self.room.move(held, Tier.HOST, State.PARAMETERS)
         self.room.copy(held, self.stored)
 
 
 class UnitTheta(Generic[T]):
-    """Theta of one unit, in `parts` with a buffer each: what is trained of it, and what is frozen.
-    All of it is used at once."""
+    """The parameters of one unit, in a buffer of trained and a buffer of frozen ones."""
 
     def __init__(self, parts: Sequence[Parameters[T]]) -> None:
         self.parts = parts
@@ -199,35 +228,43 @@ class UnitTheta(Generic[T]):
         return all(part.is_gathered for part in self.parts)
 
     def gather(self) -> None:
-        """Make all of it whole."""
+        """Fill the full buffers of all parts."""
         for part in self.parts:
             part.gather()
 
     def prefetch(self) -> None:
-        """Begin to; `gather` then waits for the rest."""
+        """Start to fill all parts; `gather` waits for the rest."""
         for part in self.parts:
             part.prefetch()
 
     def read_ahead(self) -> None:
-        """It is gathered next, if it is not there."""
+        """Announce that the parts that are not gathered are needed next."""
         for part in self.parts:
             if not part.is_gathered:
                 part.room.ahead(part.stored)
 
     def release(self) -> None:
-        """Give back what can be rebuilt."""
+        """Free the full buffers that can be rebuilt."""
         for part in self.parts:
             part.release()
 
     def signature(self) -> Hashable:
-        """Return what its next use depends on."""
+        """Return a key of the state that the next use depends on."""
         return tuple(part.signature() for part in self.parts)
 
 
 class Route(NamedTuple, Generic[T]):
-    """Between what is kept over the axes `kept` on `tier` and what the update works on, over the
-    axes `updated` of them on `update_tier`. Where they differ by axes, the update is on the device:
-    collectives are."""
+    """The route of a shard between storage and update.
+
+    Attributes:
+        cuts: The layout of the buffer.
+        kept: Axes that shard the stored tensor.
+        updated: The subset that also shards the update. If they differ from `kept`, the update is
+            on the device, where collectives are.
+        tier: Tier of the stored tensor.
+        update_tier: Tier of the update.
+        state: The state that moves count as.
+    """
 
     cuts: Cuts[T]
     kept: Axes
@@ -238,16 +275,16 @@ class Route(NamedTuple, Generic[T]):
 
     @property
     def missing(self) -> Axes:
-        """The axes along which the update needs what other ranks keep."""
+        """The axes along which the update needs other ranks' parts."""
         return without(self.kept, self.updated)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether what is kept is what the update works on."""
+        """True if the update works on the stored tensor."""
         return not self.missing and self.tier is self.update_tier is Tier.DEVICE
 
     def store(self, initial: T) -> T:
-        """A place for this rank's part of `initial` (1-d), or for a scalar as it is."""
+        """Return a new stored tensor with this rank's part of `initial` (1-d, or a scalar)."""
         room, part = self.cuts.room, initial
         is_scalar = room.shape(initial) == ()
         if self.missing and not is_scalar:
@@ -258,7 +295,7 @@ class Route(NamedTuple, Generic[T]):
         return stored
 
     def fetch(self, stored: T) -> T:
-        """Return what the update works on: `stored` itself where it is that."""
+        """Return the tensor that the update works on: `stored` if that is in place."""
         room, held, tier = self.cuts.room, stored, self.tier
         if tier is Tier.FILE:
             held, tier = room.move(held, Tier.HOST, self.state), Tier.HOST
@@ -269,7 +306,7 @@ class Route(NamedTuple, Generic[T]):
         return held
 
     def put(self, stored: T, working: T) -> None:
-        """Write this rank's part of what was worked on to `stored`, from which `fetch` took it."""
+        """Write this rank's part of the updated tensor to `stored`, from which `fetch` took it."""
         room, part = self.cuts.room, working
         if self.missing and room.shape(working):
             part = self.cuts.take(working, self.updated, self.kept)
@@ -281,7 +318,7 @@ class Route(NamedTuple, Generic[T]):
 
 
 class RoutedSlot(Generic[T]):
-    """One tensor of optimizer state at the end of a route."""
+    """A slot for a unit's optimizer state at the end of a route."""
 
     is_resident = False
 
@@ -297,15 +334,17 @@ class RoutedSlot(Generic[T]):
 
 
 class TensorSlot(Generic[T]):
-    """The same for one whole tensor of a unit: its elements as a flat padded shard. A counter is
-    kept as it is."""
+    """A slot for one full tensor of a unit, stored as a flat padded shard.
+
+    Scalars are stored unchanged.
+    """
 
     is_resident = False
 
     def __init__(self, route: Route[T], initial: T) -> None:
         self.route, self.room = route, route.cuts.room
         self.shape = self.room.shape(initial)
-        self.stored = route.store(self._padded(initial) if self.shape else initial)
+        self.stored = route.store(self._flat_padded(initial) if self.shape else initial)
 
     def fetch(self) -> T:
         whole = self.route.fetch(self.stored)
@@ -313,10 +352,10 @@ class TensorSlot(Generic[T]):
 
     def put(self, working: T) -> None:
         if not self.room.same(working, self.stored):
-            self.route.put(self.stored, self._padded(working) if self.shape else working)
+            self.route.put(self.stored, self._flat_padded(working) if self.shape else working)
 
-    def _padded(self, whole: T) -> T:
-        """One-dimensional, with a share of every rank; a copy only if that is longer."""
+    def _flat_padded(self, whole: T) -> T:
+        """Return a full tensor as 1-d with padding; it is copied only if there is padding."""
         room, flat, padded = self.room, self.room.flat(whole), self.route.cuts.padded
         if math.prod(self.shape) == padded:
             return flat

@@ -1,5 +1,16 @@
-"""A step of flat units: who is gathered when, what is reduced beside the backward pass, and when a
-unit's gradients are complete."""
+"""The runtime of flat units within a step: gathers, overlapped reductions, complete gradients.
+
+Units can be joined to buckets like DistributedDataParallel's, which fill as gradients
+arrive. DDP's bucket is full once it reaches its size, so it exceeds it by at most a tensor; a
+bucket of units would exceed it by a block. A bucket here therefore has at most its size, unless a
+single unit has more. Larger buckets are slow on gloo: above 32 MiB, which default buckets stay
+below, the kernel has to map and clear new memory for gloo's copy of a buffer in every call.
+
+Units enter buckets as a whole, the last block first and the root last, since the gradient of its
+embedding is the last one. Joining many small blocks replaces many collectives by one; for blocks
+that fill a bucket each, as in large models, nothing changes. The first bucket is as large as the
+others, unlike DDP's: a smaller one would start a little earlier but add a collective.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +27,20 @@ from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind
 
-# Which flat units are one: as in DistributedDataParallel a bucket takes gradients as they come. It
-# has no more than so many bytes, but for a unit that alone has more: DistributedDataParallel's,
-# which is full once it has them, exceeds them by a tensor, where ours would by a block. On gloo
-# that is dear: beyond 32 MiB, which a stock bucket stays below, its collectives' own copy of a
-# buffer is memory that the kernel hands out anew, and clears, in every call.
-#
-# Units go into it whole: the last block first, the root at the end, whose embedding's gradient is
-# the last of all. A bucket of many blocks is one collective where they were many; of blocks that
-# fill one each, as those of large models do, nothing changes. The first is no smaller than the
-# others, as DistributedDataParallel's is: what would begin a little earlier is one collective
-# more.
-
-
 Modules = tuple[str, ...]
 _ROOT = ("",)
 
 
 def buckets_of(plan: Plan, units: Sequence[tuple[Modules, int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the places of the units that are one, in the order of wrapping; `units` are modules
-    and trained elements of each on this rank. What is frozen altogether stays alone, and so does
-    what two stages share: its gradient is summed over the two by itself."""
+    """Return the positions of the units in each bucket, in order of wrapping.
+
+    Frozen units stay alone. So do units that two stages share, since their gradients are summed
+    over the two stages separately.
+
+    Args:
+        plan: The plan, with flat units.
+        units: Modules and number of trained elements on this rank of each unit.
+    """
     step = plan.wrap
     assert isinstance(step, FlatUnits), "whose units have flat buffers"
     pairs = plan.pipeline.shared if plan.pipeline else ()
@@ -45,6 +49,7 @@ def buckets_of(plan: Plan, units: Sequence[tuple[Modules, int]]) -> tuple[tuple[
     buckets: list[list[int]] = []
     bucket: list[int] = []
     filled = 0
+    # The order in which backward completes gradients: the last block first, the root last.
     for place in sorted(range(len(units)), key=lambda place: (units[place][0] == _ROOT, -place)):
         modules, numel = units[place]
         if not numel or modules in shared:
@@ -64,8 +69,7 @@ U = TypeVar("U", bound="UnitUse[Any]")
 
 
 class Order(Generic[T]):
-    """The units in the order of their first use, known from the second forward pass on: what is
-    brought to the device ahead of its use."""
+    """The order of the units' first use, known from the second forward pass on, for prefetching."""
 
     def __init__(self, step: FlatUnits) -> None:
         self.ahead = step.prefetch
@@ -74,9 +78,9 @@ class Order(Generic[T]):
         self.is_known = False
 
     def gather(self, unit: UnitTheta[T], *, is_forward: bool) -> None:
-        """Gather a unit, and begin with those that follow in this direction."""
+        """Gather a unit, and start to gather the units that follow in this direction."""
         if is_forward and not self.is_known:
-            self._note(unit)
+            self._record_use(unit)
         unit.gather()
         if not self.is_known or not (self.ahead or self.is_on_file) or unit not in self.used:
             return
@@ -84,10 +88,12 @@ class Order(Generic[T]):
         following = self.used[place + 1 :] if is_forward else self.used[:place][::-1]
         for other in following[: self.ahead]:
             other.prefetch()
+        # one unit more: its file is read while the units before it are gathered
         for other in following[self.ahead : self.ahead + 1]:
             other.read_ahead()
 
-    def _note(self, unit: UnitTheta[T]) -> None:
+    def _record_use(self, unit: UnitTheta[T]) -> None:
+        """Record a unit's first use; the order is known when the first unit is used again."""
         if self.used and unit is self.used[0]:
             self.is_known = True
         elif unit not in self.used:
@@ -95,28 +101,32 @@ class Order(Generic[T]):
 
 
 class OverlappedReduction(Generic[T]):
-    """The one reduction that runs beside the backward pass."""
+    """The reduction that overlaps with backward; there is at most one at a time."""
 
     def __init__(self) -> None:
-        self._under_way: Gradients[T] | None = None
+        self._running: Gradients[T] | None = None
 
     @property
     def is_over(self) -> bool:
-        return self._under_way is None
+        """True if no reduction is running."""
+        return self._running is None
 
     def complete(self) -> None:
-        """Wait for it."""
-        if self._under_way is not None:
-            self._under_way.complete()
-        self._under_way = None
+        """Wait for the running reduction, if any."""
+        if self._running is not None:
+            self._running.complete()
+        self._running = None
 
     def begin(self, gradients: Gradients[T]) -> None:
-        self._under_way = gradients
+        """Remember a reduction that was started."""
+        self._running = gradients
 
 
 class UnitParts(NamedTuple, Generic[T]):
-    """What there is of a unit: Theta, Omega and G of what is trained, and Theta of what is frozen.
-    One of the two there always is."""
+    """The state of one unit: trained parameters with their state, and frozen parameters.
+
+    At least one of the two is present.
+    """
 
     trained: UnitState[T] | None
     frozen: Parameters[T] | None
@@ -125,55 +135,60 @@ class UnitParts(NamedTuple, Generic[T]):
 
     @property
     def theta(self) -> UnitTheta[T]:
-        """Return what is gathered together."""
+        """The parameters that are gathered together."""
         trained = None if self.trained is None else self.trained.parameters
         return UnitTheta([part for part in (trained, self.frozen) if part is not None])
 
 
 class UnitUse(Generic[T]):
-    """One unit where it is used: gathered before, and given back after. What is frozen of it may be
-    used behind its last gradient, so it goes when backward has left the unit."""
+    """A unit in use: gathered before, and freed afterwards.
+
+    Frozen parameters may be needed after the unit's last gradient, so they are freed when backward
+    has left the unit.
+    """
 
     def __init__(self, parts: UnitParts[T], order: Order[T]) -> None:
         self.theta, self.frozen, self.order = parts.theta, parts.frozen, order
         self.sync = parts.step.sync
-        self.is_released = bool(self.sync.after_forward(is_root=parts.is_root))  # after forward
+        # resharded after forward
+        self.is_released = bool(self.sync.after_forward(is_root=parts.is_root))
         self.is_last = True
 
     def before_forward(self, *, is_again: bool = False) -> None:
-        """`is_again`: backward computes forward again."""
+        """Gather the unit; `is_again`: backward recomputes this forward."""
         self.order.gather(self.theta, is_forward=not is_again)
 
     def after_forward(self) -> None:
+        """Free the unit if it is resharded after forward."""
         if self.is_released:
             self.theta.release()
 
     def before_backward(self) -> None:
-        """The gradient of an output is there."""
+        """Gather the unit when the gradient of an output has arrived."""
         self.order.gather(self.theta, is_forward=False)
 
     def after_backward(self) -> None:
-        """The gradients of the inputs are there (or the pass is over)."""
+        """Free frozen parameters when backward has left the unit, or the pass has ended."""
         if self.frozen is not None and self.is_given_back:
             self.frozen.release()
 
     @property
     def is_given_back(self) -> bool:
-        """Whether it is not kept for the next micro-batch."""
+        """True if the unit is freed after this micro-batch's backward."""
         return self.is_last or self.sync.reshard_after_backward
 
     def storages(self) -> Iterator[tuple[State, T]]:
-        """Yield what is kept of it, each tensor with its state."""
+        """Yield the unit's stored tensors with their states."""
         if self.frozen is not None:
             yield self.frozen.state, self.frozen.stored
 
     def signature(self) -> Hashable:
-        """Return what a pass depends on."""
+        """Return a key of the state that a pass depends on."""
         return self.theta.signature()
 
 
 class UnitLife(UnitUse[T]):
-    """One unit of which something is trained: reduced when its gradients are complete."""
+    """The runtime of a unit with trained parameters, which reduces its gradients once complete."""
 
     def __init__(
         self,
@@ -188,40 +203,48 @@ class UnitLife(UnitUse[T]):
         self.state, self.parameters, self.gradients = state, state.parameters, state.gradients
         self.flight = flight
         self.consume: Callable[[], None] | None = None
-        self.pending = 0  # gradients that this pass has yet to complete
-        # Full gradients are reduced once, in the last pass, and no later pass needs their memory:
-        # in a pipeline none of these reductions is awaited before all passes are over.
+        self.pending = 0  # gradients that are still missing in this pass
+        # Full gradients are reduced once, in the last pass, and no later pass needs their memory.
+        # In a pipeline, none of these reductions is waited for before all passes have ended.
         self.is_deferred = is_pipelined and not self.gradients.cut
 
     def before_backward(self) -> None:
+        """Gather the unit and allocate its gradients."""
         super().before_backward()
         if self.pending == 0:
             self.pending = len(self.state.members.names)
             self.gradients.open()
 
     def accumulated(self, index: int) -> None:
-        """Autograd has the gradient of a tensor."""
+        """Handle the gradient that autograd has accumulated for one tensor."""
         self.gradients.accumulated(index)
         self.pending -= 1
         if self.pending == 0:
             self.finish()
 
     def begin_weights(self) -> None:
-        """Gradients of weights alone are to come, which autograd gives to nobody's hook: they are
-        added to zeros, as they would else all stand beside the buffer until the pass is over."""
+        """Allocate zeros for gradients of a pass that computes weight gradients only.
+
+        Autograd calls no hook in such a pass. Without zeros to add to, all its gradients would be
+        live besides the buffer until the end of the pass.
+        """
         self.gradients.open()
         self.gradients.fill()
 
     def end_weights(self) -> None:
-        """They are there."""
+        """Complete the gradients of a pass that computes weight gradients only."""
         for index in range(len(self.state.members.names)):
             self.gradients.accumulated(index)
         self.finish()
 
     def finish(self) -> None:
-        """The unit's backward is complete (or the pass is over and some parameter had no part)."""
+        """Complete the unit's backward: reduce if due, free parameters, update if consumed.
+
+        It is also called at the end of a pass in which some parameter got no gradient.
+        """
         self.pending = 0
         is_due = self.is_last or self.sync.gradients is GradientSync.EVERY
+        # at most one reduction runs at a time, so wait for the previous unit's
         if is_due and not self.is_deferred:
             self.flight.complete()
         self.gradients.finish(is_last=self.is_last, is_due=is_due)
@@ -245,9 +268,15 @@ class UnitLife(UnitUse[T]):
 
 
 class ModelLife(Generic[T]):
-    """All units of one model under one plan step, in the order of wrapping; `trained` are those of
-    which something is. In a pipeline the last reduction of a pass is awaited when the pass is over
-    and its gradient is sent: another stage waits for that."""
+    """The runtime of all units of a model, in order of wrapping.
+
+    In a pipeline, the last reduction of a pass is waited for after the pass has ended and its
+    gradient is sent, because another stage waits for that gradient.
+
+    Attributes:
+        all: All units.
+        trained: The units with trained parameters.
+    """
 
     def __init__(
         self, units: Sequence[UnitParts[T]], step: FlatUnits, *, is_pipelined: bool
@@ -268,17 +297,17 @@ class ModelLife(Generic[T]):
             unit.state.following = following.state
 
     def do(self, units: Iterable[U], act: Callable[[U], None]) -> None:
-        """Do the same to units, one after the other."""
+        """Call `act` with each unit, in order."""
         for unit in units:
             act(unit)
 
     def begin_pass(self, *, is_last: bool) -> None:
-        """A backward pass is to come; the last one reduces and reshards whatever the policy."""
+        """Begin a backward pass; the last one reduces and reshards whatever the sync policy is."""
         for unit in self.all:
             unit.is_last = is_last
 
     def end_pass(self, *, is_last: bool) -> None:
-        """It is over."""
+        """End a backward pass."""
         self.do((unit for unit in self.trained if unit.pending), UnitLife.finish)
         if not self.is_pipelined:
             self.flight.complete()
@@ -287,64 +316,72 @@ class ModelLife(Generic[T]):
             self.release()
 
     def begin_half(self, kind: Kind, *, is_last: bool) -> None:
-        """A half of a backward pass: of the gradients of inputs, or of weights."""
+        """Begin a half of a backward pass: the gradients of inputs, or of weights."""
         self.begin_pass(is_last=is_last and kind is Kind.WEIGHT)
         if kind is Kind.WEIGHT:
             self.do(self.trained, UnitLife.begin_weights)
 
     def end_half(self, kind: Kind, *, is_last: bool) -> None:
-        """It is over."""
+        """End a half of a backward pass."""
         if kind is Kind.WEIGHT:
             self.do(self.trained[::-1], UnitLife.end_weights)
         if is_last:
             self.release()
 
     def begin_passes(self) -> None:
-        """Before the passes of a step in a pipeline: begin the gathers that the update left to the
-        next use, the root's first, whose embedding is used first. Stages wait for a message."""
+        """Start the gathers that the last update left to a step's passes in a pipeline.
+
+        The root's comes first, since its embedding is used first. They run while stages wait for
+        messages.
+        """
         units = [*self.trained[-1:], *self.trained[:-1]]
         self.do(units, lambda unit: unit.parameters.begin_settling())
 
     def settle(self) -> None:
-        """Before the next pass: wait for the reduction that this one left."""
+        """Wait for the reduction that the last pass left running, before the next pass."""
         self.flight.complete()
 
     def end_passes(self) -> None:
-        """After all of them: wait for the reductions that they left."""
+        """Wait for the reductions that all passes left running."""
         self.settle()
         self.do(self.trained[::-1], lambda unit: unit.gradients.complete())
 
     def release(self) -> None:
-        """What was gathered and not used is stale after an update."""
+        """Free all gathered parameters, since unused ones would be stale after an update."""
         self.do(self.all, lambda unit: unit.theta.release())
 
     def for_update(self) -> None:
-        """Gradients into the layout of the update."""
+        """Bring gradients into the layout of the update."""
         self.end_passes()
         self.do(self.trained, lambda unit: unit.gradients.for_update())
 
     def consume_with(self, update: Callable[[int], None]) -> None:
-        """G = M: `update(i)` updates the i-th unit as soon as its gradients are complete."""
+        """Call `update(i)` as soon as the gradients of the i-th unit are complete (G = M)."""
         for unit in self.trained:
-            unit.consume = _call(update, self.all.index(unit))
+            unit.consume = _bind_update(update, self.all.index(unit))
 
     def finish_update(self) -> None:
-        """Complete the gathers that the update left running: they come in the order in which they
-        were issued, so whoever waits for the last one waits once."""
+        """Complete the gathers that the update left running.
+
+        They finish in the order in which they were issued, so waiting for the last one first waits
+        once.
+        """
         self.do(self.trained[::-1], lambda unit: unit.parameters.finish_update())
 
     def clear_gradients(self) -> None:
+        """Drop all gradients."""
         self.do(self.trained, lambda unit: unit.gradients.clear())
 
     def storages(self) -> Iterator[tuple[State, T]]:
-        """Yield what is kept of Theta, and all that there is of G, each tensor with its state."""
+        """Yield stored parameters and all live gradients with their states."""
         for unit in self.all:
             yield from unit.storages()
 
     def signature(self) -> Hashable:
-        """Return what a pass depends on: with equal ones it does the same."""
+        """Return a key of the state that a pass depends on: passes with equal keys do the same."""
         return tuple(unit.signature() for unit in self.all), self.flight.is_over
 
 
-def _call(update: Callable[[int], None], index: int) -> Callable[[], None]:
+def _bind_update(update: Callable[[int], None], index: int) -> Callable[[], None]:
+    """Bind the index of a unit to an update function."""
     return lambda: update(index)

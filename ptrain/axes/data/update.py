@@ -1,10 +1,11 @@
-"""G and Omega of one flat unit. G is a full buffer while a backward pass fills it, then what is
-kept of it until the update, in full or as a shard, on any tier. The optimizer updates a shard over
-the update's axes, or, where an update needs full tensors (Muon), each of them.
+"""Gradients (G) and optimizer state (Ω) of one flat unit.
 
-For full tensors, what is gathered or moved is gathered or moved once for the unit: its gradient,
-its value where Theta is not full in place, and what is written back. Optimizer state is kept by
-tensor.
+Gradients are a full buffer while a backward pass fills it, then the stored part until the update,
+in full or as a shard, on any tier. The optimizer updates a shard over the update's axes or, if the
+update needs full tensors (Muon), each tensor of the unit.
+
+For full tensors, gradients and values are gathered and moved once per unit, and so is the updated
+value. Optimizer state is stored by tensor.
 """
 
 from __future__ import annotations
@@ -24,24 +25,29 @@ from ptrain.steps.wraps import FlatUnits
 
 
 class UnitState(Generic[T]):
-    """Theta and G of one unit, and what is read of the next one while this one is updated."""
+    """The parameters, gradients and optimizer state of one unit.
+
+    Attributes:
+        slots: Stored tensors of optimizer state, to be read ahead if they are on file.
+        following: The unit that is updated next, whose files are read ahead.
+    """
 
     def __init__(self, members: Members[T], cuts: Cuts[T], step: FlatUnits, layout: Layout) -> None:
         self.members, self.cuts, self.room, self.step = members, cuts, cuts.room, step
         self.parameters = Parameters(members, cuts, step, layout)
         self.gradients = Gradients(self.parameters, step)
-        self.slots: list[T] = []  # on file, to be read ahead
+        self.slots: list[T] = []  # optimizer state that may be on file, to be read ahead
         self.following: UnitState[T] | None = None
 
     def read_ahead(self) -> None:
-        """Announce what the update of the following unit needs."""
+        """Announce the tensors that the update of the following unit needs."""
         if self.following is not None:
             self.following.gradients.read_ahead()
             for tensor in (self.following.parameters.stored, *self.following.slots):
                 self.room.ahead(tensor)
 
     def route(self, cuts: Cuts[T]) -> Route[T]:
-        """Return the route of optimizer state that is cut as `cuts` says."""
+        """Return the route of optimizer state with the layout `cuts`."""
         return Route(
             cuts=cuts,
             kept=self.step.optimizer,
@@ -51,7 +57,10 @@ class UnitState(Generic[T]):
         )
 
     def value(self) -> T:
-        """Theta's part over the update's axes on the update's tier: in place where it is that."""
+        """Return the parameters' shard over the update's axes, on the update's tier.
+
+        It is the stored tensor if that has this layout.
+        """
         parameters, cut, room = self.parameters, self.step.updated, self.room
         held, tier, now = parameters.stored, parameters.tier, parameters.cut
         if parameters.is_materialized:
@@ -69,7 +78,7 @@ class UnitState(Generic[T]):
         return held
 
     def store(self, value: T) -> None:
-        """Write an updated shard back to where Theta lives, gathering it where Theta is wider."""
+        """Write an updated shard to the stored parameters, gathered if these are less sharded."""
         parameters, step, cut, room = self.parameters, self.step, self.step.updated, self.room
         missing, extra = without(cut, parameters.cut), without(parameters.cut, cut)
         part, tier, place = value, step.update_tier, parameters.place(missing)
@@ -82,22 +91,25 @@ class UnitState(Generic[T]):
             part = self.cuts.take(part, cut, parameters.cut)
         if missing:
             if place is not None:
-                part = self._placed(part, place)
+                part = self._copy_to_place(part, place)
             elif tier is not Tier.DEVICE:
                 part = room.move(part, Tier.DEVICE, State.PARAMETERS)
             parameters.spread(part, (*cut, *extra), missing, step.gather_after_update)
         else:
             parameters.keep(part, tier)
 
-    def _placed(self, part: T, place: T) -> T:
-        """Write a part to where it belongs: nothing beside it lives until it is gathered."""
+    def _copy_to_place(self, part: T, place: T) -> T:
+        """Copy a part to its place in the stored parameters, and return the place.
+
+        Dropping the part before the gather saves memory.
+        """
         if not self.room.same(part, place):
             self.room.copy(part, place)
         return place
 
 
 class ShardTarget(Generic[T]):
-    """One unit: its shard over the axes of the update."""
+    """An update target of one unit: its shard over the axes of the update."""
 
     is_in_place = False
     is_frozen = False
@@ -107,7 +119,7 @@ class ShardTarget(Generic[T]):
         self.owns_master = unit.parameters.is_materialized
 
     def lasting(self) -> T | None:
-        """A shard's gradient comes to it."""
+        """Return None: the gradient of a shard is brought for each update."""
 
     def working_gradient(self) -> T | None:
         self.unit.read_ahead()
@@ -122,14 +134,14 @@ class ShardTarget(Generic[T]):
     def slot(self, initial: T) -> Slot[T]:
         route = self.unit.route(self.unit.cuts)
         if route.is_in_place:
-            return Resident(_tagged(self.unit, initial))
+            return Resident(_tag_optimizer_state(self.unit, initial))
         slot = RoutedSlot(route, initial)
         self.unit.slots.append(slot.stored)
         return slot
 
 
 class TensorsUpdate(Generic[T]):
-    """One unit while its tensors are updated."""
+    """The update of one unit by full tensors."""
 
     def __init__(self, unit: UnitState[T]) -> None:
         assert not unit.step.updated, "whole tensors are updated where the update is on no shard"
@@ -138,34 +150,34 @@ class TensorsUpdate(Generic[T]):
         self._whole = ShardTarget(unit)
         self._gradient: T | None = None
         self._value: T | None = None
-        self._given = 0  # gradients, of the unit's tensors
+        self._num_given = 0  # number of gradients returned so far
         self._stored = 0
 
     def gradient(self, index: int) -> T | None:
-        """One tensor's gradient; the unit's is forgotten here when all have theirs."""
-        if self._given == 0:
+        """Return one tensor's gradient. The unit's gradient is dropped after the last tensor."""
+        if self._num_given == 0:
             self._gradient = self._whole.working_gradient()
         held = self._gradient
-        self._given = (self._given + 1) % len(self.shapes)
-        if self._given == 0:
+        self._num_given = (self._num_given + 1) % len(self.shapes)
+        if self._num_given == 0:
             self._gradient = None
-        return None if held is None else self._piece(held, index)
+        return None if held is None else self._tensor_view(held, index)
 
     def value(self, index: int) -> T:
-        """One tensor's value, of the unit's whole one."""
+        """Return one tensor's value, as a view of the unit's full value."""
         if self._value is None:
             self._value = self.unit.value()
-        return self._piece(self._value, index)
+        return self._tensor_view(self._value, index)
 
     def forget(self) -> None:
-        """Values were looked at, not updated."""
+        """Drop values that were read without an update."""
         self._value = None
 
     def store(self, index: int, value: T) -> None:
-        """Write one tensor back; the last one takes the unit to where Theta lives."""
+        """Write one updated tensor; the last one stores the unit's parameters."""
         if self._value is None:
-            self._value = self._place()
-        place = self._piece(self._value, index)
+            self._value = self._updated_buffer()
+        place = self._tensor_view(self._value, index)
         if not self.room.same(place, value):
             self.room.copy(value, place)
         self._stored = (self._stored + 1) % len(self.shapes)
@@ -173,8 +185,11 @@ class TensorsUpdate(Generic[T]):
             whole, self._value = self._value, None
             self.unit.store(whole)
 
-    def _place(self) -> T:
-        """Of the unit's updated tensors: Theta itself where it is whole there."""
+    def _updated_buffer(self) -> T:
+        """Return a buffer for the unit's updated tensors.
+
+        These are the stored parameters, if full and on the update's tier.
+        """
         parameters, step, cuts = self.unit.parameters, self.unit.step, self.unit.cuts
         if not parameters.cut and parameters.tier is step.update_tier:
             return parameters.stored
@@ -182,13 +197,14 @@ class TensorsUpdate(Generic[T]):
         self.room.clear(self.room.piece(place, cuts.numel, (cuts.padded - cuts.numel,)))
         return place
 
-    def _piece(self, whole: T, index: int) -> T:
+    def _tensor_view(self, whole: T, index: int) -> T:
+        """Return the view of one tensor in a full buffer."""
         start = sum(map(math.prod, self.shapes[:index]))
         return self.room.piece(whole, start, self.shapes[index])
 
 
 class TensorTarget(Generic[T]):
-    """One whole tensor of a unit."""
+    """An update target of one full tensor of a unit."""
 
     is_in_place = False
     is_frozen = False
@@ -201,7 +217,7 @@ class TensorTarget(Generic[T]):
         self.cuts = Cuts(unit.room, math.prod(self.shape), self.unit.step.optimizer, unit.via)
 
     def lasting(self) -> T | None:
-        """It is a piece of what is gathered."""
+        """Return None: the tensor is a view of a buffer that is gathered for each update."""
 
     def working_gradient(self) -> T | None:
         return self.update.gradient(self.index)
@@ -215,14 +231,14 @@ class TensorTarget(Generic[T]):
     def slot(self, initial: T) -> Slot[T]:
         self.update.forget()
         if self.keeps_whole:
-            return Resident(_tagged(self.unit, initial))
+            return Resident(_tag_optimizer_state(self.unit, initial))
         slot = TensorSlot(self.route, initial)
         self.unit.slots.append(slot.stored)
         return slot
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether its state is kept as it is used, in the tensor's own shape."""
+        """True if optimizer state is stored as it is used, in the tensor's shape."""
         route = self.route
         return not route.kept and route.is_in_place
 
@@ -231,14 +247,23 @@ class TensorTarget(Generic[T]):
         return self.unit.route(self.cuts)
 
 
-def _tagged(unit: UnitState[T], initial: T) -> T:
+def _tag_optimizer_state(unit: UnitState[T], initial: T) -> T:
+    """Tag a tensor as optimizer state."""
     return unit.room.cast(initial, unit.room.dtype(initial), State.OPTIMIZER)
 
 
 class Gradients(Generic[T]):
-    """`whole` collects a micro-batch's gradients in the dtype in which they travel; `kept` is what
-    there is of their sum, in the dtype in which it is kept, cut along `now`; `raw` a layout's
-    second copy: the last micro-batch's own shard."""
+    """The gradients of one flat unit.
+
+    Attributes:
+        whole: Collects a micro-batch's gradients, in the dtype of the reduction.
+        kept: The stored sum, in the dtype of storage, sharded along `now`.
+        raw: The last micro-batch's shard, for layouts that keep a second copy.
+        now: Axes that shard `kept`.
+        partial: Axes along which the sum is still to be reduced, besides the update's.
+        cut: Axes that shard stored gradients.
+        tier: Tier of stored gradients.
+    """
 
     def __init__(self, parameters: Parameters[T], step: FlatUnits) -> None:
         self.members, self.label = parameters.members, parameters.label
@@ -246,7 +271,7 @@ class Gradients(Generic[T]):
         self.step = step
         self.cut, self.tier = step.gradients, step.gradients_tier
         self.whole: T | None = None
-        self._unwritten: set[int] = set()  # tensors of which `whole` has no gradient yet
+        self._unwritten: set[int] = set()  # tensors whose gradient is not in `whole` yet
         self.raw: T | None = None
         self.kept: T | None = None
         self.now: Axes = self.cut
@@ -257,56 +282,69 @@ class Gradients(Generic[T]):
 
     @property
     def adds_up(self) -> bool:
-        """Whether whole gradients are added to a sum of their own after every micro-batch."""
+        """True if full gradients are added to a separate sum after every micro-batch."""
         return not self.cut and (self.layout.keeps_both or self.tier is not Tier.DEVICE)
 
     def signature(self) -> Hashable:
-        """Return what their next use depends on."""
+        """Return a key of the state that the next use depends on."""
         held = (self.whole, self.raw, self.kept)
         sizes = tuple(None if tensor is None else self.room.numel(tensor) for tensor in held)
         return sizes, len(self._unwritten), self.now, self.partial, self._move is None
 
     def open(self) -> None:
-        """Before the unit's backward: somewhere for gradients. The first of a tensor is written
-        there and not added to zeros: half of the bytes pass through the memory."""
+        """Allocate the gradients' buffer before the unit's backward.
+
+        The first gradient of a tensor is copied to it instead of added to zeros, which moves half
+        as many bytes.
+        """
         if self.whole is not None:
             return
         self.whole = self.room.new(
             self.cuts.padded, self.layout.reduced, Tier.DEVICE, State.GRADIENTS, self.label
         )
+        # padding takes part in sums and norms, so it must be zero
         if padding := self.cuts.padded - self.cuts.numel:
             self.room.clear(self.room.piece(self.whole, self.cuts.numel, (padding,)))
-        self._write_anew()
+        self._mark_unwritten()
 
-    def _write_anew(self) -> None:
+    def _mark_unwritten(self) -> None:
+        """Make the next gradient of each tensor overwrite the buffer."""
         self.members.unbind()
         self._unwritten = set(range(len(self.members.names)))
 
     def fill(self) -> None:
-        """Of tensors that have no gradient yet it is zero: of those that had no part in the loss,
-        or before a pass in which nobody says when one is there."""
+        """Set missing gradients to zero.
+
+        They are missing for parameters that had no part in the loss, and before a pass in which no
+        hook reports gradients.
+        """
         for index in sorted(self._unwritten):
-            self._write(index)
+            self._write_first(index)
 
     def accumulated(self, index: int) -> None:
-        """Autograd has a tensor's gradient. If one was written before, it added the new one to it
-        in place, unless it is of another dtype."""
+        """Take a tensor's gradient from autograd.
+
+        If the tensor's `.grad` is its view of the buffer, autograd has already added to it, unless
+        gradients are reduced in another dtype.
+        """
         if self.whole is None:
             return
         if index in self._unwritten:
-            self._write(index)
+            self._write_first(index)
         elif not self._is_in_place:
             self.members.collect(index, self.whole)
 
-    def _write(self, index: int) -> None:
+    def _write_first(self, index: int) -> None:
+        """Copy the first gradient of a tensor into the buffer."""
         assert self.whole is not None, "there is somewhere to write to"
         self.members.write(index, self.whole, is_bound=self._is_in_place)
         self._unwritten.discard(index)
 
     def finish(self, *, is_last: bool, is_due: bool) -> None:
-        """After the unit's backward: sums over the ranks along `cut` where that is due, and keeps
-        this rank's part. With overlap the first collective is only begun; `complete` does the
-        rest."""
+        """Reduce the buffer along `cut`, if due, and store this rank's part.
+
+        With overlap, the first collective is only started; `complete` does the rest.
+        """
         if self.whole is None:
             return
         self.fill()
@@ -318,20 +356,21 @@ class Gradients(Generic[T]):
         elif self.adds_up:
             self._keep(self.whole)
             if self.layout.keeps_both:
-                self._write_anew()
+                self._mark_unwritten()
             else:
-                self._close()
+                self._drop_buffer()
         if overlaps and is_last and not self.cut and self.tier is Tier.DEVICE:
             self._start_update()
 
     def _reduced(self, shard: T) -> None:
-        self._close()
+        """Store the reduced shard and free the buffer."""
+        self._drop_buffer()
         self._keep(shard)
         if self.layout.keeps_both:
             self.raw = shard
 
     def _start_update(self) -> None:
-        """Nothing is reduced for keeping, so the update's first collective is begun instead."""
+        """Start the update's first collective, if nothing is reduced for storage."""
         held = self.whole if self.kept is None else self.kept
         assert held is not None
         if self.step.updated:
@@ -340,7 +379,7 @@ class Gradients(Generic[T]):
             self._move = self.room.all_reduce(held, self.partial, is_awaited=False)
 
     def complete(self) -> None:
-        """Wait for what `finish` began, and do what comes after it."""
+        """Wait for the collective that `finish` started, and store its result."""
         if self._move is None:
             return
         reduced, self._move = self._move.wait(), None
@@ -349,20 +388,20 @@ class Gradients(Generic[T]):
         elif self.step.updated:
             self.kept, self.now = reduced, self.step.updated
             if not self.layout.keeps_both:
-                self._close()
+                self._drop_buffer()
         else:
             self.partial = ()
 
     def _keep(self, part: T) -> None:
-        """Add one micro-batch's part to what is kept."""
+        """Add one micro-batch's part to the stored sum."""
         room = self.room
         if self.tier is Tier.DEVICE:
             if self.kept is None:
-                self.kept = self._cast(part, copy=self.layout.keeps_both)
+                self.kept = self._cast_to_kept(part, copy=self.layout.keeps_both)
             else:
                 room.add(self.kept, part)
             return
-        arrived = room.move(self._cast(part), Tier.HOST, State.GRADIENTS)
+        arrived = room.move(self._cast_to_kept(part), Tier.HOST, State.GRADIENTS)
         if self.tier is Tier.HOST:
             if self.kept is None:
                 self.kept = arrived
@@ -373,26 +412,30 @@ class Gradients(Generic[T]):
             summed = room.move(self.kept, Tier.HOST, State.GRADIENTS)
             room.add(summed, arrived)
             arrived = summed
-        self.kept = self._file(room.numel(arrived))
+        self.kept = self._file_tensor(room.numel(arrived))
         room.copy(arrived, self.kept)
 
-    def _cast(self, part: T, *, copy: bool = False) -> T:
+    def _cast_to_kept(self, part: T, *, copy: bool = False) -> T:
+        """Cast a part to the dtype of storage."""
         return self.room.cast(part, self.layout.gradients, State.GRADIENTS, self.label, copy=copy)
 
-    def _file(self, numel: int) -> T:
-        """Made once: it takes no memory, and making it costs more than writing to it."""
+    def _file_tensor(self, numel: int) -> T:
+        """Return the file's tensor, created once: creating it costs more than writing to it."""
         if self._mapped is None:
             self._mapped = self.room.new(numel, self.layout.gradients, Tier.FILE, State.GRADIENTS)
         return self._mapped
 
     def for_update(self) -> None:
-        """Bring G from its layout to that of the update: reduce what is still partial (smallest
-        pieces first), then gather what the update needs whole, but for what it gathers itself."""
+        """Bring gradients into the layout of the update.
+
+        Partial sums are reduced first, so that later moves are small. Then the axes that the update
+        needs full are gathered, except the axes of `working`.
+        """
         room, held = self.room, self.whole if self.kept is None else self.kept
         if held is None:
             return
         if self.kept is not None:
-            self._close()
+            self._drop_buffer()
         self.raw = None
         wanted = (*self.step.updated, *self.step.gathered_gradients)
         narrower, wider = without(self.step.updated, self.now), without(self.now, wanted)
@@ -404,19 +447,21 @@ class Gradients(Generic[T]):
         now = self.now
         if narrower:
             held, now = self.cuts.reduce_scatter(held, now, narrower), (*now, *narrower)
-        self._close()
+        self._drop_buffer()
         if self.partial:
             room.all_reduce(held, self.partial, is_awaited=True).wait()
         if wider:
             held = self.cuts.gather(held, now, wider, State.GRADIENTS)
-        held = self._cast(held)
+        held = self._cast_to_kept(held)
         if travels:
             held = room.move(held, Tier.HOST, State.GRADIENTS)
         self.kept, self.now, self.partial = held, wanted, ()
 
     def working(self) -> T | None:
-        """Return what the update works with, where it works: whole along the axes of S*. It is None
-        where no gradient is kept."""
+        """Return the gradient on the update's tier, None without one.
+
+        It is gathered along the axes of S*.
+        """
         room, held = self.room, self.kept
         if held is None:
             return None
@@ -431,21 +476,22 @@ class Gradients(Generic[T]):
         return held
 
     def clear(self) -> None:
-        """After the update."""
-        self._close()
+        """Drop all gradients after the update."""
+        self._drop_buffer()
         self.kept = self.raw = None
         self.now = self.cut
         self.partial = without(self.step.axes, (*self.step.updated, *self.cut))
 
     def read_ahead(self) -> None:
-        """It is needed next."""
+        """Announce that the stored gradients are needed next."""
         if self.kept is not None:
             self.room.ahead(self.kept)
 
     def held(self) -> list[T]:
-        """All that is there now."""
+        """Return all live tensors of gradients."""
         return [held for held in (self.whole, self.raw, self.kept) if held is not None]
 
-    def _close(self) -> None:
+    def _drop_buffer(self) -> None:
+        """Free the buffer, and drop `.grad` of all parameters."""
         self.whole = None
         self.members.unbind()

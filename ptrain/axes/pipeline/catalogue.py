@@ -1,12 +1,12 @@
-"""The table of pipeline schedules: order of a rank, cost and requirements of each; and the pipeline
-of a spec, its stages per rank and layers per stage.
+"""The table of pipeline schedules (order, cost and requirements), and a spec's stages and layers.
 
-Stages are balanced by time as if a device only multiplied matrices, at one rate. A matrix of n
-elements costs a token 2n operations forward and 4n backward (the gradients of its input and of
-itself). The scores of attention cost 4TH forward and 8TH backward for T tokens of width H, as in
-Chowdhery et al. 2022 (PaLM), appendix B, although a causal kernel may do half. Embedding look-ups,
-norms, other memory-bound operators and communication are free. A tied head multiplies like a
-separate one. Only the matrices are known of a model that is not built in, not the scores.
+Stages can be balanced by time. The balance assumes a device that only multiplies matrices, at one
+rate. A matrix of n elements costs a token 2n operations forward and 4n backward (the gradients of
+its input and of itself). The scores of attention cost 4TH forward and 8TH backward for T tokens of
+width H, as in Chowdhery et al. 2022 (PaLM), appendix B, although a causal kernel may do half.
+Embedding look-ups, norms, other memory-bound operators and communication count as free. A tied head
+multiplies like a separate one. For a model that is not built in, only the matrices are known, not
+the scores.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ from ptrain.spec.placement import Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec
 from ptrain.units import counted
 
-_OF_A_MATRIX, _OF_SCORES = 2 + 4, 4 + 8
-_MATRICES = (2, 3)  # dimensions of a matrix, and of the matrices of all experts
+_PER_ELEMENT, _PER_SCORE = 2 + 4, 4 + 8
+_MATRICES = (2, 3)  # dimensions of a matrix, and of the stacked matrices of experts
 
 
 def pipeline_of(spec: Spec) -> PipelineShape | None:
-    """Ranks, stages on each and micro-batches of a step; None without pp, or where the ranks do
-    not divide the stages."""
+    """Return ranks, stages per rank and micro-batches of a step.
+
+    Returns None without pp, or if the stages are not a multiple of the ranks.
+    """
     ranks = spec.degree(Axis.PP)
     stages = spec.pipeline.stages_over(ranks)
     if ranks == 1 or stages < ranks or stages % ranks:
@@ -56,13 +58,16 @@ def pipeline_of(spec: Spec) -> PipelineShape | None:
 
 
 def stages_text(stages: Sequence[int]) -> str:
-    """`stage 1`, `stages 0 and 3`."""
+    """Return `stage 1` or `stages 0 and 3`."""
     return f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
 
 
 def stages_of(spec: Spec, model: Layers) -> tuple[Stage, ...]:
-    """The stages as `pipeline.split` says, first to last. Raises SpecError where the model has not
-    as many layers."""
+    """Return the stages by `pipeline.split`, first to last.
+
+    Raises:
+        SpecError: The model has fewer layers than the split needs.
+    """
     stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
     match spec.pipeline.split:
         case SplitBy.PARAMETERS:
@@ -80,45 +85,49 @@ def stages_of(spec: Spec, model: Layers) -> tuple[Stage, ...]:
 
 
 def count_operations(spec: Spec, model: Layers) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Count the operations of one token: of each layer; before the first and after the last."""
+    """Return the operations of one token: by layer, and before the first and after the last."""
     scores = 0
     if isinstance(spec.model, ModelShape):
-        scores = _OF_SCORES * spec.batch.sequence * spec.model.hidden
-    layers = tuple(_multiplying(spec, layer.tensors) + scores for layer in model.layers)
+        scores = _PER_SCORE * spec.batch.sequence * spec.model.hidden
+    layers = tuple(_matrix_operations(spec, layer.tensors) + scores for layer in model.layers)
     tied = dict(model.tied)
     copies = [tensor for tensor in model.front if tensor.name in tied]
-    return layers, (0, _multiplying(spec, (*copies, *model.behind)))
+    return layers, (0, _matrix_operations(spec, (*copies, *model.behind)))
 
 
-def _multiplying(spec: Spec, tensors: Iterable[Tensor]) -> int:
+def _matrix_operations(spec: Spec, tensors: Iterable[Tensor]) -> int:
+    """Return the operations of one token with the matrices among these tensors."""
     shape = spec.model
     matrices = [tensor for tensor in tensors if len(tensor.shape) in _MATRICES]
     if not isinstance(shape, ModelShape):
-        return sum(_OF_A_MATRIX * matrix.numel for matrix in matrices)
-    return sum(_OF_A_MATRIX * elements_met(shape, matrix.name, matrix.numel) for matrix in matrices)
+        return sum(_PER_ELEMENT * matrix.numel for matrix in matrices)
+    return sum(_PER_ELEMENT * elements_met(shape, matrix.name, matrix.numel) for matrix in matrices)
 
 
-# A schedule that the user lists, pass by pass: proven by the simulator before it runs, or refused
-# with the place where it ends.
+# A listed schedule, which the user writes pass by pass. The simulator proves it before it runs, or
+# rejects it with the position of the first fault.
 
 
 _PLACE = "pipeline.schedule"
 
 
 def as_schedule(listed: ListedSchedule) -> Schedule:
-    """A list in which `faults_of_list` finds none."""
-    rank_of = _ranks(listed)
+    """Return the schedule of a list in which `faults_of_list` finds no fault."""
+    rank_of = _first_ranks(listed)
     return Schedule(
         microbatches=listed.microbatches,
         rank_of=tuple(rank_of[stage] for stage in range(listed.stages)),
-        orders=tuple(tuple(map(_step, order)) for order in listed.orders),
+        orders=tuple(tuple(map(_as_step, order)) for order in listed.orders),
     )
 
 
 def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
-    """Yield why the list is no step of this pipeline: other ranks, stages or micro-batches, or the
-    first place that is wrong or that nobody gets past."""
-    sizes = [*faults_of_rows(listed, pipeline.ranks), *_sizes(listed, pipeline)]
+    """Yield the faults of a listed schedule for this pipeline.
+
+    These are different numbers of ranks, stages or micro-batches, else the first action that is
+    wrong or can never run.
+    """
+    sizes = [*faults_of_rows(listed, pipeline.ranks), *_size_faults(listed, pipeline)]
     yield from sizes
     if sizes:
         return
@@ -127,7 +136,7 @@ def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[
         simulate(schedule)
     except BrokenSchedule as broken:
         order = schedule.orders[broken.rank]
-        places = [place for place, step in enumerate(order) if _is_of(broken.action, step)]
+        places = [place for place, step in enumerate(order) if _is_part(broken.action, step)]
         place = f"action {places[-1] + 1} of {len(order)}" if places else "at no position"
         yield Fault(
             place=_PLACE,
@@ -140,8 +149,8 @@ def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[
 
 
 def faults_of_rows(listed: ListedSchedule, ranks: int) -> Iterator[Fault]:
-    """Rows that are not those of so many ranks, each with as many stages as the others."""
-    rows, rank_of = len(listed.rows), _ranks(listed)
+    """Yield the faults of the rows: one per rank is needed, each with equally many stages."""
+    rows, rank_of = len(listed.rows), _first_ranks(listed)
     missing = [stage for stage in range(listed.stages) if stage not in rank_of]
     counts = Counter(rank_of.values())
     if rows != ranks:
@@ -165,7 +174,8 @@ def faults_of_rows(listed: ListedSchedule, ranks: int) -> Iterator[Fault]:
         )
 
 
-def _sizes(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
+def _size_faults(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
+    """Yield the faults in the numbers of stages and micro-batches."""
     if listed.stages != pipeline.stages:
         yield Fault(
             place="pipeline.stages",
@@ -184,8 +194,8 @@ def _sizes(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
         )
 
 
-def _ranks(listed: ListedSchedule) -> dict[int, int]:
-    """Return by stage the first rank that has it; the simulator refuses a second one."""
+def _first_ranks(listed: ListedSchedule) -> dict[int, int]:
+    """Return the first rank of each stage; the simulator rejects a second one."""
     rank_of: dict[int, int] = {}
     for rank, order in enumerate(listed.orders):
         for step in order:
@@ -194,12 +204,14 @@ def _ranks(listed: ListedSchedule) -> dict[int, int]:
     return rank_of
 
 
-def _step(passes: tuple[Pass, ...]) -> Step:
+def _as_step(passes: tuple[Pass, ...]) -> Step:
+    """Return a listed entry as an action or a pair."""
     actions = [Action(*fields) for fields in passes]
     return actions[0] if len(actions) == 1 else Pair(*actions)
 
 
-def _is_of(action: object, step: Step) -> bool:
+def _is_part(action: object, step: Step) -> bool:
+    """Return True if an action or pair is the step or a part of it."""
     return action == step or action in step.parts
 
 
@@ -207,10 +219,14 @@ Need = Callable[[ScheduleName, PipelineShape], Iterator[Fault]]
 
 
 class ScheduleRow(NamedTuple):
-    """A schedule: the order of a rank, what it costs, and what it needs.
+    """A schedule: the order of a rank, its cost and its requirements.
 
-    `stages` is the only number of stages that a rank may have, None where it may have any;
-    `is_serial`: each micro-batch waits for the one before it.
+    Attributes:
+        order: Yields the steps of a rank.
+        cost: Its closed forms.
+        stages: The only supported number of stages per rank, None for any.
+        needs: Checks of further requirements.
+        is_serial: Each micro-batch waits for the one before it.
     """
 
     order: Callable[[PipelineShape, int], Iterator[Step]]
@@ -220,10 +236,14 @@ class ScheduleRow(NamedTuple):
     is_serial: bool = False
 
 
-@lru_cache(maxsize=16)  # a command asks for the same one a few times
+@lru_cache(maxsize=16)  # a command needs one schedule several times
 def schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Schedule:
-    """Return the schedule of that name, or the listed one. Raises SpecError where it needs another
-    number of stages or micro-batches, and where a list is no schedule."""
+    """Return a named or listed schedule.
+
+    Raises:
+        SpecError: The schedule needs another number of stages or micro-batches, or the list is not
+            a schedule.
+    """
     if problems := tuple(faults(name, pipeline)):
         raise SpecError(*problems)
     if isinstance(name, ListedSchedule):
@@ -237,7 +257,7 @@ def schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Sc
 
 
 def size_of(name: ScheduleName, shape: PipelineShape) -> PipelineSize:
-    """Return a pipeline's shape with its schedule, and what that costs."""
+    """Return a pipeline's shape with a schedule and its cost."""
     return PipelineSize(
         schedule=name,
         cost=SCHEDULES[name].cost,
@@ -248,8 +268,7 @@ def size_of(name: ScheduleName, shape: PipelineShape) -> PipelineSize:
 
 
 def schedule_of(spec: Spec) -> Schedule:
-    """Return the schedule of a legal spec: without pp one micro-batch after the other goes through
-    a single stage."""
+    """Return the schedule of a legal spec; without pp, all micro-batches in turn on one stage."""
     if size := pipeline_of(spec):
         return schedule(spec.pipeline.schedule, size)
     alone = PipelineShape(ranks=1, microbatches=spec.batch.accumulate)
@@ -257,7 +276,7 @@ def schedule_of(spec: Spec) -> Schedule:
 
 
 def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
-    """Yield what this pipeline lacks for the schedule."""
+    """Yield the requirements of a schedule that this pipeline does not meet."""
     sizes = (pipeline.ranks, pipeline.stages_per_rank, pipeline.microbatches)
     assert min(sizes) >= 1, f"a pipeline of {sizes}"
     if isinstance(name, ListedSchedule):
@@ -283,22 +302,31 @@ def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iter
 
 
 def takes_any_stages(name: ScheduleName | ListedSchedule) -> bool:
-    """Return whether a rank may have any number of stages."""
+    """Return True if the schedule supports any number of stages per rank."""
     return isinstance(name, ScheduleName) and SCHEDULES[name].stages is None
 
 
-def _fills_the_stages(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
-    return _at_least(pipeline.stages, "one per stage", (name, ScheduleName.GPIPE), pipeline)
+def _require_micro_batch_per_stage(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
+    """Require at least one micro-batch per stage."""
+    return _require_micro_batches(
+        pipeline.stages, "one per stage", (name, ScheduleName.GPIPE), pipeline
+    )
 
 
-def _fills_the_v(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
-    return _at_least(2 * pipeline.ranks, "two per rank", (name, ScheduleName.ZBV), pipeline)
+def _require_two_per_rank(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
+    """Require at least two micro-batches per rank."""
+    return _require_micro_batches(
+        2 * pipeline.ranks, "two per rank", (name, ScheduleName.ZBV), pipeline
+    )
 
 
-def _at_least(
+def _require_micro_batches(
     least: int, why: str, names: tuple[ScheduleName, ScheduleName], pipeline: PipelineShape
 ) -> Iterator[Fault]:
-    """`names`: the schedule that needs them, and one that does not."""
+    """Require a number of micro-batches.
+
+    `names` are the schedule that needs them, and one that does not.
+    """
     name, instead = names
     if pipeline.microbatches < least:
         yield Fault(
@@ -314,11 +342,12 @@ def _at_least(
         )
 
 
-def _equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
+def _require_equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
+    """Require micro-batches in equal rounds."""
     microbatches = pipeline.microbatches
     if _are_equal_rounds(microbatches, pipeline):
         return
-    # both walks end at a multiple of p, with rounds of p each
+    # both searches end at a multiple of p, which has rounds of p each
     fewer = next(m for m in range(microbatches, 0, -1) if _are_equal_rounds(m, pipeline))
     more = next(m for m in count(microbatches) if _are_equal_rounds(m, pipeline))
     yield Fault(
@@ -332,6 +361,7 @@ def _equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault
 
 
 def _are_equal_rounds(microbatches: int, pipeline: PipelineShape) -> bool:
+    """Return True if the micro-batches divide into equal rounds."""
     return microbatches % orders.rounds(microbatches, pipeline.ranks) == 0
 
 
@@ -360,7 +390,7 @@ SCHEDULES = {
             bubble=cost.fill_and_drain,
             in_flight=cost.in_flight_of_1f1b,
         ),
-        needs=(_fills_the_stages,),
+        needs=(_require_micro_batch_per_stage,),
     ),
     ScheduleName.BFS: ScheduleRow(
         order=orders.breadth_first,
@@ -375,7 +405,7 @@ SCHEDULES = {
             bubble=cost.fill_and_drain,
             in_flight=cost.in_flight_of_interleaved,
         ),
-        needs=(_equal_rounds,),
+        needs=(_require_equal_rounds,),
     ),
     ScheduleName.ZERO_BUBBLE: ScheduleRow(
         order=orders.zero_bubble,
@@ -383,7 +413,7 @@ SCHEDULES = {
             bubble=cost.zero_bubble,
             in_flight=cost.in_flight_of_zero_bubble,
         ),
-        needs=(_equal_rounds,),
+        needs=(_require_equal_rounds,),
     ),
     ScheduleName.ZBV: ScheduleRow(
         order=orders.zbv,
@@ -402,24 +432,26 @@ SCHEDULES = {
             in_flight=cost.in_flight_of_dualpipev,
             is_v_shaped=True,
         ),
-        needs=(_fills_the_v,),
+        needs=(_require_two_per_rank,),
     ),
 }
 
 
-# What the pipeline axis offers to a search: as many stages as there are layers for, every
-# schedule, and where one takes any number of stages a rank, two and four too.
+# The search space of the pipeline axis: at most one stage per layer, every schedule, and two or
+# four stages per rank if a schedule supports any number.
 
 _PLACEMENT = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
-_MORE_STAGES = (2, 4)  # a rank
+_MORE_STAGES = (2, 4)  # stages per rank
 
 
-def _degrees(spec: Spec, devices: int, written: Written) -> Iterator[int]:
+def _axis_sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
+    """Yield the possible numbers of ranks, at most one per layer."""
     layers = spec.model.layers if isinstance(spec.model, ModelShape) else 1
     yield from (degree for degree in divisors(devices) if degree <= layers)
 
 
 def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
+    """Yield every schedule and number of stages for these ranks."""
     if ranks == 1:
         yield AxisChoice(changes=(("pipeline", PipelineSpec()),))
         return
@@ -427,7 +459,7 @@ def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
     offered = (
         ((_PLACEMENT,), (("pipeline", pipeline),))
         for schedule in ScheduleName
-        for pipeline in _with_stages(schedule, ranks)
+        for pipeline in _stage_options(schedule, ranks)
     )
     for (placement,), changes in written.held((Axis.PP,), offered):
         stages = dict(changes)["pipeline"].stages_over(ranks)
@@ -436,8 +468,8 @@ def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
             yield AxisChoice(factors=(factor,), changes=changes)
 
 
-def _with_stages(schedule: ScheduleName, ranks: int) -> Iterator[PipelineSpec]:
-    """The schedule as it is by itself, and with more stages a rank than that."""
+def _stage_options(schedule: ScheduleName, ranks: int) -> Iterator[PipelineSpec]:
+    """Yield a schedule with its default number of stages, and with more if it supports them."""
     plain = PipelineSpec(schedule=schedule)
     yield plain
     if takes_any_stages(schedule):
@@ -449,5 +481,5 @@ def _with_stages(schedule: ScheduleName, ranks: int) -> Iterator[PipelineSpec]:
 
 
 SPACE = AxisSpace(
-    axes=(Axis.PP,), sizes=_degrees, choices=_choices, tuples={Axis.PP: (_PLACEMENT,)}
+    axes=(Axis.PP,), sizes=_axis_sizes, choices=_choices, tuples={Axis.PP: (_PLACEMENT,)}
 )

@@ -1,10 +1,10 @@
-"""What a pipeline costs in closed form: how long its ranks wait, and how many chunks are in flight.
+"""Closed forms of pipeline costs: the wait of the ranks, and the chunks in flight.
 
-Written from what the literature says of each schedule, not from a schedule's order. p ranks with v
-stages each, of which a loop gives rank r the stages r, p + r …, and a V the stages r and
-2p - 1 - r; m micro-batches a step. A chunk is one micro-batch's activations on one stage, from its
-forward to the last half of its backward. F, B and W are one micro-batch's forward, whole backward
-and weight half on one of p*v equal stages, I = B - W, and communication is free.
+They are taken from the literature on each schedule, not from a schedule's order. There are p ranks
+with v stages each, and m micro-batches per step. A loop gives rank r the stages r, p + r …, and a V
+the stages r and 2p - 1 - r. A chunk is the activations of one micro-batch on one stage, from its
+forward to the last half of its backward. F, B and W are the times of one micro-batch's forward,
+full backward and weight half on one of p*v equal stages, I = B - W, and communication is free.
 
 Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (1F1B, interleaved), Lamy-Poirier
 2023 (breadth first), Qi et al. 2024 (ZB-H1, ZB-V), DeepSeek-V3's technical report, table 2, and Sea
@@ -24,7 +24,7 @@ from ptrain.timeline import Kind
 
 
 class Relation(StrEnum):
-    """Of the wait to the formula."""
+    """The relation of the wait to the formula."""
 
     EQUAL = "="
     AT_LEAST = ">="
@@ -32,8 +32,13 @@ class Relation(StrEnum):
 
 
 class ClosedForm(NamedTuple):
-    """`idle`: what the rank that waits most waits in a step. `ideal`: what each rank computes,
-    m*v*(F+B), nothing of it hidden by pairs."""
+    """The wait in a step by formula.
+
+    Attributes:
+        idle: The wait of the rank with the longest wait.
+        ideal: The computation of each rank, m*v*(F+B), without overlap in pairs.
+        relation: Relation of the simulated wait to `idle`.
+    """
 
     idle: float
     ideal: float
@@ -41,16 +46,18 @@ class ClosedForm(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """To the ideal time."""
+        """The wait over the ideal time."""
         return self.idle / self.ideal
 
 
 class ScheduleCost(NamedTuple):
-    """The closed forms of a schedule, of a pipeline's shape.
+    """The closed forms of a schedule, given a pipeline's shape.
 
-    `bubble` gives the wait with these costs of a stage, and a pair hiding so much of its halves;
-    None where the literature has no formula, or its formula's premises do not hold. `in_flight`
-    gives the most chunks that a rank holds.
+    Attributes:
+        bubble: Returns the wait for the costs of a stage and the time that a pair saves. None if
+            the literature has no formula, or its premises do not hold.
+        in_flight: Returns the highest number of chunks that a rank holds.
+        is_v_shaped: The stages are placed in a V, not in a loop.
     """
 
     bubble: Callable[[PipelineShape, StageCost, float], ClosedForm | None]
@@ -60,7 +67,7 @@ class ScheduleCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSize(PipelineShape):
-    """A pipeline's shape with its schedule, and what that costs."""
+    """A pipeline's shape with its schedule and the schedule's cost."""
 
     schedule: ScheduleName
     cost: ScheduleCost
@@ -74,103 +81,111 @@ def stages_of(size: PipelineSize, rank: int) -> tuple[int, ...]:
 
 
 def round_size(pipeline: PipelineShape) -> int:
-    """Return how many micro-batches of the interleaved schedules go through a rank's stages
-    together: p, or a few more where p does not divide m (as torch's Interleaved1F1B does)."""
+    """Return the number of micro-batches in a round of the interleaved schedules.
+
+    A round goes through all stages of a rank. It has p micro-batches, or a few more if p does not
+    divide m, as in torch's Interleaved1F1B.
+    """
     return pipeline.microbatches // max(1, pipeline.microbatches // pipeline.ranks)
 
 
 # -------- how long ranks wait
 
 
-def _waiting(
+def _closed_form(
     pipeline: PipelineShape, cost: StageCost, idle: float, relation: Relation = Relation.EQUAL
 ) -> ClosedForm:
+    """Return a closed form with the ideal time of this pipeline."""
     chunks = pipeline.microbatches * pipeline.stages_per_rank
     whole = cost.forward + cost.of(Kind.BACKWARD)
     return ClosedForm(idle=idle, ideal=chunks * whole, relation=relation)
 
 
 def no_formula(pipeline: PipelineShape, cost: StageCost, hidden: float) -> None:
-    """Return nothing: the literature has no formula."""
+    """Return None: the literature has no formula."""
 
 
 def serial_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm:
-    """Return the wait of a schedule in which one rank at a time computes."""
+    """Return the wait of a schedule in which one rank computes at a time."""
     idle = (pipeline.ranks - 1) * pipeline.microbatches * (cost.forward + cost.of(Kind.BACKWARD))
-    return _waiting(pipeline, cost, idle)
+    return _closed_form(pipeline, cost, idle)
 
 
 def fill_and_drain(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm:
-    """Return the wait of a schedule whose ranks wait for the first forward and the last
-    backward."""
+    """Return the wait for the first forward and the last backward."""
     ranks = pipeline.ranks
-    # fewer micro-batches than ranks: the first is not back when the last has gone
+    # with fewer micro-batches than ranks, the last has left before the first is back
     gap = max(0, ranks - pipeline.microbatches) * (pipeline.stages_per_rank - 1)
-    return _waiting(pipeline, cost, (ranks - 1 + gap) * (cost.forward + cost.of(Kind.BACKWARD)))
+    return _closed_form(pipeline, cost, (ranks - 1 + gap) * (cost.forward + cost.of(Kind.BACKWARD)))
 
 
 def zero_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm:
-    """Return the wait of ZB-H1, (p-1)(F + I - W) of Qi et al. 2024; with a longer W the drain is
-    not filled."""
+    """Return the wait of ZB-H1, (p-1)(F + I - W) in Qi et al. 2024.
+
+    It is a lower bound if W is longer than F or I, or micro-batches are fewer than ranks: the drain
+    is not filled then.
+    """
     weight = cost.weight
     both = cost.forward + cost.of(Kind.BACKWARD)
     fits = weight <= min(cost.forward, cost.input) and pipeline.microbatches >= pipeline.ranks
     relation = Relation.EQUAL if fits else Relation.AT_LEAST
-    return _waiting(pipeline, cost, (pipeline.ranks - 1) * (both - 2 * weight), relation)
+    return _closed_form(pipeline, cost, (pipeline.ranks - 1) * (both - 2 * weight), relation)
 
 
 def dualpipev_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm | None:
-    """Return the wait of DeepSeek's (PP/2 - 1)(F&B + B - 3W): their PP counts stages, and p ranks
-    have 2p."""
+    """Return the wait of DualPipeV, DeepSeek's (PP/2 - 1)(F&B + B - 3W).
+
+    Their PP counts stages; p ranks have 2p. It is an upper bound.
+    """
     if max(cost.forward, cost.weight) > cost.input:
         return None
     backward = cost.of(Kind.BACKWARD)
     pair = cost.forward + backward - hidden
     idle = (pipeline.ranks - 1) * (pair + backward - 3 * cost.weight)
-    return _waiting(pipeline, cost, idle, Relation.AT_MOST)
+    return _closed_form(pipeline, cost, idle, Relation.AT_MOST)
 
 
 # -------- chunks in flight
 
 
 def one_in_flight(pipeline: PipelineShape, rank: int) -> int:
-    """Return the chunk of a schedule with one micro-batch at a time."""
+    """Return 1, for a schedule with one micro-batch at a time."""
     return 1
 
 
 def all_in_flight(pipeline: PipelineShape, rank: int) -> int:
-    """Return the chunks of a schedule that begins backward when all is forward."""
+    """Return all chunks, for a schedule that runs all forwards first."""
     return pipeline.stages_per_rank * pipeline.microbatches
 
 
 def in_flight_of_1f1b(pipeline: PipelineShape, rank: int) -> int:
-    """Return a chunk for each rank that a micro-batch has still to pass, and one."""
+    """Return one chunk per rank from this one to the last."""
     return min(pipeline.microbatches, pipeline.ranks - rank)
 
 
 def in_flight_of_interleaved(pipeline: PipelineShape, rank: int) -> int:
-    """Return a round through all stages but the last, two forwards for each hop, and one."""
+    """Return a round through all stages but the last, two forwards per later rank, and one."""
     ahead = pipeline.ranks - 1 - rank
-    return _in_rounds(pipeline, 2 * ahead + 1)
+    return _chunks_of_rounds(pipeline, 2 * ahead + 1)
 
 
 def in_flight_of_zero_bubble(pipeline: PipelineShape, rank: int) -> int:
-    """Return 1F1B's of each rank, and the weights that lag `rank` behind: p on all of them."""
-    return _in_rounds(pipeline, pipeline.ranks)
+    """Return the chunks of ZB-H1: 1F1B's, plus `rank` delayed weight halves: p in all."""
+    return _chunks_of_rounds(pipeline, pipeline.ranks)
 
 
-def _in_rounds(pipeline: PipelineShape, more: int) -> int:
-    """A round through all stages but the last and so many more, at most all."""
+def _chunks_of_rounds(pipeline: PipelineShape, more: int) -> int:
+    """Return a round through all stages but the last, plus `more` chunks, at most all."""
     rounds = (pipeline.stages_per_rank - 1) * round_size(pipeline)
     return min(pipeline.stages_per_rank * pipeline.microbatches, rounds + more)
 
 
 def in_flight_of_zbv(pipeline: PipelineShape, rank: int) -> int:
-    """Return 2p halves of a 1F1B stage; of fewer micro-batches those that there are."""
+    """Return 2p halves of a 1F1B stage, fewer with fewer micro-batches."""
     number, ranks = pipeline.microbatches, pipeline.ranks
     return min(number, 2 * ranks - 1 - rank) + min(number, rank + 1)
 
 
 def in_flight_of_dualpipev(pipeline: PipelineShape, rank: int) -> int:
-    """Return "PP + 1" of DeepSeek's table, PP being the stages: a pair's forward is one more."""
+    """Return "PP + 1" of DeepSeek's table, where PP counts stages: a pair has one more forward."""
     return 2 * pipeline.ranks + 1

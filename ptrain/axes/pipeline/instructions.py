@@ -1,17 +1,19 @@
-"""The instructions of a rank: what it computes, receives and sends in a step, and where it waits
-for what it sent. This list is what runs, and what is predicted from; nothing stands beside it.
+"""The instructions of a rank in a step: computation, receives, sends, and waits for sends.
 
-Receives and sends stand in one order of the whole pipeline: that of a step in which a forward takes
-one unit of time, a backward two and a message none. Every rank has its part of this order, so both
-ends of a message come to it with the same messages behind them: no two ranks can wait for each
-other, even where a backend holds a send until it is received, or carries one message after the
-other between two ranks (NCCL does both). A receive makes its buffer when the sender sends.
+This list is executed, and predictions are derived from the same list.
 
-A tensor that was sent is let go
+Receives and sends are in one order of the full pipeline: the order of a step in which a forward
+takes one unit of time, a backward two and a message none. Every rank has its part of this order, so
+both ends reach a message after the same earlier messages. No two ranks can wait for each other,
+even if a backend holds a send until it is received, or transfers one message at a time between two
+ranks (NCCL does both). A receive allocates its buffer when the sender sends.
 
-- before the pass that takes what the receiver sent later: with that, the send is over for certain;
-- if nothing else holds it, before the next message of its kind to the same rank at the latest. In
-  training the output of a stage is held for its own backward pass, with or without the send.
+A sent tensor is freed
+
+- before the pass that takes a later message of the receiver: that message proves that the send is
+  over;
+- otherwise before the next message of its kind to the same rank, if nothing else holds the tensor.
+  In training, a stage's backward pass holds its output, with or without the send.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ from ptrain.timeline import Kind
 
 
 class Message(NamedTuple):
-    """The output of stage `source` to the next stage (forward), or the gradient of its input to the
-    one before (backward), of one micro-batch."""
+    """A tensor of one micro-batch that crosses a stage boundary.
+
+    It is the output of stage `source` for the next stage (forward), or the gradient of its input
+    for the previous one (backward).
+    """
 
     phase: Phase
     source: int
@@ -39,27 +44,27 @@ class Message(NamedTuple):
 
     @property
     def target(self) -> int:
-        """The stage that takes it."""
+        """The stage that takes the message."""
         return self.source + (1 if self.phase is Phase.FORWARD else -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A buffer is made and its receive posted; the pass that takes the message waits for it."""
+    """Allocate a buffer and post its receive; the pass that takes the message waits for it."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Posted; the tensor is held until `Release`."""
+    """Post the send; the tensor is held until `Release`."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Waits until the message is sent, and lets go of its tensor."""
+    """Wait until the message is sent, and drop its tensor."""
 
     message: Message
 
@@ -67,22 +72,27 @@ class Release:
 Instruction = Action | Receive | Send | Release
 
 
-@lru_cache(maxsize=16)  # of the variants that a command tries, most have the same schedule
+@lru_cache(maxsize=16)  # most variants that a command tries have the same schedule
 def training(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
-    """The instructions of a step by rank. Raises BrokenSchedule where the schedule is none. Takes
-    O(n log n) of n actions; a rank alone sends nothing."""
+    """Return the instructions of a training step by rank.
+
+    It takes O(n log n) for n actions. A single rank sends nothing.
+
+    Raises:
+        BrokenSchedule: The schedule is not the work of a step.
+    """
     if schedule.ranks == 1:
         return (tuple(part for step in schedule.orders[0] for part in step.parts),)
-    return _instructions(schedule)
+    return _ordered_instructions(schedule)
 
 
 def evaluation(rank_of: tuple[int, ...], microbatches: int) -> tuple[tuple[Instruction, ...], ...]:
-    """The instructions by rank of forward passes alone, one micro-batch after the other."""
-    return _instructions(forward_only(rank_of, microbatches))
+    """Return the instructions by rank of forward passes only, one micro-batch after the other."""
+    return _ordered_instructions(forward_only(rank_of, microbatches))
 
 
 def taken(action: Action, stages: int) -> Message | None:
-    """Return the message that a pass takes from another of so many stages, if it takes one."""
+    """Return the message that a pass takes from another stage, None if it takes none."""
     stage, microbatch = action.stage, action.microbatch
     match action.kind:
         case Kind.FORWARD if stage > 0:
@@ -94,7 +104,7 @@ def taken(action: Action, stages: int) -> Message | None:
 
 
 def given(action: Action, stages: int) -> Message | None:
-    """Return the message that a pass gives to another of so many stages, if it gives one."""
+    """Return the message that a pass makes for another stage, None if it makes none."""
     stage, microbatch = action.stage, action.microbatch
     match action.kind:
         case Kind.FORWARD if stage < stages - 1:
@@ -105,16 +115,17 @@ def given(action: Action, stages: int) -> Message | None:
             return None
 
 
-# A place in the order of the whole pipeline: at one time messages come before the passes that
-# begin, and gradients before outputs: a rank that takes an output has let go of the gradient that
-# it sent.
-_Place = tuple[float, int, int, int]
-_Moment = tuple[_Place, Step | Receive | Send]
+# A position in the order of the full pipeline. At equal times, messages come before the passes that
+# begin, and gradients before outputs: a rank that takes an output has released the gradient that it
+# sent.
+_Position = tuple[float, int, int, int]
+_Moment = tuple[_Position, Step | Receive | Send]
 
 
-def _instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
+def _ordered_instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
+    """Return the instructions of each rank in the common order."""
     moments: list[list[_Moment]] = [[] for _ in schedule.orders]
-    sends: dict[Message, _Place] = {}
+    sends: dict[Message, _Position] = {}
     rank_of, stages = schedule.rank_of, schedule.stages
     for rank, spans in enumerate(simulate(schedule).timeline):
         for number, span in enumerate(spans):
@@ -129,14 +140,15 @@ def _instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
                 moments[receiver].append((place, Receive(message)))
     order = {message: number for number, message in enumerate(sorted(sends, key=sends.__getitem__))}
     return tuple(
-        tuple(_released(schedule, order, sorted(of_rank, key=itemgetter(0)))) for of_rank in moments
+        tuple(_with_releases(schedule, order, sorted(of_rank, key=itemgetter(0))))
+        for of_rank in moments
     )
 
 
-def _released(
+def _with_releases(
     schedule: Schedule, order: Mapping[Message, int], moments: Iterable[_Moment]
 ) -> Iterator[Instruction]:
-    """A rank's instructions, its releases among them."""
+    """Yield a rank's instructions with its releases."""
     sent: defaultdict[tuple[int, Phase], deque[Message]] = defaultdict(deque)  # by receiving rank
     rank_of, stages = schedule.rank_of, schedule.stages
     for _, moment in moments:
@@ -156,7 +168,8 @@ def _released(
                     if came is not None and came in order:
                         peer, number = rank_of[came.source], order[came]
                         for others in (sent[peer, Phase.FORWARD], sent[peer, Phase.BACKWARD]):
-                            while others and order[others[0]] < number:  # was sent before
+                            # sent before the taken message
+                            while others and order[others[0]] < number:
                                 yield Release(others.popleft())
                     yield part
     for others in sent.values():

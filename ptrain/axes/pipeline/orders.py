@@ -1,10 +1,10 @@
-"""The order of one rank's actions in each schedule, one function each: first the schedules whose
-stages go round and round the ranks, then those over a V, where rank r has stage r on the way down
-and stage 2p - 1 - r on the way up.
+"""The order of one rank's actions in each schedule, one function per schedule.
 
-The schedules over a V are written as phases, as in the papers, in words of two letters: the kind
-(F, B, I, W) and which of the rank's two stages (0 down, 1 up); micro-batches follow by counting.
-`F0&B1` is a pair, and `W` alone takes the gradient of weights that has waited longest.
+The first schedules place stages in a loop over the ranks. The others use a V, in which rank r has
+stage r on the way down and stage 2p - 1 - r on the way up. These are written as phases, as in the
+papers, in words of two letters: the kind (F, B, I, W) and the rank's stage (0 down, 1 up).
+Micro-batches are counted. `F0&B1` is a pair, and `W` without a stage is the weight half that has
+waited longest.
 """
 
 from __future__ import annotations
@@ -19,69 +19,78 @@ _Chunk = tuple[int, int]  # a stage and a micro-batch
 
 
 def naive(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
-    """A micro-batch enters when the one before it has gone: one rank at a time works."""
+    """Yield the actions of one micro-batch at a time, so that one rank computes at a time."""
     for microbatch in range(pipeline.microbatches):
         yield Action(Kind.FORWARD, rank, microbatch)
         yield Action(Kind.BACKWARD, rank, microbatch)
 
 
 def gpipe(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
-    """All forward, all backward (GPipe, Huang et al. 2019)."""
+    """Yield all forwards, then all backwards (GPipe, Huang et al. 2019)."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for microbatch in range(pipeline.microbatches):
             yield Action(kind, rank, microbatch)
 
 
 def one_forward_one_backward(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
-    """As soon as the last stage can, each does a backward after every forward, so that a rank has
-    no more micro-batches in flight than stages behind it, its own included."""
+    """Yield the actions of 1F1B: after the warm-up, one backward after every forward.
+
+    A rank has at most as many micro-batches in flight as there are stages from its stage on.
+    """
     chunks = [(rank, microbatch) for microbatch in range(pipeline.microbatches)]
-    yield from _alternating(chunks, chunks, pipeline.ranks - 1 - rank)
+    yield from _alternate(chunks, chunks, pipeline.ranks - 1 - rank)
 
 
 def breadth_first(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
-    """All micro-batches through one stage before the next one, and the same way back: last stage
-    and last micro-batch first (Lamy-Poirier 2023)."""
+    """Yield all micro-batches of one stage before the next stage, and backwards in reverse order.
+
+    Lamy-Poirier 2023. Backward begins with the last stage and the last micro-batch.
+    """
     chunks = [
         (stage, microbatch)
         for stage in range(rank, pipeline.stages, pipeline.ranks)
         for microbatch in range(pipeline.microbatches)
     ]
-    yield from _actions(Kind.FORWARD, chunks)
-    yield from _actions(Kind.BACKWARD, reversed(chunks))
+    yield from _actions_of_kind(Kind.FORWARD, chunks)
+    yield from _actions_of_kind(Kind.BACKWARD, reversed(chunks))
 
 
 def interleaved(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
-    """1F1B over several stages a rank (Narayanan et al. 2021): a round of micro-batches goes
-    through all stages of a rank before the next round starts. Each rank starts two forwards
-    earlier than the one behind it: its first gradient comes two hops later."""
-    forwards, backwards = _rounds(pipeline, rank)
-    yield from _alternating(forwards, backwards, _warm_up(pipeline, rank, per_hop=2))
+    """Yield the actions of 1F1B over several stages per rank (Narayanan et al. 2021).
+
+    A round of micro-batches goes through all stages of a rank before the next round starts. Each
+    rank runs two more warm-up forwards than the next rank, because its first gradient arrives two
+    hops later.
+    """
+    forwards, backwards = _round_chunks(pipeline, rank)
+    yield from _alternate(forwards, backwards, _num_warm_up(pipeline, rank, per_hop=2))
 
 
 def zero_bubble(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
-    """ZB-H1 (Qi et al. 2024) over several stages a rank: gradients of the weights lag `rank`
-    micro-batches behind those of the inputs, and fill the drain."""
-    forwards, backwards = _rounds(pipeline, rank)
-    warm_up = _warm_up(pipeline, rank, per_hop=1)
-    yield from _actions(Kind.FORWARD, forwards[:warm_up])
+    """Yield the actions of ZB-H1 (Qi et al. 2024) over several stages per rank.
+
+    Weight halves lag `rank` micro-batches after input halves, and fill the drain.
+    """
+    forwards, backwards = _round_chunks(pipeline, rank)
+    warm_up = _num_warm_up(pipeline, rank, per_hop=1)
+    yield from _actions_of_kind(Kind.FORWARD, forwards[:warm_up])
     rest = forwards[warm_up:]
     lag = min(rank, len(backwards))
     for index, chunk in enumerate(backwards):
-        yield from _actions(Kind.FORWARD, rest[index : index + 1])
+        yield from _actions_of_kind(Kind.FORWARD, rest[index : index + 1])
         yield Action(Kind.INPUT, *chunk)
         if index >= lag:
             yield Action(Kind.WEIGHT, *backwards[index - lag])
-    yield from _actions(Kind.WEIGHT, backwards[len(backwards) - lag :])
+    yield from _actions_of_kind(Kind.WEIGHT, backwards[len(backwards) - lag :])
 
 
 def rounds(microbatches: int, ranks: int) -> int:
-    """Return in how many rounds interleaved schedules take the micro-batches: of p or more each."""
+    """Return the number of rounds of the interleaved schedules, each of p or more micro-batches."""
     return max(1, microbatches // ranks)
 
 
-def _rounds(pipeline: PipelineShape, rank: int) -> tuple[list[_Chunk], list[_Chunk]]:
-    """Return what one rank computes forward and what backward, each in its order."""
+def _round_chunks(pipeline: PipelineShape, rank: int) -> tuple[list[_Chunk], list[_Chunk]]:
+    """Return one rank's forward chunks and backward chunks, each in order."""
     round_size = _round_size(pipeline)
     stages = range(rank, pipeline.stages, pipeline.ranks)
 
@@ -97,91 +106,106 @@ def _rounds(pipeline: PipelineShape, rank: int) -> tuple[list[_Chunk], list[_Chu
 
 
 def _round_size(pipeline: PipelineShape) -> int:
+    """Return the number of micro-batches in a round."""
     return pipeline.microbatches // rounds(pipeline.microbatches, pipeline.ranks)
 
 
-def _warm_up(pipeline: PipelineShape, rank: int, *, per_hop: int) -> int:
-    """Return the number of forwards before the first backward, beside the one that goes with it: a
-    round through every stage but the last, and `per_hop` more for each rank behind this one, at
-    most all."""
+def _num_warm_up(pipeline: PipelineShape, rank: int, *, per_hop: int) -> int:
+    """Return the number of forwards before the first pair of forward and backward.
+
+    This is a round through every stage but the last, and `per_hop` more per later rank, at most
+    all.
+    """
     round_size = _round_size(pipeline)
     wanted = (pipeline.stages_per_rank - 1) * round_size + per_hop * (pipeline.ranks - 1 - rank)
     return min(wanted, pipeline.stages_per_rank * pipeline.microbatches)
 
 
-def _alternating(
+def _alternate(
     forwards: Sequence[_Chunk], backwards: Sequence[_Chunk], warm_up: int
 ) -> Iterator[Action]:
-    """Forwards to warm up, then one forward and one backward, then the backwards that are left."""
-    yield from _actions(Kind.FORWARD, forwards[:warm_up])
+    """Yield `warm_up` forwards, then forwards and backwards in turn, then the backwards left."""
+    yield from _actions_of_kind(Kind.FORWARD, forwards[:warm_up])
     rest = forwards[warm_up:]
     for index, chunk in enumerate(backwards):
-        yield from _actions(Kind.FORWARD, rest[index : index + 1])
+        yield from _actions_of_kind(Kind.FORWARD, rest[index : index + 1])
         yield Action(Kind.BACKWARD, *chunk)
 
 
-def _actions(kind: Kind, chunks: Sequence[_Chunk] | Iterator[_Chunk]) -> Iterator[Action]:
+def _actions_of_kind(kind: Kind, chunks: Sequence[_Chunk] | Iterator[_Chunk]) -> Iterator[Action]:
+    """Yield actions of one kind."""
     return (Action(kind, stage, microbatch) for stage, microbatch in chunks)
 
 
 def zbv(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
-    """ZB-V (Qi et al. 2024, section 6): with F = I = W no rank idles once it has begun. Fewer
-    micro-batches than fill the pipeline are as many as do, without those that are not there."""
+    """Yield the steps of ZB-V (Qi et al. 2024, section 6).
+
+    With F = I = W no rank idles after its first action. If micro-batches do not fill the pipeline,
+    the schedule is built for enough micro-batches without the missing ones.
+    """
     ranks, behind = pipeline.ranks, pipeline.ranks - rank
     filling = max(2 * ranks - 1, pipeline.microbatches)
     words = [
-        *_times(2 * behind - 1, "F0"),
-        *_times(rank, "F1 F0"),
-        *_times(behind, "F1 I1 W1"),
-        *_times(filling - ranks - behind + 1, "F0 I0 W0 F1 I1 W1"),
-        *_times(behind - 1, "I0 W0 F1 I1 W1"),
-        *_times(rank, "I0 I1"),
-        *_times(behind, "I0 W0"),
-        *_times(rank, "W1"),
-        *_times(rank, "W0"),
+        *_repeat(2 * behind - 1, "F0"),
+        *_repeat(rank, "F1 F0"),
+        *_repeat(behind, "F1 I1 W1"),
+        *_repeat(filling - ranks - behind + 1, "F0 I0 W0 F1 I1 W1"),
+        *_repeat(behind - 1, "I0 W0 F1 I1 W1"),
+        *_repeat(rank, "I0 I1"),
+        *_repeat(behind, "I0 W0"),
+        *_repeat(rank, "W1"),
+        *_repeat(rank, "W0"),
     ]
-    for step in _numbered(words, _stages(pipeline, rank)):
+    for step in _number_steps(words, _v_stages(pipeline, rank)):
         if all(part.microbatch < pipeline.microbatches for part in step.parts):
             yield step
 
 
 def dualpipev(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
-    """DualPipeV, the half of DualPipe (DeepSeek-V3) that Sea AI Lab cut out of it: pairs while
-    both ends have work; of the last backwards on each rank the second half is split, to fill the
-    drain."""
+    """Yield the steps of DualPipeV, the half of DualPipe (DeepSeek-V3) extracted by Sea AI Lab.
+
+    Pairs run while both ends have work. The second half of the last backwards on each rank is
+    split, to fill the drain.
+    """
     after = pipeline.ranks - 1 - rank
-    main = _times(pipeline.microbatches - 2 * pipeline.ranks + rank + 1, "F0&B1 F1&B0")
+    main = _repeat(pipeline.microbatches - 2 * pipeline.ranks + rank + 1, "F0&B1 F1&B0")
     if after == 0:
-        main[:1] = ["F0", "B1"]  # both are the last rank's own: apart, the gradient goes up sooner
+        # both stages are on the last rank: separate, the gradient is sent up earlier
+        main[:1] = ["F0", "B1"]
     whole = [f"B{1 - index % 2}" for index in range(rank + 1)]
     split = [f"I{1 - index % 2}" for index in range(rank + 1, 2 * (rank + 1))]
     words = [
-        *_times(2 * after, "F0"),
-        *_times(rank + 1, "F0 F1"),
-        *_times(after, "I1 W F1"),
+        *_repeat(2 * after, "F0"),
+        *_repeat(rank + 1, "F0 F1"),
+        *_repeat(after, "I1 W F1"),
         *main,
-        *_times(after, "B1 F1&B0"),
+        *_repeat(after, "B1 F1&B0"),
         *whole,
         *split,
-        *_times(after, "W I0"),
-        *_times(rank + 1, "W"),
+        *_repeat(after, "W I0"),
+        *_repeat(rank + 1, "W"),
     ]
-    return _numbered(words, _stages(pipeline, rank))
+    return _number_steps(words, _v_stages(pipeline, rank))
 
 
-def _times(count: int, words: str) -> list[str]:
+def _repeat(count: int, words: str) -> list[str]:
+    """Return words repeated `count` times; [] for negative counts."""
     return words.split() * count
 
 
-def _stages(pipeline: PipelineShape, rank: int) -> tuple[int, int]:
+def _v_stages(pipeline: PipelineShape, rank: int) -> tuple[int, int]:
+    """Return the two stages of a rank in a V."""
     return rank, 2 * pipeline.ranks - 1 - rank
 
 
-def _numbered(words: Sequence[str], stages: tuple[int, int]) -> Iterator[Step]:
-    """The steps that the words mean: the n-th forward or backward of a stage is micro-batch n, and
-    a W the oldest that waits, of its stage where it names one."""
+def _number_steps(words: Sequence[str], stages: tuple[int, int]) -> Iterator[Step]:
+    """Yield the steps of the words.
+
+    The n-th forward or backward of a stage is micro-batch n. A W is the weight half that has waited
+    longest, of its stage if the word has one.
+    """
     begun: Counter[tuple[bool, int]] = Counter()
-    waiting = {stage: deque[tuple[int, int]]() for stage in stages}  # (when, micro-batch)
+    waiting = {stage: deque[tuple[int, int]]() for stage in stages}  # (time, micro-batch)
 
     def action(word: str) -> Action:
         kind, index = Kind(word[0]), word[1:]

@@ -1,12 +1,13 @@
-"""Which tuple the pipeline axis takes, and which stages and schedules a spec may ask for.
+"""The legal tuple of the pipeline axis, and the stages and schedules that a spec may use.
 
-Every rank of it works on the same micro-batches with layers of its own: Theta, Omega and G are S,
-by layer and so unequal, and activations are the rank's own (R). Any tuple of the data axes stands
-beside it, within each stage. Where a rank has slices of gradients or gathers parameters, every
-micro-batch of the step may move them: `sync` says so, and `derivation` counts it.
+All ranks of the axis work on the same micro-batches with different layers. Parameters, optimizer
+state and gradients are S, by layer and therefore in unequal parts; activations are local (R). Any
+tuple of the data axes can be combined with it, within each stage. If a rank shards gradients or
+gathers parameters, every micro-batch of the step may move them: `sync` decides, and `derivation`
+counts it.
 
-The mesh order is the spec's: with pp outermost a stage's replicas are consecutive ranks (Theorem
-7.1); inside the data axes they are not (Remark 4), and what runs is the same.
+The mesh order is the spec's. With pp outermost, a stage's replicas are consecutive ranks (Theorem
+7.1); inside the data axes they are not (Remark 4), but the computation is identical.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ _BETWEEN_STAGES = "Theorem 7.3, activations are sent from stage to stage of one 
 _EVERY_MICROBATCH = "Theorem 3, gradient integrity"
 
 
-def _states(placement: Placement, optimizer: OptimizerSpec) -> bool:
+def _has_unsharded_states(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    """Return True unless parameters and optimizer state are S."""
     return (placement.parameters, placement.optimizer) != (S, S)
 
 
-def _gradients(placement: Placement, optimizer: OptimizerSpec) -> bool:
+def _has_unsharded_gradients(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    """Return True unless gradients are S."""
     return placement.gradients != S
 
 
-def _activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
+def _has_foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    """Return True unless activations are R."""
     return placement.activations != R
 
 
@@ -51,7 +55,7 @@ _TUPLES = (
     TupleRule(
         name="states are sharded by stage",
         theorem=_DISJOINT,
-        broken=_states,
+        broken=_has_unsharded_states,
         message=(
             "parameters and optimizer state must be S on pp: each rank holds the layers "
             "of its stages only"
@@ -61,7 +65,7 @@ _TUPLES = (
     TupleRule(
         name="gradients are reduced per stage",
         theorem=_PER_STAGE,
-        broken=_gradients,
+        broken=_has_unsharded_gradients,
         message=(
             "gradients must be S on pp: the gradients of a stage exist on its rank only "
             "and are not reduced over pp"
@@ -71,7 +75,7 @@ _TUPLES = (
     TupleRule(
         name="activations are those of the local layers",
         theorem="Definition 2",
-        broken=_activations,
+        broken=_has_foreign_activations,
         message=(
             "activations on pp must be R: each rank holds the full activations of its "
             "layers; M and O are set for all axes at the top level, `activations=M`"
@@ -82,7 +86,7 @@ _TUPLES = (
 
 
 def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
-    """As many stages on each rank, and as many as are listed."""
+    """Require equal numbers of stages on all ranks, and as many as are listed."""
     ranks, said = spec.degree(Axis.PP), spec.pipeline
     if ranks == 1:
         return
@@ -94,7 +98,7 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
     if listed != stages:
         yield Fault(
             place="pipeline.split",
-            finding=f"{_listed(spec)} has {counted(listed, 'stage')}, but "
+            finding=f"{_split_text(spec)} has {counted(listed, 'stage')}, but "
             + (f"{said.schedule} has" if said.stages is None else "pipeline.stages is")
             + f" {stages}",
             remedy=(
@@ -108,7 +112,7 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="pipeline.split" if is_listed else "pipeline.stages",
             finding=(
-                f"{_listed(spec) + ' has ' if is_listed else ''}{counted(stages, 'stage')}, "
+                f"{_split_text(spec) + ' has ' if is_listed else ''}{counted(stages, 'stage')}, "
                 f"not a multiple of pp={ranks} ranks"
             ),
             remedy=(
@@ -119,12 +123,14 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _scheduled(spec: Spec) -> Iterator[Fault]:
+def _schedule_faults(spec: Spec) -> Iterator[Fault]:
+    """Require a schedule that fits the pipeline."""
     if (pipeline := pipeline_of(spec)) is not None:
         yield from faults(spec.pipeline.schedule, pipeline)
 
 
-def _layers(spec: Spec) -> Iterator[Fault]:
+def _layer_faults(spec: Spec) -> Iterator[Fault]:
+    """Require at least one layer per stage, and a split that fits the layers."""
     pipeline, shape = pipeline_of(spec), spec.model
     if pipeline is None or not isinstance(shape, ModelShape):
         return
@@ -154,12 +160,14 @@ def _layers(spec: Spec) -> Iterator[Fault]:
     )
 
 
-def _listed(spec: Spec) -> str:
+def _split_text(spec: Spec) -> str:
+    """Return the split as it is written in a spec."""
     split = spec.pipeline.split
     return f"[{', '.join(map(str, split))}]" if isinstance(split, tuple) else str(split)
 
 
-def _units(spec: Spec) -> Iterator[Fault]:
+def _unit_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject units that could span two stages."""
     if spec.degree(Axis.PP) > 1 and spec.unit_size.kind in (UnitKind.BLOCKS, UnitKind.MODEL):
         yield Fault(
             place="unit",
@@ -171,6 +179,7 @@ def _units(spec: Spec) -> Iterator[Fault]:
 
 
 def _kept_for_a_while(spec: Spec) -> Iterator[Fault]:
+    """Reject flat units that are freed after one pass only, and their prefetch."""
     sync = spec.sync
     keeps = not sync.reshard_after_forward
     if spec.degree(Axis.PP) == 1 or form_of(spec) is not Form.FLAT:
@@ -195,7 +204,8 @@ def _kept_for_a_while(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _halves(spec: Spec) -> Iterator[Fault]:
+def _half_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject freeing of units with schedules that split backward passes."""
     sync = spec.sync
     if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves:
         return
@@ -217,7 +227,8 @@ def _halves(spec: Spec) -> Iterator[Fault]:
             )
 
 
-def _regathered(spec: Spec) -> Iterator[Fault]:
+def _regather_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject sharded saved activations with schedules that split backward passes."""
     cut = (f for f in spec.factors if f.axis is Axis.TP and f.placement.activations == S_STAR)
     if spec.degree(Axis.PP) != 1 and spec.pipeline.is_in_halves and any(cut):
         yield Fault(
@@ -231,6 +242,7 @@ def _regathered(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
+    """Reject optimizers that need full matrices."""
     if spec.degree(Axis.PP) > 1 and not spec.optimizer.row.is_elementwise:
         yield Fault(
             place="optimizer.name",
@@ -239,7 +251,8 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _shared(spec: Spec) -> Iterator[Fault]:
+def _tied_head_faults(spec: Spec) -> Iterator[Fault]:
+    """Reject gradients of a tied head that the first and last stage cannot sum on the device."""
     factors, shape = data_factors(spec), spec.model
     is_tied = isinstance(shape, ModelShape) and shape.tied
     if spec.degree(Axis.PP) == 1 or not is_tied:
@@ -267,29 +280,34 @@ PIPELINE = AxisRules(
             theorem=_BETWEEN_STAGES,
             faults=_rounds_of_stages,
         ),
-        SpecRule(name="every stage has layers", theorem=_BETWEEN_STAGES, faults=_layers),
+        SpecRule(name="every stage has layers", theorem=_BETWEEN_STAGES, faults=_layer_faults),
         SpecRule(
             name="the schedule has enough micro-batches",
             theorem=_EVERY_MICROBATCH,
-            faults=_scheduled,
+            faults=_schedule_faults,
         ),
     ),
     not_yet=(
-        SpecRule(name="units are within a stage", theorem="", faults=_units),
+        SpecRule(name="units are within a stage", theorem="", faults=_unit_faults),
         SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
-        SpecRule(name="units exist until their weight gradients", theorem="", faults=_halves),
-        SpecRule(name="saved shards are gathered once", theorem="", faults=_regathered),
-        SpecRule(name="shared gradients are reduced before the update", theorem="", faults=_shared),
+        SpecRule(name="units exist until their weight gradients", theorem="", faults=_half_faults),
+        SpecRule(name="saved shards are gathered once", theorem="", faults=_regather_faults),
+        SpecRule(
+            name="shared gradients are reduced before the update",
+            theorem="",
+            faults=_tied_head_faults,
+        ),
         SpecRule(name="muon needs the full model", theorem="", faults=_whole_matrices),
     ),
 )
 
 
-# Which spec obeys the dials of pp: one whose model is cut into stages. On one device they are
-# free, as all dials are.
+# The options of pp have an effect only with several stages. On a single device all options are
+# allowed.
 
 
 def _without_pp(spec: Spec) -> Iterator[Fault]:
+    """Reject options of pp without a pp axis of two or more ranks."""
     if spec.degree(Axis.PP) > 1 or spec.world_size == 1:
         return
     default = PipelineSpec()

@@ -1,7 +1,7 @@
-"""A pipeline's schedule as data: what each rank computes, in order, and which rank has which stage.
+"""A pipeline's schedule as data: the ordered steps of each rank, and the rank of each stage.
 
-Who runs, predicts or draws a schedule reads this. When an action starts follows from what it needs
-(`simulate`), so a schedule holds no times and no idle slots.
+The runtime, the predictions and the drawings all read it. The start of an action follows from its
+inputs (`simulate`), so a schedule has no times and no idle slots.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ptrain.timeline import Kind
 
 
 class Action(NamedTuple):
-    """What one stage computes of one micro-batch; both count from 0."""
+    """The pass of one micro-batch through one stage; both count from 0."""
 
     kind: Kind
     stage: int
@@ -28,15 +28,17 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward of two micro-batches, computed beside each other on one rank: each
-    one's communication is hidden behind the other's work (DeepSeek-V3, section 3.2.1)."""
+    """A forward and a backward of two micro-batches that overlap on one rank.
+
+    The communication of each overlaps with the other's computation (DeepSeek-V3, section 3.2.1).
+    """
 
     forward: Action
     backward: Action
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """In the order in which they run where nothing overlaps them."""
+        """The two actions in the order in which they run without overlap."""
         return (self.forward, self.backward)
 
     def __str__(self) -> str:
@@ -48,7 +50,7 @@ Step = Action | Pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineShape:
-    """How much there is to schedule: p ranks, v stages on each, m micro-batches a step."""
+    """The size of a pipeline: p ranks, v stages per rank, m micro-batches per step."""
 
     ranks: int
     stages_per_rank: int = 1
@@ -60,14 +62,18 @@ class PipelineShape:
 
 
 class StageCost(NamedTuple):
-    """Of one micro-batch on one stage, in any one unit of time. A whole backward is input and
-    weight. The first stage computes both in its weight step: nobody waits for its inputs."""
+    """The time of one micro-batch on one stage, in any unit.
+
+    A full backward is input and weight half. The first stage computes both in its weight half,
+    since no stage waits for the gradients of its inputs.
+    """
 
     forward: float = 1
     input: float = 1
     weight: float = 1
 
     def of(self, kind: Kind) -> float:
+        """Return the time of a pass of this kind."""
         match kind:
             case Kind.FORWARD:
                 return self.forward
@@ -83,8 +89,14 @@ class StageCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`orders` are the steps of each rank; `rank_of` the rank of each stage. `is_forward_only`: an
-    evaluation, without backward passes."""
+    """The steps of all ranks.
+
+    Attributes:
+        microbatches: Micro-batches per step.
+        rank_of: The rank of each stage.
+        orders: The ordered steps of each rank.
+        is_forward_only: An evaluation, without backward passes.
+    """
 
     microbatches: int
     rank_of: tuple[int, ...]
@@ -92,8 +104,7 @@ class Schedule:
     is_forward_only: bool = False
 
     def __hash__(self) -> int:
-        """Of little: to go through all actions costs milliseconds, and is paid for where two
-        schedules have so much in common."""
+        """Hash few fields: hashing all actions takes milliseconds, and equal fields are rare."""
         return hash((self.microbatches, self.rank_of, self.is_forward_only))
 
     @property
@@ -109,18 +120,17 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def halves_of(self, stage: int) -> int:
-        """Return how many backward passes of a stage are in two halves."""
+        """Return the number of backward passes of a stage that are split in halves."""
         actions = (action for step in self.orders[self.rank_of[stage]] for action in step.parts)
         return sum(action.kind is Kind.INPUT and action.stage == stage for action in actions)
 
     def is_crossed(self, boundary: int) -> bool:
-        """Return whether what goes from stage `boundary` to the next one leaves its rank."""
+        """Return True if the boundary from stage `boundary` to the next is between two ranks."""
         return self.rank_of[boundary] != self.rank_of[boundary + 1]
 
 
 def forward_only(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return the schedule of an evaluation: one micro-batch after the other through the stages of
-    every rank."""
+    """Return the schedule of an evaluation: micro-batches in turn through all stages."""
     own = [[s for s, owner in enumerate(rank_of) if owner == rank] for rank in sorted({*rank_of})]
     return Schedule(
         microbatches=microbatches,
@@ -134,13 +144,15 @@ def forward_only(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
 
 
 def looped(pipeline: PipelineShape) -> tuple[int, ...]:
-    """Round and round: rank r has the stages r, p + r, 2p + r …"""
+    """Return the rank of each stage in a loop: rank r has the stages r, p + r, 2p + r …"""
     return tuple(stage % pipeline.ranks for stage in range(pipeline.stages))
 
 
 def v_shaped(pipeline: PipelineShape) -> tuple[int, ...]:
-    """Down and up again: rank r has the stages r and 2p - 1 - r, so the first rank has both ends
-    of the model, and the last rank hands on to itself."""
+    """Return the rank of each stage in a V: rank r has the stages r and 2p - 1 - r.
+
+    The first rank has both ends of the model, and the last rank passes tensors to itself.
+    """
     down = tuple(range(pipeline.ranks))
     return tuple(
         rank

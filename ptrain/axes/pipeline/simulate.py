@@ -1,10 +1,12 @@
-"""When a schedule's steps start and end, and the proof that it is one: every micro-batch forward
-and backward once on every stage, whole or in its two halves, weights after inputs, and no rank that
-waits for ever. Only the last depends on costs, and comes out when the schedule is run.
+"""Simulate a schedule's step times, and prove that it is the work of a step.
 
-A rank does its steps in its order, each as soon as what it needs has come. What a step makes is
-there when it ends, on another rank `communication` later; sending takes no rank's time, and links
-are never busy. A pair starts when both its halves can.
+The proof checks that every micro-batch runs forward and backward once on every stage, in full or in
+two halves, weight half after input half, and that no rank waits forever. Only the times depend on
+costs.
+
+A rank runs its steps in order, each as soon as its inputs have arrived. An output is available when
+its step ends, on another rank `communication` later. Sending takes no time of a rank, and links are
+never busy. A pair starts when both its actions can.
 """
 
 from __future__ import annotations
@@ -21,23 +23,22 @@ from ptrain.timeline import Kind
 
 
 class Durations(Protocol):
-    """How long each step takes, and what is sent between ranks (`communication`, of each
-    message)."""
+    """The durations of steps, and the time of a message between ranks (`communication`)."""
 
     @property
     def communication(self) -> float: ...
 
     def covers(self, schedule: Schedule) -> bool:
-        """Return whether they are those of a schedule."""
+        """Return True if there is a duration for each step of a schedule."""
         ...
 
     def of(self, step: Step) -> float:
-        """Return how long a step takes."""
+        """Return the duration of a step."""
         ...
 
 
 class ActionCosts(NamedTuple):
-    """What each action takes by itself; a pair is one after the other."""
+    """Durations by action; the actions of a pair run one after the other."""
 
     seconds: Mapping[Action, float]
     communication: float = 0
@@ -53,8 +54,13 @@ class ActionCosts(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """`communication` is per micro-batch and boundary between ranks; `hidden` is what a pair takes
-    less than its halves one after the other."""
+    """Durations by stage and kind of pass.
+
+    Attributes:
+        stages: The costs of each stage.
+        communication: Time of one message between ranks.
+        hidden: Time that a pair saves compared with its actions one after the other.
+    """
 
     stages: tuple[StageCost, ...]
     communication: float = 0
@@ -69,12 +75,12 @@ class Costs(NamedTuple):
 
 
 def equal_stages(schedule: Schedule, cost: StageCost | None = None) -> Costs:
-    """Every stage costs the same: one unit each forward, input and weight, if nothing is said."""
+    """Return equal costs for all stages, by default one unit per forward, input and weight half."""
     return Costs(stages=(cost or StageCost(),) * schedule.stages)
 
 
 class Span(NamedTuple):
-    """A step, and from when to when it runs."""
+    """A step with its start and end."""
 
     step: Step
     start: float
@@ -82,46 +88,54 @@ class Span(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """`timeline` holds the spans of each rank, in order."""
+    """The simulated times: `timeline` has the ordered spans of each rank."""
 
     timeline: tuple[tuple[Span, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """From the first step's start to the last one's end."""
+        """The time from the first start to the last end."""
         return max((spans[-1].end for spans in self.timeline if spans), default=0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """The computation time of each rank."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.timeline)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each rank waits, before its first step and after its last one included."""
+        """The waiting time of each rank, including before its first and after its last step."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time as a part of the makespan, mean of the ranks: (p-1)/(m+p-1) of GPipe."""
+        """The mean idle time over the makespan: (p-1)/(m+p-1) for GPipe."""
         return sum(self.idle) / (len(self.timeline) * self.makespan)
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time over the ideal time, in which nobody waits: (p-1)/m of GPipe. A fraction f is
-        a ratio r = f/(1-f). Unequal ranks: over the mean of what they compute."""
+        """The idle time over the ideal time without waits: (p-1)/m for GPipe.
+
+        A fraction f is a ratio r = f/(1-f). With unequal ranks, the ideal time is the mean
+        computation time.
+        """
         return sum(self.idle) / sum(self.busy)
 
 
 def simulate(schedule: Schedule, costs: Durations | None = None) -> Simulation:
-    """Raises BrokenSchedule with the rank, the action and what is wrong. O(actions)."""
+    """Simulate a schedule in O(actions).
+
+    Raises:
+        BrokenSchedule: The schedule is not the work of a step, or ends in a deadlock; with rank,
+            action and reason.
+    """
     costs = costs or equal_stages(schedule)
     assert costs.covers(schedule), "costs for other stages than those of the schedule"
     return _Simulation(schedule, costs).to_the_end()
 
 
 class _Simulation:
-    """How far each rank is, and who waits for what."""
+    """The progress of each rank, and the ranks that wait for each action."""
 
     def __init__(self, schedule: Schedule, costs: Durations) -> None:
         self.schedule = schedule
@@ -133,16 +147,16 @@ class _Simulation:
         self.waiting: defaultdict[Action, list[int]] = defaultdict(list)
 
     def to_the_end(self) -> Simulation:
+        """Run all ranks, and return the times."""
         able = list(range(self.schedule.ranks))
         while able:
-            able += self._advance(able.pop())
-        if stuck := [rank for rank in range(self.schedule.ranks) if self._next(rank)]:
-            raise self._deadlock(stuck[0])
+            able += self._run_rank(able.pop())
+        if stuck := [rank for rank in range(self.schedule.ranks) if self._next_step(rank)]:
+            raise self._deadlock_error(stuck[0])
         return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
 
-    def _advance(self, rank: int) -> list[int]:
-        """A rank's steps until one lacks something; returns the ranks that waited for what came
-        out."""
+    def _run_rank(self, rank: int) -> list[int]:
+        """Run a rank until an input is missing; return the ranks that its results wake."""
         woken: list[int] = []
         spans, order = self.spans[rank], self.schedule.orders[rank]
         needs_of, seconds_of, waiting = self.work.needs, self.costs.of, self.waiting
@@ -150,7 +164,7 @@ class _Simulation:
             step = order[len(spans)]
             start = spans[-1].end if spans else 0
             for need in needs_of(step):
-                if (arrival := self._arrival(need, rank)) is None:
+                if (arrival := self._arrival_time(need, rank)) is None:
                     waiting[need].append(rank)
                     return woken
                 start = max(arrival, start)
@@ -162,30 +176,32 @@ class _Simulation:
                     woken += waiting.pop(part)
         return woken
 
-    def _next(self, rank: int) -> Step | None:
+    def _next_step(self, rank: int) -> Step | None:
+        """Return the next step of a rank, None at its end."""
         done, order = len(self.spans[rank]), self.schedule.orders[rank]
         return order[done] if done < len(order) else None
 
-    def _lacking(self, needs: tuple[Action, ...]) -> Action | None:
+    def _missing_input(self, needs: tuple[Action, ...]) -> Action | None:
+        """Return the first input that has not been computed."""
         return next((need for need in needs if need not in self.ended), None)
 
-    def _arrival(self, need: Action, rank: int) -> float | None:
-        """When it is there; None where it has not begun."""
+    def _arrival_time(self, need: Action, rank: int) -> float | None:
+        """Return the time at which an input arrives on a rank, None if not computed yet."""
         end = self.ended.get(need)
         if end is None or self.rank_of[need.stage] == rank:
             return end
         return end + self.communication
 
-    def _deadlock(self, rank: int) -> BrokenSchedule:
-        """Follows who waits for whom from one rank until it closes."""
-        step, at = self._next(rank), rank
+    def _deadlock_error(self, rank: int) -> BrokenSchedule:
+        """Return the error with the cycle of waiting ranks."""
+        step, at = self._next_step(rank), rank
         chain: list[str] = []
         seen: set[int] = set()
         while at not in seen:
             seen.add(at)
-            waiting = self._next(at)
+            waiting = self._next_step(at)
             assert waiting, "a rank that has ended keeps nobody waiting"
-            need = self._lacking(self.work.needs(waiting))
+            need = self._missing_input(self.work.needs(waiting))
             assert need, "a rank that lacks nothing goes on"
             owner = self.schedule.rank_of[need.stage]
             chain.append(f"rank {at} waits at {waiting} for {need} of rank {owner}")
@@ -193,29 +209,35 @@ class _Simulation:
         return BrokenSchedule(rank, step, f"deadlock: {', '.join(chain)}")
 
 
-# A schedule on cores that its ranks share: who waits leaves them to the others.
-#
-# What a step takes is known for the case that all ranks are busy. While fewer are, each is faster,
-# by a factor that a machine's rates say. So a step has a number of seconds to do, of which more is
-# done in a second while others wait.
+# Simulation on shared cores: a waiting rank leaves its core to others. Durations are known for all
+# ranks busy. With fewer busy ranks, each is faster by a factor from the machine's rates, so a step
+# has seconds of work left, and more than one is done per second.
 
 
-_NOTHING = 1e-12  # of a step's seconds: done
+_DONE = 1e-12  # seconds of work below which a step is done (rounding)
 
 
 def simulate_sharing(
     schedule: Schedule, costs: Durations, speed: Callable[[int], float]
 ) -> Simulation:
-    """Return when the steps start and end of a schedule that is one, of which `simulate` convinces.
-    `speed` says by how many ranks are busy how much faster each is than with all of them; what is
-    sent takes its sender's time. O(steps x ranks)."""
+    """Simulate a schedule on cores that its ranks share.
+
+    It takes O(steps x ranks), and expects a schedule that `simulate` has accepted. Costs must
+    include the time of sends.
+
+    Args:
+        schedule: The schedule.
+        costs: Durations if all ranks are busy.
+        speed: Returns the speed of each rank, relative to all ranks busy, by the number of busy
+            ranks.
+    """
     assert costs.covers(schedule), "costs for other stages than those of the schedule"
     assert not costs.communication, "what is sent takes its sender's time"
-    return _Sharing(schedule, costs, speed).to_the_end()
+    return _SharedCoreSimulation(schedule, costs, speed).to_the_end()
 
 
-class _Sharing:
-    """How far each rank is; `left` of the seconds of what it does now, since `begun`."""
+class _SharedCoreSimulation:
+    """The progress of each rank: `left` are the seconds that its current step still needs."""
 
     def __init__(self, schedule: Schedule, costs: Durations, speed: Callable[[int], float]) -> None:
         self.schedule, self.costs, self.speed = schedule, costs, speed
@@ -227,63 +249,76 @@ class _Sharing:
         self.now = 0.0
 
     def to_the_end(self) -> Simulation:
-        while self._begin():
+        """Run all ranks, and return the times."""
+        while self._start_steps():
             factor = self.speed(len(self.left))
             least = min(self.left.values())
             self.now += least / factor
             for rank in [*self.left]:
                 self.left[rank] -= least
-                if self.left[rank] <= _NOTHING:
-                    self._end(rank)
+                if self.left[rank] <= _DONE:
+                    self._end_step(rank)
         return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
 
-    def _begin(self) -> bool:
-        """Every rank that can begins; returns whether any is busy."""
+    def _start_steps(self) -> bool:
+        """Start all steps that can start; return True if any rank is busy."""
         for rank in range(self.schedule.ranks):
-            step = None if rank in self.left else self._next(rank)
+            step = None if rank in self.left else self._next_step(rank)
             if step is not None and all(need in self.ended for need in self.needs(step)):
                 self.left[rank], self.begun[rank] = self.costs.of(step), self.now
         return bool(self.left)
 
-    def _next(self, rank: int) -> Step | None:
+    def _next_step(self, rank: int) -> Step | None:
+        """Return the next step of a rank, None at its end."""
         done, order = len(self.spans[rank]), self.schedule.orders[rank]
         return order[done] if done < len(order) else None
 
-    def _end(self, rank: int) -> None:
-        step = self._next(rank)
+    def _end_step(self, rank: int) -> None:
+        """End the current step of a rank."""
+        step = self._next_step(rank)
         assert step is not None, "what is busy does something"
         self.spans[rank].append(Span(step=step, start=self.begun[rank], end=self.now))
         del self.left[rank], self.begun[rank]
         self.ended.update(step.parts)
 
 
-@lru_cache(maxsize=4)  # a schedule is run with equal costs, and soon after with those of a spec
+@lru_cache(maxsize=4)  # a schedule is simulated with equal costs, and then with a spec's
 def step_work(schedule: Schedule) -> StepWork:
-    """Return all that a schedule does. Raises BrokenSchedule where it is not a step's work."""
+    """Return the actions of a schedule, cached.
+
+    Raises:
+        BrokenSchedule: The schedule is not the work of a step.
+    """
     return StepWork(schedule)
 
 
 class StepWork:
-    """All that a schedule does, once. Raises BrokenSchedule where it is not a step's work."""
+    """The actions of a schedule, each exactly once, and their inputs."""
 
     def __init__(self, schedule: Schedule) -> None:
+        """Collect and check the actions.
+
+        Raises:
+            BrokenSchedule: The schedule is not the work of a step.
+        """
         self._schedule, self._last = schedule, schedule.stages - 1
         self._actions: set[Action] = set()
         for rank, order in enumerate(schedule.orders):
             for step in order:
                 for part in step.parts:
-                    self._add(part, rank)
+                    self._add_action(part, rank)
         for stage in range(schedule.stages):
             for microbatch in range(schedule.microbatches):
                 self._require_all(stage, microbatch)
 
     def needs(self, step: Step) -> tuple[Action, ...]:
-        """The actions whose results it takes, those of its own rank included."""
+        """Return the actions whose results a step takes, on any rank."""
         if isinstance(step, Action):
-            return self._needs(step)
-        return tuple([need for part in step.parts for need in self._needs(part)])
+            return self._action_needs(step)
+        return tuple([need for part in step.parts for need in self._action_needs(part)])
 
-    def _needs(self, action: Action) -> tuple[Action, ...]:
+    def _action_needs(self, action: Action) -> tuple[Action, ...]:
+        """Return the actions whose results an action takes."""
         kind, stage, microbatch = action
         match kind:
             case Kind.FORWARD:
@@ -300,7 +335,8 @@ class StepWork:
             case other:
                 assert_never(other)
 
-    def _add(self, action: Action, rank: int) -> None:
+    def _add_action(self, action: Action, rank: int) -> None:
+        """Check an action and add it."""
         schedule = self._schedule
         if not 0 <= action.stage < schedule.stages:
             reason = f"there are {schedule.stages} stages, counted from 0"
@@ -316,7 +352,7 @@ class StepWork:
         raise BrokenSchedule(rank, action, reason)
 
     def _require_all(self, stage: int, microbatch: int) -> None:
-        """One forward, and one backward: whole, or both halves."""
+        """Require one forward and one backward, full or in both halves."""
         there = {kind: Action(kind, stage, microbatch) in self._actions for kind in Kind}
         rank, is_split = self._schedule.rank_of[stage], there[Kind.INPUT] or there[Kind.WEIGHT]
         if self._schedule.is_forward_only:
@@ -331,7 +367,7 @@ class StepWork:
                 raise BrokenSchedule(rank, Action(kind, stage, microbatch), "missing")
 
 
-WIDTH = 160  # characters, what a wide terminal shows
+WIDTH = 160  # characters of a wide terminal
 MEANINGS = {
     Kind.FORWARD: "F forward",
     Kind.BACKWARD: "B backward",
@@ -342,22 +378,24 @@ _IDLE, _LONGER, _LEFT_OUT = ".", "-", "…"
 
 
 def draw(schedule: Schedule, width: int = WIDTH) -> str:
-    """Return the schedule as text, with F = I = W = 1 and B = 2. What does not fit in `width`
-    characters is left out in the middle, the same columns on every line; a line has at least its
-    first and its last column."""
+    """Return the schedule as text, with F = I = W = 1 and B = 2.
+
+    Columns in the middle are left out if lines exceed `width` characters, the same on every line. A
+    line has at least its first and its last column.
+    """
     simulation = simulate(schedule)
     columns = round(simulation.makespan)
     has_stages = schedule.stages > schedule.ranks
     heads = [f"rank {rank}" for rank in range(schedule.ranks)]
     margin = max(map(len, heads)) + 2
     cell = 1 + max(
-        len(_label(part, has_stages))
+        len(_action_label(part, has_stages))
         for order in schedule.orders
         for step in order
         for part in step.parts
     )
     room = max(3, (width - margin + 1) // cell)
-    lines = [_cells(spans, columns, cell, has_stages) for spans in simulation.timeline]
+    lines = [_draw_cells(spans, columns, cell, has_stages) for spans in simulation.timeline]
     first, last = room // 2, (room - 1) // 2  # and one for the sign
     left_out = max(0, columns - first - last) if columns > room else 0
     if left_out:
@@ -367,23 +405,23 @@ def draw(schedule: Schedule, width: int = WIDTH) -> str:
         f"{head:<{margin}}{''.join(cells)}".rstrip()
         for head, cells in zip(heads, lines, strict=True)
     ]
-    return "\n".join((*drawn, _legend(schedule, has_stages, left_out)))
+    return "\n".join((*drawn, _draw_legend(schedule, has_stages, left_out)))
 
 
 def bubble_text(simulation: Simulation) -> str:
-    """Both conventions of the literature, of a schedule with the simulator's equal stages."""
+    """Describe the bubble by both conventions of the literature."""
     return (
         f"{simulation.bubble_fraction:.1%} of the step, {simulation.bubble_ratio:.1%} of the "
         "ideal time, for equal stages and backward = 2 x forward"
     )
 
 
-def _cells(spans: Sequence[Span], columns: int, cell: int, has_stages: bool) -> list[str]:
-    """A rank's columns, `cell` characters each."""
+def _draw_cells(spans: Sequence[Span], columns: int, cell: int, has_stages: bool) -> list[str]:
+    """Return the columns of a rank, `cell` characters each."""
     cells = [_IDLE.ljust(cell)] * columns
     for span in spans:
         start, length = round(span.start), round(span.end - span.start)
-        label = "&".join(_label(part, has_stages) for part in span.step.parts)
+        label = "&".join(_action_label(part, has_stages) for part in span.step.parts)
         filler = _LONGER if length > 1 else " "
         text = label.ljust(length * cell - 1, filler) + " "
         cells[start : start + length] = [
@@ -392,12 +430,13 @@ def _cells(spans: Sequence[Span], columns: int, cell: int, has_stages: bool) -> 
     return cells
 
 
-def _label(action: Action, has_stages: bool) -> str:
-    """With one stage a rank, the line says which."""
+def _action_label(action: Action, has_stages: bool) -> str:
+    """Return the text of an action; with one stage per rank, the line gives the stage."""
     return str(action) if has_stages else f"{action.kind}{action.microbatch}"
 
 
-def _legend(schedule: Schedule, has_stages: bool, left_out: int) -> str:
+def _draw_legend(schedule: Schedule, has_stages: bool, left_out: int) -> str:
+    """Return the legend of the kinds and signs that a drawing uses."""
     steps = [step for order in schedule.orders for step in order]
     kinds = {part.kind for step in steps for part in step.parts}
     parts = [meaning for kind, meaning in MEANINGS.items() if kind in kinds]

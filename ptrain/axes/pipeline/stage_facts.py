@@ -1,6 +1,7 @@
-"""The stages that pp cuts a model into, by the model's facts, and what follows from the order of a
-schedule alone: whose activations a rank holds, and what it sends and receives. A stage is a
-model with fewer layers.
+"""The facts of each pipeline stage, and the results of a schedule's order alone.
+
+These results are the micro-batches whose activations a rank holds, and its sends and receives. A
+stage is described as a model with fewer layers.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ _LAST_USE = (Kind.BACKWARD, Kind.WEIGHT)  # a split backward needs activations u
 
 
 def held(schedule: Schedule, rank: int) -> Iterator[dict[int, int]]:
-    """While each step of a rank runs: of how many micro-batches it holds activations, by stage.
+    """Yield, during each step, the numbers of micro-batches held by a rank's stages.
 
-    A micro-batch counts from its forward to its whole backward or to its weight half, both of
-    these steps included.
+    A stage holds the activations of a micro-batch.
+
+    A micro-batch counts from its forward to its full backward or its weight half, both included.
     """
     counts = dict.fromkeys(schedule.stages_of(rank), 0)
     for step in schedule.orders[rank]:
@@ -43,13 +45,23 @@ def held(schedule: Schedule, rank: int) -> Iterator[dict[int, int]]:
 
 
 def most_held_of(schedule: Schedule, stage: int) -> int:
-    """The most micro-batches whose activations one stage holds at once."""
+    """Return the highest number of micro-batches whose activations one stage holds."""
     return max(counts[stage] for counts in held(schedule, schedule.rank_of[stage]))
 
 
 class Transfer(NamedTuple):
-    """What one rank sends or receives over a boundary in a step: activations forward, gradients
-    backward, one call a micro-batch. Boundary b is between the stages b and b + 1."""
+    """The messages of one rank over one boundary in one direction of a step.
+
+    Activations are sent forward, gradients backward, with one call per micro-batch.
+
+    Attributes:
+        rank: The rank that sends or receives.
+        peer: The other rank.
+        boundary: Boundary b is between the stages b and b + 1.
+        collective: SEND or RECV.
+        phase: FORWARD or BACKWARD.
+        calls: Number of calls in a step.
+    """
 
     rank: int
     peer: int
@@ -60,21 +72,23 @@ class Transfer(NamedTuple):
 
 
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
-    """Return what the ranks send and receive over boundaries, by rank and boundary, forward before
-    backward. A boundary within a rank has no transfer."""
+    """Return the messages over boundaries between ranks, by rank and boundary, forward first."""
     counts = Counter(
         (part.stage, part.kind)
         for order in schedule.orders
         for step in order
         for part in step.parts
     )
-    rows = [row for b in range(schedule.stages - 1) for row in _over(schedule, b, counts)]
+    rows = [
+        row for b in range(schedule.stages - 1) for row in _boundary_transfers(schedule, b, counts)
+    ]
     return tuple(sorted(rows, key=lambda row: (row.rank, row.boundary)))
 
 
-def _over(
+def _boundary_transfers(
     schedule: Schedule, boundary: int, counts: Counter[tuple[int, Kind]]
 ) -> Iterator[Transfer]:
+    """Yield the messages over one boundary."""
     if not schedule.is_crossed(boundary):
         return
     before, after = schedule.rank_of[boundary], schedule.rank_of[boundary + 1]
@@ -98,53 +112,65 @@ def _over(
             )
 
 
-# How often a stage's units are gathered in a step: by the order of its schedule, and by when
-# `sync` gives them back.
-#
-# Backward takes a unit's parameters for the gradients of its inputs: a whole backward or its input
-# half; the weight half multiplies what forward and that half left, and takes none.
+# All-gathers of a stage's units in a step depend on its schedule and on `sync`. Backward needs a
+# unit's parameters for the gradients of its inputs: in a full backward or an input half. The weight
+# half multiplies tensors that forward and the input half left, and needs no parameters.
 
 
 def stage_gathers(
     schedule: Schedule, stage: int, sync: SyncPolicy, *, is_root: bool = False
 ) -> GatherCounts:
-    """Return how often each unit of a stage, or its root, is gathered in a step: where a pass finds
-    it sharded, at first and after every reshard. With one micro-batch after the other it is
-    `axes.data.cost.gathers`."""
+    """Return the numbers of all-gathers of a stage's unit in a step.
+
+    A unit is gathered in each pass that finds it sharded: at first, and after every reshard. For
+    one micro-batch after the other the result equals `axes.data.cost.gathers`.
+
+    Args:
+        schedule: The pipeline's schedule.
+        stage: The stage.
+        sync: When units are resharded.
+        is_root: The unit is the root, which `non-root` keeps gathered.
+    """
     times = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD), 0)
     gives_back = {
         Kind.FORWARD: bool(sync.after_forward(is_root=is_root)),
         Kind.BACKWARD: sync.reshard_after_backward,
     }
     is_sharded = True
-    for kind in _passes(schedule, stage):
+    for kind in _stage_passes(schedule, stage):
         times[kind] += is_sharded
         is_sharded = gives_back[kind]
         if not any(gives_back.values()):
-            break  # whoever gathered it, it stays
+            break  # never freed: it stays gathered after its first pass
     return GatherCounts(times[Kind.FORWARD], times[Kind.BACKWARD])
 
 
-def _passes(schedule: Schedule, stage: int) -> Iterator[Kind]:
-    """Forward and backward, in the order in which the stage's rank computes them."""
+def _stage_passes(schedule: Schedule, stage: int) -> Iterator[Kind]:
+    """Yield forward and backward passes of a stage in order; weight halves do not count."""
     for step in schedule.orders[schedule.rank_of[stage]]:
         for part in step.parts:
             if part.stage == stage and part.kind is not Kind.WEIGHT:
                 yield Kind.FORWARD if part.kind is Kind.FORWARD else Kind.BACKWARD
 
 
-# Of the built-in families: what a tied head takes, and its own name of it.
+# In built-in models: the tied table, and the head's name for it.
 TIED = ("embed.weight", "head.weight")
 
 
 def stages_of(spec: Spec, facts: ModelFacts) -> tuple[Stage, ...]:
-    """The stages that the spec cuts the model into, first to last; none without pp. Raises
-    SpecError where it has too few layers."""
+    """Return the stages of a model, first to last; () without pp.
+
+    Raises:
+        SpecError: The model has too few layers.
+    """
     return () if spec.degree(Axis.PP) == 1 else cut_as_said(spec, layers(spec, facts))
 
 
 def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
-    """Return what stages are cut from: of a built-in model by its family, else as its facts say."""
+    """Return the chain of modules that stages are cut from.
+
+    For a built-in model it follows from the shape, else it is in the facts.
+    """
     if facts.chain is not None:
         return facts.chain
     model = spec.model
@@ -158,12 +184,13 @@ def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
 
 
 def layers(spec: Spec, facts: ModelFacts) -> Layers:
-    """Return what may be cut: whole layers, however small the wrap's units are."""
-    return _layers(facts, chain_of(spec, facts))
+    """Return the layers that stages are made of, independent of the units of the wrap."""
+    return _group_layers(facts, chain_of(spec, facts))
 
 
 @lru_cache(maxsize=2**3)
-def _layers(facts: ModelFacts, chain: Chain) -> Layers:
+def _group_layers(facts: ModelFacts, chain: Chain) -> Layers:
+    """Group the tensors of units by layer, cached."""
     *inner, root = facts.units
     within: dict[str, list[TensorFacts]] = {name: [] for name in chain.layers}
     for unit in inner:
@@ -178,19 +205,23 @@ def _layers(facts: ModelFacts, chain: Chain) -> Layers:
 
 
 def stage_facts(spec: Spec, facts: ModelFacts, stage: Stage) -> ModelFacts:
-    """Return the facts of one stage's part: its units, what it shares with another stage in units
-    of their own, the root with what it has of the ends, and the order in which its gradients are
-    complete. A tied head's copy is complete when the head is."""
+    """Return the facts of one stage's part of the model.
+
+    These are its units, with shared tensors in separate units, the root with its part of the ends,
+    and the order in which gradients are complete. The copy of a tied head is complete when the head
+    is.
+    """
     return _stage_facts(facts, chain_of(spec, facts), stage)
 
 
-@lru_cache(maxsize=2**5)  # who looks for what fits asks of the same model again and again
+@lru_cache(maxsize=2**5)  # a search needs the same model many times
 def _stage_facts(facts: ModelFacts, chain: Chain, stage: Stage) -> ModelFacts:
+    """Return the facts of one stage, cached."""
     tensors = {tensor.name: tensor for tensor in facts.tensors}
     for name, copy in stage.copied:
         tensors[copy] = tensors[name]._replace(name=copy, is_copy=True)
     modules_of = stage.units(facts.unit_modules)
-    first: dict[str, int] = {}  # the unit that a module begins with, inner before outer
+    first: dict[str, int] = {}  # index of the first unit with this module, inner before outer
     for index, modules in enumerate(modules_of):
         for module in modules:
             first.setdefault(module, index)
@@ -214,18 +245,26 @@ def _stage_facts(facts: ModelFacts, chain: Chain, stage: Stage) -> ModelFacts:
         gradient_order=(*copies, *order),
         timeline=None,
         stage_passes=(),
-        stops=() if stage.index else facts.stops,  # what another stage gives has a gradient
+        stops=() if stage.index else facts.stops,  # the inputs from another stage have gradients
     )
 
 
 def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> Roles:
-    """Those of one stage's modules: of the ends only what it has. What it has its own copy of a cut
-    table for is its head, whatever it was called before."""
+    """Return the roles of one stage's modules, without the ends that it lacks.
+
+    A table that the stage has a copy of is its head, independent of its role elsewhere.
+
+    Args:
+        roles: The roles of the full model.
+        stage: The stage.
+        stages: Number of stages.
+        ends: The modules before and after the layers.
+    """
     gone = (
         *(ends.front if stage.index else ()),
         *(ends.behind if stage.index < stages - 1 else ()),
     )
-    kept = tuple(pair for pair in roles if not any(_means(pair[0], name) for name in gone))
+    kept = tuple(pair for pair in roles if not any(_covers(pair[0], name) for name in gone))
     copied = {copy.rpartition(".")[0]: name.rpartition(".")[0] for name, copy in stage.copied}
     heads = tuple(
         (head, Role.HEAD)
@@ -236,6 +275,6 @@ def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> R
     return (*kept, *heads)
 
 
-def _means(pattern: str, module: str) -> bool:
-    """Whether a role is one of a module, or of something in it."""
+def _covers(pattern: str, module: str) -> bool:
+    """Return True if a role's pattern is for a module, or for a part of it."""
     return fits(pattern, module) or pattern.startswith(f"{module}.")

@@ -1,14 +1,14 @@
-"""Apply a placement on the data axes to a module: each plan step as a wrap, ready to run.
+"""Apply a placement on the data axes to a module: one wrap per kind of plan step.
 
-A wrap gives the module to call, selects what belongs to one micro-batch, brings the gradients into
-the optimizer's layout, and lists what the optimizer updates. The loop around it is the same.
+A wrap returns the module to call, the context of each micro-batch, the gradients in the optimizer's
+layout, and the targets that the optimizer updates. The training loop is the same for all.
 
-Replicas are torch's DistributedDataParallel, summing, with buckets of any size, in or after
-backward. Shards by row, all-gathered by unit, are FSDP2's `fully_shard` with its dials, summing.
+Replicas are torch's DistributedDataParallel, summing, with buckets of any size, reduced during or
+after backward. Shards by row, all-gathered by unit, are FSDP2's `fully_shard` with its options,
+summing.
 
-Note: DDP's static_graph stays off. It changes no number, and saves only the search for unused
-parameters, which is off already; and torch 2.13 fails in `no_sync` on the first micro-batch of such
-a model.
+DDP's static_graph stays off. It changes no number, and saves only the search for unused parameters,
+which is off already; torch 2.13 fails in `no_sync` on the first micro-batch of such a model.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ _STOCK_BUCKET_MB = 25
 
 
 class ReplicatedWrap(ParameterWrap):
-    """DistributedDataParallel, summing. Its constructor sends nothing: all ranks hold the same
-    initial weights already."""
+    """The wrap in DistributedDataParallel, which sums gradients.
+
+    Its constructor communicates nothing, since all ranks have equal initial weights.
+    """
 
     def __init__(
         self,
@@ -68,12 +70,12 @@ class ReplicatedWrap(ParameterWrap):
         self.step, self.mesh, self.registry = step, mesh, registry
         self.group = mesh.group(step.axes)
         self.keeps_buckets = False
-        self._buckets: list[torch.Tensor] = []  # of this step, in the order in which they were full
+        self._buckets: list[torch.Tensor] = []  # of this step, in the order in which they filled
         self._unreduced: list[torch.Tensor] = []
         self._reducing: list[dist.Work] = []
         self._trained = [p for p in model.parameters() if p.requires_grad]
         with warnings.catch_warnings():
-            # 2.13 renames broadcast_buffers, but its successor would still broadcast once
+            # torch 2.13 renames broadcast_buffers, but the new argument would still broadcast once
             warnings.simplefilter("ignore", FutureWarning)
             self.wrapped = DistributedDataParallel(
                 model,
@@ -84,7 +86,7 @@ class ReplicatedWrap(ParameterWrap):
                 gradient_as_bucket_view=True,
                 init_sync=False,
             )
-        self.wrapped.register_comm_hook(None, handing_over(self._receive, registry))
+        self.wrapped.register_comm_hook(None, handing_over(self._receive_bucket, registry))
         self.module = self.wrapped
 
     @contextmanager
@@ -98,7 +100,7 @@ class ReplicatedWrap(ParameterWrap):
             yield
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Whether a backward pass reduces is not known yet, and told in it."""
+        """Run forward without synchronization; the backward pass decides whether to reduce."""
         self.keeps_buckets = True
         accumulating: AbstractContextManager[None] = self.wrapped.no_sync()
         return accumulating
@@ -113,9 +115,11 @@ class ReplicatedWrap(ParameterWrap):
     def end_passes(self) -> None:
         self._reduce_kept()
 
-    def _receive(self, bucket: torch.Tensor) -> None:
-        """Sum a full bucket over the ranks, asynchronously; without overlap, later. The loss is
-        divided by a global count already."""
+    def _receive_bucket(self, bucket: torch.Tensor) -> None:
+        """Sum a full bucket over the ranks asynchronously, or later without overlap.
+
+        The loss is divided by a global count already, so gradients are summed.
+        """
         self._buckets.append(bucket)
         if self.step.overlaps:
             if (work := dist.all_reduce(bucket, group=self.group, async_op=True)) is not None:
@@ -124,8 +128,7 @@ class ReplicatedWrap(ParameterWrap):
             self._unreduced.append(bucket)
 
     def _reduce_kept(self) -> None:
-        """When backward is over: wait for what is on its way. Without overlap, reduce one bucket
-        after the other."""
+        """Wait for running reductions after backward, and reduce the remaining buckets."""
         for work in self._reducing:
             work.wait()
         self._reducing.clear()
@@ -134,12 +137,15 @@ class ReplicatedWrap(ParameterWrap):
         self._unreduced.clear()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the buckets: DDP's are few, and hold nothing else. Where somebody put another
-        gradient in place of a view of them, return what he put there."""
-        return list(self._buckets) if self._have_all() else super().gradients()
+        """Return DDP's buckets, which contain only gradients.
 
-    def _have_all(self) -> bool:
-        """Return whether the buckets have all gradients."""
+        If other code replaced a gradient that is a view of a bucket, return the parameters'
+        gradients.
+        """
+        return list(self._buckets) if self._buckets_have_all() else super().gradients()
+
+    def _buckets_have_all(self) -> bool:
+        """Return True if the buckets contain all gradients."""
         if sum(map(torch.numel, self._buckets)) != sum(map(torch.numel, self._trained)):
             return False
         storages = {bucket.untyped_storage()._cdata for bucket in self._buckets}
@@ -149,9 +155,11 @@ class ReplicatedWrap(ParameterWrap):
         )
 
     def clear_gradients(self) -> None:
-        """Accumulation adds into the buckets, so they are zeroed; else autograd's gradients are
-        copied into them, which saves reading them. In the second step DDP makes its buckets
-        anew."""
+        """Zero the buckets if micro-batches accumulate into them, else drop `.grad`.
+
+        Without accumulation, autograd's gradients are copied into the buckets, which need not be
+        read. DDP rebuilds its buckets in the second step.
+        """
         self._buckets.clear()
         for target in self._targets():
             if self.keeps_buckets and target.parameter.grad is not None:
@@ -172,7 +180,10 @@ class ReplicatedWrap(ParameterWrap):
 
 
 def _bucket_cap_mb(step: Replicate) -> float | None:
-    """None for torch's own size, with which it keeps the first bucket small."""
+    """Return DDP's `bucket_cap_mb`.
+
+    None is its default size, with which its first bucket is small.
+    """
     cap = step.bucket_bytes / 2**20
     return None if cap == _STOCK_BUCKET_MB else cap
 
@@ -181,54 +192,65 @@ _RETURNS_A_VIEW = "FSDP2-wrapped module .* returned a view tensor"
 
 
 class FullyShardedWrap(ParameterWrap):
-    """FSDP2 by unit, then the root; on a 2-d mesh it is HSDP. Averaging is off."""
+    """The wrap in FSDP2, unit by unit and then the root, which sums gradients.
+
+    With replicas it is HSDP, on a 2-d mesh.
+    """
 
     def __init__(
         self, model: nn.Module, step: FullyShard, plan: Plan, mesh: Mesh, registry: Registry
     ) -> None:
         super().__init__(model, plan.units, owns_masters=step.materialized)
         if not keeps_its_weights(model):
-            # a gpt's mlp returns a view, and nothing in our models writes into what a unit returns
+            # a GPT's MLP returns a view, and no built-in model writes into a unit's output
             warnings.filterwarnings("ignore", _RETURNS_A_VIEW, UserWarning)
         self.step, self.registry = step, registry
         steps = [(modules, plan.wrap_of(modules)) for modules in plan.units]
         units = [(modules, own) for modules, own in steps if isinstance(own, FullyShard)]
         apart = [modules for modules, own in steps if not isinstance(own, FullyShard)]
-        # what no axis shards stays with autograd
+        # parameters that no axis shards stay with autograd
         self._local = [
             parameter
             for modules in apart
-            for module in self._members(modules)
+            for module in self._unit_modules(modules)
             for parameter in module.parameters()
         ]
-        self.sharded: list[FSDPModule] = []  # one of each unit's modules, which share their state
+        # one module of each unit; its modules share their state
+        self.sharded: list[FSDPModule] = []
         for modules, own in units:
-            self._shard(modules, own, plan.update.layout, mesh)
+            self._shard_unit(modules, own, plan.update.layout, mesh)
         for module, (modules, own) in zip(self.sharded, units, strict=True):
-            self._sum(module, modules[0] or "root", own, mesh)
+            self._use_summing_collectives(module, modules[0] or "root", own, mesh)
         if not step.overlaps:
             fsdp2.gather_behind_computation(model)
         prefetch = step.prefetch if step.overlaps else 0
         if prefetch is not None:
-            Prefetch(self.sharded, [self._members(modules) for modules, _ in units], prefetch)
+            Prefetch(self.sharded, [self._unit_modules(modules) for modules, _ in units], prefetch)
 
-    def _shard(self, modules: Sequence[str], step: FullyShard, layout: Layout, mesh: Mesh) -> None:
-        members = self._members(modules)
-        with unset_fake_temporarily():  # the mesh of a smaller group is cut from a tensor
+    def _shard_unit(
+        self, modules: Sequence[str], step: FullyShard, layout: Layout, mesh: Mesh
+    ) -> None:
+        """Shard the modules of one unit."""
+        members = self._unit_modules(modules)
+        # the mesh of a smaller group is sliced from a tensor, which must be real
+        with unset_fake_temporarily():
             fully_shard(
                 members,
                 mesh=fsdp_mesh(step, mesh),
-                reshard_after_forward=_after_forward(step.sync.reshard_after_forward),
-                mp_policy=_precision(step, layout),
+                reshard_after_forward=_reshard_option(step.sync.reshard_after_forward),
+                mp_policy=_precision_policy(step, layout),
                 ignored_params=set(self._local),
                 shard_placement_fn=partial(_shard_of, step.sync, mesh.size(step.shard_axes)),
             )
         assert isinstance(members[0], FSDPModule)
         self.sharded.append(members[0])
 
-    def _sum(self, module: FSDPModule, name: str, step: FullyShard, mesh: Mesh) -> None:
-        """Let a unit's gradients be summed, not averaged, by collectives that say whose they
-        are."""
+    def _use_summing_collectives(
+        self, module: FSDPModule, name: str, step: FullyShard, mesh: Mesh
+    ) -> None:
+        """Make a unit's gradients summed, not averaged, by collectives that tag their buffers."""
+        # The loss is divided by a global count already. Forced sums: TaggedReduceScatter supports
+        # no other operator.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(TaggedAllGather(self.registry, name))
@@ -240,7 +262,8 @@ class FullyShardedWrap(ParameterWrap):
         for group in parameter_groups(module):
             _name_smaller_group(group, step, mesh)
 
-    def _members(self, modules: Sequence[str]) -> list[nn.Module]:
+    def _unit_modules(self, modules: Sequence[str]) -> list[nn.Module]:
+        """Return the modules of a unit."""
         return [self.model.get_submodule(name) for name in modules]
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
@@ -252,8 +275,12 @@ class FullyShardedWrap(ParameterWrap):
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """In backward torch gathers ahead what was left before, also what a micro-batch before left
-        last, for nothing. So before the first unit of each stands that unit, which is there."""
+        """Temporarily prepare torch's prefetch order for a forward pass.
+
+        In backward, torch prefetches the unit whose forward ended before. For a micro-batch's first
+        unit, this would be the last unit of the previous micro-batch, which is not needed. A unit
+        that is already gathered is therefore put before it: that unit itself.
+        """
         order = fsdp2.backward_order(self.sharded[-1])
         start = len(order)
         order += [group for module in self.sharded for group in parameter_groups(module)][:1]
@@ -263,20 +290,24 @@ class FullyShardedWrap(ParameterWrap):
 
     @contextmanager
     def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
+        """Temporarily set FSDP2's synchronization for a backward pass, or for one half of it.
+
+        The weight half calls no hooks of FSDP2, so gradients are reduced after it.
+        """
         root = self.sharded[-1]
         is_whole = kind is Kind.BACKWARD
         with self.micro_batch(is_last):
-            if not is_whole:  # autograd runs no hook when the weights' gradients are there
+            if not is_whole:  # autograd calls no hooks when it computes weight gradients only
                 root.set_requires_gradient_sync(False)
                 root.set_reshard_after_backward(False)
-            # between micro-batches of which some are still to come back, nothing is at an end
+            # not the last backward while other micro-batches' backward passes are still to come
             root.set_is_last_backward(is_whole and is_last)
             yield
         if kind is Kind.WEIGHT and (is_last or self.step.sync.gradients is GradientSync.EVERY):
             self._reduce_now(is_last)
 
     def _reduce_now(self, is_last: bool) -> None:
-        """What FSDP2's hooks do in a backward pass."""
+        """Reduce gradients as FSDP2's hooks do in a backward pass."""
         root = self.sharded[-1]
         self.micro_batch(is_last)
         root.set_is_last_backward(True)
@@ -288,13 +319,17 @@ class FullyShardedWrap(ParameterWrap):
     def end_evaluation(self) -> None:
         for module in self.sharded:
             module.reshard()
-            for part in fsdp2.parameters(module):  # of a smaller group: kept for a backward pass
+            # shards of smaller groups are kept for a backward pass, which does not follow
+            for part in fsdp2.parameters(module):
                 fsdp2.forget_smaller_shard(part)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        """The shards, also while the module shows gathered parameters; the larger shards of
-        smaller groups; and the gradients: reduced ones of the shards, unreduced ones of the
-        gathered parameters, or of another dtype than these."""
+        """Yield shards, temporary larger shards and gradients with their states.
+
+        The shards are listed while the module shows unsharded parameters, too. Smaller groups keep
+        larger shards between passes. Gradients include the shards' (reduced), the unsharded
+        parameters' (not reduced), and gradients accumulated in another dtype.
+        """
         stored = State.OPTIMIZER if self.step.materialized else State.PARAMETERS
         for module in self.sharded:
             for part in fsdp2.parameters(module):
@@ -310,9 +345,12 @@ class FullyShardedWrap(ParameterWrap):
 
 
 class Prefetch:
-    """Gathers `count` units ahead: in forward those that are entered next, in backward those that
-    were left before. The order is that of the first forward pass; `count` 0 switches off what
-    torch does by itself in backward."""
+    """The prefetch of `count` units ahead of their use.
+
+    In forward, the next units to be entered are gathered; in backward, the units whose forward
+    ended before. The first forward pass sets the order. A `count` of 0 turns off torch's
+    default prefetch in backward.
+    """
 
     def __init__(
         self, sharded: Sequence[FSDPModule], members: Sequence[Sequence[nn.Module]], count: int
@@ -326,22 +364,24 @@ class Prefetch:
             if not parameter_groups(module):
                 continue
             if not count:
-                module.set_modules_to_backward_prefetch([module])  # it is there: nothing to do
+                # the module itself is gathered already, so nothing is prefetched
+                module.set_modules_to_backward_prefetch([module])
                 continue
             self._hooks += [
-                modules[0].register_forward_pre_hook(partial(_note, self._entered, module)),
-                modules[-1].register_forward_hook(partial(_note, self._left, module)),
+                modules[0].register_forward_pre_hook(partial(_append_once, self._entered, module)),
+                modules[-1].register_forward_hook(partial(_append_once, self._left, module)),
             ]
         if count:
-            self._hooks.append(members[-1][0].register_forward_hook(lambda *_: self._settle()))
+            self._hooks.append(members[-1][0].register_forward_hook(lambda *_: self._set_order()))
 
-    def _settle(self) -> None:
-        """The first forward pass is over."""
+    def _set_order(self) -> None:
+        """Set the prefetch order after the first forward pass."""
         for hook in self._hooks:
             hook.remove()
         for place, module in enumerate(self._entered):
             following = self._entered[place + 1 : place + 1 + self.count]
             module.set_modules_to_forward_prefetch(following)
+            # prepended: FSDP2's pre-forward hook reads the list that this hook sets
             self._first[module].register_forward_pre_hook(
                 partial(_gather_ahead, module, following), prepend=True
             )
@@ -352,20 +392,25 @@ class Prefetch:
 
 
 def _gather_ahead(module: FSDPModule, following: list[FSDPModule], *_: object) -> None:
-    """Nothing, where a part of a unit runs again: what follows in forward has been through its
-    backward pass."""
+    """Set the units to prefetch in forward; none if a part of a unit is recomputed in backward.
+
+    The units that follow in forward have finished their backward then.
+    """
     module.set_modules_to_forward_prefetch([] if runs_again() else following)
 
 
-def _note(order: list[FSDPModule], module: FSDPModule, *_: object) -> None:
+def _append_once(order: list[FSDPModule], module: FSDPModule, *_: object) -> None:
+    """Append a module to an order on its first use."""
     if module not in order:
         order.append(module)
 
 
 def allocating_streams(model: nn.Module) -> dict[int, str]:
-    """Return the names of the streams that FSDP2 allocates in, by `stream_key`, once a step has
-    run: reduced gradients in one or two, what is gathered in another. Empty where nothing is fully
-    sharded."""
+    """Return the names of the streams that FSDP2 allocates in, by `stream_key`, after a step.
+
+    It uses one or two for reduced gradients, another for all-gathered units. Empty if no module is
+    fully sharded.
+    """
     return {
         stream_key(stream): name
         for module in model.modules()
@@ -375,32 +420,37 @@ def allocating_streams(model: nn.Module) -> dict[int, str]:
 
 
 def stream_key(stream: Any) -> int:
-    """Return what tells streams apart: a GPU's have a number, and an object made at each look at
-    them; a processor's are objects."""
+    """Return a key of a stream.
+
+    A GPU's stream has a number, but a new Python object at each access. CPU streams are compared by
+    identity.
+    """
     return int(getattr(stream, "stream_id", id(stream)))
 
 
 def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
-    """One dimension, or (replicate, shard)."""
+    """Return the 1-d mesh of shards, or the 2-d mesh (replicate, shard)."""
     shards = mesh.submesh(step.shard_axes)
     if not step.replicate_axes:
         return shards
     return side_by_side(mesh.submesh(step.replicate_axes), shards)
 
 
-def _after_forward(given_back: bool | int | Reshard) -> bool | int | None:
-    """None is torch's own: in the first forward pass the module that it begins with is the root,
-    which stays gathered."""
+def _reshard_option(given_back: bool | int | Reshard) -> bool | int | None:
+    """Return FSDP2's `reshard_after_forward`; None lets torch keep the root gathered.
+
+    The root is the module with which the first forward pass begins.
+    """
     return None if isinstance(given_back, Reshard) else given_back
 
 
 def _shard_of(sync: SyncPolicy, ranks: int, parameter: nn.Parameter) -> Shard:
+    """Return the dimension along which FSDP2 shards a parameter."""
     return Shard(shard_dim(tuple(local(parameter).shape), ranks, sync))
 
 
-def _precision(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
-    """Theta = M: the shards are the masters, gathered in the dtype of the computation. Shards in
-    that dtype are gathered as they are."""
+def _precision_policy(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
+    """Return the precision policy: with Θ = M, masters are all-gathered in the compute dtype."""
     gathered, reduced = TORCH_DTYPES[layout.parameters], TORCH_DTYPES[layout.reduced]
     if step.materialized:
         return MixedPrecisionPolicy(gathered, reduced, cast_forward_inputs=False)
@@ -408,7 +458,7 @@ def _precision(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
 
 
 def _name_smaller_group(group: FSDPParamGroup, step: FullyShard, mesh: Mesh) -> None:
-    """The ranks that keep a unit between forward and backward, where they are fewer than all."""
+    """Register the axes of the group that shards a unit between forward and backward."""
     if (between := fsdp2.smaller_group(group)) is not None:
         mesh.adopt(between, step.shard_axes)
 
@@ -420,8 +470,15 @@ def apply(
     registry: Registry,
     write: RowWriter | None = None,
 ) -> WrappedModel:
-    """Wrap `model` as the plan says. `write`: of a step that is filled by unit, what gives its
-    parameters the values that they have not yet."""
+    """Wrap a model by the plan.
+
+    Args:
+        model: The model, or one stage's part of it.
+        plan: The plan of that part.
+        mesh: The process groups.
+        registry: The tags of storages.
+        write: Writes initial values of flat units, if the parameters have none yet.
+    """
     match plan.wrap:
         case LocalGradients():
             return ParameterWrap(model, plan.units)

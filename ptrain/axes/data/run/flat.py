@@ -1,8 +1,7 @@
-"""Flat units of a module, for any tuple of modes on the data axes with a handler per state; and
-what the program needs of every wrap that leaves parameters in the module.
+"""Flat units of a module, and the interface of all wraps.
 
-Each unit's tensors are views of one flat padded buffer. `axes.data.units` says what becomes of it
-in a step; here autograd's hooks say when.
+Each unit's tensors are views of one flat padded buffer. `axes.data.units` defines the operations on
+it within a step; autograd and module hooks in this module call them.
 """
 
 from __future__ import annotations
@@ -55,20 +54,22 @@ from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind
 
-NamedUnit = tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]  # its modules and parameters
+NamedUnit = tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]  # modules and named parameters
 
 
 class Hooks:
-    """One unit at the hooks of its modules."""
+    """The hooks on one unit's modules."""
 
     def __init__(self, unit: UnitUse[torch.Tensor], modules: Sequence[nn.Module]) -> None:
         self.unit = unit
-        # whose inputs are watched runs other operators: where nothing waits for it they are not
+        # watching inputs changes the operators that run, so it is done only if needed
         self._is_left = unit.frozen is not None and unit.frozen.is_transient
+        # a unit's modules run in order: gather before the first, free after the last
         modules[0].register_forward_pre_hook(self._before_forward, with_kwargs=True)
         modules[-1].register_forward_hook(self._after_forward)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the unit, also if backward recomputes it."""
         is_again = runs_again()
         with torch.no_grad():
             self.unit.before_forward(is_again=is_again)
@@ -77,114 +78,126 @@ class Hooks:
         return when_left((args, kwargs), self._after_backward)
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        """Free the unit after forward, and register hooks on the gradients of its outputs."""
         if runs_again():
-            return  # its backward pass is next, which has its hooks
+            return  # recomputed in backward, whose hooks are in place
         if torch.is_grad_enabled():
-            # what is only passed through gets its gradient when the unit's backward is over
-            passed = {id(tensor) for tensor in _tensors(args)}
-            for tensor in _tensors(output):
+            # an input that is passed through gets its gradient only after the unit's backward
+            passed = {id(tensor) for tensor in _nested_tensors(args)}
+            for tensor in _nested_tensors(output):
                 if tensor.requires_grad and id(tensor) not in passed:
                     tensor.register_hook(self._before_backward)
         self.unit.after_forward()
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
+        """Gather the unit when the first gradient of an output arrives."""
         with torch.no_grad():
             self.unit.before_backward()
 
     def _after_backward(self) -> None:
+        """Free frozen parameters when backward has left the unit."""
         with torch.no_grad():
             self.unit.after_backward()
 
 
-def _watch(unit: UnitLife[torch.Tensor], members: ParameterMembers) -> None:
-    """Tell a unit when autograd has the gradients of its parameters."""
-    own = ref(unit)  # autograd keeps it where no collector looks, and the unit its parameters
+def _register_accumulation_hooks(unit: UnitLife[torch.Tensor], members: ParameterMembers) -> None:
+    """Call the unit when autograd has accumulated the gradient of a parameter."""
+    # a weak reference: autograd keeps hooks in C++, invisible to the garbage collector, and the
+    # unit keeps its parameters
+    own = ref(unit)
     for index, (_, parameter) in enumerate(members.named):
-        parameter.register_post_accumulate_grad_hook(partial(_accumulated, own, index))
+        parameter.register_post_accumulate_grad_hook(partial(_on_accumulated, own, index))
 
 
-def _accumulated(unit: ref[UnitLife[torch.Tensor]], index: int, parameter: object) -> None:
-    """A backward pass that builds no graph of itself runs its hooks without gradients: to switch
-    them off again would be a third of what this costs for every tensor."""
+def _on_accumulated(unit: ref[UnitLife[torch.Tensor]], index: int, parameter: object) -> None:
+    """Handle a gradient that autograd has accumulated.
+
+    Hooks run with gradients disabled in a backward pass that creates no graph. Disabling them again
+    would be a third of the cost per tensor.
+    """
     if (own := unit()) is not None:
         own.accumulated(index)
 
 
 class WrappedModel:
-    """What the program needs of a wrap. One of a whole model, or of a stage by itself, has each
-    tensor once, under the model's name; what it need not do it answers as here."""
+    """The interface of all wraps. Defaults are for a full model, or a single stage."""
 
     module: nn.Module
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around a forward and a backward pass, one after the other."""
+        """Return the context of a forward pass and the backward pass that follows it."""
         return nullcontext()
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Around the forward pass of a micro-batch whose backward pass is not the next one."""
+        """Return the context of a forward pass whose backward pass is not the next pass."""
         return nullcontext()
 
     def backward_pass(self, kind: Kind, is_last: bool) -> AbstractContextManager[None]:
-        """Around its backward pass, or one half of it. `is_last`: the step's gradients are complete
-        after it."""
+        """Return the context of that backward pass, or of one half of it.
+
+        Args:
+            kind: The full pass, or the half for inputs or for weights.
+            is_last: The step's gradients are complete after it.
+        """
         return nullcontext()
 
     def begin_passes(self) -> None:
-        """Before the passes of a step in a pipeline: begin what they would wait for."""
+        """Start the gathers that a step's passes in a pipeline would wait for."""
 
     def settle(self) -> None:
-        """Before the next pass of the rank: wait for what this stage's pass has to."""
+        """Wait for the collectives of this stage's last pass, before the rank's next pass."""
 
     def end_passes(self) -> None:
-        """After them: wait for what they began."""
+        """Wait for the collectives that the passes left."""
 
     def end_evaluation(self) -> None:
-        """Release what was gathered and not used: it is stale after an update."""
+        """Free gathered parameters, which would be stale after an update."""
 
     def consume_with(self, update: Callable[[int], None]) -> None:
-        """G = M: let `update(i)` update the i-th group of targets, as soon as its gradients are
-        complete."""
+        """Call `update(i)` once the gradients of the i-th group are complete (G = M)."""
         raise AssertionError("gradients are updated from in backward by flat units alone")
 
     def reduce_gradients(self) -> None:
-        """Bring the gradients to where the optimizer wants them."""
+        """Bring gradients into the layout of the optimizer."""
 
     def finish_update(self) -> None:
-        """Wait for what is on its way after an update."""
+        """Wait for collectives that run after an update."""
 
     def clear_gradients(self) -> None:
+        """Drop or zero all gradients."""
         raise NotImplementedError
 
     def targets(self) -> Sequence[Sequence[NamedTarget]]:
+        """Return the update targets in groups, one group per unit."""
         raise NotImplementedError
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of all targets: those of many may lie in one tensor."""
+        """Return the gradients of all targets; one tensor may contain several gradients."""
         return gradients_of(self.targets())
 
     def copies(self) -> Sequence[NamedTarget]:
-        """Return the targets of tensors that another stage has itself, where they are counted."""
+        """Return the targets of tensors that another stage owns, and counts."""
         return ()
 
     def canonical_name(self, name: str) -> str:
-        """The model's name of a tensor, or of its optimizer state (`head.weight.exp_avg`)."""
+        """Return the model's name of a tensor or of its optimizer state (`head.weight.exp_avg`)."""
         return name
 
     def own(self, named: Mapping[str, torch.Tensor]) -> Named:
-        """Tensors by the model's names, under the names that the wrap has for them too."""
+        """Return tensors with the model's names under the wrap's names, too."""
         return dict(named)
 
     def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> OwnUpdate | None:
-        """Return the optimizer that is part of the wrap; None if the update is everybody's."""
+        """Return the optimizer of the wrap, None if the standard update is used."""
         return None
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        """Yield stored parameters and gradients with their states."""
         raise NotImplementedError
 
 
 class FlatWrap(WrappedModel):
-    """All units of one model under one plan step. `write`: what gives the parameters values, where
-    they have none: of a unit, when its turn comes, those that this rank keeps."""
+    """The wrap of a model in flat units."""
 
     def __init__(
         self,
@@ -194,6 +207,16 @@ class FlatWrap(WrappedModel):
         registry: Registry,
         write: RowWriter | None = None,
     ) -> None:
+        """Move the parameters to flat buffers, and register all hooks.
+
+        Args:
+            model: The module to wrap.
+            plan: The plan, with flat units.
+            mesh: The process groups.
+            registry: The tags of storages.
+            write: Writes initial values, for parameters that have none. It is called unit by unit,
+                for the elements that this rank stores.
+        """
         step = plan.wrap
         assert isinstance(step, FlatUnits)
         self.module = model
@@ -202,9 +225,9 @@ class FlatWrap(WrappedModel):
         self._by_tensor = not OPTIMIZERS[plan.update.optimizer].is_elementwise
         self._targets: list[Sequence[NamedTarget]] = []
         wrapped = list(parameters_by_unit(model, plan.units))
-        buckets = buckets_of(plan, [(modules, _trained(named)) for modules, named in wrapped])
+        buckets = buckets_of(plan, [(modules, _num_trained(named)) for modules, named in wrapped])
         parts = [
-            self._parts([wrapped[place] for place in bucket], plan, room, write)
+            self._create_unit([wrapped[place] for place in bucket], plan, room, write)
             for bucket in buckets
         ]
         self.units = ModelLife(parts, step, is_pipelined=plan.pipeline is not None)
@@ -215,24 +238,25 @@ class FlatWrap(WrappedModel):
         ]
         for unit in self.units.trained:
             assert isinstance(unit.state, FlatState), "made here"
-            _watch(unit, unit.state.tensors)
+            _register_accumulation_hooks(unit, unit.state.tensors)
 
-    def _parts(
+    def _create_unit(
         self,
         joined: Sequence[NamedUnit],
         plan: Plan,
         room: TorchRoom,
         write: RowWriter | None,
     ) -> UnitParts[torch.Tensor]:
+        """Create the state of the units in one bucket."""
         parameters = [pair for _, named in joined for pair in named]
         modules, _ = joined[-1]
         own, layout = plan.wrap_of(modules), plan.update.layout
         assert isinstance(own, FlatUnits)
         trained = [(name, stored_part(p)) for name, p in parameters if p.requires_grad]
         frozen = [(name, stored_part(p)) for name, p in parameters if not p.requires_grad]
-        state = FlatState(*_buffer(trained, own, room, write), layout, room) if trained else None
+        state = FlatState(*_buffer_of(trained, own, room, write), layout, room) if trained else None
         step = own.of_frozen
-        kept = FlatFrozen(*_buffer(frozen, step, room, write), layout, room) if frozen else None
+        kept = FlatFrozen(*_buffer_of(frozen, step, room, write), layout, room) if frozen else None
         targets: list[NamedTarget] = []
         if state is not None:
             targets += _targets(state, whole_tensors=self._by_tensor)
@@ -248,7 +272,10 @@ class FlatWrap(WrappedModel):
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """One forward and backward pass; the last one reduces and reshards whatever the policy."""
+        """Temporarily run one forward and backward pass.
+
+        The last one reduces and reshards whatever the policy is.
+        """
         self.units.begin_pass(is_last=is_last)
         yield
         with torch.no_grad():
@@ -293,20 +320,20 @@ class FlatWrap(WrappedModel):
         self.units.clear_gradients()
 
     def targets(self) -> Sequence[Sequence[NamedTarget]]:
-        """A group per unit, so that no more than one unit's parameters are gathered at once."""
+        """Return one group of targets per unit, so that one unit at a time is gathered."""
         return self._targets
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         return self.units.storages()
 
 
-def _buffer(
+def _buffer_of(
     named: Sequence[tuple[str, Parameter]],
     step: FlatUnits,
     room: TorchRoom,
     write: RowWriter | None,
 ) -> tuple[ParameterMembers, Cuts[torch.Tensor], FlatUnits]:
-    """Return tensors that have a buffer together, how it is cut, and the step that says so."""
+    """Return the parameters that share a buffer, its layout, and the plan step for it."""
     members = ParameterMembers(named)
     numel = sum(parameter.numel() for _, parameter in members.named)
     cuts = Cuts(room, numel, step.parameters + step.optimizer + step.gradients, step.reduce_scatter)
@@ -316,6 +343,7 @@ def _buffer(
 
 
 def _targets(state: FlatState, *, whole_tensors: bool) -> Sequence[NamedTarget]:
+    """Return the targets of a unit: its shard, or each of its tensors."""
     whole = FlatTarget(state)
     if not whole_tensors:
         return [whole]
@@ -323,13 +351,16 @@ def _targets(state: FlatState, *, whole_tensors: bool) -> Sequence[NamedTarget]:
     return [FlatTensorTarget(update, whole, index) for index in range(len(state.named))]
 
 
-def _trained(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
-    """Return the trained elements that this rank stores of them."""
+def _num_trained(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
+    """Return the number of trained elements that this rank stores of the parameters."""
     return sum(stored_part(own).numel() for _, own in parameters if own.requires_grad)
 
 
 def parameters_by_unit(model: nn.Module, units: UnitModules) -> Iterator[NamedUnit]:
-    """Each unit with the parameters that no unit before it has; units with none are left out."""
+    """Yield each unit with its parameters, except earlier units'.
+
+    Units without any are left out.
+    """
     seen: set[int] = set()
     for modules in units:
         named = [
@@ -343,37 +374,37 @@ def parameters_by_unit(model: nn.Module, units: UnitModules) -> Iterator[NamedUn
             yield modules, named
 
 
-def _tensors(output: object) -> Iterator[torch.Tensor]:
+def _nested_tensors(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a nested structure."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):
         for value in output.values():
-            yield from _tensors(value)
+            yield from _nested_tensors(value)
     elif isinstance(output, (list, tuple)):
         for value in output:
-            yield from _tensors(value)
+            yield from _nested_tensors(value)
 
 
 class OwnUpdate(Protocol):
-    """An optimizer that is part of a wrap: it says where its state lives."""
+    """An optimizer that is part of a wrap, which decides where its state is stored."""
 
     def step(self, lr: float, scaling: Scale[torch.Tensor] | None = None) -> None:
-        """One update with this learning rate, none where `scaling` says so on the device; the
-        parameters are whole when it is over."""
+        """Update all parameters with this learning rate, unless `scaling` skips it."""
 
     def tensors(self) -> Iterator[tuple[NamedTarget, dict[str, torch.Tensor]]]:
-        """Each target with its optimizer state by name."""
+        """Yield each target with its optimizer state by name."""
         ...
 
     def leaves(self) -> Iterator[tuple[NamedTarget, OptimizerLeaf[torch.Tensor]]]:
-        """Each target with the leaf that torch's optimizer knows it by."""
+        """Yield each target with its leaf in torch's optimizer."""
         ...
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
 
 
 class ParameterWrap(WrappedModel):
-    """A module whose parameters stay where they are; on one device, all that is needed."""
+    """A wrap whose parameters stay in the module; on a single device it does all that is needed."""
 
     def __init__(self, model: nn.Module, units: Units, *, owns_masters: bool = False) -> None:
         self.module = model
@@ -387,9 +418,11 @@ class ParameterWrap(WrappedModel):
             target.parameter.grad = None
 
     def targets(self) -> list[list[ParameterTarget]]:
-        """Return a group of targets for each unit. They are read off the module once, before it
-        runs: while a unit is gathered, the module's parameters are not those that the rank
-        stores."""
+        """Return one group of targets per unit.
+
+        They are read from the module once, before it runs: while FSDP2 has unsharded a unit, the
+        module has other parameters than the rank stores.
+        """
         if not self._groups:
             self._groups = [
                 [

@@ -1,10 +1,9 @@
-"""The parts of flat units that the optimizer updates, as checkpoints and the norm see them: by the
-names of the tensors in a unit.
+"""Update targets of flat units, by tensor name, for checkpoints and the gradient norm.
 
-The tensors of one flat unit appear as a module's parameters.
+The tensors of a flat unit appear as a module's parameters.
 
-An update can be spread over replicas: each rank updates whole tensors and sends them to the others
-(torch's ZeroRedundancyOptimizer). Ω is then S, in units of tensors.
+An update can be spread over replicas: each rank updates some full tensors and sends them to the
+others (torch's ZeroRedundancyOptimizer). Ω is then S, in units of tensors.
 """
 
 from __future__ import annotations
@@ -46,22 +45,32 @@ from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FlatUnits
 from ptrain.units import ceil_div
 
-# Writes a parameter's rows, by its canonical name, from the `first` on to a tensor of their shape;
-# rows are those of the part of it that this rank stores.
+# Writes initial values of a parameter: canonical name, parameter, first row, and the tensor to
+# fill. Rows count within the part that this rank stores.
 RowWriter = Callable[[str, Parameter, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """The values of parameters that have none yet: those in the `stretches` of a unit's whole
-    buffer, (start, end) of its elements, which are all that this rank keeps of it."""
+    """A writer of initial values for the part of a unit that this rank stores.
+
+    Attributes:
+        write: Writes rows of a parameter's initial values.
+        stretches: Ranges (start, end) of elements of the unit's full buffer that this rank stores.
+    """
 
     write: RowWriter
     stretches: Sequence[tuple[int, int]]
 
     def fill(self, name: str, parameter: Parameter, start: int, piece: torch.Tensor) -> None:
-        """Write the rows that a stretch reaches to a parameter's `piece` of the buffer, in which it
-        starts there; others keep what they have. A piece without dimensions is one row."""
+        """Write the rows of a parameter that the ranges cover; other rows are left unchanged.
+
+        Args:
+            name: Canonical name of the parameter.
+            parameter: The parameter.
+            start: Its first element in the buffer.
+            piece: Its view of the buffer; 0-d is one row.
+        """
         piece = torch.atleast_1d(piece)
         row = max(1, math.prod(piece.shape[1:]))
         for begin, end in self.stretches:
@@ -72,8 +81,10 @@ class OwnRows:
 
 
 class ParameterMembers:
-    """`named` are parameters, or the parts of them that this rank stores, by canonical name;
-    `values` is what gives them values, where they have none and no memory yet."""
+    """The parameters of a flat unit, or the parts that this rank stores, by canonical name.
+
+    `values` writes initial values, if the parameters have none and no memory yet.
+    """
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self.values: OwnRows | None = None
@@ -85,20 +96,25 @@ class ParameterMembers:
         self.cutting_axes: tuple[Axis, ...] = next(iter(axes), ())
         self.are_cut = [bool(axes_of(parameter)) for _, parameter in named]
         self._starts = [0, *accumulate(map(math.prod, self.shapes))]
+        # contiguous strides, computed once for `as_strided`
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
 
     def pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors as views of a unit's whole buffer."""
-        return [self._piece(whole, index) for index in range(len(self.named))]
+        """Return the tensors as views of the unit's full buffer."""
+        return [self._view_of(whole, index) for index in range(len(self.named))]
 
-    def _piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """One call, where a slice and then its view are two: this is called for every gradient."""
+    def _view_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """Return one tensor's view of the buffer.
+
+        It is called for every gradient, so it uses one call (as_strided) instead of a slice and a
+        view.
+        """
         start = whole.storage_offset() + self._starts[index]
         return whole.as_strided(self.shapes[index], self._strides[index], start)
 
     def adopt(self, whole: torch.Tensor) -> None:
         for index, (name, parameter) in enumerate(self.named):
-            piece = self._piece(whole, index)
+            piece = self._view_of(whole, index)
             if self.values is None:
                 piece.copy_(parameter.detach())
             else:
@@ -107,7 +123,7 @@ class ParameterMembers:
 
     def write(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:
         _, parameter = self.named[index]
-        piece = self._piece(whole, index)
+        piece = self._view_of(whole, index)
         if parameter.grad is None:
             piece.zero_()
         else:
@@ -117,7 +133,7 @@ class ParameterMembers:
     def collect(self, index: int, whole: torch.Tensor) -> None:
         _, parameter = self.named[index]
         if parameter.grad is not None:
-            self._piece(whole, index).add_(parameter.grad)
+            self._view_of(whole, index).add_(parameter.grad)
             parameter.grad = None
 
     def unbind(self) -> None:
@@ -126,7 +142,7 @@ class ParameterMembers:
 
 
 class FlatTensors:
-    """The tensors of one flat buffer, by their names."""
+    """The tensors of one flat buffer by name."""
 
     def __init__(
         self, members: ParameterMembers, cuts: Cuts[torch.Tensor], room: TorchRoom
@@ -137,20 +153,25 @@ class FlatTensors:
         self.mesh, self.device = room.mesh, room.device
 
     def whole(self, cuts: Cuts[torch.Tensor], part: torch.Tensor, cut: Axes) -> torch.Tensor:
-        """A stored tensor made whole on the device, of its own memory."""
+        """Return the full tensor of a stored one, in new memory on the device.
+
+        Args:
+            cuts: The layout of the tensor.
+            part: The stored shard, on any tier.
+            cut: The axes that shard it.
+        """
         room = self.own_room
         held = room.new(part.numel(), room.dtype(part), Tier.DEVICE, State.OTHER)
         held.copy_(part)
         return cuts.gather(held, cut, cut, State.OTHER) if cut else held
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A whole tensor as a checkpoint wants it: cut over the ranks that keep shards of it."""
+        """Return a full tensor for a checkpoint: sharded over the ranks that shard the buffer."""
         axes = self.buffer_cuts.axes
         return distribute_rows(tensor, self.mesh.submesh(axes)) if axes else tensor.clone()
 
     def split(self, part: torch.Tensor, cut: Axes) -> Named:
-        """Rows of the named tensors: gathers the buffer, keeps this rank's share of each of
-        them."""
+        """Return this rank's rows of each named tensor, after an all-gather of the buffer."""
         whole = self.whole(self.buffer_cuts, part, cut)
         return {
             name: self.rows(whole_of(parameter, piece))
@@ -158,7 +179,7 @@ class FlatTensors:
         }
 
     def join(self, named: Named, cut: Axes) -> torch.Tensor:
-        """Return this rank's shard of a buffer of the named tensors."""
+        """Return this rank's shard of a buffer with the named tensors."""
         first, cuts = named[self.named[0][0]], self.buffer_cuts
         whole = torch.zeros(cuts.padded, dtype=first.dtype, device=self.device)
         for (name, parameter), piece in zip(self.named, self.pieces(whole), strict=True):
@@ -166,18 +187,18 @@ class FlatTensors:
         return cuts.take(whole, (), cut)
 
     def export(self, parameters: Parameters[torch.Tensor]) -> Named:
-        """Return the parameters that are in it, by name."""
+        """Return the parameters in the buffer by name."""
         parameters.settle()
         return self.split(parameters.stored, parameters.cut)
 
     def load(self, parameters: Parameters[torch.Tensor], named: Named) -> None:
-        """Write them."""
+        """Write the named tensors to the parameters in the buffer."""
         parameters.settle()
         parameters.stored.copy_(self.join(named, parameters.cut))
 
 
 class FlatState(UnitState[torch.Tensor], FlatTensors):
-    """What is trained of a unit of a module's parameters."""
+    """The trained parameters of a module's unit, with gradients and optimizer state."""
 
     def __init__(
         self,
@@ -192,7 +213,7 @@ class FlatState(UnitState[torch.Tensor], FlatTensors):
 
 
 class FlatFrozen(FlatTensors):
-    """What is frozen of it, of which there is Theta alone."""
+    """The frozen parameters of a unit, which have neither gradients nor optimizer state."""
 
     def __init__(
         self,
@@ -207,7 +228,7 @@ class FlatFrozen(FlatTensors):
 
 
 class FlatTarget(ShardTarget[torch.Tensor]):
-    """One unit: its shard over the axes of the update."""
+    """The target of one unit: its shard over the axes of the update."""
 
     unit: FlatState
 
@@ -244,7 +265,7 @@ class FlatTarget(ShardTarget[torch.Tensor]):
 
 
 class FrozenTarget:
-    """What is frozen of one unit, which nothing updates."""
+    """The target of a unit's frozen parameters, which is never updated."""
 
     is_frozen = True
     is_in_place = False
@@ -255,13 +276,13 @@ class FrozenTarget:
         self.unit = unit
 
     def lasting(self) -> torch.Tensor | None:
-        """Nobody updates it."""
+        """Return None: the tensor is never updated."""
 
     def views(self) -> Iterable[CutView]:
         return []
 
     def working_gradient(self) -> None:
-        """There is none."""
+        """Return None: there is no gradient."""
 
     def value(self) -> torch.Tensor:
         return self.unit.parameters.stored
@@ -289,7 +310,7 @@ class FrozenTarget:
 
 
 class FlatTensorTarget(TensorTarget[torch.Tensor]):
-    """One whole tensor of a unit. What is the unit's is told by its first tensor."""
+    """The target of one full tensor of a unit. The first target also represents the full unit."""
 
     unit: FlatState
 
@@ -333,7 +354,7 @@ class FlatTensorTarget(TensorTarget[torch.Tensor]):
 
 
 def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that every rank holds whole as a DTensor cut along its first dimension."""
+    """Return a replicated tensor as a DTensor that is sharded along its first dimension."""
     if tensor.dim() == 0:
         return DTensor.from_local(tensor.clone(), mesh, [Replicate()], run_check=False)
     rows = ceil_div(tensor.shape[0], mesh.size())
@@ -349,7 +370,7 @@ def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class SpreadTarget(ParameterTarget):
-    """A whole parameter on every rank whose optimizer state is on one, `owner`."""
+    """The target of a replicated parameter whose optimizer state is on one rank, `owner`."""
 
     def __init__(self, name: str, parameter: nn.Parameter, owner: int, mesh: DeviceMesh) -> None:
         super().__init__(name, parameter)
@@ -357,16 +378,20 @@ class SpreadTarget(ParameterTarget):
         self.mesh = mesh
 
     def split(self, part: torch.Tensor) -> Named:
-        """The owner's tensor, cut by rows over all ranks: one is whole here at a time."""
+        """Return the owner's tensor, sharded by rows over all ranks; one at a time is full here."""
         group = self.mesh.get_group()
         whole = torch.empty_like(part, device=self.parameter.device) if part.is_meta else part
+        # `src` is a global rank; owners are ranks within the group
         dist.broadcast(whole, src=dist.get_global_rank(group, self.owner), group=group)
         return {self.name: distribute_rows(whole, self.mesh)}
 
 
 class ZeroRedundancyUpdate:
-    """ZeroRedundancyOptimizer over the targets' parameters, which become views of a bucket per
-    owner; each owner broadcasts its bucket after its update."""
+    """The update by torch's ZeroRedundancyOptimizer.
+
+    The parameters become views of one bucket per owner. Each owner broadcasts its bucket after its
+    update.
+    """
 
     def __init__(
         self,
@@ -391,39 +416,46 @@ class ZeroRedundancyUpdate:
             SpreadTarget(target.name, target.parameter, owners[target.parameter], mesh)
             for target in targets
         ]
-        for bucket in self._buckets():
+        for bucket in self._owner_buckets():
             registry.tag(bucket, State.PARAMETERS)
-        for target in self.targets:  # as torch's first step would, so that it can be loaded into
+        # like torch's first step, so that a checkpoint can be loaded before it
+        for target in self.targets:
             if target.owner == mesh.get_local_rank():
-                self.optimizer.optim.state[target.parameter].update(self._initial(target))
+                self.optimizer.optim.state[target.parameter].update(self._initial_state(target))
 
     def step(self, lr: float, scaling: Scale[torch.Tensor] | None = None) -> None:
         for options in self.optimizer.param_groups:
             options["lr"] = lr
         own = self.optimizer.optim
         scalars = scaling.beside(self.targets[0].value()) if scaling else (None, None)
-        own.grad_scale, own.found_inf = scalars  # where torch.amp.GradScaler leaves them
+        # torch's fused optimizers read these attributes, which torch.amp.GradScaler sets
+        own.grad_scale, own.found_inf = scalars
         self.optimizer.step()
 
     def tensors(self) -> Iterator[tuple[ParameterTarget, dict[str, torch.Tensor]]]:
-        """Every target on every rank; what another rank keeps is a tensor without data. Frozen ones
-        come last, with nothing."""
+        """Yield every target on every rank; state that another rank stores is on meta.
+
+        Frozen targets come last, with no state.
+        """
         for target in self.targets:
             held = self.optimizer.optim.state.get(target.parameter)
-            yield target, dict(held) if held else self._initial(target, torch.device("meta"))
+            yield target, dict(held) if held else self._initial_state(target, torch.device("meta"))
         yield from ((frozen, {}) for frozen in self.frozen)
 
     def leaves(self) -> Iterator[tuple[SpreadTarget, TorchLeaf]]:
         yield from ((target, TorchLeaf(target.parameter)) for target in self.targets)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        """A rank that owns no tensor has a bucket of one element."""
-        yield from ((State.PARAMETERS, bucket) for bucket in self._buckets())
+        """Yield buckets and optimizer state.
+
+        A rank that owns no tensor has a bucket of one element.
+        """
+        yield from ((State.PARAMETERS, bucket) for bucket in self._owner_buckets())
         for state in self.optimizer.optim.state.values():
             yield from ((State.OPTIMIZER, tensor) for tensor in state.values())
 
-    def _buckets(self) -> Iterator[torch.Tensor]:
+    def _owner_buckets(self) -> Iterator[torch.Tensor]:
         return zero_redundancy.buckets(self.optimizer)
 
-    def _initial(self, target: ParameterTarget, device: torch.device | None = None) -> Named:
+    def _initial_state(self, target: ParameterTarget, device: torch.device | None = None) -> Named:
         return initial_state(self.spec.name, self.spec, target.parameter.detach(), device)

@@ -1,6 +1,6 @@
-"""DDP's communication hook: it hands the buckets over, to be summed by whoever takes them.
+"""DDP's communication hook, which passes full buckets to a receiver that sums them.
 
-Note: torch reads the hook's annotations as objects, so this module does not postpone them.
+torch reads the hook's annotations as objects, so this module does not postpone them.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,11 @@ Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def handing_over(receive: Callable[[torch.Tensor], None], registry: Registry) -> Hook:
-    """A hook that calls `receive` with each full bucket, and lets DDP wait for nothing: gradients
-    are views of the buckets, so they are reduced when these are. A future that is done spares a
-    callback in the backend's thread."""
+    """Return a hook that calls `receive` with each full bucket, and makes DDP wait for nothing.
+
+    Gradients are views of the buckets, so they are reduced when the buckets are. A completed future
+    avoids a callback in the backend's thread.
+    """
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = registry.tag(bucket.buffer(), State.GRADIENTS)

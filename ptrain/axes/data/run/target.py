@@ -1,6 +1,7 @@
-"""What the optimizer updates: a local tensor that stands for named parameters, its gradient, and
-the place of its optimizer state. Of a parameter that another axis cut, a data axis keeps,
-reduces and updates the rank's part like any other tensor.
+"""Update targets: local tensors that represent named parameters, with gradient and optimizer state.
+
+If another axis shards a parameter, a data axis stores, reduces and updates the rank's part like any
+other tensor.
 """
 
 from __future__ import annotations
@@ -20,52 +21,54 @@ from ptrain.rooms.torch import same_memory
 from ptrain.spec.placement import EXPERT_AXES, Axis
 
 Named = dict[str, torch.Tensor]
-OPERATOR_AXES = (*EXPERT_AXES, Axis.TP)  # that may have parts of an operator
-CutView = tuple[tuple[Axis, ...], torch.Tensor]  # axes that cut the operator, and elements of it
+OPERATOR_AXES = (*EXPERT_AXES, Axis.TP)  # axes whose ranks may have different parts of an operator
+# axes that shard the operator, and a view of its elements
+CutView = tuple[tuple[Axis, ...], torch.Tensor]
 
 
 class NamedTarget(Target[torch.Tensor], Protocol):
-    """A local tensor that the optimizer updates, and how it stands for named parameters."""
+    """A local tensor that the optimizer updates, and its relation to named parameters."""
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The reduced gradient where and as it is kept: what is clipped and checked."""
+        """The stored, reduced gradient, which is clipped and checked."""
         ...
 
     def views(self) -> Iterable[CutView]:
-        """Views that make up `gradient`, and along which axes ranks have others in their place."""
+        """Return views that make up `gradient`, each with the axes that shard its operator."""
         ...
 
     def named(self, part: torch.Tensor) -> Named:
-        """A tensor shaped like `value`, on any tier, as full tensors by canonical name (DTensor
-        where it is cut)."""
+        """Return a tensor shaped like `value`, on any tier, as full tensors by canonical name.
+
+        Sharded tensors are DTensors.
+        """
         ...
 
     def split(self, part: torch.Tensor) -> Named:
-        """A stored tensor of optimizer state as full tensors by canonical name (DTensor where it
-        is cut)."""
+        """Return a tensor of optimizer state as full tensors (or DTensors) by canonical name."""
         ...
 
     def join(self, named: Named) -> torch.Tensor:
-        """Return the stored tensor that `split` takes apart into `named`."""
+        """Return the stored tensor that `split` splits into `named`."""
         ...
 
     def export(self) -> Named:
-        """The parameters by canonical name."""
+        """Return the parameters by canonical name."""
         ...
 
     def load(self, named: Named) -> None:
-        """Write these tensors, named as `export` names them, to the parameters."""
+        """Write tensors with the names of `export` to the parameters."""
 
 
 def gradients_of(groups: Iterable[Iterable[NamedTarget]]) -> list[torch.Tensor]:
-    """Return the gradients of these targets, of those that have one."""
+    """Return the gradients of the targets that have one."""
     gradients = [target.gradient for group in groups for target in group]
     return [gradient for gradient in gradients if gradient is not None]
 
 
 class ParameterTarget:
-    """A parameter whose local part is a tensor: itself, or the local part of a DTensor."""
+    """A parameter as a target: itself, or the local part of a DTensor."""
 
     is_in_place = True
 
@@ -88,7 +91,7 @@ class ParameterTarget:
         return [] if gradient is None else [(cutting_axes(self.parameter), gradient)]
 
     def lasting(self) -> torch.Tensor | None:
-        """The parameter, unless the optimizer is given a part of it."""
+        """Return the parameter, or None if the optimizer gets the local part of a DTensor."""
         return None if isinstance(self.parameter, DTensor) else self.parameter
 
     def working_gradient(self) -> torch.Tensor | None:
@@ -110,9 +113,10 @@ class ParameterTarget:
 
     def named(self, part: torch.Tensor) -> Named:
         whole = self.parameter
+        # scalars, such as step counters, are not sharded
         if not isinstance(whole, DTensor) or part.dim() == 0 != whole.dim():
             return {self.name: part}
-        return {self.name: _alike(part, whole)}
+        return {self.name: _with_layout_of(part, whole)}
 
     def join(self, named: Named) -> torch.Tensor:
         return rows_of(named[self.name], self.parameter)
@@ -124,8 +128,8 @@ class ParameterTarget:
         self.value().copy_(rows_of(named[self.name], self.parameter))
 
 
-def _alike(part: torch.Tensor, like: DTensor) -> DTensor:
-    """Return a rank's part as what is cut like `like`."""
+def _with_layout_of(part: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a rank's part as a DTensor with the layout of `like`."""
     return DTensor.from_local(
         part,
         like.device_mesh,
@@ -137,9 +141,10 @@ def _alike(part: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def cutting_axes(parameter: torch.Tensor) -> tuple[Axis, ...]:
-    """Return along which axes ranks have other features of the parameter's operator, or other
-    experts of it, or where nobody has experts of his own, other rows; what axes of data alone cut
-    is of one tensor all the same."""
+    """Return the axes along which ranks have different parts of the parameter's operator.
+
+    The parts are features or experts. Axes that shard data only do not count.
+    """
     if not isinstance(parameter, DTensor):
         return ()
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -149,8 +154,7 @@ def cutting_axes(parameter: torch.Tensor) -> tuple[Axis, ...]:
 
 
 def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of `tensor` if it is cut like `like`; `tensor` itself is cut in
-    any way or whole."""
+    """Return this rank's part of `tensor` in the layout of `like`; `tensor` may have any layout."""
     if not isinstance(like, DTensor) or tensor.dim() == 0 != like.dim():
         return full(tensor)
     if (
@@ -163,12 +167,12 @@ def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be cut over ranks."""
+    """Return the full tensor of one that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def window_of(like: torch.Tensor) -> Window:
-    """Return which elements this rank holds of what is cut like `like`."""
+    """Return the window of elements that this rank holds of a tensor with the layout of `like`."""
     if not isinstance(like, DTensor):
         return whole(like.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
@@ -179,37 +183,37 @@ def window_of(like: torch.Tensor) -> Window:
 
 
 class LocalPart:
-    """What a flat unit asks of a parameter, asked of a DTensor's local tensor."""
+    """The local tensor of a DTensor, with the parameter interface that flat units use."""
 
     def __init__(self, parameter: DTensor) -> None:
         self.parameter = parameter
 
     @property
-    def _held(self) -> torch.Tensor:
+    def _local_part(self) -> torch.Tensor:
         held: torch.Tensor = self.parameter._local_tensor
         return held
 
     @property
     def shape(self) -> torch.Size:
-        return self._held.shape
+        return self._local_part.shape
 
     @property
     def device(self) -> torch.device:
-        return self._held.device
+        return self._local_part.device
 
     def numel(self) -> int:
-        return int(self._held.numel())
+        return int(self._local_part.numel())
 
     def detach(self) -> torch.Tensor:
-        return self._held.detach()
+        return self._local_part.detach()
 
     @property
     def data(self) -> torch.Tensor:
-        return self._held.data
+        return self._local_part.data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self._held.data = value
+        self._local_part.data = value
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -218,7 +222,7 @@ class LocalPart:
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self.parameter.grad = None if value is None else _alike(value, self.parameter)
+        self.parameter.grad = None if value is None else _with_layout_of(value, self.parameter)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[object], None]) -> None:
         self.parameter.register_post_accumulate_grad_hook(hook)
@@ -228,26 +232,26 @@ Parameter: TypeAlias = "nn.Parameter | LocalPart"
 
 
 def stored_part(parameter: nn.Parameter) -> Parameter:
-    """The parameter itself, or the part of it that this rank stores."""
+    """Return the parameter, or its local part if it is a DTensor."""
     return LocalPart(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def whole_parameter(stored: Parameter) -> nn.Parameter:
-    """Return the parameter that it is, or is a part of."""
+    """Return the parameter of a stored part."""
     return stored.parameter if isinstance(stored, LocalPart) else stored
 
 
 def axes_of(parameter: Parameter) -> tuple[Axis, ...]:
-    """Return the axes that cut the parameter's operator over ranks."""
+    """Return the axes that shard the parameter's operator."""
     return cutting_axes(whole_parameter(parameter))
 
 
 def whole_of(parameter: Parameter, part: torch.Tensor) -> torch.Tensor:
-    """A tensor that is cut like the parameter, made whole on every rank."""
+    """Return the full tensor of one that is sharded like the parameter, on every rank."""
     is_cut = isinstance(parameter, LocalPart) and part.dim()
-    return _alike(part, parameter.parameter).full_tensor() if is_cut else part
+    return _with_layout_of(part, parameter.parameter).full_tensor() if is_cut else part
 
 
 def part_of(parameter: Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that is whole."""
+    """Return this rank's part of a full tensor."""
     return rows_of(whole, whole_parameter(parameter))

@@ -1,14 +1,13 @@
-"""Cut a stage's part from a model: the model itself, with stand-ins for the layers of other stages
-and for the missing ends.
+"""Cut a stage's part from a model, with placeholders for all modules that it lacks.
 
-The first stage takes tokens, the others hidden states and tokens; the last one returns the model's
+The first stage takes tokens, the others hidden states and tokens. The last one returns the model's
 output, the others hidden states. All remaining modules keep their names.
 
-The model's own forward runs in every part. Every stage after the first enters it at its first
-layer, which is given the received hidden states instead of its input. Every stage before the last
-leaves it at the layer after its own, with the input of that layer. The model's computation around
-its layers (masks, rotations, views of the tokens) runs on every stage. The output of its embeddings
-has no memory on later stages, and the modules after its layers run on the last one alone.
+The model's forward runs in every part. A later stage enters it at its first layer, which gets the
+received hidden states instead of its input. An earlier stage leaves it at the layer after its last
+one, with the input of that layer. The model's computation around its layers (masks, rotations,
+views of the tokens) runs on every stage. The output of its embeddings has no memory on later
+stages, and the modules after its layers run on the last stage only.
 """
 
 from __future__ import annotations
@@ -37,42 +36,52 @@ from ptrain.spec.spec import Spec
 
 
 class Crossing:
-    """The hidden states that the micro-batch in its forward pass was given by the stage before.
-    `is_written`: the model writes into what stands in for its modules in front."""
+    """The hidden states that a stage received for the micro-batch in its forward pass.
+
+    `is_written`: the model writes into the outputs of the placeholders for modules before its
+    layers.
+    """
 
     def __init__(self, *, is_written: bool) -> None:
         self._is_written = is_written
         self._hidden: Tensor | None = None
-        self._number: Tensor | None = None  # of the hidden states, whose memory others have
+        # one element of the hidden states, whose memory placeholders share
+        self._number: Tensor | None = None
         self._before: Tensor | None = None
 
     @property
     def hidden(self) -> Tensor:
-        """[samples, ...]; a stage behind the first has them while it runs."""
+        """The received hidden states [samples, ...], during the forward pass of a later stage."""
         assert self._hidden is not None, "only a stage behind the first is given hidden states"
         return self._hidden
 
     def enter(self, hidden: Tensor | None) -> None:
-        """Begin a forward pass with what the stage was given, or end one."""
+        """Begin a forward pass with the received hidden states, or end it with None."""
         self._hidden, self._before, self._number = hidden, None, None
 
     @property
     def before(self) -> Tensor:
-        """What each layer of a stage before gives: as there may be a hundred, the same one, unless
-        it is written into."""
+        """The output of each earlier layer.
+
+        There may be a hundred, so they share one tensor, unless it is written into.
+        """
         if self._before is None or self._is_written:
             self._before = self.shaped(self.hidden.shape)
         return self._before
 
     def swapped(self, _: nn.Module, given: Any, named: Any) -> Any:
-        """A hook of the stage's first layer: the first tensor that this is given becomes the hidden
-        states."""
-        first = given[0] if given and is_real(given[0]) else _first_real((given, named))
-        return _replaced((given, named), first, self.hidden)
+        """Replace the first layer's input by the hidden states (forward pre-hook).
+
+        The input is the first floating-point tensor among the arguments.
+        """
+        first = given[0] if given and is_real(given[0]) else _hidden_among((given, named))
+        return _replace_tensor((given, named), first, self.hidden)
 
     def shaped(self, shape: Iterable[int]) -> Tensor:
-        """Return a tensor of numbers that nobody needs. Unless they are written into it has no
-        memory of its own."""
+        """Return a tensor with arbitrary values.
+
+        It has no memory, unless the model writes into it.
+        """
         if self._is_written:
             return self.hidden.detach().new_zeros(*shape)
         if self._number is None:
@@ -81,7 +90,7 @@ class Crossing:
 
 
 class Left(Exception):
-    """A forward pass has come to a layer of the next stage, which waits for `hidden`."""
+    """The end of a forward pass at a layer of the next stage, with the `hidden` states for it."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -89,8 +98,11 @@ class Left(Exception):
 
 
 class LayerBefore(nn.Identity):
-    """A layer of a stage before: it gives what has the shape of hidden states. `returns`: in a
-    tuple of so many, whose others are None; 0 for that alone."""
+    """The placeholder for a layer of an earlier stage, which returns a tensor like hidden states.
+
+    `returns` is the length of the tuple that the layer returns, whose other items are None; 0 for a
+    tensor.
+    """
 
     def __init__(self, crossing: Crossing, returns: int) -> None:
         super().__init__()
@@ -102,38 +114,42 @@ class LayerBefore(nn.Identity):
 
 
 class LayerBehind(nn.Identity):
-    """A layer of a stage behind: here the stage's forward pass ends."""
+    """The placeholder for a layer of a later stage, at which the forward pass ends."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        raise Left(_first_real((given, named)))
+        raise Left(_hidden_among((given, named)))
 
 
 class InFront(nn.Identity):
-    """A module in front of the layers, on a stage behind the first: what it gives has the shape of
-    what the module would give, and no memory. The module itself runs on the meta device, once for
-    each shape and dtype of what it is given."""
+    """The placeholder for a module before the layers, on a later stage.
+
+    Its output has the shape of the module's output, but no memory. The module runs on the meta
+    device, once for each shape and dtype of its inputs.
+    """
 
     def __init__(self, module: nn.Module, crossing: Crossing) -> None:
         super().__init__()
         self._crossing = crossing
-        self._module = (on_meta(module),)  # in a tuple it is no child
+        self._module = (on_meta(module),)  # in a tuple, so that it is not registered as a child
         self._outputs: dict[Hashable, Tensor] = {}  # on the meta device
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        key = self.training, _kinds(given, named)
+        key = self.training, _input_key(given, named)
         if key in self._outputs:
-            return self._like(self._outputs[key])
-        output = self._run(given, named)
-        if key[1] is not None and isinstance(output, Tensor) and len(self._outputs) < _MOST:
+            return self._placeholder_like(self._outputs[key])
+        output = self._run_on_meta(given, named)
+        if key[1] is not None and isinstance(output, Tensor) and len(self._outputs) < _MAX_CACHED:
             self._outputs[key] = output
-        return tree_map(self._like, output)
+        return tree_map(self._placeholder_like, output)
 
-    def _run(self, given: Any, named: Any) -> Any:
+    def _run_on_meta(self, given: Any, named: Any) -> Any:
+        """Run the module on meta, outside all modes, since meters must not count its tensors."""
         (module,) = self._module
-        with torch.no_grad(), without_modes():  # no meter counts what has no memory
+        with torch.no_grad(), without_modes():  # meters must not count meta tensors
             return module(*tree_map(as_meta, given), **tree_map(as_meta, named))
 
-    def _like(self, output: object) -> object:
+    def _placeholder_like(self, output: object) -> object:
+        """Return a placeholder for an output tensor."""
         if not isinstance(output, Tensor):
             return output
         if not output.is_floating_point():
@@ -142,9 +158,11 @@ class InFront(nn.Identity):
         return self._crossing.shaped(output.shape)
 
 
-def _kinds(given: tuple[Any, ...], named: dict[str, Any]) -> Hashable | None:
-    """Shapes and dtypes of tensors, and plain values as they are; None where there is anything
-    else, of which nobody knows whether it is the same."""
+def _input_key(given: tuple[Any, ...], named: dict[str, Any]) -> Hashable | None:
+    """Return a key of shapes, dtypes and plain values, None if there are other arguments.
+
+    Other arguments cannot be compared, so their outputs are not cached.
+    """
     values = (*given, *named.values())
     if not all(isinstance(value, (Tensor, *_PLAIN)) for value in values):
         return None
@@ -152,38 +170,41 @@ def _kinds(given: tuple[Any, ...], named: dict[str, Any]) -> Hashable | None:
     return (tuple(named), *kinds)
 
 
-_MOST = 64  # kinds of what is given that are kept: a step's number may be among it
+_MAX_CACHED = 64  # most cached outputs: inputs may include a step number
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class StagePart(nn.Module):
-    """A stage's part of a model, as a class over the model's own, which takes what the model takes,
-    and behind the first stage hidden states before that. It returns the hidden states for the next
-    stage, or on the last one what the model returns."""
+    """A stage's part of a model, as a class derived from the model's.
+
+    It takes the model's inputs and, on later stages, hidden states before them. It returns the
+    hidden states for the next stage, or on the last stage the model's output.
+    """
 
     _crossing: Crossing
-    _first: str  # of the stage's layers; none on the first stage, which enters nowhere
+    _first: str  # the stage's first layer; "" on the first stage
     _front: dict[
         str, torch.Size
-    ]  # parameters in front of the layers that belong to no module there
+    ]  # shapes of parameters before the layers that belong to no module there
 
     def forward(self, *given: Any, **named: Any) -> Any:
         try:
             if not self._first:
                 return super().forward(*given, **named)
-            with self._entered(given[0]):
+            with self._with_hidden(given[0]):
                 return super().forward(*given[1:], **named)
         except Left as left:
             return left.hidden
 
     @contextmanager
-    def _entered(self, hidden: Tensor) -> Iterator[None]:
+    def _with_hidden(self, hidden: Tensor) -> Iterator[None]:
+        """Temporarily install the received hidden states."""
         self._crossing.enter(hidden)
         for name, shape in self._front.items():
-            owner, attribute = _owner(self, name)
+            owner, attribute = _owner_and_attribute(self, name)
             owner.__dict__[attribute] = self._crossing.shaped(shape)
-        # a data axis gathers, and watches gradients, by hooks on the layer that were there before:
-        # they must be given the hidden states
+        # Hooks of data axes on this layer were registered earlier, so this one is prepended: they
+        # must see the hidden states.
         handle = self.get_submodule(self._first).register_forward_pre_hook(
             self._crossing.swapped, prepend=True, with_kwargs=True
         )
@@ -193,13 +214,15 @@ class StagePart(nn.Module):
             handle.remove()
             self._crossing.enter(None)
             for name in self._front:
-                owner, attribute = _owner(self, name)
+                owner, attribute = _owner_and_attribute(self, name)
                 del owner.__dict__[attribute]
 
 
 class CalledOnce:
-    """A stage as the model that whoever computes a loss calls: it is given the hidden states by the
-    way, and one before the last goes no further than the call."""
+    """A stage as the model that the loss's code calls.
+
+    It passes the hidden states to the stage. Before the last stage, the call ends the loss's code.
+    """
 
     def __init__(self, module: nn.Module, hidden: Tensor | None, *, is_last: bool) -> None:
         self._module, self._is_last = module, is_last
@@ -220,7 +243,7 @@ class CalledOnce:
 
 
 def run_stage(model: CalledOnce, forward: Callable[[Any], Any]) -> Any:
-    """Return what a stage hands on, or on the last stage what `forward` makes of the model."""
+    """Return a stage's output, or on the last stage the result of `forward` for the model."""
     try:
         return forward(model)
     except Left as left:
@@ -228,57 +251,77 @@ def run_stage(model: CalledOnce, forward: Callable[[Any], Any]) -> Any:
 
 
 def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable[str]) -> None:
-    """Make `model`, whose other stages' modules are replaced, a StagePart in place, without the
-    parameters that `front` names. `first` is the layer where it is entered, if it is."""
+    """Make a model a StagePart in place.
+
+    Args:
+        model: The model, with placeholders for other stages' modules.
+        crossing: The received hidden states.
+        first: Name of the layer at which forward is entered; "" on the first stage.
+        front: Names of parameters before the layers, which are removed.
+    """
     shapes = {}
     for name in front:
         shapes[name] = model.get_parameter(name).shape
-        owner, attribute = _owner(model, name)
+        owner, attribute = _owner_and_attribute(model, name)
         delattr(owner, attribute)
+    # a subclass of the model's class: its forward and its methods stay available
     kind = type(model)
     model.__class__ = type(kind.__name__, (StagePart, kind), {"__module__": kind.__module__})
     vars(model).update(_crossing=crossing, _first=first, _front=shapes)
 
 
-def _first_real(values: Any) -> Tensor:
-    """The hidden states that a layer is given: its first tensor of real numbers."""
+def _hidden_among(values: Any) -> Tensor:
+    """Return the hidden states among a layer's inputs: the first floating-point tensor."""
     first = first_real(values)
     assert first is not None, "a layer is given hidden states"
     return first
 
 
-def _replaced(value: Any, before: Tensor, behind: Tensor) -> Any:
-    """Return the same with one tensor for another. It is asked for in every pass: plain containers
-    do without torch's tree_map."""
+def _replace_tensor(value: Any, before: Tensor, behind: Tensor) -> Any:
+    """Return a nested value with one tensor replaced by another.
+
+    It runs in every pass, so plain containers are handled without torch's slower tree_map.
+    """
     if value is before:
         return behind
     match value:
         case Tensor() | bool() | int() | float() | str() | None:
             return value
         case tuple() if type(value) is tuple:
-            return tuple([_replaced(item, before, behind) for item in value])
+            return tuple([_replace_tensor(item, before, behind) for item in value])
         case dict() if type(value) is dict:
-            return {key: _replaced(item, before, behind) for key, item in value.items()}
+            return {key: _replace_tensor(item, before, behind) for key, item in value.items()}
     return tree_map(lambda x: behind if x is before else x, value)
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner_and_attribute(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that owns a parameter, and its attribute name there."""
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
 
 
 @torch.no_grad()
 def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain) -> nn.Module:
-    """Return the part of stage `index`. It shares its parameters with `model`, but for what another
-    stage has too, and has buffers of its own."""
+    """Return one stage's part of a model.
+
+    It shares its parameters with `model`, except tensors that another stage has too, and has
+    separate buffers.
+
+    Args:
+        model: The full model.
+        stages: All stages.
+        index: The stage.
+        chain: The modules that stages are cut from.
+    """
     stage, crossing = stages[index], Crossing(is_written=chain.is_written)
     known, parameters = dict(model.named_modules()), dict(model.named_parameters())
     front, behind = chain.absent_ends(stage)
     gone: dict[int, nn.Module] = {
         id(known[name]): _stand_in(known[name], name, stage, chain, crossing)
         for name in chain.lacking(stage)
-        if name in known  # a tied head may be no module
+        if name in known  # a tied head may not be a module
     }
+    # the memo shares the parameters with the model, and puts placeholders in place of modules
     part = copy.deepcopy(model, {**{id(own): own for own in parameters.values()}, **gone})
     for name in behind:
         if name in parameters:
@@ -287,29 +330,36 @@ def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain)
     bare = [name for name in front if name in parameters]
     as_part(part, crossing, first=stage.layers[0] if index else "", front=bare)
     for name, copied in stage.copied:
-        _copy(part, copied, model.get_parameter(name))
+        _add_copy(part, copied, model.get_parameter(name))
     return part
 
 
 def _stand_in(
     module: nn.Module, name: str, stage: Stage, chain: Chain, crossing: Crossing
 ) -> nn.Module:
+    """Return the placeholder for a module that the stage lacks."""
     if name in chain.ends.front:
         return InFront(module, crossing)
     if name in chain.ends.behind:
-        return nn.Identity()  # no forward pass gets there
+        return nn.Identity()  # never reached in forward
     is_before = chain.layers.index(name) < chain.layers.index(stage.layers[0])
     return LayerBefore(crossing, chain.returns) if is_before else LayerBehind()
 
 
 def apart(output: torch.Tensor) -> torch.Tensor:
-    """Return what a stage hands on: in one piece, as it is sent, and not as a view of what it was
-    made of, since torch detaches it in place. If it was in one piece it has the same memory."""
+    """Return a stage's output as a contiguous tensor that is not a view.
+
+    torch detaches it in place, which views do not support.
+
+    A contiguous output is not copied.
+    """
     output = output.contiguous()
-    return _Apart.apply(output) if output._is_view() else output
+    return _WithoutView.apply(output) if output._is_view() else output
 
 
-class _Apart(torch.autograd.Function):
+class _WithoutView(torch.autograd.Function):
+    """The identity, whose output is no view of its input."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.detach()
@@ -319,9 +369,11 @@ class _Apart(torch.autograd.Function):
         return gradient
 
 
-def _copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
-    """Put the stage's own copy of a tensor in the module that it belongs to; a built-in model,
-    whose tied head is none, makes a new one."""
+def _add_copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
+    """Put the stage's copy of a tensor into its module.
+
+    A built-in model's tied head is no module, so a new one is created.
+    """
     path, _, attribute = name.rpartition(".")
     if path == "head" and isinstance(part, Transformer):
         part.head = part.new_head(device="meta", dtype=source.dtype)
@@ -329,45 +381,56 @@ def _copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
     setattr(part.get_submodule(path), attribute, own)
 
 
-# Whether a model's stages, one after the other, compute what the model computes.
-#
-# A stage may need more of the ones before than their hidden states: a number that no gradient
-# flows through, or that is written into a buffer. Every stage runs the model's own forward, with
-# numbers that nobody needs in place of what is in front of its layers.
+# Check that a model's stages give the model's output. A stage may need more of the earlier
+# ones than hidden states: a number without gradient, or a value in a buffer. Every stage runs the
+# model's forward with arbitrary numbers in place of the modules before its layers.
 
 
 Forward = Callable[[Any], Any]
 
-_ROUNDINGS = 4  # of the largest logit: the operators are the same, on tensors of the same sizes
+# of the largest logit; operators and sizes are identical, so only a few roundings can differ
+_ROUNDINGS = 4
 
 
 def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec: Spec) -> None:
-    """Raises SpecError where they do not: in training mode without dropout, or in evaluation mode
-    where the model still draws random numbers. Costs three forward passes of a few tokens, or of a
-    micro-batch of the user's."""
+    """Require that a model's stages, one after the other, give the model's output.
+
+    They are compared in training mode without dropout, or in evaluation mode if the model still
+    draws random numbers. This takes three forward passes of a few tokens, or of one of the user's
+    micro-batches.
+
+    Args:
+        model: The model, with weights.
+        stages: All stages.
+        chain: The modules that stages are cut from.
+        spec: The spec, for the loss and the samples.
+
+    Raises:
+        SpecError: They differ.
+    """
     samples = probe(model, spec)
     forward = partial(objective_of(spec.loss).forward, samples=samples)
     with torch.no_grad(), forked(), without_dropout(model):
-        draws = _draws(model, forward)
+        draws = _draws_random_numbers(model, forward)
         with in_mode(model, training=not draws):
             with copied_buffers(model):
                 whole = forward(model)
                 written = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            hidden = _through(model, stages, chain, samples, forward, written)
-    if not _is_alike(hidden, whole):
+            hidden = _run_stages(model, stages, chain, samples, forward, written)
+    if not _is_close(hidden, whole):
         more = "layers pass more than hidden states to each other (tensors without gradients)"
-        raise _unlike(f"{more}: the stages compute different outputs than the model")
+        raise _not_splittable(f"{more}: the stages compute different outputs than the model")
 
 
-def _draws(model: nn.Module, forward: Forward) -> bool:
-    """Whether a forward pass in training mode draws random numbers."""
+def _draws_random_numbers(model: nn.Module, forward: Forward) -> bool:
+    """Return True if a forward pass in training mode draws random numbers."""
     before = drawn_state()
     with in_mode(model, training=True), copied_buffers(model):
         forward(model)
     return bool(drawn_state() != before)
 
 
-def _through(
+def _run_stages(
     model: nn.Module,
     stages: Sequence[Stage],
     chain: Chain,
@@ -375,46 +438,60 @@ def _through(
     forward: Forward,
     written: Mapping[str, Tensor],
 ) -> Tensor:
-    """Return what the last stage gives, each given what the one before does. Raises SpecError for
-    other numbers than `written` in a buffer."""
+    """Return the last stage's output, with each stage run on the previous one's output.
+
+    Raises:
+        SpecError: A stage fails, or writes other values than `written` into a buffer.
+    """
     hidden, last = None, len(stages) - 1
     for index in range(len(stages)):
         part = part_of(model, stages, index, chain)
-        hidden = _output(CalledOnce(part, hidden, is_last=index == last), index, forward)
-        _require_written_alike(part, index, written)
+        hidden = _run_checked(CalledOnce(part, hidden, is_last=index == last), index, forward)
+        _require_equal_buffers(part, index, written)
         if index < last:
             _require_shape(hidden, index, chain, samples)
     assert hidden is not None, "there is a stage"
     return hidden
 
 
-def _output(called: CalledOnce, index: int, forward: Forward) -> Tensor:
+def _run_checked(called: CalledOnce, index: int, forward: Forward) -> Tensor:
+    """Return a stage's output."""
+
     def fault(error: BaseException) -> Fault:
-        return _unlike(f"stage {index} does not run on its own inputs: {said(error)}").faults[0]
+        return _not_splittable(
+            f"stage {index} does not run on its own inputs: {said(error)}"
+        ).faults[0]
 
     with boundary(fault):
         output = run_stage(called, forward)
     if not isinstance(output, Tensor):
-        raise _unlike(f"stage {index} returns a {type(output).__name__} instead of one tensor")
+        raise _not_splittable(
+            f"stage {index} returns a {type(output).__name__} instead of one tensor"
+        )
     return output
 
 
 def _require_shape(hidden: Tensor, index: int, chain: Chain, samples: SampleBatch) -> None:
+    """Require that a stage's output has the shape of hidden states."""
     tokens = samples.inputs.shape[1] if isinstance(samples.data, TokenPair) else 0
     wanted = [samples.rows, *chain.sample_shape(tokens)]
     if list(hidden.shape) != wanted:
-        raise _unlike(f"stage {index} returns {list(hidden.shape)}, but hidden states are {wanted}")
+        raise _not_splittable(
+            f"stage {index} returns {list(hidden.shape)}, but hidden states are {wanted}"
+        )
 
 
-def _require_written_alike(part: nn.Module, index: int, buffers: Mapping[str, Tensor]) -> None:
+def _require_equal_buffers(part: nn.Module, index: int, buffers: Mapping[str, Tensor]) -> None:
+    """Require that a stage writes the model's values into its buffers."""
     for name, buffer in part.named_buffers():
-        if name in buffers and not _is_alike(buffer, buffers[name]):
-            raise _unlike(
+        if name in buffers and not _is_close(buffer, buffers[name]):
+            raise _not_splittable(
                 f"the forward pass modifies {name}, and stage {index} writes different values"
             )
 
 
-def _is_alike(own: Tensor, whole: Tensor) -> bool:
+def _is_close(own: Tensor, whole: Tensor) -> bool:
+    """Return True if two tensors are equal up to `_ROUNDINGS` roundings of the largest value."""
     if own.dtype != whole.dtype or own.shape != whole.shape:
         return False
     if not own.is_floating_point():
@@ -423,7 +500,8 @@ def _is_alike(own: Tensor, whole: Tensor) -> bool:
     return torch.allclose(own, whole, rtol=0.0, atol=bound, equal_nan=True)
 
 
-def _unlike(finding: str) -> SpecError:
+def _not_splittable(finding: str) -> SpecError:
+    """Return the error for a model that cannot be split."""
     return refused(
         "mesh.pp",
         f"the model cannot be split into stages by its modules: {finding}",

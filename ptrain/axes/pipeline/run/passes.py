@@ -1,7 +1,8 @@
-"""torch's backward passes of a stage, whole and in halves: all that is used of torch's pipelining
-(`internals.pipelining`; `tests/unit/test_stage_passes.py` fails when torch changes what they do).
+"""torch's backward passes of a stage, full and in halves.
 
-Gradients of parameters are added to what `.grad` holds.
+Nothing else of torch's pipelining is used (`internals.pipelining`).
+`tests/unit/test_stage_passes.py` fails if torch changes their behavior. Gradients of parameters are
+added to `.grad`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,21 @@ from ptrain.internals.pipelining import (
 )
 from ptrain.models.ledger import local
 
-Groups = list[dict[str, Any]]  # parameters, and where their half of a backward pass goes on
+# parameters, and the nodes from which their half of backward continues
+Groups = list[dict[str, Any]]
 
 
 def backward(root: Tensor, gradient: Tensor | None, given: Tensor) -> Tensor | None:
-    """Run the whole backward pass of what a stage made of `given`, from its output or the last
-    stage's loss, with its gradient (None for 1, of a loss). Return the gradient of `given`, None of
-    tokens."""
+    """Run the full backward pass of a stage.
+
+    Args:
+        root: The stage's output, or the last stage's loss.
+        gradient: Gradient of `root`, None for 1.
+        given: The stage's input.
+
+    Returns:
+        The gradient of `given`, None for tokens.
+    """
     if gradient is None:
         gradients = stage_backward(root, None, (given,))
     else:
@@ -39,8 +48,19 @@ def backward(root: Tensor, gradient: Tensor | None, given: Tensor) -> Tensor | N
 def backward_input(
     root: Tensor, gradient: Tensor | None, given: Tensor, parameters: Iterable[Tensor]
 ) -> tuple[Tensor | None, Groups]:
-    """Compute what the stage before waits for, the gradient of `given`, and what `backward_weight`
-    goes on from. `root` is detached in place."""
+    """Run the half of a backward pass that the previous stage waits for.
+
+    `root` is detached in place.
+
+    Args:
+        root: The stage's output, or the last stage's loss.
+        gradient: Gradient of `root`, None for 1.
+        given: The stage's input.
+        parameters: The stage's parameters.
+
+    Returns:
+        The gradient of `given`, and the groups from which `backward_weight` continues.
+    """
     gradients = None if gradient is None else [gradient]
     of_inputs, groups = stage_backward_input([root], gradients, [given], iter(parameters))
     (of_given,) = of_inputs
@@ -48,19 +68,23 @@ def backward_input(
 
 
 def backward_weight(parameters: Sequence[Tensor], groups: Groups) -> None:
-    """The half that nobody waits for. torch keeps the nodes and parameters of a group in sets,
-    whose order is that of addresses: what lives at once would be anybody's. Here it is the
-    model's order."""
+    """Run the half of a backward pass that no stage waits for.
+
+    torch keeps nodes and parameters of a group in sets, whose order depends on addresses, and so
+    would the memory that is live at once. They are therefore sorted in model order.
+    """
     in_model_order(groups, parameters)
     stage_backward_weight(iter(parameters), groups)
     for parameter in parameters:
-        _lay_out(parameter)
+        _match_layout(parameter)
 
 
-def _lay_out(parameter: Tensor) -> None:
-    """Let a gradient lie as its parameter does. autograd sees to it where it keeps one, and fused
-    optimizers rely on it; torch's half of the weights keeps what comes, which of a matrix that is
-    multiplied transposed is transposed."""
+def _match_layout(parameter: Tensor) -> None:
+    """Make a gradient contiguous if its parameter is.
+
+    Autograd's accumulation does this, and fused optimizers rely on it. torch's weight half keeps
+    the gradient's layout, which is transposed for a matrix that is multiplied transposed.
+    """
     gradient = parameter.grad
     if (
         gradient is not None
@@ -71,7 +95,7 @@ def _lay_out(parameter: Tensor) -> None:
 
 
 def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:
-    """Sort what `backward_input` gave, in place."""
+    """Sort the groups from `backward_input` in place."""
     places = {node_of(parameter): place for place, parameter in enumerate(parameters)}
     for group in groups:
         group["params"] = sorted(group["params"], key=places.__getitem__)

@@ -1,16 +1,12 @@
-"""Build a rank's pipeline stages, each with its own wrap, and run its instructions one after the
-other.
+"""A rank's pipeline stages: wraps, passes, and the executor of its instructions.
 
-The stages act as one wrapped model: their passes, the code around them, their memory for
-micro-batches in flight, and the sum of gradients of tensors that the first and the last stage
-share.
-
-For a micro-batch a stage holds the input, the output and, on the last stage, the loss until its
-backward pass is over; for a backward pass in halves the gradient of the output too. So a schedule's
-memory follows from its instructions (`derivation.in_flight`).
+The stages act as one wrapped model. For a micro-batch, a stage holds the input, the output and, on
+the last stage, the loss until its backward pass is over; for a backward pass in halves, also the
+gradient of the output. A schedule's memory therefore follows from its instructions
+(`derivation.in_flight`).
 
 Neighbouring stages of one rank pass the tensor itself. A received tensor lives until the pass that
-takes it releases it, a sent one until its `Release`.
+takes it drops it, a sent one until its `Release`.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ from ptrain.timeline import Kind
 
 @dataclass(frozen=True, slots=True)
 class LocalStage:
-    """One stage: its number, its module and what wraps it."""
+    """A stage of this rank: its number, its module and its wrap."""
 
     index: int
     module: nn.Module
@@ -62,7 +58,7 @@ class LocalStage:
 
 
 class Staged(WrappedModel):
-    """What the program needs of a rank's stages. The passes are the schedule's."""
+    """A rank's stages as one wrapped model; the schedule runs their passes."""
 
     def __init__(
         self, parts: Sequence[LocalStage], step: Pipeline, mesh: Mesh, chain: Chain
@@ -72,9 +68,9 @@ class Staged(WrappedModel):
         self.module = nn.ModuleList(part.module for part in parts)
         self.step = step
         self.mesh = mesh
-        self._copies_of = {part.index: list(self._copied(part)) for part in parts}
-        self._shared = [target for part in parts for target in self._of_ends(part)]
-        self._twins = self._both_ends() if step.shared else None
+        self._copies_of = {part.index: list(self._copies_on(part)) for part in parts}
+        self._shared = [target for part in parts for target in self._shared_at_ends(part)]
+        self._ends_group = self._group_of_ends() if step.shared else None
 
     def end_evaluation(self) -> None:
         for part in self.parts:
@@ -83,7 +79,7 @@ class Staged(WrappedModel):
     def consume_with(self, update: Callable[[int], None]) -> None:
         groups = 0
         for part in self.parts:
-            part.wrapped.consume_with(_from(update, groups))
+            part.wrapped.consume_with(_offset_update(update, groups))
             groups += len(part.wrapped.targets())
 
     @torch.no_grad()
@@ -105,7 +101,7 @@ class Staged(WrappedModel):
         return [group for part in self.parts for group in part.wrapped.targets()]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of a stage that has copies, by target: those are not counted here."""
+        """Return the gradients of all stages, without copies."""
         return [
             gradient
             for part in self.parts
@@ -121,7 +117,7 @@ class Staged(WrappedModel):
             yield from part.wrapped.storages()
 
     def copies(self) -> Sequence[NamedTarget]:
-        """Return the targets of what the first stage has itself, where it is counted."""
+        """Return the targets of tensors that the first stage owns, and counts."""
         return [target for copies in self._copies_of.values() for target in copies]
 
     def canonical_name(self, name: str) -> str:
@@ -131,31 +127,31 @@ class Staged(WrappedModel):
         return name
 
     def own(self, named: Mapping[str, torch.Tensor]) -> Named:
-        """Return the tensors by the model's names, and those of copies by the stages' names too."""
+        """Return tensors by the model's names, with copies also by the stages' names."""
         copies = {copied: named[name] for name, copied in self.step.shared if name in named}
         return {**named, **copies}
 
-    def _copied(self, part: LocalStage) -> Iterator[NamedTarget]:
-        """Of a stage the targets of copies, each a unit of its own, that have gradients."""
+    def _copies_on(self, part: LocalStage) -> Iterator[NamedTarget]:
+        """Yield the trained targets of copies on a stage; each is a separate unit."""
         if part.index:
             targets = self._shared_targets(part, [copied for _, copied in self.step.shared])
             yield from (target for target in targets if not target.is_frozen)
 
-    def _of_ends(self, part: LocalStage) -> Iterator[NamedTarget]:
-        """Of the first stage the targets that the last one has a copy of, of the last one these."""
+    def _shared_at_ends(self, part: LocalStage) -> Iterator[NamedTarget]:
+        """Yield the shared targets on the first stage, and their copies on the last."""
         names = {0: [name for name, _ in self.step.shared]}
         names[self.step.stages - 1] = [copied for _, copied in self.step.shared]
         yield from self._shared_targets(part, names.get(part.index, ()))
 
     def _shared_targets(self, part: LocalStage, names: Sequence[str]) -> Iterator[NamedTarget]:
-        """To ask for a target's names may gather it over tp: before the first step only."""
+        """Yield the targets with these names, before the first step: `export` may all-gather."""
         for group in part.wrapped.targets():
             yield from (
                 target for target in group if any(name in target.export() for name in names)
             )
 
-    def _both_ends(self) -> dist.ProcessGroup | None:
-        """The group of the first and the last stage's ranks, where they are two and this is one."""
+    def _group_of_ends(self) -> dist.ProcessGroup | None:
+        """Return the first and last stage's group; None elsewhere, or if they share a rank."""
         axis, ends = self.step.axis, (self.step.rank_of[0], self.step.rank_of[-1])
         if ends[0] == ends[1]:
             return None
@@ -164,27 +160,28 @@ class Staged(WrappedModel):
         return self.mesh.group_at(axis, ends)
 
     def _sum_shared(self) -> None:
+        """Sum the gradients of shared tensors over the first and the last stage."""
         held = [g for target in self._shared if (g := target.gradient) is not None]
-        if self._twins is not None:
+        if self._ends_group is not None:
             for gradient in held:
                 self.mesh.registry.tag(gradient, State.GRADIENTS)
-                dist.all_reduce(gradient, group=self._twins)
+                dist.all_reduce(gradient, group=self._ends_group)
         elif held:
             first, last = held[: len(held) // 2], held[len(held) // 2 :]
             for one, other in zip(first, last, strict=True):
                 other.copy_(one.add_(other))
 
 
-def _from(update: Callable[[int], None], groups: int) -> Callable[[int], None]:
+def _offset_update(update: Callable[[int], None], groups: int) -> Callable[[int], None]:
+    """Shift the index of an update function by the groups of earlier stages."""
     return lambda index: update(groups + index)
 
 
-# What a rank says when its pipeline fails: at which stage and micro-batch, or whom it waited for.
-#
-# torch puts a message of its own around what a backward pass raises; a reader wants the cause.
+# Errors of a pipeline name the stage and micro-batch, or the rank that was waited for. torch wraps
+# errors of a backward pass; the cause is reported instead.
 
 
-# What a module's code raises: mistakes of Python, and torch's own errors.
+# errors of a module's code: Python's, and torch's
 _RAISED = (
     ArithmeticError,
     AssertionError,
@@ -198,7 +195,7 @@ _RAISED = (
 
 @contextmanager
 def named(stage: int, micro_batch: int) -> Iterator[None]:
-    """Raises RankFailed with the place of what is raised inside, and its cause."""
+    """Temporarily raise errors of a stage's code as RankFailed with place and cause."""
     try:
         yield
     except _RAISED as error:
@@ -210,8 +207,7 @@ def named(stage: int, micro_batch: int) -> Iterator[None]:
 
 
 class Waits:
-    """The message that a rank posts or waits for, and whether it receives it: whom the rank names
-    where that fails."""
+    """The message that a rank is posting or waiting for, to name the other rank in an error."""
 
     def __init__(self, rank_of: tuple[int, ...], group: dist.ProcessGroup) -> None:
         self._rank_of, self._group = rank_of, group
@@ -220,22 +216,22 @@ class Waits:
 
     @contextmanager
     def on(self, message: Message, *, is_received: bool = False) -> Iterator[None]:
-        """Name the other rank if what runs inside fails; what fails after it is the rank's own."""
+        """Temporarily name the other rank of a message in errors."""
         self._message, self._is_received = message, is_received
         yield
         self._message = None
 
     @contextmanager
     def watched(self, stages: str) -> Iterator[None]:
-        """Raises RankFailed where a neighbour is gone or silent; it names that rank. `stages` are
-        those of this rank."""
-        self._message = None  # that of a step before, which failed
+        """Temporarily raise errors as RankFailed with this rank's `stages` and the neighbour."""
+        self._message = None  # left from an earlier step that failed
         try:
             yield
         except RuntimeError as error:
-            raise RankFailed(f"{stages}: {self._waiting()}{error}") from error
+            raise RankFailed(f"{stages}: {self._describe_message()}{error}") from error
 
-    def _waiting(self) -> str:
+    def _describe_message(self) -> str:
+        """Describe the current message, "" if there is none."""
         if self._message is None:
             return ""
         phase, source, micro_batch = self._message
@@ -252,19 +248,18 @@ Seed = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class BoundaryTensor:
-    """What goes from stage to stage: hidden states of one micro-batch, [micro, tokens, hidden] (of
-    this rank's slice of the tokens)."""
+    """The hidden states of one micro-batch between stages: [micro, local tokens, hidden]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
     def empty(self) -> Tensor:
+        """Return an uninitialized buffer."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def require(self, output: Tensor, stage: int, micro_batch: int) -> None:
-        """Raises RankFailed for anything else than the next stage waits for: it would take the
-        bytes for what they are not."""
+        """Raise RankFailed unless an output is as expected (its bytes would be misread)."""
         if (tuple(output.shape), output.dtype) != (self.shape, self.dtype):
             raise RankFailed(
                 f"stage {stage}, micro-batch {micro_batch}: hidden states are "
@@ -275,10 +270,15 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True)
 class PassCallbacks:
-    """What a program wants of passes: `forward` runs a stage, given the model to call and the
-    samples; the last stage's forward pass runs in `given(samples)`, then `loss` is called with
-    what it returned and the samples, `evaluated` where nothing is trained; backward begins with
-    `seed` of the loss, None for 1; `enter` is told of every pass."""
+    """The functions that a program supplies for passes.
+
+    Attributes:
+        forward: Runs a stage, given the model to call and the samples.
+        given: Returns the context of the last stage's forward pass.
+        loss: Returns the loss of the last stage's output; `evaluated` is for evaluations.
+        seed: Returns the gradient of the loss, None for 1.
+        enter: Called with the phase and micro-batch of every pass.
+    """
 
     forward: Callable[[Any, SampleBatch], Tensor]
     given: Callable[[SampleBatch], AbstractContextManager[None]]
@@ -300,15 +300,17 @@ class _InFlight:
 
     @property
     def root(self) -> Tensor:
-        """Where its backward pass begins."""
+        """The tensor at which its backward pass begins."""
         root = self.output if self.loss is None else self.loss
         assert root is not None, "dropped after the half that begins there alone"
         return root
 
 
 class StageRunner:
-    """The passes of one stage, the last of `stages` or not. Raises RankFailed where the module
-    fails or gives something else than the next stage waits for."""
+    """The runner of one stage's passes.
+
+    They raise RankFailed if the module fails or returns another tensor than expected.
+    """
 
     def __init__(
         self, part: LocalStage, stages: int, boundary: BoundaryTensor, callbacks: PassCallbacks
@@ -317,12 +319,12 @@ class StageRunner:
         self.is_first, self.is_last = part.index == 0, part.index == stages - 1
         self.boundary, self.asked = boundary, callbacks
         self._in_flight: dict[int, _InFlight] = {}
-        self._left = 0  # backward passes of the step
+        self._passes_left = 0  # backward passes left in the step
 
     def begin(self, micro_batches: int) -> None:
-        """A step of so many begins."""
+        """Begin a step of `micro_batches` micro-batches."""
         self._in_flight.clear()
-        self._left = micro_batches
+        self._passes_left = micro_batches
         self.asked.enter(Phase.FORWARD, 0)
         self.wrapped.begin_passes()
 
@@ -333,10 +335,12 @@ class StageRunner:
         number: int,
         add: Callable[[Tensor], object],
     ) -> Tensor | None:
-        """The forward pass of micro-batch `number` alone: hidden states for the next stage, or None
-        of the last one, where `add` is called with the loss. `given` as of `compute`."""
+        """Run only forward of micro-batch `number`; on the last stage, call `add` with the loss.
+
+        `given` are the received hidden states. Returns those for the next stage, if any.
+        """
         with named(self.index, number):
-            output = self._run(self.module, given, samples)
+            output = self._run_module(self.module, given, samples)
             if not self.is_last:
                 self.boundary.require(output, self.index, number)
                 return output
@@ -344,38 +348,40 @@ class StageRunner:
         return None
 
     def compute(self, action: Action, given: Tensor | None, samples: SampleBatch) -> Tensor | None:
-        """One pass of a micro-batch. `given` is what another stage made for it. Returns what it
-        makes for another stage."""
+        """Run one pass; take the received tensor, and return the one for another stage."""
         number = action.microbatch
         match action.kind:
             case Kind.FORWARD:
                 given = None if given is None else given.requires_grad_()
-                return self._forward(number, given, samples)
+                return self._run_forward(number, given, samples)
             case Kind.INPUT if self.is_first:
-                # nobody waits for gradients of tokens: the weights' half is the whole
+                # tokens have no gradient that another stage waits for: the weight half does the
+                # full backward
                 self._in_flight[number].gradient = given
                 return None
             case Kind.WEIGHT if self.is_first:
-                return self._backward(number, self._in_flight[number].gradient)
+                return self._run_backward(number, self._in_flight[number].gradient)
             case Kind.BACKWARD:
-                return self._backward(number, given)
+                return self._run_backward(number, given)
             case Kind.INPUT:
                 return self._backward_input(number, given)
             case Kind.WEIGHT:
                 self._backward_weight(number)
                 return None
 
-    def _run(self, module: nn.Module, given: Tensor | None, samples: SampleBatch) -> Tensor:
+    def _run_module(self, module: nn.Module, given: Tensor | None, samples: SampleBatch) -> Tensor:
         model = CalledOnce(module, given, is_last=self.is_last)
         with self.asked.given(samples) if self.is_last else nullcontext():
             output: Tensor = run_stage(model, lambda called: self.asked.forward(called, samples))
         return output
 
-    def _forward(self, number: int, given: Tensor | None, samples: SampleBatch) -> Tensor | None:
+    def _run_forward(
+        self, number: int, given: Tensor | None, samples: SampleBatch
+    ) -> Tensor | None:
         self.asked.enter(Phase.FORWARD, number)
         with named(self.index, number):
             with self.wrapped.forward_pass():
-                output = apart(self._run(self.wrapped.module, given, samples))
+                output = apart(self._run_module(self.wrapped.module, given, samples))
             given = samples.tensors[0] if given is None else given
             if not self.is_last:
                 self.boundary.require(output, self.index, number)
@@ -385,18 +391,18 @@ class StageRunner:
         self._in_flight[number] = _InFlight(given, output, loss)
         return None
 
-    def _backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
+    def _run_backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight.pop(number)
-        with self._pass(Kind.BACKWARD, number):
-            return backward(flight.root, self._seed(flight, gradient), flight.given)
+        with self._backward_pass(Kind.BACKWARD, number):
+            return backward(flight.root, self._backward_seed(flight, gradient), flight.given)
 
     def _backward_input(self, number: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight[number]
         flight.gradient = gradient
-        with self._pass(Kind.INPUT, number):
+        with self._backward_pass(Kind.INPUT, number):
             of_given, flight.groups = backward_input(
                 flight.root,
-                self._seed(flight, gradient),
+                self._backward_seed(flight, gradient),
                 flight.given,
                 self.wrapped.module.parameters(),
             )
@@ -407,36 +413,28 @@ class StageRunner:
     def _backward_weight(self, number: int) -> None:
         flight = self._in_flight.pop(number)
         assert flight.groups is not None, "the other half comes first"
-        with self._pass(Kind.WEIGHT, number):
+        with self._backward_pass(Kind.WEIGHT, number):
             backward_weight(list(self.wrapped.module.parameters()), flight.groups)
 
-    def _seed(self, flight: _InFlight, gradient: Tensor | None) -> Tensor | None:
-        """What a backward pass begins with: the gradient of the output, or the loss's seed."""
+    def _backward_seed(self, flight: _InFlight, gradient: Tensor | None) -> Tensor | None:
+        """Return the gradient with which backward begins: of the output, or the loss's seed."""
         return gradient if flight.loss is None else self.asked.seed(flight.loss)
 
     @contextmanager
-    def _pass(self, kind: Kind, number: int) -> Iterator[None]:
-        is_last = kind is not Kind.INPUT and self._left == 1
-        self._left -= kind is not Kind.INPUT
+    def _backward_pass(self, kind: Kind, number: int) -> Iterator[None]:
+        is_last = kind is not Kind.INPUT and self._passes_left == 1
+        self._passes_left -= kind is not Kind.INPUT
         self.asked.enter(Phase.BACKWARD, number)
         with named(self.index, number), self.wrapped.backward_pass(kind, is_last):
             yield
 
 
-# The runtime of a pipeline: a rank's instructions, one after the other, and nothing else.
-#
-# Passes of neighbouring stages on one rank hand each other the tensor itself. What is received
-# lives until the pass that takes it lets go of it, what is sent until its `Release`.
-
-
-# A pass, and what another stage made for it -> what it makes for another stage.
+# A pass and the tensor that it takes from another stage -> the tensor for another stage.
 Compute = Callable[[Action, Tensor | None], Tensor | None]
 
 
 class Runtime:
-    """Of the rank that has some of the stages; `rank_of` are the ranks of all stages in `group`.
-    Raises RankFailed where a pass does, RuntimeError where a neighbour is gone or silent; what
-    it waited for stands in `waits`."""
+    """The executor of one rank's instructions; `rank_of` has the rank of each stage in `group`."""
 
     def __init__(
         self,
@@ -448,67 +446,74 @@ class Runtime:
         self.rank_of, self.group = rank_of, group
         self.boundary, self.registry = boundary, registry
         self.waits = Waits(rank_of, group)
-        self._here: dict[Message, Tensor] = {}  # received, or made by a pass, and not taken
-        self._coming: dict[Message, dist.Work | None] = {}
+        self._here: dict[Message, Tensor] = {}  # received or made by a pass, and not taken yet
+        self._receiving: dict[Message, dist.Work | None] = {}
         self._sent: dict[Message, tuple[Tensor, dist.Work | None]] = {}
 
     def run(self, instructions: Iterable[Instruction], compute: Compute) -> None:
-        """All of them, with `compute` for the passes."""
-        for held in (self._here, self._coming, self._sent):
-            held.clear()  # a step before may have failed
+        """Execute the instructions, with `compute` for passes.
+
+        It raises RankFailed if a pass fails, and RuntimeError if a neighbour is gone or silent.
+        """
+        for held in (self._here, self._receiving, self._sent):
+            held.clear()  # an earlier step may have failed
         for instruction in instructions:
             match instruction:
                 case Action():
-                    self._compute(instruction, compute)
+                    self._run_pass(instruction, compute)
                 case Receive(message):
-                    self._receive(message)
+                    self._post_receive(message)
                 case Send(message):
-                    self._send(message)
+                    self._post_send(message)
                 case Release(message):
-                    self._release(message)
+                    self._finish_send(message)
 
-    def _compute(self, action: Action, compute: Compute) -> None:
+    def _run_pass(self, action: Action, compute: Compute) -> None:
+        """Run a pass with the message that it takes, and keep the message that it makes."""
         needed, produced = taken(action, len(self.rank_of)), given(action, len(self.rank_of))
-        result = compute(action, None if needed is None else self._take(needed))
+        result = compute(action, None if needed is None else self._take_message(needed))
         if produced is not None:
-            # of an input that nothing depends on there is no gradient
+            # an input without effect on the output has no gradient
             self._here[produced] = self.boundary.empty().zero_() if result is None else result
 
-    def _take(self, message: Message) -> Tensor:
-        if message in self._coming:
+    def _take_message(self, message: Message) -> Tensor:
+        """Return a message's tensor, received by then or made on this rank."""
+        if message in self._receiving:
             with self.waits.on(message, is_received=True):
-                _wait(self._coming.pop(message))
+                _wait_for(self._receiving.pop(message))
         return self._here.pop(message)
 
-    def _receive(self, message: Message) -> None:
+    def _post_receive(self, message: Message) -> None:
         self._here[message] = buffer = self.boundary.empty()
         self.registry.tag(buffer, State.ACTIVATIONS, phase=message.phase)
         with self.waits.on(message, is_received=True):
             source = self.rank_of[message.source]
-            self._coming[message] = dist.irecv(buffer, group=self.group, group_src=source)
+            self._receiving[message] = dist.irecv(buffer, group=self.group, group_src=source)
 
-    def _send(self, message: Message) -> None:
+    def _post_send(self, message: Message) -> None:
         tensor = self._here.pop(message).contiguous()
         self.registry.tag(tensor, State.ACTIVATIONS, phase=message.phase)
         with self.waits.on(message):
             target = self.rank_of[message.target]
             self._sent[message] = tensor, dist.isend(tensor, group=self.group, group_dst=target)
 
-    def _release(self, message: Message) -> None:
+    def _finish_send(self, message: Message) -> None:
+        """Wait for a send, and drop its tensor."""
         with self.waits.on(message):
-            _wait(self._sent.pop(message)[1])
+            _wait_for(self._sent.pop(message)[1])
 
 
-def _wait(work: dist.Work | None) -> None:
-    """None is what torch returns to a rank that is not in the group."""
+def _wait_for(work: dist.Work | None) -> None:
+    """Wait for a work; torch returns None to a rank outside the group."""
     if work is not None:
         work.wait()
 
 
 class Pipelined:
-    """The passes of a step: all micro-batches through the rank's stages, in the order of the
-    schedule. Gradients are sums over tokens, divided by the global number in the loss: nothing is
-    scaled by the number of micro-batches."""
+    """The runner of a step's passes in the order of the schedule.
+
+    The loss is divided by the global number of tokens, so gradients need no further scale.
+    """
 
     def __init__(
         self, spec: Spec, plan: Plan, mesh: Mesh, staged: Staged, callbacks: PassCallbacks
@@ -519,22 +524,24 @@ class Pipelined:
         self.micro, self.sequence = spec.batch.micro, plan.tokens
         self.count = spec.batch.accumulate
         self.rank = mesh.coordinate(step.axis)
-        boundary = _boundary(spec, plan, mesh, staged.chain)
+        boundary = _boundary_tensor(spec, plan, mesh, staged.chain)
         self.stages = [StageRunner(part, step.stages, boundary, callbacks) for part in staged.parts]
         self.runtime = Runtime(step.rank_of, mesh.group((step.axis,)), boundary, mesh.registry)
         self.instructions = training(schedule_of(spec))[self.rank]
         self._stage_of = {stage.index: stage for stage in self.stages}
 
     def train(self, batch: StepBatch) -> None:
-        """Forward and backward of every micro-batch. Raises RankFailed, with the stage, for a batch
-        of another shape, and where a pass fails or a neighbour does not answer."""
+        """Run forward and backward of every micro-batch.
+
+        It raises RankFailed if the batch has another shape, a pass fails, or a neighbour is silent.
+        """
         self._require_shape(batch, self.count)
         for stage in self.stages:
             stage.begin(self.count)
         micro_batches = list(batch.micro_batches(self.micro))
 
         def compute(action: Action, given: torch.Tensor | None) -> torch.Tensor | None:
-            for other in self.stages:  # what a pass made has been sent
+            for other in self.stages:  # the last pass's outputs have been sent by now
                 other.wrapped.settle()
             stage = self._stage_of[action.stage]
             return stage.compute(action, given, micro_batches[action.microbatch])
@@ -545,8 +552,7 @@ class Pipelined:
                 stage.wrapped.end_passes()
 
     def evaluate(self, batch: StepBatch, add: Callable[[torch.Tensor], object]) -> None:
-        """Forward of every micro-batch, one after the other. `add` is called with the loss of what
-        the last stage returned. Raises RankFailed as `train` does."""
+        """Run forward of every micro-batch, and call `add` with each loss on the last stage."""
         micro_batches = list(batch.micro_batches(self.micro))
         count = max(1, len(batch.tensors[0]) // self.micro)
         self._require_shape(batch, count)
@@ -573,7 +579,7 @@ class Pipelined:
             )
 
 
-def _boundary(spec: Spec, plan: Plan, mesh: Mesh, chain: Chain) -> BoundaryTensor:
+def _boundary_tensor(spec: Spec, plan: Plan, mesh: Mesh, chain: Chain) -> BoundaryTensor:
     return BoundaryTensor(
         shape=(spec.batch.micro, *chain.sample_shape(spec.batch.sequence, plan.boundary_slices)),
         dtype=TORCH_DTYPES[plan.update.layout.parameters],
