@@ -117,7 +117,7 @@ def _fused_faults(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _padding_faults(spec: Spec) -> Iterator[Fault]:
+def _vocab_padding_faults(spec: Spec) -> Iterator[Fault]:
     shape, function = spec.model, spec.loss.user_function
     if not isinstance(shape, ModelShape) or shape.vocab_rows == shape.vocab:
         return
@@ -252,7 +252,9 @@ _PRODUCT_RULES = (
         name="the loss kernel supports the logits", theorem="Definition 1", faults=_fused_faults
     ),
     SpecRule(
-        name="the loss leaves the padding out", theorem="Definition 1", faults=_padding_faults
+        name="the loss leaves the padding out",
+        theorem="Definition 1",
+        faults=_vocab_padding_faults,
     ),
     SpecRule(
         name="every token has an embedding row", theorem="Definition 1", faults=_vocabulary_faults

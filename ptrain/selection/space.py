@@ -214,8 +214,8 @@ class Legality:
                 -(-rows // _ROWS) * _ROWS
                 for rows in (model.vocab_rows, model.ffn, model.width_of_expert)
             )
-            sizes = {"vocab": vocab, "vocab_multiple": 1, "ffn": ffn}
-            model = replace(model, **sizes, expert_ffn=model.expert_ffn and width)
+            model = replace(model, vocab=vocab, vocab_multiple=1, ffn=ffn)
+            model = replace(model, expert_ffn=model.expert_ffn and width)
         return replace(self._roomy, model=model)
 
     def _tall(

@@ -175,6 +175,11 @@ class ModelShape(BlockOptions):
         """Rows of the embedding, and of the output head: those of tokens, and the padding."""
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
+    @property
+    def vocab_padding(self) -> int:
+        """Rows of the embedding, and of the output head, that belong to no token."""
+        return self.vocab_rows - self.vocab
+
     def without_dropout(self) -> "ModelShape":
         """Return the shape that drops nothing out."""
         return replace(

@@ -346,7 +346,7 @@ def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec:
     where the model still draws random numbers. Costs three forward passes of a few tokens, or of a
     micro-batch of the user's."""
     samples = probe(model, spec)
-    forward = partial(objective_of(spec.loss).forward, samples=samples)
+    forward = partial(objective_of(spec).forward, samples=samples)
     with torch.no_grad(), forked(), without_dropout(model):
         draws = _draws(model, forward)
         with in_mode(model, training=not draws):
