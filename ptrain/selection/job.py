@@ -229,7 +229,7 @@ def stand_in(shape: ModelShape) -> ModelShape:
         heads=heads,
         kv_heads=gcd(heads, shape.kv_heads) if is_gated else heads,
         ffn=step,
-        vocab=shape.vocab,
+        vocab=shape.vocab_rows,
         attention=shape.attention,
         tied=shape.tied,
         dropout=0.0 if is_gated else max(shape.dropouts),

@@ -463,8 +463,8 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
 def _vocabulary_size(spec: Spec) -> int | None:
     """Return the size of the vocabulary; None for a model that only its code describes."""
     match spec.model:
-        case ModelShape(vocab=vocab):
-            return vocab
+        case ModelShape(vocab_rows=rows):
+            return rows
         case HuggingFaceModel(config=config):
             size = config.get("vocab_size")
             return size if isinstance(size, int) else None

@@ -252,17 +252,19 @@ class Keep(PlanStep):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLoss(PlanStep):
     """Logits and loss of `tokens` tokens at a time, so that all logits are never there at once:
-    computed again in backward, or (`fused`) by torch's linear_cross_entropy."""
+    computed again in backward, or (`fused`) by torch's linear_cross_entropy. The last `padding`
+    logits are of no token."""
 
     tokens: int
     fused: bool = False
+    padding: int = 0
 
 
 def chunked_loss(spec: Spec) -> ChunkedLoss | None:
     """None where the logits are whole."""
     if spec.loss.chunk is None:
         return None
-    return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused)
+    return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused, padding=spec.vocab_padding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -483,14 +483,14 @@ class _Loss:
     def __call__(self, samples: SampleBatch) -> Tensor:
         logits_BTV = logits_of(self.model, samples.inputs, self.spec)
         self.vocabulary = logits_BTV.shape[-1]
-        return token_loss_sum(logits_BTV, samples.targets)
+        return token_loss_sum(logits_BTV, samples.targets, self.spec.vocab_padding)
 
 
 class _UserLoss(_Loss):
     """A micro-batch's loss by a function of the user's."""
 
     def __call__(self, samples: SampleBatch) -> Tensor:
-        return loss_of(self.model, samples, objective_of(self.spec.loss), self.spec)
+        return loss_of(self.model, samples, objective_of(self.spec), self.spec)
 
 
 class _ChunkedLoss(_Loss):

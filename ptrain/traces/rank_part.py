@@ -452,7 +452,7 @@ class RankPart:
             self.experts(module)
         keep_traced(module, self.keep)
         is_inside = has_loss and self.loss is not None
-        objective = objective_of(self.spec.loss) if self.spec else None
+        objective = objective_of(self.spec) if self.spec else None
         inside = loss_inside(self.loss, self.tensor) if is_inside and self.loss else None
         loss = Loss(objective, inside)
         loss.attach(module, self.head)
