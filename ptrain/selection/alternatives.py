@@ -9,6 +9,7 @@ from enum import IntEnum
 from functools import cache
 from math import prod
 
+from ptrain.axes.data.form import form_of, units_ahead
 from ptrain.axes.data.rules import DATA
 from ptrain.cost import PLACED, Spent, StepTime
 from ptrain.errors import Fault
@@ -127,7 +128,7 @@ def slices_overrides(spec: Spec) -> Iterator[Overrides]:
 def sharding_overrides(spec: Spec) -> Iterator[Overrides]:
     """Yield dials that keep nothing, and tuples that shard more, over the ranks of `dp_shard`, of a
     node and of all data axes."""
-    if spec.prefetch:
+    if units_ahead(spec, form_of(spec)):
         yield ("prefetch=0",)
     if spec.sync.reshard_after_forward is not True:
         yield ("sync.reshard_after_forward=true",)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from ptrain.axes.data.form import (
+    comes_by_unit,
     data_factors,
     form_of,
     frozen_factors,
@@ -74,7 +75,7 @@ def _written(spec: Spec) -> Iterator[tuple[str, bool]]:
 def _prefetch(spec: Spec) -> Iterator[Fault]:
     if not data_factors(spec) or not spec.prefetch:
         return
-    if not _comes_by_unit(spec):
+    if not comes_by_unit(spec):
         yield Fault(
             place="prefetch",
             finding="has no effect: parameters are R on the device and are never all-gathered",
@@ -86,13 +87,6 @@ def _prefetch(spec: Spec) -> Iterator[Fault]:
             finding="prefetch needs overlap, but overlap is none",
             remedy="Remove one of the two.",
         )
-
-
-def _comes_by_unit(spec: Spec) -> bool:
-    """Whether parameters are brought to the device, or made, by unit for their use."""
-    factors = (*data_factors(spec), *frozen_factors(spec))
-    brought = has(factors, State.PARAMETERS, *CUT, Distribution.MATERIALIZED)
-    return brought or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE
 
 
 def _gather_after_update(spec: Spec) -> Iterator[Fault]:
@@ -227,7 +221,7 @@ def _unit(spec: Spec) -> Iterator[Fault]:
 
 
 def _given_back(spec: Spec) -> Iterator[Fault]:
-    if not data_factors(spec) or _comes_by_unit(spec):
+    if not data_factors(spec) or comes_by_unit(spec):
         return
     kept = {
         "sync.reshard_after_forward": spec.sync.reshard_after_forward,
@@ -247,7 +241,7 @@ def _given_back(spec: Spec) -> Iterator[Fault]:
 
 def _reshard(spec: Spec) -> Iterator[Fault]:
     shards, factors = spec.sync.reshard_after_forward, data_factors(spec)
-    if isinstance(shards, bool | Reshard) or not factors or not _comes_by_unit(spec):
+    if isinstance(shards, bool | Reshard) or not factors or not comes_by_unit(spec):
         return
     place = "sync.reshard_after_forward"
     if form_of(spec) not in BY_TENSOR:
