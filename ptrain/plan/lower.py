@@ -21,6 +21,7 @@ from ptrain.axes.data.form import (
     places_frozen,
     reduces_in_backward,
     tier_of,
+    units_ahead,
     when_gathered,
     whole_axes,
 )
@@ -196,7 +197,7 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         consumed=consumed,
         gathered_gradients=tuple(axis for axis in gathered if axis not in updated),
         overlaps=reduces_in_backward(spec, Form.FLAT, keeps_parts=bool(gradients)),
-        prefetch=spec.prefetch or 0,
+        prefetch=units_ahead(spec, Form.FLAT) or 0,
         gather_after_update=when_gathered(spec),
         path=spec.offload.path,
         frozen=_frozen(frozen_factors(spec)) if places_frozen(spec) else None,

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ptrain.algebra.legality import Located
+from ptrain.axes.data.form import form_of, units_ahead
 from ptrain.axes.data.rules import DATA
 from ptrain.cost import PLACED, Estimate, Spent, StepTime
 from ptrain.derivation.estimate import facts_from_shape, fullest_alone, step_seconds
@@ -138,7 +139,7 @@ def slices_overrides(spec: Spec) -> Iterator[Overrides]:
 def sharding_overrides(spec: Spec) -> Iterator[Overrides]:
     """Yield dials that keep nothing, and tuples that shard more, over the ranks of `dp_shard`, of a
     node and of all data axes."""
-    if spec.prefetch:
+    if units_ahead(spec, form_of(spec)):
         yield ("prefetch=0",)
     if spec.sync.reshard_after_forward is not True:
         yield ("sync.reshard_after_forward=true",)

@@ -420,8 +420,9 @@ class Keys:
     prefetch: Annotated[
         int | None,
         Whole(
-            "Number of units that are gathered ahead of their use. Default: 0; for fully_shard,"
-            " torch's own prefetching (the next unit in backward).",
+            "Number of units that are gathered ahead of their use. Default: 1 for flat units, but 0"
+            " in a pipeline or without overlap; for fully_shard, torch's own prefetching (the next"
+            " unit in backward).",
             0,
             10_000,
             null=True,
