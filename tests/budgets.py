@@ -24,8 +24,8 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52490,
-    "ptrain/activations": 340,
+    "ptrain": 52640,
+    "ptrain/activations": 380,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1180,
@@ -40,12 +40,12 @@ BUDGETS: dict[str, int] = {
     "ptrain/data": 1060,
     "ptrain/derivation": 5110,
     "ptrain/facts": 790,
-    "ptrain/internals": 390,
+    "ptrain/internals": 400,
     "ptrain/interpreter": 1060,
     "ptrain/meters": 1480,
-    "ptrain/models": 4840,
+    "ptrain/models": 4910,
     "ptrain/optimizers": 500,
-    "ptrain/plan": 470,
+    "ptrain/plan": 480,
     "ptrain/rates": 360,
     "ptrain/report": 2480,
     "ptrain/rooms": 980,
@@ -57,7 +57,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3140,
     "ptrain/verification": 6980,
 }
-ONE_IMPORTER = 57  # modules that exactly one other imports
+ONE_IMPORTER = 56  # modules that exactly one other imports
 SMALL_MODULES = 54  # modules with fewer lines than SMALL
 # end
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,11 +26,39 @@ _DEVICES = ("cpu", "cuda")
 _guards: Any = torch._C._dynamo.guards
 
 PARTS = (
+    PrivatePart(owner=torch._dynamo.config, members=("optimize_ddp", "recompile_limit")),
     PrivatePart(owner=TorchDispatchMode, members=("ignore_compile_internals",)),
     PrivatePart(owner=TracingContext, members=("try_get",)),
     PrivatePart(owner=HigherOrderOperator, members=("name",)),
     PrivatePart(owner=_guards, members=tuple(f"_empty_strided_{device}" for device in _DEVICES)),
 )
+
+
+# Distinct blocks of all programs of a process, at most: torch raises beyond it, since a block has
+# one program for each set of shapes, dtypes and modes that it is called with.
+_PROGRAMS = 256
+
+
+def compile_whole(function: Callable[..., Any], backend: str, *, draws: bool) -> Callable[..., Any]:
+    """Return `function` as one program of torch.compile without graph breaks, for static shapes.
+
+    With `draws` random numbers are those of the operators one by one; inductor's own generator
+    has others. DDP's own splitting of programs at buckets is switched off: a block's gradients
+    are smaller than a bucket, and its second fake mode fails on fake tensors.
+    """
+    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.recompile_limit = max(_PROGRAMS, torch._dynamo.config.recompile_limit)
+    options = {"fallback_random": True} if draws and backend == "inductor" else None
+    compiled: Callable[..., Any] = torch.compile(
+        function, fullgraph=True, dynamic=False, backend=backend, options=options
+    )
+    return compiled
+
+
+def is_compiling() -> bool:
+    """Return whether Dynamo reads the caller, whose Python then does not run."""
+    compiling: bool = torch.compiler.is_dynamo_compiling()
+    return compiling
 
 
 def is_higher_order(function: Any) -> bool:
