@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52640,
+    "ptrain": 52730,
     "ptrain/activations": 380,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -38,27 +38,27 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1810,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5110,
-    "ptrain/facts": 790,
-    "ptrain/internals": 400,
+    "ptrain/derivation": 5130,
+    "ptrain/facts": 800,
+    "ptrain/internals": 430,
     "ptrain/interpreter": 1060,
     "ptrain/meters": 1480,
-    "ptrain/models": 4910,
+    "ptrain/models": 4920,
     "ptrain/optimizers": 500,
     "ptrain/plan": 480,
     "ptrain/rates": 360,
     "ptrain/report": 2480,
     "ptrain/rooms": 980,
     "ptrain/selection": 3110,
-    "ptrain/simulation": 1040,
-    "ptrain/spec": 4090,
+    "ptrain/simulation": 1050,
+    "ptrain/spec": 4100,
     "ptrain/steps": 450,
-    "ptrain/traces": 2200,
+    "ptrain/traces": 2210,
     "ptrain/train": 3140,
     "ptrain/verification": 6980,
 }
 ONE_IMPORTER = 56  # modules that exactly one other imports
-SMALL_MODULES = 54  # modules with fewer lines than SMALL
+SMALL_MODULES = 53  # modules with fewer lines than SMALL
 # end
 
 

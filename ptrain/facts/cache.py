@@ -37,6 +37,7 @@ from ptrain.codec import decode, encode
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
+from ptrain.spec.dials import Compiled
 from ptrain.spec.function import UserFunction
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import Spec
@@ -219,11 +220,23 @@ def _path(spec: Spec) -> Path | None:
         part = to_mapping(traced_part(spec), sync_is_written=False)
         hub = os.environ.get("USE_HUB_KERNELS")
         origins = [_origins(function) for function in spec.user_functions]
-        depends = [part, versions, kernels, hub, platform.machine(), _sources(), origins]
+        compiler = None if spec.compile is Compiled.NONE else _compiler()
+        depends = [part, versions, kernels, hub, platform.machine(), _sources(), origins, compiler]
         home = folder()
     except (RuntimeError, OSError, metadata.PackageNotFoundError):
         return None  # a user without a home, files that cannot be read, code without a version
     return home / f"{hashlib.sha256(repr(depends).encode()).hexdigest()[:32]}{_SUFFIX}"
+
+
+def _compiler() -> list[object]:
+    """Return what the programs of torch.compile depend on besides: the instructions of the
+    processor, and what the environment says to inductor."""
+    info = Path("/proc/cpuinfo")
+    flags = re.search(
+        r"^(?:flags|Features)\s*:.*$", info.read_text() if info.exists() else "", re.M
+    )
+    said = sorted(item for item in os.environ.items() if item[0].startswith("TORCHINDUCTOR_"))
+    return [flags and flags[0], said]
 
 
 def _origins(function: UserFunction) -> list[str | None]:

@@ -9,24 +9,31 @@ they come from C functions that pass the dispatcher by.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
 from torch._guards import TracingContext
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.internals.part import PrivatePart
+from ptrain.internals.part import PrivatePart, replaced
 
 _DEVICES = ("cpu", "cuda")
+_KERNELS = ("cpp_pybinding", "cpp", "triton")
 _guards: Any = torch._C._dynamo.guards
 
 PARTS = (
     PrivatePart(owner=torch._dynamo.config, members=("optimize_ddp", "recompile_limit")),
+    PrivatePart(owner=AsyncCompile, members=_KERNELS),
+    PrivatePart(owner=PyCodeCache, members=("cache_clear", "modules")),
+    PrivatePart(owner=_guards, members=("_reinterpret_tensor", "assert_size_stride")),
     PrivatePart(owner=TorchDispatchMode, members=("ignore_compile_internals",)),
     PrivatePart(owner=TracingContext, members=("try_get",)),
     PrivatePart(owner=HigherOrderOperator, members=("name",)),
@@ -71,6 +78,54 @@ def is_tracing() -> bool:
     return TracingContext.try_get() is not None
 
 
+_CACHES = ("fx_graph_cache", "fx_graph_remote_cache", "autotune_local_cache")
+_CHECKS = ("size_asserts", "alignment_asserts", "cpp_wrapper")
+
+
+@contextmanager
+def silent_programs() -> Iterator[None]:
+    """Temporarily make programs whose kernels compute nothing. What such a program allocates,
+    reuses and frees, and the operators that it calls, are those of the program that would run; no
+    C++ compiler is needed. What is compiled within it is gone behind it, and what was compiled
+    before: torch keeps programs by their text, in which kernels are names."""
+    options = dict.fromkeys((*_CACHES, *_CHECKS), False)
+    _forget_programs()
+    try:
+        with (
+            replaced(AsyncCompile, **dict.fromkeys(_KERNELS, _silent)),
+            replaced(_guards, _reinterpret_tensor=_reinterpreted, assert_size_stride=_unchecked),
+            torch._inductor.config.patch(**options),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            yield
+    finally:
+        _forget_programs()
+
+
+def _forget_programs() -> None:
+    torch._dynamo.reset()
+    PyCodeCache.cache_clear()
+
+
+class _SilentKernel:
+    def __call__(self, *_: Any, **__: Any) -> None: ...
+
+    def run(self, *_: Any, **__: Any) -> None: ...
+
+
+def _silent(*_: Any, **__: Any) -> _SilentKernel:
+    return _SilentKernel()
+
+
+def _unchecked(*_: Any) -> None: ...
+
+
+@torch.no_grad()
+def _reinterpreted(x: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    """The same by an operator, which fake tensors know."""
+    return x.as_strided(size, stride, x.storage_offset() + offset)
+
+
 Allocate = Callable[[Any, Any, torch.dtype], torch.Tensor]
 
 
@@ -92,18 +147,25 @@ def seen_buffers() -> Iterator[None]:
 
 def _by_operator(device: str) -> Allocate:
     def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        with replaced(_Buffers, are_born=True):
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     return allocate
+
+
+class _Buffers:
+    are_born = False
+
+
+def is_buffer() -> bool:
+    """Return whether the operator that runs allocates a buffer of a generated program."""
+    return _Buffers.are_born
 
 
 def _bind(old: dict[str, Any], new: dict[str, Any]) -> None:
     for device, function in new.items():
         setattr(_guards, f"_empty_strided_{device}", function)
-    # Absent if nothing was compiled. `PyCodeCache.modules` is as private as PARTS; it is not listed
-    # there, since inductor takes seconds to import.
-    codecache = sys.modules.get("torch._inductor.codecache")
-    for program in codecache.PyCodeCache.modules if codecache else ():
+    for program in PyCodeCache.modules:
         for device, function in new.items():
             name = f"empty_strided_{device}"
             if getattr(program, name, None) is old[device]:

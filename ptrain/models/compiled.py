@@ -18,6 +18,7 @@ from ptrain.errors import refused
 from ptrain.internals.compiled import compile_whole, is_compiling
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.models.modes import drops_out
+from ptrain.models.watch import IN_PROGRAMS
 
 BACKEND = "inductor"
 
@@ -29,6 +30,7 @@ def compile_blocks(module: nn.Module, names: Iterable[str]) -> None:
         block = known.get(name)
         if block is not None and next(block.parameters(), None) is not None:
             block.forward = CompiledForward(block)
+            IN_PROGRAMS.update(set(block.modules()) - {block})
 
 
 class ReadThrough:

@@ -25,6 +25,7 @@ from ptrain.selection.written import (
     unnamed,
     written_of,
 )
+from ptrain.spec.extras import require_eager
 from ptrain.spec.leaf import nearest
 from ptrain.spec.load import load, written
 from ptrain.spec.model import Family, ModelShape
@@ -228,6 +229,7 @@ def searched_job(
     else:
         job = _of_spec(source, words, where)
     base = job.base
+    require_eager(base, "select")
     if base.cluster is None:
         raise refused(
             "--cluster",

@@ -45,6 +45,7 @@ from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
 from ptrain.simulation.living import LivingMeter, named
 from ptrain.simulation.replay import StepRecord, replayed
+from ptrain.spec.extras import require_eager
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
@@ -214,6 +215,7 @@ def simulate(
     written for, and whatever `interpret` raises.
     """
     require_ranks(spec, [str(rank)])
+    require_eager(spec, "simulate")
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
     if not rehearse and not every_block and not isinstance(spec.routing, Histogram):

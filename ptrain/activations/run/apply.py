@@ -450,10 +450,11 @@ def keep(module: nn.Module, step: Keep, tiers: Tiers, *, is_compiled: bool = Fal
             recompute(inner, kept.policy, draws=draws, is_compiled=is_compiled)
 
 
-def keep_traced(module: nn.Module, step: Keep | None) -> None:
+def keep_traced(module: nn.Module, step: Keep | None, *, is_compiled: bool = False) -> None:
     """The same where nothing but sizes counts: on a processor, and no file is made."""
     if step is not None:
-        keep(module, step, _WithoutFiles(torch.device("cpu"), Registry()))
+        tiers = _WithoutFiles(torch.device("cpu"), Registry())
+        keep(module, step, tiers, is_compiled=is_compiled)
 
 
 class _WithoutFiles(Tiers):
