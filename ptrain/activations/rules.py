@@ -212,6 +212,9 @@ def _not_compiled(spec: Spec) -> Iterator[tuple[str, str, str]]:
     if offloads(spec):
         finding = "offloaded activations: what a program saves is moved after its end"
         yield _place(spec), finding, f"Use `{_place(spec)}=R` or `{_place(spec)}=M`"
+    if any(kept.policy and kept.policy.scope is Scope.ATTENTION for kept in modes(spec)):
+        finding = "policy attention, with which torch makes a program for every layer"
+        yield "recompute", finding, "Use `recompute=full` or `recompute=selective`"
     if spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves:
         finding = f"{spec.pipeline.schedule}, which splits the backward pass of a block"
         yield "pipeline.schedule", finding, "Use `pipeline.schedule=1f1b`"

@@ -57,7 +57,7 @@ _NOT_TRACED = f"these facts have no trace of the model's activations: {_HOW_TO_T
 _NOT_PLAYED = "its step depends on the activations of the model, which are unknown"
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
 _CUT_PROGRAMS = "compiled programs whose operators or tokens are sharded are not predicted yet"
-_PROGRAMS_OF_GPUS = "compiled programs of GPUs are not predicted yet, which Triton makes"
+PROGRAMS_OF_GPUS = "compiled programs of GPUs are not predicted yet, which Triton makes"
 _PROVEN = ("2.13",)  # versions of torch whose programs were seen to allocate what was predicted
 _UNPROVEN = f"compiled programs are predicted with torch {', '.join(_PROVEN)} only, and this is"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
@@ -249,7 +249,7 @@ def _not_traceable(spec: Spec, shape: ModelShape) -> str:
         if spec.is_cut_over(CUTTING_AXES):
             return _CUT_PROGRAMS
         if spec.is_for_cuda:
-            return _PROGRAMS_OF_GPUS
+            return PROGRAMS_OF_GPUS
         if torch_minor() not in _PROVEN:
             return f"{_UNPROVEN} {torch_minor()}"
     return _NOT_ON_CPU if shape.attention is Attention.FLEX else ""

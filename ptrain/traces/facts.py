@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ptrain.activations.run.apply import keep_traced
-from ptrain.derivation.estimate import facts_from_shape
+from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
 from ptrain.internals.compiled import silent_programs
@@ -61,7 +61,7 @@ from ptrain.models.objective import (
 )
 from ptrain.models.trace import BOUNDS, Extent, Selected
 from ptrain.models.watch import watching
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import lower, own_facts
 from ptrain.rooms.world import fake_tensors
 from ptrain.spec.dials import Compiled
 from ptrain.spec.extras import require_leave
@@ -293,6 +293,9 @@ def read_facts(
     if model is not None:
         return _facts_of_given(model, spec)
     require_leave(spec, allow_import=allow_import)
+    is_compiled = spec.compile is not Compiled.NONE
+    if is_compiled and spec.may_be_on_cuda and torch.cuda.is_available():
+        return replace(own_facts(spec), untraced=PROGRAMS_OF_GPUS)
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     fake = fake_model(spec, allow_import=allow_import)
     facts = _read_own(reader, fake, runs_fakes=runs_fakes, progress=progress)

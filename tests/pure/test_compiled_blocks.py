@@ -23,6 +23,7 @@ REFUSED = [
     ("ep", [], "model.experts", "routers"),
     ("zero3", ["unit=sub-block"], "unit", "hooks"),
     ("zero3", ["activations=O"], "activations", "offloaded"),
+    ("zero3", ["activations=M", "recompute=attention"], "recompute", "every layer"),
     ("pp-zero-bubble", [], "pipeline.schedule", "splits the backward pass"),
     ("tp-saved", [], "placement.tp.activations", "saved as shards"),
     ("tp", ["model.dropout=0.1"], "model.dropout", "generators"),
