@@ -9,6 +9,7 @@ they come from C functions that pass the dispatcher by.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,6 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 from torch._guards import TracingContext
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import PyCodeCache
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,8 +30,6 @@ _guards: Any = torch._C._dynamo.guards
 
 PARTS = (
     PrivatePart(owner=torch._dynamo.config, members=("optimize_ddp", "recompile_limit")),
-    PrivatePart(owner=AsyncCompile, members=_KERNELS),
-    PrivatePart(owner=PyCodeCache, members=("cache_clear", "modules")),
     PrivatePart(owner=_guards, members=("_reinterpret_tensor", "assert_size_stride")),
     PrivatePart(owner=TorchDispatchMode, members=("ignore_compile_internals",)),
     PrivatePart(owner=TracingContext, members=("try_get",)),
@@ -88,6 +85,9 @@ def silent_programs() -> Iterator[None]:
     reuses and frees, and the operators that it calls, are those of the program that would run; no
     C++ compiler is needed. What is compiled within it is gone behind it, and what was compiled
     before: torch keeps programs by their text, in which kernels are names."""
+    # Imported here, since it may start worker processes of Triton; so it is not among PARTS.
+    from torch._inductor.async_compile import AsyncCompile
+
     options = dict.fromkeys((*_CACHES, *_CHECKS), False)
     _forget_programs()
     try:
@@ -104,7 +104,8 @@ def silent_programs() -> Iterator[None]:
 
 def _forget_programs() -> None:
     torch._dynamo.reset()
-    PyCodeCache.cache_clear()
+    if codecache := sys.modules.get("torch._inductor.codecache"):
+        codecache.PyCodeCache.cache_clear()
 
 
 class _SilentKernel:
@@ -165,7 +166,8 @@ def is_buffer() -> bool:
 def _bind(old: dict[str, Any], new: dict[str, Any]) -> None:
     for device, function in new.items():
         setattr(_guards, f"_empty_strided_{device}", function)
-    for program in PyCodeCache.modules:
+    codecache = sys.modules.get("torch._inductor.codecache")  # absent if nothing was compiled
+    for program in codecache.PyCodeCache.modules if codecache else ():
         for device, function in new.items():
             name = f"empty_strided_{device}"
             if getattr(program, name, None) is old[device]:
