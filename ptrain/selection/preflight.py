@@ -429,7 +429,8 @@ def _shorten(
 class _Search:
     """The search for changes of the spec as it is `now`; `traced` is the part of it that a trace
     depends on, `facts` are those of its model. `tried` are all changes that were derived,
-    None where one is refused or no better; `untraced` the first of each kind that were not."""
+    None where one is refused or no better; `untraced` the first of each kind that were not.
+    `fits_alone`: a single change on the device fits."""
 
     now: Variant
     traced: Spec
@@ -437,6 +438,7 @@ class _Search:
     reload: Reload
     tried: dict[Overrides, Variant | None] = field(default_factory=dict)
     untraced: dict[tuple[ChangeKind, ...], str] = field(default_factory=dict)
+    fits_alone: bool = False
 
     def run(self) -> tuple[Variant, ...]:
         """Try single changes on the device; if none fits, combined ones and more ranks. If fewer
@@ -480,6 +482,7 @@ class _Search:
         for said in choices:
             variant = self._try((kind,), said)
             is_fitting |= variant is not None and variant.fit.fits is True
+            self.fits_alone |= is_fitting and kind is not ChangeKind.OFFLOAD
             if is_fitting and kind is ChangeKind.MICRO:
                 break  # a smaller one is slower
         return is_fitting
@@ -512,9 +515,10 @@ class _Search:
         return variant if is_better and memory_fit.peak_bytes is not None else None
 
     def _limit(self, after: Spec) -> float:
-        """Return a peak above which a changed spec is no better than the spec as it is now."""
-        cluster = after.cluster
-        return cluster.usable_memory + max(0, self.now.missing_bytes) if cluster else inf
+        """Return a peak above which a changed spec is no better than the spec as it is now. Once a
+        single change on the device fits, only others that fit are offered."""
+        missing = 0 if self.fits_alone else max(0, self.now.missing_bytes)
+        return after.cluster.usable_memory + missing if after.cluster else inf
 
     def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
         """Load the typed spec with these overrides. Dials that refuse them are set back."""
