@@ -1,4 +1,5 @@
-"""Validation of a tree against the grammar: a raw section, or faults with places."""
+"""Validation of a tree against the grammar: the result is a raw section, and faults with
+positions."""
 
 from __future__ import annotations
 
@@ -32,23 +33,24 @@ from ptrain.spec.text import COMMAND_LINE, Findings, Tree, flow
 
 _MOST_LISTED = 12  # keys in a remedy
 _MOST_MEANT = 4  # places in a question
-_ALIKE = 0.85  # two words, as `step` and `steps` are: a slip, whatever another section has
+_ALIKE = 0.85  # words this similar (`step`, `steps`) are a typo, even if another section has it
 
-_ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then more about it
+_ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then an explanation
 _OF_SPECS = frozenset(("mesh", "placement", "batch"))
 
-Show = Callable[[Route, str], str]  # a key and its value's text, in the syntax that the user typed
-Places = Mapping[Route, tuple[str, ...]]  # a key's names: its own, and what others call it
+Show = Callable[[Route, str], str]  # writes a key and its value in the syntax that the user typed
+Places = Mapping[Route, tuple[str, ...]]  # a key's name and aliases
 
 
 def hints() -> Mapping[str, Any]:
-    """Return the tables of `specs/hints.yaml`: answers by tool and key, and files by tool."""
+    """Return the tables of `specs/hints.yaml`: remedies by tool and key, and the files of each
+    tool."""
     return table_of("hints.yaml")
 
 
 @cache
 def foreign_keys() -> Mapping[str, str | Mapping[str, str]]:
-    """Return the answers for keys of other tools: a text, or texts by value."""
+    """Return the remedies for other tools' keys: a text, or texts by value."""
     return {key: said for tool in hints()["keys"].values() for key, said in tool.items()}
 
 
@@ -56,12 +58,12 @@ def for_foreign(route: Route, value: object, show: Show) -> str:
     """Return the remedy for another tool's key.
 
     Args:
-        route: the key with the sections that it was written in.
-        value: the value that was written.
-        show: writes a key and its value in the syntax of the user.
+        route: The key with the sections that it was written in.
+        value: The value that was written.
+        show: Writes a key and its value in the syntax of the user.
 
     Returns:
-        The remedy; "" if no tool has such a key.
+        The remedy, or "" if no tool has such a key.
     """
     word = ".".join(route).lower().replace("-", "_")
     while not (answer := foreign_keys().get(word)) and "." in word:
@@ -87,18 +89,18 @@ def foreign_leaves(route: Route, value: object) -> Iterator[tuple[Route, object]
 
 
 def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] | None:
-    """Return finding and remedy for another tool's file that is given as a spec.
+    """Return the finding and the remedy for another tool's file that is given as a spec.
 
     Args:
-        path: the file.
-        root: the mapping that it holds.
+        path: The file.
+        root: The mapping in the file.
 
     Returns:
-        None for a spec, and for a YAML or JSON file that no tool is known to have.
+        None for a spec, and for a YAML or JSON file that matches no known tool.
     """
     is_toml = path.suffix == ".toml"
     if not is_toml and not _OF_SPECS.isdisjoint(root):
-        return None  # as every spec, without reading the hints
+        return None  # every spec has one of these keys, and need not load the hints
     counts = [len(root.keys() & {*row["keys"]}) for row in hints()["files"]]
     row = hints()["files"][counts.index(max(counts))] if max(counts) > 1 else {}
     if not is_toml and not row:
@@ -117,7 +119,7 @@ def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] 
 
 
 def for_unknown(key: str, kind: type, route: Route) -> str:
-    """Return the remedy for a key that the section at `route`, of this kind, does not have."""
+    """Return the remedy for a key that the section of type `kind` at `route` does not have."""
     if "." in key and tuple(key.split(".")) in _places(SpecRaw, ()):
         section, _, rest = key.partition(".")
         return f"Use `{section}: {{{rest}: …}}`."
@@ -129,8 +131,10 @@ def for_unknown(key: str, kind: type, route: Route) -> str:
 
 
 def of_any_section(key: str) -> str:
-    """Return the remedy for another name of a key of any section; "" if none has it. The name of
-    a key itself is none: the section around it may be misspelled."""
+    """Return the remedy for an alias of a key in any section, or "" if there is none.
+
+    Exact names of keys do not count, because the section around the key may be misspelled.
+    """
     word = key.lower().replace("-", "_")
     places = _called(word, _places(SpecRaw, ()))
     return _question([".".join(place) for place in places if place[-1] != word])
@@ -141,7 +145,7 @@ def _question(shown: list[str]) -> str:
 
 
 def listed(what: str, kind: type, route: Route) -> str:
-    """The keys of a section, or the command that lists them."""
+    """Return the list of a section's keys, or a command that lists them if there are many."""
     known = tuple(keys(kind))
     if len(known) <= _MOST_LISTED:
         return f"{what}: {', '.join(known)}."
@@ -149,9 +153,12 @@ def listed(what: str, kind: type, route: Route) -> str:
 
 
 def _meant(key: str, kind: type, route: Route) -> list[Route]:
-    """The places that may have been meant: what is called so in this section, or but for a letter
-    (below the top, whose `devices` are the cluster's); what is called so anywhere; then what is
-    nearly called so."""
+    """Return the routes that may have been meant by an unknown key.
+
+    The order is: exact names and aliases in this section; names that differ by a letter (not at the
+    top level, where `devices` means the cluster's); exact names and aliases in any section; similar
+    names.
+    """
     word = key.lower().replace("-", "_")
     here = {(*route, name): (name, *holds.aka) for name, (_, holds) in keys(kind).items()}
     known = tuple(name for name, (_, holds) in keys(kind).items() if holds.executed != ())
@@ -175,7 +182,7 @@ def _meant(key: str, kind: type, route: Route) -> list[Route]:
 
 
 def is_called(key: str, kind: type, route: Route) -> bool:
-    """Return True if a key of the section below the top has this other name."""
+    """Return True if `key` is an alias of a key of a section below the top level."""
     word = key.lower().replace("-", "_")
     return bool(route) and any(word in holds.aka for _, holds in keys(kind).values())
 
@@ -186,8 +193,10 @@ def _called(word: str, places: Places) -> list[Route]:
 
 @cache
 def _places(kind: type, above: Route) -> Places:
-    """Every key of the grammar that something executes, with its names; not those of tuples, which
-    are all alike."""
+    """Return the supported keys of the grammar with their names and aliases.
+
+    Keys inside placement tuples are left out, because all tuples have the same ones.
+    """
     return {
         place: (place[-1], *holds.aka)
         for place, _, holds in walk(kind, above)
@@ -195,7 +204,7 @@ def _places(kind: type, above: Route) -> Places:
     }
 
 
-# Stand-ins for what every spec needs: nothing more is reported of a section that is at fault.
+# Stand-ins for required sections that are faulty, so that they cause no further faults.
 _NEEDED: dict[Route, object] = {
     ("model",): ModelRaw(),
     ("mesh",): MeshRaw(),
@@ -216,11 +225,18 @@ _GIVEN_BY: dict[Route, Route] = {("batch", "sequence"): ("data", "target")}
 def validate(
     tree: Tree, kind: type = SpecRaw, *, is_partial: bool = False
 ) -> tuple[Any, dict[Route, Fault]]:
-    """Return the raw section and the faults by route.
+    """Check a tree against the grammar.
 
-    What is at fault is left out of the section, and so are mappings that need it, so that the next
-    stage can still look at what is sound. The section is None where nothing of it is. One that
-    `is_partial` is a mapping of the values that are written.
+    Faulty values are left out of the section, and so are mappings that require them, so that the
+    next stage can still check the others.
+
+    Args:
+        tree: The tree.
+        kind: The type of the section at its root.
+        is_partial: True to return a mapping of only the values that are written.
+
+    Returns:
+        The raw section, or None if too much of it is faulty; and the faults by route.
     """
     checked = _Walk(tree=tree)
     raw = checked.section(kind, tree.root, (), is_partial=is_partial)
@@ -228,7 +244,7 @@ def validate(
 
 
 class _Walk(Findings):
-    """Walks a tree once, along the grammar. MISSING stands for a value that is at fault."""
+    """Walks a tree along the grammar once. MISSING stands for a faulty value."""
 
     def section(
         self, kind: type, written: object, route: Route, *, is_partial: bool = False
@@ -292,7 +308,7 @@ class _Walk(Findings):
         self.add(place, finding, remedy or for_unknown(key, kind, route), key=True)
 
     def _unknown_section(self, route: Route, value: dict[str, object]) -> bool:
-        """Report the keys of another tool's section; False if no tool has one of them."""
+        """Report the keys of another tool's section; return False if no tool has any of them."""
         leaves = foreign_leaves(route, value)
         remedies = {
             inner: self._of_other_tool(inner, leaf) or of_any_section(inner[-1])
@@ -310,11 +326,12 @@ class _Walk(Findings):
         return True
 
     def _of_other_tool(self, route: Route, value: object) -> str:
-        """Return the remedy for a key of another tool; "" if no tool has it."""
+        """Return the remedy for a key of another tool, or "" if no tool has it."""
         return for_foreign(route, value, lambda key, text: self._said(key, text, route))
 
     def _key_of(self, kind: type, value: object, route: Route) -> str:
-        """`precision=fp16`: the key of the section that takes the value which the section got."""
+        """Return the remedy for a value that one key of the section would accept:
+        `precision=fp16`."""
         if not isinstance(value, str):
             return ""
         known = keys(kind)
@@ -326,8 +343,8 @@ class _Walk(Findings):
         return f"Use `{self._said((*route, 'preset'), flow(preset), route)}`." if preset else ""
 
     def _said(self, route: Route, text: str, at: Route) -> str:
-        """Return a key with its value's text, in the syntax of the key at fault: that of the
-        command line, or of a file."""
+        """Return a key and its value's text in the syntax of the faulty key: command line
+        or file."""
         if self.tree.mark(at, key=True).source.startswith(COMMAND_LINE):
             return f"{'.'.join(route)}={text}"
         section, *inner = route
@@ -337,7 +354,7 @@ class _Walk(Findings):
 
 
 def _missing(route: Route) -> tuple[str, str]:
-    """Finding and remedy of a key that every spec, or every tuple, needs."""
+    """Return the finding and the remedy for a required key that is missing."""
     if route[0] == "placement" and route[-1] == REST:
         finding = "the placement of all non-expert tensors is missing"
         return finding, f"Add `{REST}`: a strategy name or four modes."

@@ -1,4 +1,4 @@
-"""How attention reaches the tokens of other ranks along cp."""
+"""The section `context`: how attention reaches tokens on other ranks along cp."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -23,21 +23,23 @@ class ContextAttention(MeantWord):
 
     @property
     def is_balanced(self) -> bool:
-        """Whether each of the ring's places has an early and a late chunk."""
+        """True if each rank of the ring has an early and a late chunk, which balances causal
+        attention."""
         return self is ContextAttention.ZIGZAG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hybrid:
-    """Ulysses over `ulysses` neighbouring ranks, and a zigzag ring over `ring` such groups (Fang
-    and Zhao 2024, USP). `ulysses * ring` is the degree of cp."""
+    """Ulysses over `ulysses` neighbouring ranks, combined with a zigzag ring over `ring` such
+    groups (Fang and Zhao 2024, USP). `ulysses * ring` is the degree of cp."""
 
     ulysses: int
     ring: int
 
     @property
     def is_balanced(self) -> bool:
-        """Whether each of the ring's places has an early and a late chunk."""
+        """True if each rank of the ring has an early and a late chunk, which balances causal
+        attention."""
         return self.ring > 1
 
     def __str__(self) -> str:
@@ -46,7 +48,7 @@ class Hybrid:
 
 @declared
 class _Degrees(Free):
-    """The two degrees of a hybrid."""
+    """A mapping with the two degrees of a hybrid."""
 
     def check(self, value: Any) -> object:
         degrees = super().check(value)
@@ -72,7 +74,7 @@ def _written(attention: ContextAttention | Hybrid) -> object:
 
 @section
 class ContextSpec:
-    """How attention reaches the tokens of other ranks along cp."""
+    """Context-parallel attention: how attention reaches tokens on other ranks along cp."""
 
     attention: Annotated[
         ContextAttention | Hybrid,

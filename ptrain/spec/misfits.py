@@ -1,4 +1,4 @@
-"""What fields of a built-in model's shape do not go together."""
+"""Checks of a built-in model's shape: fields that contradict each other or have no effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_TURNS = ("rope_low_factor", "rope_high_factor", "rope_original")
 
 
 def misfits(shape: ModelShape) -> Iterator[Fault]:
-    """Yield a fault for each field that cannot be as it is, or that would change nothing."""
+    """Yield a fault for each field with an impossible value or without effect."""
     yield from _latent(shape) if shape.is_latent else _heads(shape)
     for void in voids(shape):
         yield Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
@@ -104,7 +104,8 @@ def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
 
 
 def _groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Fault]:
-    """Yield why experts do not make these groups, or a token's do not find room in its groups."""
+    """Yield a fault if the experts cannot be split into the groups, or too few groups are
+    chosen."""
     chosen, of_token = shape.experts_per_token, shape.groups_per_token
     sizes = [size for size in divisors(experts) if 1 < size < experts]
     if experts % groups or experts // groups < 2:
@@ -133,7 +134,7 @@ def _groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Fault]:
 
 
 def _latent(shape: ModelShape) -> Iterator[Fault]:
-    """Yield what does not go with keys and values that are made of latent features."""
+    """Yield the fields that latent attention does not support."""
     own = {
         "kv_heads": (shape.kv_heads != shape.heads, "every head has its own keys and values"),
         "head_dim": (
@@ -213,7 +214,7 @@ def _turns(shape: ModelShape, head_dim: int) -> bool:
 
 
 def _other_heads(shape: ModelShape) -> str:
-    """Numbers of heads with which nothing else is wrong."""
+    """Return a remedy: numbers of heads with which the shape has no other fault."""
     kv_heads = 1 if shape.kv_heads == shape.heads else shape.kv_heads
     counts = [
         heads
@@ -229,8 +230,7 @@ def _other_heads(shape: ModelShape) -> str:
 
 
 class Void(NamedTuple):
-    """An option that differs from its default and changes nothing, by the value of the option
-    `by`."""
+    """An option without effect that differs from its default; the option `by` determines that."""
 
     name: str
     by: str
@@ -239,7 +239,7 @@ class Void(NamedTuple):
 
 
 def voids(shape: ModelShape) -> Iterator[Void]:
-    """Yield what another option makes void."""
+    """Yield the options that have no effect because of another option."""
     scaling, experts = shape.rope_scaling, shape.experts
     rows = (
         (
@@ -290,10 +290,10 @@ def voids(shape: ModelShape) -> Iterator[Void]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return them in rising order."""
+    """Return the divisors of a number up to 2**20, in ascending order."""
     return [d for d in range(1, min(number, 2**20) + 1) if number % d == 0]
 
 
 def _near(numbers: list[int], near: int) -> str:
-    """Up to six that are nearest to what was written."""
+    """Return the six numbers nearest to `near`, in ascending order, as text."""
     return ", ".join(map(str, sorted(sorted(numbers, key=lambda d: abs(d - near))[:6])))

@@ -1,8 +1,8 @@
-"""What was measured on a cluster: seconds of operators, collectives, copies, updates and hooks.
+"""Measured rates of a cluster: seconds of operators, collectives, copies, updates and hooks.
 
-A table is a list of rows: what was measured, and the seconds it took while so many ranks of a node
-computed at once. Processors share their cores, so that a product of one of four ranks on two cores
-takes twice as long as one of two; of GPUs every rank has its own.
+A table is a list of rows: a key, and the seconds for each number of ranks per node that computed at
+the same time. CPU ranks share cores, so a matrix product of one of four ranks on two cores takes
+twice as long as with two ranks. Each rank on GPUs has a device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,8 @@ from ptrain.word import Word
 
 
 class OperatorKind(Word):
-    """Operators whose time depends on the same dimensions, and is measured as one."""
+    """A class of operators whose time depends on the same dimensions; one table measures each
+    class."""
 
     PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
     ATTENTION = "attention"  # fused, forward: (samples, heads, queries, keys, features of a head)
@@ -50,7 +51,7 @@ class OperatorKind(Word):
 
     @property
     def is_of_bytes(self) -> bool:
-        """Whether its time depends on the bytes that it reads and writes, and not on shapes."""
+        """True if the time depends on the bytes read and written, not on shapes."""
         return self not in (
             OperatorKind.PRODUCT,
             OperatorKind.ATTENTION,
@@ -60,8 +61,11 @@ class OperatorKind(Word):
 
 
 class Hook(Word):
-    """What the host takes each time: a wrapper's own code beside what it sends; modules, autograd
-    and dispatch beside what an operator computes, by the operators that traces have."""
+    """A host-side overhead per event.
+
+    The first members are the code of wrappers besides communication. The others are the cost of
+    modules, autograd and dispatch per traced operator, besides its computation.
+    """
 
     FSDP2_GATHER = "fsdp2_gather"  # a unit's all-gather: copy in, issue, copy out, as views
     FSDP2_REDUCE = "fsdp2_reduce"  # a unit's reduction and the shard's gradient
@@ -81,7 +85,7 @@ class Hook(Word):
 
 
 class LinkTier(Word):
-    """What a collective's slowest link is between."""
+    """The position of a collective's slowest link."""
 
     WITHIN = "within"  # devices of one node
     BETWEEN = "between"  # nodes
@@ -92,8 +96,11 @@ CLIP = "clip"  # among updates: the norm of all gradients, and their scaling
 
 
 class RateRow(NamedTuple):
-    """What was measured, and seconds by the number of ranks that did it at once, in the order of
-    `Rates.at_once` (None: not measured). Of a link: its figures."""
+    """One row of a rate table.
+
+    `key` identifies the measurement. `figures` are seconds by number of concurrent ranks, in the
+    order of `Rates.at_once` (None: not measured); for links, the columns that the table names.
+    """
 
     key: tuple[Any, ...]
     figures: tuple[float | None, ...]
@@ -101,8 +108,10 @@ class RateRow(NamedTuple):
 
 @declared
 class Rows(Leaf):
-    """A table: a list of rows, each a list of the `columns` and of figures behind them: seconds for
-    each number of ranks at once, or those that `figures` names."""
+    """A table: a list of rows with the `columns`, followed by figures.
+
+    The figures are those named in `figures`, or seconds for each number of concurrent ranks.
+    """
 
     columns: Mapping[str, Leaf] = field(kw_only=False)
     figures: tuple[str, ...] = ()
@@ -129,7 +138,7 @@ class Rows(Leaf):
             refuse(f"row {number} must be {self.takes()[5:]}; got {shown}")
         names = (*self.columns, *(self.figures or ("seconds",) * (len(cells) - width)))
         leaves = (*self.columns.values(), *[_FIGURE] * (len(cells) - width))
-        # a word that nothing resembles is another version's
+        # an unknown word without a similar one probably comes from another version
         taken = tuple(
             checked(leaf.take, cell, f"row {number}, {name}", _ANEW * isinstance(leaf, Choice))
             for name, leaf, cell in zip(names, leaves, cells, strict=True)
@@ -168,8 +177,8 @@ _ATTENTION = (OperatorKind.ATTENTION, OperatorKind.ATTENTION_BACKWARD)
 
 @section
 class Rates:
-    """What its parts take on a cluster, as `ptrain calibrate` measures it: seconds, by the number
-    of ranks of a node that compute at once."""
+    """Measured times of a cluster's operators, collectives and hooks, as `ptrain calibrate` writes
+    them: seconds, by the number of ranks of a node that compute at the same time."""
 
     preset: Annotated[
         str | None,
@@ -298,8 +307,11 @@ def are_calibrated(rates: Rates) -> bool:
 
 
 def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield key, finding and remedy of tables that do not have a figure for each number of ranks at
-    once, of the fields that are written."""
+    """Yield (key, finding, remedy) for each table whose rows lack a figure for a number of
+    `at_once`.
+
+    Only the fields in `rates` are checked.
+    """
     at_once = rates.get("at_once", (1,))
     if not at_once or list(at_once) != sorted(set(at_once)):
         yield (

@@ -1,5 +1,5 @@
-"""What every key takes and means, of its declaration: the JSON Schema of specs, from which editors
-complete keys and modes, and the reference of keys with defaults and examples."""
+"""The JSON Schema of specs, from which editors complete keys and modes, and the reference of all
+keys with defaults and examples. Both are generated from the declarations of the grammar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = dict[str, Any]
 
 
 def schema() -> Shape:
-    """Draft 7, which every editor speaks; nothing here is newer than it."""
+    """Return the JSON Schema of specs, in draft 7, which all common editors support."""
     definitions: dict[str, Shape] = {}
     top = _mapping(SpecRaw, definitions)
     return {
@@ -35,8 +35,10 @@ def schema_text() -> str:
 
 
 def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = False) -> Shape:
-    """A section's schema, without `null` for what is left out; those of the sections in it join the
-    definitions."""
+    """Return the schema of a section; the schemas of nested sections are added to `definitions`.
+
+    Nested keys that may be left out do not accept `null` for it.
+    """
     needed = [
         key
         for key, (spot, holds) in keys(kind).items()
@@ -58,7 +60,7 @@ def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = Fa
 
 
 def _value(holds: Leaf | Section, definitions: dict[str, Shape], *, null: bool) -> Shape:
-    """The schema of a key; `null` stands for a section that is left out."""
+    """Return the schema of a key; `null` permits null for a section that is left out."""
     if isinstance(holds, Leaf):
         return {**holds.schema(), "description": holds.about}
     name = holds.kind.__name__
@@ -70,14 +72,16 @@ def _value(holds: Leaf | Section, definitions: dict[str, Shape], *, null: bool) 
 
 
 def _default(holds: Leaf | Section, value: object) -> Shape:
-    """Return the default of a key; nothing where it is none, or follows from other keys."""
+    """Return the schema's `default` of a key, or {} if there is none or it depends on other
+    keys."""
     if value in (None, MISSING) or not isinstance(holds, Leaf) or holds.follows:
         return {}
     return {"default": holds.say(value)}
 
 
 def _sorted(node: Any) -> Any:
-    """Keywords by the alphabet: the text does not depend on how a leaf writes its own."""
+    """Return a schema with sorted keywords, so that its text does not depend on the leaves'
+    order."""
     if isinstance(node, list):
         return [_sorted(inner) for inner in node]
     return {key: _sorted(node[key]) for key in sorted(node)} if isinstance(node, dict) else node

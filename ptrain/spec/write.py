@@ -1,6 +1,5 @@
-"""Write a spec as a plain mapping and as YAML that loads to an equal spec, so that what ran can be
-rerun. Keys at their default are left out.
-"""
+"""Writing of a spec as a plain mapping and as YAML that loads to an equal spec, so that a run can
+be repeated from its record. Keys at their default are left out."""
 
 from __future__ import annotations
 
@@ -49,7 +48,11 @@ UNWRITTEN: dict[str, object] = {
 
 
 def kept(spec: Spec) -> dict[str, object]:
-    """`activations`, unless a tuple of the mesh says it; `recompute`, `attention` and `loss`."""
+    """Return the keys `activations`, `recompute`, `attention`, `loss` and `step` that differ from
+    the default.
+
+    `activations` is left out if a placement tuple on the mesh sets it.
+    """
     said = {
         "activations": None if _is_in_a_tuple(spec) else _activations(spec.activations),
         "recompute": _recompute(spec.activations),
@@ -60,7 +63,7 @@ def kept(spec: Spec) -> dict[str, object]:
     return {
         key: value
         for key, value in said.items()
-        # without the key a class of transformers has its own attention
+        # without the key, a Transformers class chooses its attention implementation itself
         if value is not None
         and (
             value != UNWRITTEN.get(key)
@@ -82,7 +85,7 @@ def _is_in_a_tuple(spec: Spec) -> bool:
 
 
 def _activations(activations: ActivationSpec) -> object:
-    """A mode, or modes by block."""
+    """Return one mode, or a mapping from block range to mode."""
     if not activations.by_block:
         return _mode(activations.default)
     return {_range(first, last): _mode(kept) for first, last, kept in activations.by_block}
@@ -99,7 +102,7 @@ def _mode(kept: Kept) -> str:
 
 
 def _recompute(activations: ActivationSpec) -> object:
-    """A word, or a mapping where there is more to say."""
+    """Return a policy name, or a mapping if `every`, `budget` or a custom policy is set."""
     policy = next((kept.policy for kept in activations.modes if kept.policy), None)
     name = "none" if policy is None else _NAMED.get(policy)
     operators = [] if policy is None else [operators.value for operators in policy.keep]
@@ -126,9 +129,13 @@ def _function(function: UserFunction | None) -> dict[str, object] | None:
 
 
 def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
-    """Every key with its value, but what follows and would hinder another mesh or placement
-    (`accumulate`, the number of stages, and when gradients are reduced unless that is written), and
-    dials that are left to the wrapper."""
+    """Return the full spec as a mapping in file syntax.
+
+    Values that follow from others and would not fit another mesh or placement are left out:
+    `accumulate`, the number of stages, and `sync.gradients` unless `sync_is_written`. So are
+    sections without effect (`offload`, `frozen`, `tensor`, `pipeline`) and dials that the wrapper
+    chooses.
+    """
     said = section(spec)
     sync = said["sync"]
     assert isinstance(sync, dict), "a section"
@@ -160,7 +167,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
 
 
 def _tuples(factor: Factor) -> dict[str, object]:
-    """A tuple, or on an axis that gives ranks their experts both."""
+    """Return the modes of an axis by state; on an expert axis, the `experts` and `rest` tuples."""
     modes: dict[str, object] = {str(state): str(factor.placement[state]) for state in PLACED}
     if factor.axis not in EXPERT_AXES:
         return modes
@@ -168,8 +175,11 @@ def _tuples(factor: Factor) -> dict[str, object]:
 
 
 def section(values: object, *, is_sparse: bool = False) -> dict[str, object]:
-    """A section as a mapping that loads to it. A key is left out where it is None and the file says
-    so by leaving it out, where nothing executes it yet, and of a sparse one at its default."""
+    """Return a section as a mapping that loads to an equal section.
+
+    Keys that are not supported yet are left out, and so is None if leaving out the key means None.
+    A sparse section also leaves out keys at their default.
+    """
     kind: type = type(values)
     said: dict[str, object] = {}
     for key, (spot, holds) in keys(kind).items():
@@ -187,7 +197,8 @@ def _value(holds: Leaf | Section, value: object) -> object:
 
 
 def _precision(precision: Precision) -> dict[str, object]:
-    """A layout without a name as all its dtypes, over one that has its structure."""
+    """Return the precision section. A custom layout is written as all its dtypes, based on a named
+    layout with the same `keeps_both`."""
     layout = precision.layout
     compute = {"compute": "fp64"} if precision.compute_fp64 else {}
     if layout.name != CUSTOM:
@@ -205,7 +216,8 @@ def _precision(precision: Precision) -> dict[str, object]:
 
 
 def _says_offload(spec: Spec) -> bool:
-    """Whether something is written, or optimizer state is updated where it may not be computed."""
+    """Return True if `offload` is set, or some optimizer state is off the device and `offload`
+    selects the device that updates it."""
     return spec.offload != Offload() or any(
         factor.placement.optimizer.tier is not Tier.DEVICE for factor in spec.factors
     )
@@ -227,13 +239,13 @@ def _model(model: ModelSpec) -> dict[str, object]:
 
 
 def _known(**values: object) -> dict[str, object]:
-    """Return those that are not None."""
+    """Return the values that are not None."""
     return {key: value for key, value in values.items() if value is not None}
 
 
 def _options(model: ModelShape) -> dict[str, object]:
-    """Return by key the options that a file says of a shape: those that it always does, and those
-    that are not its family's or the default."""
+    """Return the block options to write: those always written, and those that differ from the
+    default of the model's family."""
     said: dict[str, object] = {}
     for key, (option, holds) in keys(BlockOptions).items():
         value = getattr(model, option.name)
@@ -244,7 +256,7 @@ def _options(model: ModelShape) -> dict[str, object]:
 
 
 def keys_of_shape(model: ModelShape) -> dict[str, Any]:
-    """Return all keys of a shape, those too that a file leaves out."""
+    """Return all keys of a shape, including those that a file leaves out."""
     options = {
         key: _value(holds, getattr(model, option.name))
         for key, (option, holds) in keys(BlockOptions).items()
@@ -258,7 +270,7 @@ _ALWAYS_WRITTEN = ("tied", "dropout", "rope_base")
 
 
 def unwritten() -> dict[str, object]:
-    """Return the sections that `to_mapping` leaves out, with what is meant by leaving them out."""
+    """Return the sections that `to_mapping` leaves out, with their defaults."""
     return {
         "offload": section(Offload()),
         "frozen": section(FrozenSpec()),
@@ -269,7 +281,7 @@ def unwritten() -> dict[str, object]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or YAML 1.2 would read as something other than a text."""
+    """A YAML dumper that quotes every string that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -286,7 +298,7 @@ _Dumper.add_implicit_resolver(
 
 
 def to_yaml(mapping: dict[str, object]) -> str:
-    """Sections in the order of the mapping; short ones on a line of their own."""
+    """Return the YAML text of a mapping: sections in its order, short ones on one line."""
     return "".join(
         yaml.dump(
             {key: value},
