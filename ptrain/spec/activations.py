@@ -33,7 +33,7 @@ from ptrain.word import MeantWord, words_of
 class Operators(MeantWord):
     """A class of operators whose outputs a policy may keep."""
 
-    # of activations with weights, and of scores where attention is eager
+    # products of activations with weights; with eager attention also those with the scores
     MATMUL = "matmul", "matrix products"
     ATTENTION = "attention", "fused attention"
     SOFTMAX = "softmax", "softmax of eager attention"

@@ -225,6 +225,7 @@ def chosen_lines(batch: Batch, data_degree: int) -> list[str]:
 
 
 def _tokens_line(batch: Batch, written: WrittenTokens, data_degree: int) -> str:
+    """Return the line about a batch given in tokens: the number of samples, and the rounding."""
     samples, step = batch.global_samples, batch.micro * data_degree
     said = f"batch.global: {written.text} are {written.samples} samples of {batch.window}: "
     if samples == written.samples:

@@ -249,6 +249,8 @@ class _Walk(Findings):
     def section(
         self, kind: type, written: object, route: Route, *, is_partial: bool = False
     ) -> object:
+        """Check a mapping against a section; return the section, or MISSING if a required key is
+        faulty."""
         if not isinstance(written, dict):
             self._no_mapping(kind, written, route)
             return MISSING

@@ -11,6 +11,8 @@ _PARTS = ("ulysses", "ring")
 
 
 class ContextAttention(MeantWord):
+    """An algorithm of attention over tokens that are sharded along cp."""
+
     # Liu et al. 2023; Llama 3, section 3.3.2; -; Jacobs et al. 2023
     RING = "ring", "ring attention; each rank holds contiguous tokens"
     ZIGZAG = (

@@ -450,7 +450,7 @@ KEPT_MEANINGS = MODE_MEANINGS | {
 class ModeText(Leaf):
     """A mode of Definition 2, with an optional tier."""
 
-    modes: ClassVar[Mapping[str, str]] = MODE_MEANINGS  # what may be written, and what it means
+    modes: ClassVar[Mapping[str, str]] = MODE_MEANINGS  # the allowed texts and their meanings
 
     def takes(self) -> str:
         return "a mode: R, S, S*, M or O, or with a tier (R@host, S@file)"

@@ -442,7 +442,7 @@ def _path(source: str | Path) -> Path:
         try:
             return find_spec(source)
         except SpecError:
-            if not os.path.exists(source):  # False, too, for what can be no path
+            if not os.path.exists(source):  # also False for texts that cannot be a path
                 raise
     return Path(source)
 

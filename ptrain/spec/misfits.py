@@ -48,6 +48,7 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
 
 
 def _documents(shape: ModelShape) -> Iterator[Fault]:
+    """Yield faults of the tokens that separate documents."""
     start, end, place = shape.document_start, shape.document_end, f"model.{shape.document_key}"
     if start is not None and end is not None:
         yield Fault(
@@ -72,6 +73,7 @@ def _documents(shape: ModelShape) -> Iterator[Fault]:
 
 
 def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
+    """Yield faults of the experts of a mixture-of-experts model."""
     chosen, dense = shape.experts_per_token, shape.dense_layers
     if chosen > experts:
         yield Fault(
@@ -181,6 +183,8 @@ def _latent(shape: ModelShape) -> Iterator[Fault]:
 
 
 def _heads(shape: ModelShape) -> Iterator[Fault]:
+    """Yield faults of attention heads that do not divide evenly, or have an odd rotary
+    dimension."""
     if shape.own_head_dim is None and shape.hidden % shape.heads:
         yield Fault(
             place="model.heads",

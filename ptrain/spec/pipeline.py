@@ -190,7 +190,7 @@ class ScheduleName(Word):
         "Schedule1F1B",
         ("pipedream-flush", "one-f-one-b"),
     )
-    # Lamy-Poirier 2023; made for two stages a rank: with one it is gpipe
+    # Lamy-Poirier 2023; made for two stages per rank, equals gpipe with one
     BFS = (
         "bfs",
         "several stages per rank, breadth-first: gpipe stage by stage",
@@ -198,7 +198,7 @@ class ScheduleName(Word):
         ("looped-bfs", "schedulelooped-bfs"),
         2,
     )
-    # Narayanan et al. 2021; with one stage a rank it is 1f1b
+    # Narayanan et al. 2021; equals 1f1b with one stage per rank
     INTERLEAVED = (
         "interleaved",
         "several stages per rank, one forward, one backward (Megatron)",
@@ -224,7 +224,7 @@ class ScheduleName(Word):
         2,
         True,
     )
-    # Sea AI Lab 2025: DeepSeek's DualPipe cut in half, each stage once
+    # Sea AI Lab 2025: half of DeepSeek's DualPipe, with one copy of each stage
     DUALPIPEV = (
         "dualpipev",
         "two stages per rank in a V, forward and backward overlapped",

@@ -94,6 +94,8 @@ OF_EXPERTS = Placement(parameters=S, optimizer=S, gradients=S, activations=S)  #
 
 
 class Axis(Word):
+    """An axis of the mesh."""
+
     PP = "pp"
     DP_REPLICATE = "dp_replicate"
     DP_SHARD = "dp_shard"

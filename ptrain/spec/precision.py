@@ -20,6 +20,8 @@ _NO_MASTER = {"none": "no master copy: the optimizer updates the parameters"}
 
 
 class DType(MeantWord):
+    """A floating-point dtype, independent of torch."""
+
     FP64 = "fp64", "8 bytes"
     FP32 = "fp32", "4 bytes"
     BF16 = "bf16", "2 bytes"

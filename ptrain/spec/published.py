@@ -201,6 +201,8 @@ def _gemma(config: Config, faults: Faults) -> Keys:
 
 
 def _gemma2(config: Config, faults: Faults) -> Keys:
+    """Return the keys of Gemma 2, whose attention scale is a config field instead of the head
+    dimension."""
     scale = config["query_pre_attn_scalar"] ** -0.5
     keys = {**_gemma(config, faults), "window": config.get("sliding_window")}
     return {**keys, "attention_scale": scale}

@@ -42,7 +42,7 @@ class OperatorKind(Word):
     VIEW = "view"  # looks at a tensor in another way, or allocates one: dispatched, and no more
     # Of all that follow the one dimension is bytes, read and written together.
     POINTWISE = "pointwise"  # sums, products, masks
-    ACTIVATION = "activation"  # what takes exponentials element by element: GELU, SiLU, tanh
+    ACTIVATION = "activation"  # elementwise exponentials: GELU, SiLU, tanh
     NORM = "norm"  # of rows: layer and RMS norms, sums, means
     SOFTMAX = "softmax"  # softmax and cross-entropy, and their gradients
     COPY = "copy"  # copies, casts, concatenations
@@ -72,16 +72,16 @@ class Hook(Word):
     DDP_BUCKET = "ddp_bucket"
     FLAT_GATHER = "flat_gather"
     FLAT_REDUCE = "flat_reduce"
-    PIPELINE_PASS = "pipeline_pass"  # of a stage: forward or backward, with its stand-ins
-    CUT_PRODUCT = "cut_product"  # with cut operands: DTensor's dispatch, and issuing what it sends
-    # Around any operator, views too; beside a GPU, to issue it:
+    PIPELINE_PASS = "pipeline_pass"  # a forward or backward pass of a stage, with its stand-ins
+    CUT_PRODUCT = "cut_product"  # sharded operands: DTensor dispatch, and issuing its collectives
+    # Around any operator, views included; on a GPU, the time to issue it:
     FORWARD_OPERATOR = "forward_operator"
     BACKWARD_OPERATOR = "backward_operator"
     HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph
     # In both passes of a layer:
     RECOMPUTED_OPERATOR = "recomputed_operator"  # that is computed again
-    SELECTED_OPERATOR = "selected_operator"  # of which some results are kept: a mode asks each
-    MOVED_OPERATOR = "moved_operator"  # whose activations go off the device
+    SELECTED_OPERATOR = "selected_operator"  # selective: a dispatch mode decides per operator
+    MOVED_OPERATOR = "moved_operator"  # its activations are offloaded
 
 
 class LinkTier(Word):
@@ -131,6 +131,7 @@ class Rows(Leaf):
         return rows
 
     def _row(self, number: int, row: object) -> RateRow:
+        """Parse one row. Raises Refused if it has the wrong length or a wrong cell."""
         cells = row if isinstance(row, list) else []
         width, num_figures = len(self.columns), len(self.figures)
         if len(cells) <= width or (num_figures and len(cells) != width + num_figures):

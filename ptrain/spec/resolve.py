@@ -231,6 +231,11 @@ def _degrees(mesh: MeshRaw, world_size: int | None, findings: Findings) -> dict[
 
 
 def _auto(axis: Axis, known: int, world_size: int | None, findings: Findings) -> int | None:
+    """Return the degree of an `auto` axis: the number of ranks over the product of the other
+    degrees.
+
+    Returns None, with a fault, if the number of ranks is unknown or not divisible.
+    """
     if world_size is None:
         remedy = f"Use `mesh.{axis}=N`, start with `torchrun --nproc-per-node N`, or run "
         remedy += "`ptrain select SPEC`."
@@ -248,6 +253,8 @@ def _auto(axis: Axis, known: int, world_size: int | None, findings: Findings) ->
 
 
 def _fits_world(degrees: dict[Axis, int], world_size: int | None, findings: Findings) -> bool:
+    """Report a mesh with too many ranks, or with another number than was started; return True if
+    neither."""
     ranks = math.prod(degrees.values())
     text = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items()) or "of one rank"
     if ranks > MAX_DEGREE:

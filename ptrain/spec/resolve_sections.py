@@ -567,7 +567,10 @@ def resolve_attention(text: str | None) -> Attention | None:
 
 
 def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Findings) -> LossSpec:
-    """Return how logits and loss are computed if no user-defined function computes them."""
+    """Return the built-in computation of logits and loss, if no user-defined function replaces it.
+
+    Contradictory keys of `loss` are reported as faults.
+    """
     loss = raw.loss or LossRaw()
     if loss.kind == "vocab-parallel" and degrees.get(Axis.TP, 1) == 1:
         report.add(

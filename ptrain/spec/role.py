@@ -14,6 +14,8 @@ from ptrain.word import Word
 
 
 class Role(Word):
+    """The part of a module in tensor, sequence or expert parallelism."""
+
     COLUMN = "column"  # sharded by output features
     FUSED_COLUMN = "fused column"  # several concatenated projections, each sharded by outputs
     TRANSPOSED_COLUMN = "transposed column"  # a weight stored as inputs x outputs

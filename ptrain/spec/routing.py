@@ -114,6 +114,7 @@ def slip(plain: object) -> tuple[str, str] | None:
 
 
 def _slips(plain: object) -> Iterator[str]:
+    """Yield descriptions of malformed counts, by place."""
     if not isinstance(plain, Mapping) or not plain:
         yield "there are no counts by layer"
         return

@@ -32,7 +32,7 @@ COMMAND_LINE = "command line: "  # prefix of the source of an override
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_OF_NUMBERS = frozenset("+-.0123456789")  # one of which begins a number
+_OF_NUMBERS = frozenset("+-.0123456789")  # the first characters of numbers
 _WORDS: dict[str, object] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -53,6 +53,7 @@ class SourceMark(NamedTuple):
     text: str = ""
 
     def fault(self, place: str, finding: str, remedy: str = "") -> Fault:
+        """Return a fault at this position."""
         return Fault(
             place=place,
             finding=finding,
@@ -344,6 +345,7 @@ class _Builder:
         return values
 
     def _mapping(self, route: Route) -> dict[str, object]:
+        """Build a mapping; of two equal keys the second is reported, and its value kept."""
         values: dict[str, object] = {}
         for event in takewhile(_is_no_end, self.events):
             key = self._key(event, route)
@@ -377,6 +379,7 @@ class _Builder:
         return "?"
 
     def _plain_only(self, event: yaml.Event, route: Route) -> None:
+        """Report an alias, an anchor or a tag."""
         anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
         if isinstance(event, yaml.AliasEvent):
             self._fault(

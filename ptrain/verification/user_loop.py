@@ -91,6 +91,7 @@ def _compared(
     share: Callable[[Any], Any] | Sequence[Any] | None,
     terms: Terms,
 ) -> LoopVerdict:
+    """Run both loops, a second time if a random draw could not be attributed to samples."""
     whole = list(batches)
     if not whole:
         raise PtrainError("verify: no batch\n  remedy: Pass at least one global batch.")
