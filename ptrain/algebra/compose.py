@@ -77,7 +77,7 @@ def lift(factor: Factor) -> Product:
     """Return one factor as a product."""
     if factor.degree == 1:
         return IDENTITY
-    shares = {state.value: _share(factor.placement[state], factor.degree) for state in PLACED}
+    shares = {state.value: _make_share(factor.placement[state], factor.degree) for state in PLACED}
     return Product(ranks=factor.degree, **shares)
 
 
@@ -91,7 +91,7 @@ def _compose_shares(inner: Share, outer: Share) -> Share:
     )
 
 
-def _share(mode: Mode, degree: int) -> Share:
+def _make_share(mode: Mode, degree: int) -> Share:
     match mode.distribution:
         case Distribution.REPLICATED:
             return Share(copies=degree, tier=mode.tier)

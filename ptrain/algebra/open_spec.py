@@ -38,7 +38,7 @@ class OpenSpec:
             names: Names of fields such as `unit`, or of batch fields such as `batch.accumulate`.
         """
         spec = spec.but(cluster=None)
-        return cls(spec, _undecided(spec, frozenset(names)))
+        return cls(spec, _find_open_rules(spec, frozenset(names)))
 
     def is_sound(self, **changes: Any) -> bool:
         """Return True if the spec with these values for its undecided fields is legal and
@@ -70,7 +70,7 @@ class Memo:
             answer = known.get(tuple([id(values[name]) for name in names]))
             if answer is not None:
                 return answer[0]
-        noting = _with(_noting(self._names), spec)
+        noting = _copy_as(_recording_spec(self._names), spec)
         read: list[str] = []
         noting.__dict__.update(values, **{_READ: read})
         is_so = self._claim(noting)
@@ -89,12 +89,12 @@ def memos(rules: Iterable[FaultsOf], names: Iterable[str]) -> list[Memo]:
     return [Memo(claim(faults), names) for faults in rules]
 
 
-def _undecided(spec: Spec, names: frozenset[str]) -> tuple[FaultsOf, ...] | None:
+def _find_open_rules(spec: Spec, names: frozenset[str]) -> tuple[FaultsOf, ...] | None:
     """Return the rules that read an undecided field, or None if another rule is broken.
 
     A rule that reads no undecided field has the same result for all values of these fields.
     """
-    silent, looking = _silenced(spec, names), []
+    silent, looking = _hide_fields(spec, names), []
     for faults in (*CHECKED, *EXECUTED):
         try:
             if not obeys(silent, (faults,)):
@@ -104,7 +104,7 @@ def _undecided(spec: Spec, names: frozenset[str]) -> tuple[FaultsOf, ...] | None
     return tuple(looking)
 
 
-def _with(kind: type[Spec], spec: Spec) -> Spec:
+def _copy_as(kind: type[Spec], spec: Spec) -> Spec:
     """Return a copy of the spec as an instance of a subclass, without calling `__init__`."""
     other = object.__new__(kind)
     other.__dict__.update(spec.__dict__)
@@ -115,11 +115,11 @@ class _WithheldError(Exception):
     """Raised when a rule reads an undecided field."""
 
 
-def _silenced(spec: Spec, names: frozenset[str]) -> Spec:
+def _hide_fields(spec: Spec, names: frozenset[str]) -> Spec:
     """Return the spec with undecided fields, of it or of its batch, that raise when they
     are read."""
     of_batch = {name for name in names if name.startswith(_BATCH)}
-    silent = _with(_silent_spec(names - of_batch), spec)
+    silent = _copy_as(_silent_spec(names - of_batch), spec)
     if of_batch:
         parts = frozenset(name.removeprefix(_BATCH) for name in of_batch)
         batch = object.__new__(_silent_batch(parts))
@@ -132,15 +132,15 @@ def _silenced(spec: Spec, names: frozenset[str]) -> Spec:
 
 @cache
 def _silent_spec(names: frozenset[str]) -> type[Spec]:
-    return type("_SilentSpec", (Spec,), _withheld(names))
+    return type("_SilentSpec", (Spec,), _hidden_properties(names))
 
 
 @cache
 def _silent_batch(names: frozenset[str]) -> type[Batch]:
-    return type("_SilentBatch", (Batch,), _withheld(names))
+    return type("_SilentBatch", (Batch,), _hidden_properties(names))
 
 
-def _withheld(names: Iterable[str]) -> dict[str, Any]:
+def _hidden_properties(names: Iterable[str]) -> dict[str, Any]:
     """Return properties for these names that raise `_WithheldError`."""
 
     def refuse(_: object) -> NoReturn:
@@ -150,7 +150,7 @@ def _withheld(names: Iterable[str]) -> dict[str, Any]:
 
 
 @cache
-def _noting(names: frozenset[str]) -> type[Spec]:
+def _recording_spec(names: frozenset[str]) -> type[Spec]:
     """Return a subclass of Spec that records reads of these fields."""
 
     def noted(name: str) -> property:

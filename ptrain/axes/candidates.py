@@ -40,7 +40,7 @@ class Written:
     def texts(self) -> tuple[str, ...]:
         """The tuples and fields that are set, in spec syntax."""
         placed = (f"placement.{axis}={placement}" for axis, placement in self.tuples)
-        return (*placed, *(f"{path}={_text(value)}" for path, value in self.values))
+        return (*placed, *(f"{path}={_value_text(value)}" for path, value in self.values))
 
     def degree(self, axis: Axis) -> int | None:
         """Return the degree that the spec sets for the axis, or None."""
@@ -87,14 +87,14 @@ class Written:
         """
         ways = tuple(ways)
         more = tuple((path, value) for path, value in self.values if path in also)
-        held = tuple(self._held(axes, way) for way in ways)
+        held = tuple(self._apply_written(axes, way) for way in ways)
         agreeing = tuple(way for way, other in zip(ways, held, strict=True) if way == other)
         return tuple(
             (placements, (*changes, *more))
             for placements, changes in dict.fromkeys(agreeing or held)
         )
 
-    def _held(self, axes: tuple[Axis, ...], way: Way) -> Way:
+    def _apply_written(self, axes: tuple[Axis, ...], way: Way) -> Way:
         tuples, (placements, changes) = dict(self.tuples), way
         return (
             tuple(tuples.get(axis, p) for axis, p in zip(axes, placements, strict=True)),
@@ -102,7 +102,7 @@ class Written:
         )
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -200,7 +200,7 @@ def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None
     factors: list[Factor] = []
     changes: dict[str, Any] = {"batch": batch or spec.batch}
     choices = tuple(choices)
-    states = _states(choices) if any(choice.follows for choice in choices) else None
+    states = _data_placement(choices) if any(choice.follows for choice in choices) else None
     for choice in choices:
         own = choice.factors if states is None else choice.following(states)
         factors += [factor for factor in own if factor.degree > 1]
@@ -209,7 +209,7 @@ def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None
     return spec.but(factors=tuple(factors), trivial_factors=(), **changes)
 
 
-def _states(choices: Iterable[AxisChoice]) -> Placement | None:
+def _data_placement(choices: Iterable[AxisChoice]) -> Placement | None:
     """Return the placement on the innermost data axis, even if its degree is 1; None
     without one."""
     data = [f for choice in choices for f in choice.factors if f.axis in DATA_AXES]

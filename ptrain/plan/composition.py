@@ -44,7 +44,7 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         Condition(
             name="Theorem 3 of samples",
             holds=all(len({places[rank] for rank in group}) == 1 for group in within),
-            why=f"all ranks of a {step.axis} group have the same samples: {_shown(within)}",
+            why=f"all ranks of a {step.axis} group have the same samples: {_groups_text(within)}",
         ),
         Condition(
             name="Theorem 3 of tokens",
@@ -60,7 +60,7 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             why=(
                 "by construction, the loss is a sum over the local tokens, divided by the "
                 f"global count; gradients are summed over {' × '.join(plan.summed_axes)}: "
-                f"{_shown(across)}"
+                f"{_groups_text(across)}"
             ),
         ),
     )
@@ -80,7 +80,7 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     places = positions(spec, step.axes)
     why = (
         f"it is summed over {' × '.join(summed)}, whose ranks hold the same experts: "
-        f"{_shown(across)}"
+        f"{_groups_text(across)}"
     )
     return (
         Condition(
@@ -88,7 +88,7 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             holds=step.number % len(within[0]) == 0,
             why=(
                 f"each of {step.number} experts is on one rank of a {names} group, which "
-                f"receives every token routed to the expert: {_shown(within)}"
+                f"receives every token routed to the expert: {_groups_text(within)}"
             ),
         ),
         Condition(
@@ -102,7 +102,7 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             holds=are_within(groups(spec, (step.axis,)), whole),
             why=(
                 "gradients of replicated parameters are summed over "
-                f"{' × '.join(plan.summed_axes)}: {_shown(whole)}; by construction, both are "
+                f"{' × '.join(plan.summed_axes)}: {_groups_text(whole)}; by construction, both are "
                 "sums over tokens, divided by the global count"
             ),
         ),
@@ -128,7 +128,7 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
         Condition(
             name="Theorem 6.1",
             holds=are_consecutive(within),
-            why=f"a tp group has consecutive ranks: {_shown(within)}",
+            why=f"a tp group has consecutive ranks: {_groups_text(within)}",
         ),
         Condition(
             name="Theorem 6.2",
@@ -148,7 +148,7 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
             name="Theorem 6.3",
             holds=have_one_of_each(across, within),
             why=(
-                f"gradients are reduced over {names}: {_shown(across)}, never over two ranks "
+                f"gradients are reduced over {names}: {_groups_text(across)}, never over two ranks "
                 "of a tp group"
             ),
         ),
@@ -175,19 +175,19 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         Condition(
             name="Theorem 7.1" if is_outermost else "Remark 4",
             holds=len({len(stage) for stage in stages}) == 1,
-            why=f"the ranks with the same stages are {order}: {_shown(stages)}",
+            why=f"the ranks with the same stages are {order}: {_groups_text(stages)}",
         ),
         Condition(
             name="Theorem 7.2",
             holds=are_within(across, stages),
-            why=f"gradients are reduced over {names}: {_shown(across)}, among replicas of the same "
-            "stages",
+            why=f"gradients are reduced over {names}: {_groups_text(across)}, among replicas of "
+            "the same stages",
         ),
         Condition(
             name="Theorem 7.3",
             holds=have_one_of_each(within, stages),
             why=(
-                f"activations are sent along {plan.pipeline.axis}: {_shown(within)}, one "
+                f"activations are sent along {plan.pipeline.axis}: {_groups_text(within)}, one "
                 "rank per stage, with the same samples"
             ),
         ),
@@ -277,6 +277,6 @@ def condition_lines(conditions: Iterable[Condition]) -> list[str]:
     ]
 
 
-def _shown(groups: Groups) -> str:
+def _groups_text(groups: Groups) -> str:
     rest = f" … {len(groups)} groups" if len(groups) > _FEW_GROUPS else ""
     return " ".join(map(ranks_text, groups[:_FEW_GROUPS])) + rest

@@ -123,11 +123,11 @@ def for_unknown(key: str, kind: type, route: Route) -> str:
     if "." in key and tuple(key.split(".")) in _places(SpecRaw, ()):
         section, _, rest = key.partition(".")
         return f"Use `{section}: {{{rest}: …}}`."
-    meant = _meant(key, kind, route)
+    meant = _guess_routes(key, kind, route)
     if route and (key,) in meant:
         return f"{key!r} belongs to the top level of the spec, not to {'.'.join(route)}"
     shown = [".".join(place).removeprefix(".".join((*route, ""))) for place in meant]
-    return _question(shown) or listed("Keys here", kind, route)
+    return _did_you_mean(shown) or listed("Keys here", kind, route)
 
 
 def of_any_section(key: str) -> str:
@@ -136,11 +136,11 @@ def of_any_section(key: str) -> str:
     Exact names of keys do not count, because the section around the key may be misspelled.
     """
     word = key.lower().replace("-", "_")
-    places = _called(word, _places(SpecRaw, ()))
-    return _question([".".join(place) for place in places if place[-1] != word])
+    places = _routes_named(word, _places(SpecRaw, ()))
+    return _did_you_mean([".".join(place) for place in places if place[-1] != word])
 
 
-def _question(shown: list[str]) -> str:
+def _did_you_mean(shown: list[str]) -> str:
     return f"Did you mean {' or '.join(map(repr, shown))}?" if shown else ""
 
 
@@ -152,7 +152,7 @@ def listed(what: str, kind: type, route: Route) -> str:
     return f"Run `ptrain help {'.'.join(route) or 'keys'}` to list all keys."
 
 
-def _meant(key: str, kind: type, route: Route) -> list[Route]:
+def _guess_routes(key: str, kind: type, route: Route) -> list[Route]:
     """Return the routes that may have been meant by an unknown key.
 
     The order is: exact names and aliases in this section; names that differ by a letter (not at the
@@ -163,11 +163,11 @@ def _meant(key: str, kind: type, route: Route) -> list[Route]:
     here = {(*route, name): (name, *holds.aka) for name, (_, holds) in keys(kind).items()}
     known = tuple(name for name, (_, holds) in keys(kind).items() if holds.executed != ())
     everywhere = _places(SpecRaw, ())
-    if exact := _called(word, here):
+    if exact := _routes_named(word, here):
         return exact
     if route and (slip := slips.close(word, known, cutoff=_ALIKE)):
         return [(*route, slip)]
-    if exact := _called(word, everywhere):
+    if exact := _routes_named(word, everywhere):
         return exact
     section, _, rest = word.partition("_")
     if (section, rest) in everywhere:  # log_every is log.every
@@ -187,7 +187,7 @@ def is_called(key: str, kind: type, route: Route) -> bool:
     return bool(route) and any(word in holds.aka for _, holds in keys(kind).values())
 
 
-def _called(word: str, places: Places) -> list[Route]:
+def _routes_named(word: str, places: Places) -> list[Route]:
     return [place for place, names in places.items() if word in names][:_MOST_MEANT]
 
 
@@ -252,7 +252,7 @@ class _Walk(Findings):
         """Check a mapping against a section; return the section, or MISSING if a required key is
         faulty."""
         if not isinstance(written, dict):
-            self._no_mapping(kind, written, route)
+            self._report_no_mapping(kind, written, route)
             return MISSING
         known = keys(kind)
         values: dict[str, object] = {}
@@ -260,17 +260,17 @@ class _Walk(Findings):
             inner = (*route, key)
             value: object = MISSING
             if key in written:
-                value = self._value(holds, written[key], inner)
+                value = self._check_value(holds, written[key], inner)
             elif (
                 is_required(spot)
                 and not is_partial
                 and self.tree.at(_GIVEN_BY.get(inner, inner)) is None
             ):
-                self.add(inner, *_missing(inner), at=route, key=True)
+                self.add(inner, *_describe_missing(inner), at=route, key=True)
             values[spot.name] = _NEEDED.get(inner, value) if value is MISSING else value
         for key in written:
             if key not in known:
-                self._unknown(key, kind, route, written[key])
+                self._report_unknown(key, kind, route, written[key])
         sound = {name: value for name, value in values.items() if value is not MISSING}
         if is_partial:
             return sound
@@ -278,7 +278,7 @@ class _Walk(Findings):
             return MISSING
         return kind(**sound)
 
-    def _value(self, holds: Leaf | Section, value: object, route: Route) -> object:
+    def _check_value(self, holds: Leaf | Section, value: object, route: Route) -> object:
         if isinstance(holds, Section):
             if value is None and holds.null:
                 return None
@@ -289,31 +289,31 @@ class _Walk(Findings):
             self.add(route, error.finding, error.remedy)
             return MISSING
 
-    def _no_mapping(self, kind: type, value: object, route: Route) -> None:
+    def _report_no_mapping(self, kind: type, value: object, route: Route) -> None:
         remedy = (
             (slips.checkpointed(value) if route == ("checkpoint",) else "")
-            or self._key_of(kind, value, route)
-            or (self._of_other_tool(route, value) if route else "")
+            or self._bare_value_remedy(kind, value, route)
+            or (self._foreign_remedy(route, value) if route else "")
             or listed("its keys", kind, route)
         )
         self.add(route, f"must be a mapping; got {describe(value)}", remedy)
 
-    def _unknown(self, key: str, kind: type, route: Route, value: object) -> None:
+    def _report_unknown(self, key: str, kind: type, route: Route, value: object) -> None:
         place, finding = (*route, key), f"unknown key {key!r}"
         waits, remedy = slips.UNSUPPORTED.get(place, ("", ""))
         if waits:
             finding += f"; not supported yet: {waits}"
         elif not is_called(key, kind, route):
-            if isinstance(value, dict) and self._unknown_section(place, value):
+            if isinstance(value, dict) and self._report_unknown_section(place, value):
                 return
-            remedy = self._of_other_tool(place, value)
+            remedy = self._foreign_remedy(place, value)
         self.add(place, finding, remedy or for_unknown(key, kind, route), key=True)
 
-    def _unknown_section(self, route: Route, value: dict[str, object]) -> bool:
+    def _report_unknown_section(self, route: Route, value: dict[str, object]) -> bool:
         """Report the keys of another tool's section; return False if no tool has any of them."""
         leaves = foreign_leaves(route, value)
         remedies = {
-            inner: self._of_other_tool(inner, leaf) or of_any_section(inner[-1])
+            inner: self._foreign_remedy(inner, leaf) or of_any_section(inner[-1])
             for inner, leaf in leaves
         }
         if not any(remedies.values()):
@@ -327,11 +327,11 @@ class _Walk(Findings):
             )
         return True
 
-    def _of_other_tool(self, route: Route, value: object) -> str:
+    def _foreign_remedy(self, route: Route, value: object) -> str:
         """Return the remedy for a key of another tool, or "" if no tool has it."""
-        return for_foreign(route, value, lambda key, text: self._said(key, text, route))
+        return for_foreign(route, value, lambda key, text: self._format_setting(key, text, route))
 
-    def _key_of(self, kind: type, value: object, route: Route) -> str:
+    def _bare_value_remedy(self, kind: type, value: object, route: Route) -> str:
         """Return the remedy for a value that one key of the section would accept:
         `precision=fp16`."""
         if not isinstance(value, str):
@@ -339,12 +339,16 @@ class _Walk(Findings):
         known = keys(kind)
         for key, (_, holds) in known.items():
             if isinstance(holds, Choice) and (word := holds.word(value)):
-                return f"Use `{self._said((*route, key), flow(word), route)}`."
+                return f"Use `{self._format_setting((*route, key), flow(word), route)}`."
         folder = f"{route[-1].removesuffix('s')}s" if route else ""  # of models, clusters, rates
         preset = nearest(value, tuple(listing(folder))) if "preset" in known else ""
-        return f"Use `{self._said((*route, 'preset'), flow(preset), route)}`." if preset else ""
+        return (
+            f"Use `{self._format_setting((*route, 'preset'), flow(preset), route)}`."
+            if preset
+            else ""
+        )
 
-    def _said(self, route: Route, text: str, at: Route) -> str:
+    def _format_setting(self, route: Route, text: str, at: Route) -> str:
         """Return a key and its value's text in the syntax of the faulty key: command line
         or file."""
         if self.tree.mark(at, key=True).source.startswith(COMMAND_LINE):
@@ -355,7 +359,7 @@ class _Walk(Findings):
         return f"{section}: {{{': {'.join(inner)}: {text}{'}' * len(inner)}"
 
 
-def _missing(route: Route) -> tuple[str, str]:
+def _describe_missing(route: Route) -> tuple[str, str]:
     """Return the finding and the remedy for a required key that is missing."""
     if route[0] == "placement" and route[-1] == REST:
         finding = "the placement of all non-expert tensors is missing"

@@ -68,7 +68,7 @@ class _Degrees(Free):
         return {**shape, "properties": properties, **required}
 
 
-def _written(attention: ContextAttention | Hybrid) -> object:
+def _to_file_syntax(attention: ContextAttention | Hybrid) -> object:
     if isinstance(attention, Hybrid):
         return {"ulysses": attention.ulysses, "ring": attention.ring}
     return attention.value
@@ -107,6 +107,6 @@ class ContextSpec:
                     read=lambda degrees: Hybrid(**degrees),
                 ),
             ),
-            write=_written,
+            write=_to_file_syntax,
         ),
     ]

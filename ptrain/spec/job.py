@@ -56,7 +56,7 @@ class Sources(Leaf):
         if not isinstance(value, list) or not value:
             got = "an empty list" if value == [] else describe(value)
             refuse(f"must be {self.takes()}; got {got}", "Use `[{path: a.npy, weight: 2}, …]`.")
-        sources = [_source(number, source) for number, source in enumerate(value, 1)]
+        sources = [_parse_source(number, source) for number, source in enumerate(value, 1)]
         numbers: dict[str, int] = {}
         for number, source in enumerate(sources, 1):
             first = numbers.setdefault(os.path.abspath(source.path), number)
@@ -90,7 +90,7 @@ class Sources(Leaf):
         return ({"type": "array", "items": items, "minItems": 1},)
 
 
-def _source(number: int, source: object) -> DataSource:
+def _parse_source(number: int, source: object) -> DataSource:
     """Parse one entry of the list; its faults name the source and the key."""
     if not isinstance(source, dict):
         refuse(f"source {number} must be a mapping; got {describe(source)}", "Use `{path: FILE}`.")
@@ -114,7 +114,7 @@ def quotas(weights: Sequence[float]) -> tuple[int, ...]:
     The cycle is the shortest one that has exactly the ratio of the weights. If that is longer than
     CYCLE, a cycle of CYCLE samples approximates the ratio.
     """
-    whole = _in_proportion(weights)
+    whole = _smallest_integers(weights)
     if (total := sum(whole)) <= CYCLE:
         return whole
     quotas, rests = zip(*(divmod(weight * CYCLE, total) for weight in whole), strict=True)
@@ -122,7 +122,7 @@ def quotas(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(quota + (n in longest) for n, quota in enumerate(quotas))
 
 
-def _in_proportion(weights: Sequence[float]) -> tuple[int, ...]:
+def _smallest_integers(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the smallest integers that have exactly the ratio of the weights' decimal digits."""
     parts = [f"{weight!r}e0".split("e")[:2] for weight in weights]
     digits = [(text.partition(".")[2], text.replace(".", ""), int(power)) for text, power in parts]

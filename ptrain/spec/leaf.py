@@ -494,7 +494,7 @@ class ModesByBlock(Free):
 
     def fit(self, value: Any) -> Any:
         checked = super().fit(value)
-        ranges = sorted((_range(key), key) for key in checked) if checked is not UNFIT else ()
+        ranges = sorted((_parse_range(key), key) for key in checked) if checked is not UNFIT else ()
         for ((_, last), key), ((first, _), other) in itertools.pairwise(ranges):
             if last >= first:
                 refuse(
@@ -525,7 +525,7 @@ def blocks_of(text: str) -> tuple[int, int | None]:
 _BLOCKS = r"[0-9]{1,5}(-([0-9]{1,5})?)?"
 
 
-def _range(text: str) -> tuple[int, float]:
+def _parse_range(text: str) -> tuple[int, float]:
     """Return (first, last) of a block range, or raise Refused if it is malformed."""
     if not re.fullmatch(_BLOCKS, text):
         refuse(

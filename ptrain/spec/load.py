@@ -123,7 +123,7 @@ def sweeps(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
     alternatives = []
     for argument in overrides:
         key, equals, text = argument.partition("=")
-        parts = _split(text)
+        parts = _split_at_commas(text)
         if not equals or len(parts) == 1 or _is_tuple(key, parts):
             alternatives.append([argument])
         else:
@@ -140,8 +140,8 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
     Raises:
         SpecError: The right side is not valid YAML.
     """
-    value = _value(override)
-    route = _data_axis(tree, override.route)
+    value = _parse_right_side(override)
+    route = _resolve_data_axis(tree, override.route)
     node = tree.root
     for depth, key in enumerate(route[:-1]):
         assert isinstance(node, dict), "only mappings are entered"
@@ -165,8 +165,8 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
         node = inner
     assert isinstance(node, dict), "only mappings are entered"
     node[route[-1]] = value.root
-    _displace(tree, route)
-    _take_marks(tree, value, override, route)
+    _remove_excluded(tree, route)
+    _mark_as_override(tree, value, override, route)
     return []
 
 
@@ -181,7 +181,7 @@ def involves(fault: Fault, override: Override) -> bool:
     return re.search(rf"(?<![\w.])({'|'.join(known)})(?![\w-])", said) is not None
 
 
-def _value(override: Override) -> Tree:
+def _parse_right_side(override: Override) -> Tree:
     """Parse the right side; its faults are located at the override, which has no line number."""
     try:
         value = parse_value(override.text, override.source)
@@ -194,7 +194,7 @@ def _value(override: Override) -> Tree:
     return value
 
 
-def _data_axis(tree: Tree, route: Route) -> Route:
+def _resolve_data_axis(tree: Tree, route: Route) -> Route:
     """Redirect `mesh.dp` to the data axis of the mesh, if the mesh has exactly one."""
     mesh = tree.root.get("mesh") if isinstance(tree.root, dict) else None
     if route != ("mesh", "dp") or not isinstance(mesh, dict) or "dp" in mesh:
@@ -203,7 +203,7 @@ def _data_axis(tree: Tree, route: Route) -> Route:
     return ("mesh", present[0]) if len(present) == 1 else route
 
 
-def _displace(tree: Tree, route: Route) -> None:
+def _remove_excluded(tree: Tree, route: Route) -> None:
     """Remove the file's keys that exclude the key set on the command line."""
     for other in _INSTEAD.get(route, ()):
         mark = tree.values.get(other)  # a mapping from Python has none
@@ -213,7 +213,7 @@ def _displace(tree: Tree, route: Route) -> None:
                 node.pop(other[-1], None)
 
 
-def _take_marks(tree: Tree, value: Tree, override: Override, route: Route) -> None:
+def _mark_as_override(tree: Tree, value: Tree, override: Override, route: Route) -> None:
     """Mark the value at `route`, and all values inside it, as set on the command line."""
     mark = SourceMark(source=override.source)
     for table in (tree.keys, tree.values):
@@ -234,7 +234,7 @@ def _is_tuple(key: str, parts: list[str]) -> bool:
     return is_placement and any(slips.mode(part.strip()) in KEPT_MEANINGS for part in parts)
 
 
-def _split(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
     """Split a text at its commas, except inside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
@@ -253,16 +253,16 @@ def _split(text: str) -> list[str]:
 
 def source_of(argument: str) -> str:
     """Return the source name for faults of a command-line argument."""
-    return f"{COMMAND_LINE}{_shown(argument)}"
+    return f"{COMMAND_LINE}{_printable(argument)}"
 
 
-def _shown(argument: str) -> str:
+def _printable(argument: str) -> str:
     text = "".join(letter if letter.isprintable() else "?" for letter in argument)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 @cache
-def _planned() -> tuple[tuple[Route, Leaf], ...]:
+def _unsupported_keys() -> tuple[tuple[Route, Leaf], ...]:
     """Return the keys that have values which are not supported yet, with their leaves."""
     leaves = ((route, holds) for route, _, holds in walk(SpecRaw) if isinstance(holds, Leaf))
     return tuple((route, leaf) for route, leaf in leaves if leaf.executed is not None)
@@ -271,7 +271,7 @@ def _planned() -> tuple[tuple[Route, Leaf], ...]:
 def refusals(tree: Tree) -> dict[Route, Fault]:
     """Return a fault for each key whose value is valid but not supported yet, by route."""
     findings = Findings(tree=tree)
-    for route, leaf in _planned():
+    for route, leaf in _unsupported_keys():
         name, value, executed = route[-1], tree.at(route), leaf.executed or ()
         if value is None or any(value == o and type(value) is type(o) for o in executed):
             continue
@@ -338,7 +338,7 @@ def load(
         >>> spec.world_size
         4
     """
-    tree, name = _tree(source)
+    tree, name = _read_tree(source)
     faults = dict(tree.faults)
     for number, argument in enumerate(overrides):
         try:
@@ -347,7 +347,7 @@ def load(
             hindrances = list(error.faults)
         faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(hindrances)}
     for place in without:
-        _drop(tree, place)
+        _remove_key(tree, place)
     short = expand_shorthands(tree)
     faults = {route: known for route, known in faults.items() if route[:-1] not in short} | short
     raw, invalid = validate(tree)
@@ -360,11 +360,11 @@ def load(
         except SpecError as error:
             faults |= _independent(error.faults, faults)
     if faults:
-        raise SpecError(*_in_order(faults.values(), overrides))
-    return Document(spec=spec, locate=lambda fault: _locate(tree, fault, overrides))
+        raise SpecError(*_sort_faults(faults.values(), overrides))
+    return Document(spec=spec, locate=lambda fault: _locate_fault(tree, fault, overrides))
 
 
-def _drop(tree: Tree, place: str) -> None:
+def _remove_key(tree: Tree, place: str) -> None:
     *outer, last = place.split(".")
     section = tree.at(tuple(outer))
     if isinstance(section, dict):
@@ -376,7 +376,7 @@ def written(source: Source, overrides: Sequence[str]) -> Tree:
 
     Faults of single keys are ignored; those keys keep the values that they had.
     """
-    tree, _ = _tree(source)
+    tree, _ = _read_tree(source)
     for argument in overrides:
         apply(tree, parse_override(argument))
     expand_shorthands(tree)
@@ -404,18 +404,18 @@ def expand(source: Source = None, overrides: Sequence[str] = ()) -> list[Documen
     return [load(source, chosen) for chosen in sweeps(overrides)]
 
 
-def _tree(source: Source) -> tuple[Tree, str]:
+def _read_tree(source: Source) -> tuple[Tree, str]:
     """Return the tree of a source, and the default for the spec's `name`."""
     if isinstance(source, Mapping):
         return _from_mapping(source), "spec"
-    path = _path(names().default if source is None else source)
+    path = _resolve_path(names().default if source is None else source)
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in path.stem)
     return _read_spec(path), stem.strip(".")[:64] or "spec"
 
 
 def _read_spec(path: Path) -> Tree:
     """Read a spec file. Raises SpecError if the file is another tool's config."""
-    values = _toml(path)
+    values = _read_toml(path)
     tree = Tree(root=values, source=str(path)) if values else read(path)
     answer = for_foreign_file(path, tree.root) if isinstance(tree.root, dict) else None
     if answer:
@@ -423,7 +423,7 @@ def _read_spec(path: Path) -> Tree:
     return tree
 
 
-def _toml(path: Path) -> dict[str, object]:
+def _read_toml(path: Path) -> dict[str, object]:
     """Return the values of a TOML file, or {} for other files and unreadable ones."""
     try:
         is_toml = path.suffix == ".toml" and path.stat().st_size <= MAX_BYTES
@@ -432,7 +432,7 @@ def _toml(path: Path) -> dict[str, object]:
         return {}
 
 
-def _path(source: str | Path) -> Path:
+def _resolve_path(source: str | Path) -> Path:
     """Return the path of a spec. A built-in name takes precedence over a file with that name, which
     can be written as `./name`."""
     if isinstance(source, Path):
@@ -448,18 +448,18 @@ def _path(source: str | Path) -> Path:
 
 
 def _from_mapping(source: Mapping[str, object]) -> Tree:
-    root = _plain(source)
+    root = _to_yaml_types(source)
     assert isinstance(root, dict), "a mapping stays one"
     return Tree(root=root, source="")
 
 
-def _plain(value: object) -> object:
+def _to_yaml_types(value: object) -> object:
     """Convert tuples to lists, and keys and enums to text, as YAML would have read them."""
     match value:
         case Mapping():
-            return {str(key): _plain(inner) for key, inner in value.items()}
+            return {str(key): _to_yaml_types(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [_plain(inner) for inner in value]
+            return [_to_yaml_types(inner) for inner in value]
         case str():
             return str(value)
         case _:
@@ -476,7 +476,7 @@ def _independent(faults: Iterable[Fault], known: Mapping[Route, Fault]) -> dict[
     }
 
 
-def _in_order(faults: Iterable[Fault], overrides: Sequence[str]) -> list[Fault]:
+def _sort_faults(faults: Iterable[Fault], overrides: Sequence[str]) -> list[Fault]:
     """Return the file's faults by line, then the command line's faults in the order of its
     arguments."""
     spoken = {source_of(argument): number for number, argument in enumerate(overrides)}
@@ -487,7 +487,7 @@ def _in_order(faults: Iterable[Fault], overrides: Sequence[str]) -> list[Fault]:
     return sorted(faults, key=order)
 
 
-def _locate(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
+def _locate_fault(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
     """Return the fault with the position of its key in the file or on the command line.
 
     If the key is in the file, the overrides that contribute to the fault are added to the finding.
@@ -538,7 +538,11 @@ def followers(source: Source, overrides: Sequence[str]) -> tuple[MeshFollower, .
         SpecError: The spec has faults that these changes do not fix.
     """
     pinned = {parse_override(override).route for override in overrides}
-    batch = () if pinned & {("batch",), ("batch", "global")} else tuple(_batch(source, overrides))
+    batch = (
+        ()
+        if pinned & {("batch",), ("batch", "global")}
+        else tuple(_batch_follower(source, overrides))
+    )
     if pinned & {("cluster",), ("cluster", "devices")}:
         return batch
     spec = load(source, [*overrides, *(follower.override for follower in batch)]).spec
@@ -548,7 +552,7 @@ def followers(source: Source, overrides: Sequence[str]) -> tuple[MeshFollower, .
     return (*batch, MeshFollower(key="cluster.devices", before=cluster.devices, after=ranks))
 
 
-def _batch(source: Source, overrides: Sequence[str]) -> Iterator[MeshFollower]:
+def _batch_follower(source: Source, overrides: Sequence[str]) -> Iterator[MeshFollower]:
     """Yield the change of the global batch, if the mesh needs one and the batch is given in
     samples."""
     tree = written(source, overrides)

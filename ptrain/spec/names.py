@@ -83,7 +83,7 @@ def find_spec(name: str) -> Path:
     if name in known:
         return known[name]
     finding, remedy = missing(name, "spec", *SPEC_FOLDERS)
-    raise SpecError(SourceMark(source=_short(name)).fault("", finding, remedy))
+    raise SpecError(SourceMark(source=_shorten(name)).fault("", finding, remedy))
 
 
 def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
@@ -107,10 +107,10 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
     )
     remedy = f"Did you mean {guess!r}? {lists}" if guess else lists
     file = "" if kind == "strategy" else " A file name works too."
-    return f"there is no {kind} named {_short(name)!r}", f"{remedy}{file}"
+    return f"there is no {kind} named {_shorten(name)!r}", f"{remedy}{file}"
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     return name if len(name) <= 60 else name[:57] + "..."
 
 

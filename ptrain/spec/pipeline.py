@@ -42,17 +42,17 @@ class ListedSchedule:
 
     @property
     def stages(self) -> int:
-        return 1 + max(stage for _, stage, _ in self._passes())
+        return 1 + max(stage for _, stage, _ in self._iter_passes())
 
     @property
     def microbatches(self) -> int:
-        return 1 + max(microbatch for *_, microbatch in self._passes())
+        return 1 + max(microbatch for *_, microbatch in self._iter_passes())
 
     @property
     def is_in_halves(self) -> bool:
-        return any(kind in (Kind.INPUT, Kind.WEIGHT) for kind, *_ in self._passes())
+        return any(kind in (Kind.INPUT, Kind.WEIGHT) for kind, *_ in self._iter_passes())
 
-    def _passes(self) -> Iterator[Pass]:
+    def _iter_passes(self) -> Iterator[Pass]:
         return (action for order in self.orders for step in order for action in step)
 
 
@@ -82,7 +82,7 @@ def slip(lines: Sequence[str]) -> tuple[str, str] | None:
         if not any(cell.strip() for cell in row):
             return f"row {number} is empty; every rank needs at least one pass", _REMEDY
         for place, cell in enumerate(row, start=1):
-            if reason := _reason(cell.replace(" ", "")):
+            if reason := _explain_invalid(cell.replace(" ", "")):
                 return f"row {number}, cell {place}: {reason[0]}", reason[1]
     return None
 
@@ -90,10 +90,10 @@ def slip(lines: Sequence[str]) -> tuple[str, str] | None:
 def passes_of(cell: str) -> tuple[Pass, ...]:
     """Return the passes of a cell: one, or an overlapped forward and backward pair."""
     pair = _PAIR.fullmatch(cell)
-    return tuple(_pass(part) for part in (pair.groups() if pair else (cell,)))
+    return tuple(_parse_pass(part) for part in (pair.groups() if pair else (cell,)))
 
 
-def _read(path: Path) -> list[str] | str:
+def _read_lines(path: Path) -> list[str] | str:
     """Return the lines of a CSV file, or the reason why it cannot be read."""
     data = contents(path, 8 * MAX_CELLS)
     if isinstance(data, str):
@@ -107,18 +107,21 @@ def _read(path: Path) -> list[str] | str:
 
 
 FILE = OwnFile(
-    ".csv", _read, slip, "Use a file in torch's CSV format of compute actions, or a schedule name."
+    ".csv",
+    _read_lines,
+    slip,
+    "Use a file in torch's CSV format of compute actions, or a schedule name.",
 )
 
 
-def _pass(cell: str) -> Pass:
+def _parse_pass(cell: str) -> Pass:
     match = _PASS.fullmatch(cell)
     assert match, "cells are checked when they are read"
     stage, kind, microbatch = match.groups()
     return Kind(kind), int(stage), int(microbatch)
 
 
-def _reason(cell: str) -> tuple[str, str] | None:
+def _explain_invalid(cell: str) -> tuple[str, str] | None:
     """Return the finding and the remedy for a cell; None if it is a pass or idle."""
     if not cell or _PASS.fullmatch(cell):
         return None
@@ -296,7 +299,7 @@ class ScheduleText(Choice):
 _MOVING = ("dynamic", "adaptive", "rebalance", "elastic", "runtime")
 
 
-def _split_meant(value: object) -> str:
+def _guess_split(value: object) -> str:
     """Return the remedy for a value that is not a split."""
     if isinstance(value, list):
         return f"Use numbers of layers from 1 to {MAX_LAYERS}, for example `[3, 5]`."
@@ -316,11 +319,11 @@ _SPLITS = Choice(
 )
 
 
-def _schedule(written: str | list[str]) -> ScheduleName | ListedSchedule:
+def _parse_schedule(written: str | list[str]) -> ScheduleName | ListedSchedule:
     return ScheduleName(written) if isinstance(written, str) else listed(written)
 
 
-def _written(schedule: ScheduleName | ListedSchedule) -> object:
+def _to_file_syntax(schedule: ScheduleName | ListedSchedule) -> object:
     """Return the name of a schedule, or the rows of a list."""
     return schedule.lines() if isinstance(schedule, ListedSchedule) else schedule.value
 
@@ -335,9 +338,9 @@ class PipelineSpec:
             "Order in which a rank runs its micro-batches, or a CSV file with your schedule.",
             {name.value: name.meaning for name in ScheduleName},
             slips={word: name.value for name in ScheduleName for word in name.words},
-            read=_schedule,
+            read=_parse_schedule,
             file=FILE,
-            write=_written,
+            write=_to_file_syntax,
         ),
     ] = ScheduleName.ONE_F_ONE_B
     stages: Annotated[
@@ -356,7 +359,7 @@ class PipelineSpec:
             "numbers of layers, or a list with each stage's number of layers.",
             "parameters, time, layers or a list of each stage's number of layers",
             (_SPLITS, Numbers("each stage's number of layers", 1, MAX_LAYERS, whole=True)),
-            hint=_split_meant,
+            hint=_guess_split,
         ),
     ] = SplitBy.PARAMETERS
 

@@ -47,7 +47,7 @@ def find_refused(config: Config) -> Iterator[FieldFault]:
 def find_unbuilt(config: Config, known: Container[str]) -> Iterator[FieldFault]:
     """Yield the fields that add a computation, unless they are in `known` or switched off."""
     for name, value in config.items():
-        if name not in known and (added := _added(name, value)):
+        if name not in known and (added := _added_computation(name, value)):
             finding = f"{name} is {value!r}; the built-in model has no {added}"
             remedy = "Add `model.hf`, the class of the model; or remove the field from config.json "
             yield FieldFault(name, finding, f"{remedy}if it has no effect.")
@@ -67,15 +67,15 @@ def list_ignored(
     Returns:
         One phrase for each field that is not known, silent, empty or switched off.
     """
-    phrases = (_reason(name, config[name], written) for name in config if name not in known)
+    phrases = (_ignored_phrase(name, config[name], written) for name in config if name not in known)
     return tuple(filter(None, phrases))
 
 
-def _reason(name: str, value: object, written: Container[str] | None) -> str:
+def _ignored_phrase(name: str, value: object, written: Container[str] | None) -> str:
     rows = table()
     keys, is_off = rows["keys"], not value and (name in rows["keys"] or name in rows["unbuilt"])
     is_off = is_off or (value == 1 and name in rows["factors"])
-    if is_off or value in (None, "", [], {}) or name in _silent() or name.endswith(_ID):
+    if is_off or value in (None, "", [], {}) or name in _silent_fields() or name.endswith(_ID):
         return ""
     if name not in keys or written is None:
         return f"{name} (ignored)"
@@ -83,7 +83,7 @@ def _reason(name: str, value: object, written: Container[str] | None) -> str:
     return "" if key.removeprefix("model.") in written else f"{name} (set {key}={value})"
 
 
-def _added(name: str, value: object) -> str:
+def _added_computation(name: str, value: object) -> str:
     """Return the listed computation that a field adds, or "" if it adds none."""
     if not value:
         return ""
@@ -91,7 +91,7 @@ def _added(name: str, value: object) -> str:
 
 
 @cache
-def _silent() -> frozenset[str]:
+def _silent_fields() -> frozenset[str]:
     return frozenset(name for row in table()["silent"] for name in row)
 
 
@@ -142,7 +142,7 @@ class PublishedKind:
     fields: tuple[str, ...]
 
 
-def _rope(config: Config, faults: Faults) -> Keys:
+def _read_rope(config: Config, faults: Faults) -> Keys:
     """Return the keys of rotary embeddings, from `rope_parameters` or, in older files, from
     `rope_theta` and `rope_scaling`."""
     scaling = config.get("rope_scaling") or {}
@@ -179,7 +179,7 @@ def _rope(config: Config, faults: Faults) -> Keys:
     }
 
 
-def _of_rope(keys: Keys) -> Keys:
+def _write_rope(keys: Keys) -> Keys:
     """Return the rotary fields in the syntax of older files."""
     fields: Keys = {"rope_theta": keys["rope_base"], "rope_scaling": None}
     if (kind := keys["rope_scaling"]) != "none":
@@ -188,32 +188,35 @@ def _of_rope(keys: Keys) -> Keys:
     return fields
 
 
-def _windowed(config: Config, faults: Faults) -> Keys:
-    return {**_rope(config, faults), "window": config.get("sliding_window")}
+def _read_window(config: Config, faults: Faults) -> Keys:
+    return {**_read_rope(config, faults), "window": config.get("sliding_window")}
 
 
-def _of_window(keys: Keys) -> Keys:
-    return {**_of_rope(keys), "sliding_window": keys["window"]}
+def _write_window(keys: Keys) -> Keys:
+    return {**_write_rope(keys), "sliding_window": keys["window"]}
 
 
-def _gemma(config: Config, faults: Faults) -> Keys:
-    return {**_rope(config, faults), "embedding_scale": config["hidden_size"] ** 0.5}
+def _read_gemma(config: Config, faults: Faults) -> Keys:
+    return {**_read_rope(config, faults), "embedding_scale": config["hidden_size"] ** 0.5}
 
 
-def _gemma2(config: Config, faults: Faults) -> Keys:
+def _read_gemma2(config: Config, faults: Faults) -> Keys:
     """Return the keys of Gemma 2, whose attention scale is a config field instead of the head
     dimension."""
     scale = config["query_pre_attn_scalar"] ** -0.5
-    keys = {**_gemma(config, faults), "window": config.get("sliding_window")}
+    keys = {**_read_gemma(config, faults), "window": config.get("sliding_window")}
     return {**keys, "attention_scale": scale}
 
 
-def _of_gemma2(keys: Keys) -> Keys:
+def _write_gemma2(keys: Keys) -> Keys:
     scale = keys["attention_scale"] or keys["head_dim"] ** -0.5
-    return {**_of_window(keys), "query_pre_attn_scalar": round(scale**-2)}  # files have an integer
+    return {
+        **_write_window(keys),
+        "query_pre_attn_scalar": round(scale**-2),
+    }  # files have an integer
 
 
-def _gemma3(config: Config, faults: Faults) -> Keys:
+def _read_gemma3(config: Config, faults: Faults) -> Keys:
     """Return the keys of a model that alternates sliding-window and full-attention layers.
 
     Windowed layers have a separate rotary base. Newer files store it in `rope_parameters` by kind
@@ -221,7 +224,7 @@ def _gemma3(config: Config, faults: Faults) -> Keys:
     """
     by_layer = config.get("rope_parameters") or {}
     older = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
-    local = _rope({"rope_parameters": by_layer.get("sliding_attention", older)}, faults)
+    local = _read_rope({"rope_parameters": by_layer.get("sliding_attention", older)}, faults)
     if local.keys() > {"rope_base"}:
         faults.append(
             FieldFault(
@@ -233,12 +236,12 @@ def _gemma3(config: Config, faults: Faults) -> Keys:
     whole = {**config, "rope_parameters": by_layer.get("full_attention")}
     every = config.get(_TURNS, config.get(f"_{_TURNS}", 6))
     own = {"window_rope_base": local.get("rope_base"), "global_every": every}
-    return {**_gemma2(whole, faults), **own}
+    return {**_read_gemma2(whole, faults), **own}
 
 
-def _of_gemma3(keys: Keys) -> Keys:
+def _write_gemma3(keys: Keys) -> Keys:
     own = {"rope_local_base_freq": keys["window_rope_base"], _TURNS: keys["global_every"]}
-    return {**_of_gemma2(keys), **own}
+    return {**_write_gemma2(keys), **own}
 
 
 # By `reads` of a kind: the conversion of fields to keys, its inverse, and the fields concerned.
@@ -248,11 +251,11 @@ _GEMMA2 = (*_WINDOW, "query_pre_attn_scalar")
 _GEMMA3 = (*_GEMMA2, "rope_local_base_freq", _TURNS, f"_{_TURNS}")
 _READERS: Mapping[str, dict[str, Any]] = {
     "": {"read": lambda _, __: {}, "write": lambda _: {}, "fields": ()},
-    "rope": {"read": _rope, "write": _of_rope, "fields": _ROPE},
-    "windows": {"read": _windowed, "write": _of_window, "fields": _WINDOW},
-    "gemma": {"read": _gemma, "write": _of_rope, "fields": _ROPE},
-    "gemma2": {"read": _gemma2, "write": _of_gemma2, "fields": _GEMMA2},
-    "gemma3": {"read": _gemma3, "write": _of_gemma3, "fields": _GEMMA3},
+    "rope": {"read": _read_rope, "write": _write_rope, "fields": _ROPE},
+    "windows": {"read": _read_window, "write": _write_window, "fields": _WINDOW},
+    "gemma": {"read": _read_gemma, "write": _write_rope, "fields": _ROPE},
+    "gemma2": {"read": _read_gemma2, "write": _write_gemma2, "fields": _GEMMA2},
+    "gemma3": {"read": _read_gemma3, "write": _write_gemma3, "fields": _GEMMA3},
 }
 
 
@@ -304,7 +307,7 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
     ignored = list_ignored(config, known, written)
     faults += find_unbuilt(config, known)
     config = {**kind.usual, **_with_aliases(kind, config)}
-    faults += _unmet(kind, config)
+    faults += _check_required(kind, config)
     keys = {**kind.keys, **{key: config.get(name) for name, key in kind.sizes.items()}}
     if keys["tied"] is None:
         keys["tied"] = kind.usual["tie_word_embeddings"]
@@ -317,7 +320,7 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
     return PublishedModel(keys=keys, faults=tuple(faults), ignored=ignored)
 
 
-def _unmet(kind: PublishedKind, config: Config) -> Iterator[FieldFault]:
+def _check_required(kind: PublishedKind, config: Config) -> Iterator[FieldFault]:
     """Yield the required sizes that are missing, and the fields with unsupported values."""
     needed = {"layers", "hidden", "heads", "vocab"}
     if kind.keys.get("family") != "gpt":  # its feed-forward width defaults to 4 x hidden

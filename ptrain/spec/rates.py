@@ -123,14 +123,14 @@ class Rows(Leaf):
     def fit(self, value: Any) -> object:
         if not isinstance(value, list):
             refuse(f"must be a list of {self.takes()}; got {describe(value)}")
-        rows = tuple(self._row(number, row) for number, row in enumerate(value, 1))
+        rows = tuple(self._parse_row(number, row) for number, row in enumerate(value, 1))
         numbers: dict[tuple[Any, ...], int] = {}
         for number, row in enumerate(rows, 1):
             if numbers.setdefault(row.key, number) != number:
                 refuse(f"row {number} repeats row {numbers[row.key]}", "Remove one of the two.")
         return rows
 
-    def _row(self, number: int, row: object) -> RateRow:
+    def _parse_row(self, number: int, row: object) -> RateRow:
         """Parse one row. Raises Refused if it has the wrong length or a wrong cell."""
         cells = row if isinstance(row, list) else []
         width, num_figures = len(self.columns), len(self.figures)
@@ -161,12 +161,12 @@ _BYTES = Size("bytes", high=2**50)
 _DTYPE = Choice("dtype", {dtype.value: f"{dtype.itemsize} bytes" for dtype in DType}, read=DType)
 
 
-def _words(about: str, kinds: type[Word], *members: Word) -> Choice:
+def _word_choice(about: str, kinds: type[Word], *members: Word) -> Choice:
     words = {kind.value: kind.name for kind in (members or tuple(kinds))}
     return Choice(about, words, read=kinds)
 
 
-def _wholes(*names: str) -> dict[str, Leaf]:
+def _integer_columns(*names: str) -> dict[str, Leaf]:
     return {name: Whole(name, 1, 2**40) for name in names}
 
 
@@ -221,7 +221,7 @@ class Rates:
         tuple[RateRow, ...],
         Rows(
             "Times of matrix products.",
-            {"dtype": _DTYPE, **_wholes("matrices", "rows", "inner", "columns")},
+            {"dtype": _DTYPE, **_integer_columns("matrices", "rows", "inner", "columns")},
         ),
     ] = ()
     attention: Annotated[
@@ -229,9 +229,9 @@ class Rates:
         Rows(
             "Times of torch's fused causal attention, forward and backward.",
             {
-                "pass": _words("pass", OperatorKind, *_ATTENTION),
+                "pass": _word_choice("pass", OperatorKind, *_ATTENTION),
                 "dtype": _DTYPE,
-                **_wholes("samples", "heads", "queries", "keys", "features"),
+                **_integer_columns("samples", "heads", "queries", "keys", "features"),
             },
         ),
     ] = ()
@@ -239,7 +239,11 @@ class Rates:
         tuple[RateRow, ...],
         Rows(
             "Times of memory-bound operators, by the bytes they read and write.",
-            {"kind": _words("kind", OperatorKind, *_OF_BYTES), "dtype": _DTYPE, "bytes": _BYTES},
+            {
+                "kind": _word_choice("kind", OperatorKind, *_OF_BYTES),
+                "dtype": _DTYPE,
+                "bytes": _BYTES,
+            },
         ),
     ] = ()
     updates: Annotated[
@@ -256,7 +260,7 @@ class Rates:
                     },
                 ),
                 "dtype": _DTYPE,
-                **_wholes("elements", "tensors"),
+                **_integer_columns("elements", "tensors"),
             },
         ),
     ] = ()
@@ -266,8 +270,8 @@ class Rates:
             "Times of collectives, by number of ranks and nodes and by the bytes of the full "
             "tensor.",
             {
-                "collective": _words("collective", Collective, *COLLECTIVES),
-                **_wholes("ranks", "nodes"),
+                "collective": _word_choice("collective", Collective, *COLLECTIVES),
+                **_integer_columns("ranks", "nodes"),
                 "bytes": _BYTES,
             },
         ),
@@ -285,7 +289,7 @@ class Rates:
         Rows(
             "For collectives that were not measured: time per call and per hop, and the usable "
             "fraction of the link bandwidth.",
-            {"tier": _words("tier", LinkTier)},
+            {"tier": _word_choice("tier", LinkTier)},
             figures=("seconds of a call", "seconds of a hop", "share of the bandwidth"),
         ),
     ] = ()
@@ -293,12 +297,14 @@ class Rates:
         tuple[RateRow, ...],
         Rows(
             "Times of copies between a rank's memory tiers.",
-            {"copy": _words("copy", Collective, *_COPIES), "bytes": _BYTES},
+            {"copy": _word_choice("copy", Collective, *_COPIES), "bytes": _BYTES},
         ),
     ] = ()
     hooks: Annotated[
         tuple[RateRow, ...],
-        Rows("Times that wrappers add besides communication.", {"hook": _words("hook", Hook)}),
+        Rows(
+            "Times that wrappers add besides communication.", {"hook": _word_choice("hook", Hook)}
+        ),
     ] = ()
 
 
@@ -323,7 +329,7 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         return
     for key in ("threads", "spread"):
         if len(rates.get(key, ())) not in (0, len(at_once)):
-            yield key, *_uneven("it", len(rates[key]), at_once)
+            yield key, *_describe_uneven("it", len(rates[key]), at_once)
     for number, row in enumerate(rates.get("links", ()), 1):
         if isinstance(row, RateRow) and None in row.figures:
             finding = f"row {number} has a null; the times per call, hop and byte are required"
@@ -333,11 +339,11 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             continue
         for number, row in enumerate(rows, 1):
             if isinstance(row, RateRow) and len(row.figures) != len(at_once):
-                yield key, *_uneven(f"row {number}", len(row.figures), at_once)
+                yield key, *_describe_uneven(f"row {number}", len(row.figures), at_once)
                 break
 
 
-def _uneven(subject: str, num_figures: int, at_once: tuple[int, ...]) -> tuple[str, str]:
+def _describe_uneven(subject: str, num_figures: int, at_once: tuple[int, ...]) -> tuple[str, str]:
     figures = "1 figure" if num_figures == 1 else f"{num_figures} figures"
     numbers = ", ".join(map(str, at_once))
     finding = f"{subject} has {figures}, but at_once has {numbers}"

@@ -88,21 +88,21 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         SpecError: Every fault of every section.
     """
     findings = Findings(tree=tree)
-    factors = _factors(raw, world_size, findings)
+    factors = _resolve_factors(raw, world_size, findings)
     degrees = {factor.axis: factor.degree for factor in factors or ()}
     batch = None
     if factors is not None:
         data_degree = math.prod(degrees.get(axis, 1) for axis in SAMPLE_AXES)
-        batch = _batch(raw.batch, data_degree, findings)
+        batch = _resolve_batch(raw.batch, data_degree, findings)
         batch = batch and padded(batch, factors, raw.context)
     model = resolve_model(raw.model, resolve_attention(raw.attention), findings)
     activations = _activation_spec(raw, findings)
     own = resolve_functions(raw, findings)
     loss = own if own.user_function else resolve_loss(raw, degrees, findings)
-    tensor = _tensor(raw, loss, degrees, findings)
+    tensor = _resolve_tensor(raw, loss, degrees, findings)
     cluster = resolve_cluster(raw.cluster, findings)
-    _obeys_offload(raw, degrees, findings)
-    _obeys_experts(raw, findings)
+    _check_offload(raw, degrees, findings)
+    _check_experts(raw, findings)
     data = resolve_data(raw, findings)
     if findings.faults:
         raise SpecError(*findings.faults.values())
@@ -112,9 +112,9 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         "optimizer": resolve_optimizer(raw.optimizer, tree),
         "data": data,
         "tensor": tensor,
-        "sync": _sync(raw, factors, tree),
+        "sync": _resolve_sync(raw, factors, tree),
         "offload": replace(raw.offload, tier=None),  # already part of each mode
-        "frozen": _frozen(raw, tree),
+        "frozen": _resolve_frozen(raw, tree),
     }
     spec = Spec(
         **resolved,
@@ -132,10 +132,12 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     return replace(spec, resolved=to_mapping(spec, sync_is_written=is_written))
 
 
-def _factors(raw: SpecRaw, world_size: int | None, findings: Findings) -> tuple[Factor, ...] | None:
+def _resolve_factors(
+    raw: SpecRaw, world_size: int | None, findings: Findings
+) -> tuple[Factor, ...] | None:
     """Return the axes of degree > 1 in the order of the file, each with its tuple; None on
     faults."""
-    if (degrees := _degrees(raw.mesh, world_size, findings)) is None:
+    if (degrees := _resolve_degrees(raw.mesh, world_size, findings)) is None:
         return None
     placement = raw.placement or PlacementRaw()
     without = [axis for axis in Axis if getattr(placement, axis.value) is None]
@@ -157,7 +159,7 @@ def _factors(raw: SpecRaw, world_size: int | None, findings: Findings) -> tuple[
     if any(route[0] in ("mesh", "placement") for route in findings.faults):
         return None
     large = ((axis, degree) for axis, degree in degrees.items() if degree > 1)
-    return tuple(_factor(raw, axis, degree, findings.tree) for axis, degree in large)
+    return tuple(_resolve_factor(raw, axis, degree, findings.tree) for axis, degree in large)
 
 
 def _trivial_factors(raw: SpecRaw, degrees: Mapping[Axis, int], tree: Tree) -> tuple[Factor, ...]:
@@ -167,10 +169,10 @@ def _trivial_factors(raw: SpecRaw, degrees: Mapping[Axis, int], tree: Tree) -> t
     """
     placement = raw.placement or PlacementRaw()
     written = (axis for axis in Axis if getattr(placement, axis.value) is not None)
-    return tuple(_factor(raw, axis, 1, tree) for axis in written if axis not in degrees)
+    return tuple(_resolve_factor(raw, axis, 1, tree) for axis in written if axis not in degrees)
 
 
-def _factor(raw: SpecRaw, axis: Axis, degree: int, tree: Tree) -> Factor:
+def _resolve_factor(raw: SpecRaw, axis: Axis, degree: int, tree: Tree) -> Factor:
     modes = {}
     for state in PLACED:
         route = (*route_of(axis), state.value)
@@ -178,7 +180,7 @@ def _factor(raw: SpecRaw, axis: Axis, degree: int, tree: Tree) -> Factor:
     return Factor(axis=axis, degree=degree, placement=Placement(**modes))
 
 
-def _obeys_experts(raw: SpecRaw, findings: Findings) -> None:
+def _check_experts(raw: SpecRaw, findings: Findings) -> None:
     """Report an `ep.experts` tuple other than S,S,S,S, the only one that is legal for experts."""
     if raw.placement and raw.placement.ep:
         experts = raw.placement.ep.experts
@@ -187,7 +189,7 @@ def _obeys_experts(raw: SpecRaw, findings: Findings) -> None:
             findings.add("placement.ep.experts", *wrong)
 
 
-def _obeys_offload(raw: SpecRaw, degrees: Mapping[Axis, int], findings: Findings) -> None:
+def _check_offload(raw: SpecRaw, degrees: Mapping[Axis, int], findings: Findings) -> None:
     """Report an `offload.tier` without effect because no state has mode O.
 
     A spec without mesh axes is exempt: its tier may be meant for any mesh that is set later.
@@ -207,7 +209,9 @@ def _obeys_offload(raw: SpecRaw, degrees: Mapping[Axis, int], findings: Findings
         )
 
 
-def _degrees(mesh: MeshRaw, world_size: int | None, findings: Findings) -> dict[Axis, int] | None:
+def _resolve_degrees(
+    mesh: MeshRaw, world_size: int | None, findings: Findings
+) -> dict[Axis, int] | None:
     """Return the degree of each axis in the mesh, with `auto` resolved; None on faults."""
     order = findings.tree.at(("mesh",))
     names = order if isinstance(order, dict) else ()
@@ -223,14 +227,14 @@ def _degrees(mesh: MeshRaw, world_size: int | None, findings: Findings) -> dict[
         )
         return None
     if unknown:
-        if (degree := _auto(unknown[0], known, world_size, findings)) is None:
+        if (degree := _resolve_auto(unknown[0], known, world_size, findings)) is None:
             return None
         written[unknown[0]] = degree
     degrees = {axis: int(degree) for axis, degree in written.items()}
     return degrees if _fits_world(degrees, world_size, findings) else None
 
 
-def _auto(axis: Axis, known: int, world_size: int | None, findings: Findings) -> int | None:
+def _resolve_auto(axis: Axis, known: int, world_size: int | None, findings: Findings) -> int | None:
     """Return the degree of an `auto` axis: the number of ranks over the product of the other
     degrees.
 
@@ -283,7 +287,7 @@ def _nearest_mesh(degrees: dict[Axis, int], world_size: int) -> str:
     return f"use a mesh with {world_size} ranks."
 
 
-def _frozen(raw: SpecRaw, tree: Tree) -> FrozenSpec:
+def _resolve_frozen(raw: SpecRaw, tree: Tree) -> FrozenSpec:
     """Return the frozen section, with each mode O on the tier that `offload.tier` selects."""
     modes = {
         axis.value: on_tier(mode, tree.at(("frozen", axis.value)), raw)
@@ -292,7 +296,7 @@ def _frozen(raw: SpecRaw, tree: Tree) -> FrozenSpec:
     return replace(raw.frozen, **modes)
 
 
-def _sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPolicy:
+def _resolve_sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPolicy:
     """Return the sync policy with defaults filled in from the placement.
 
     Gradients that are R on every reduced axis are reduced once, after the last micro-batch.
@@ -324,7 +328,7 @@ def _keeps_gathered(factors: Sequence[Factor]) -> bool:
     )
 
 
-def _batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
+def _resolve_batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
     """Solve global = micro x accumulate x data degree for the keys that are not set.
 
     An open `micro: auto` counts as 1; it needs a global batch and excludes `accumulate`. Returns
@@ -359,7 +363,7 @@ def _batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
         return None
     accumulate = raw.accumulate or max(1, samples // unit)
     if samples != unit * accumulate:
-        findings.add("batch.global", *_uneven(raw, samples, data_degree, unit, step))
+        findings.add("batch.global", *_describe_uneven(raw, samples, data_degree, unit, step))
         return None
     return Batch(
         global_samples=samples,
@@ -372,7 +376,9 @@ def _batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
     )
 
 
-def _uneven(raw: BatchRaw, samples: int, data_degree: int, unit: int, step: int) -> tuple[str, str]:
+def _describe_uneven(
+    raw: BatchRaw, samples: int, data_degree: int, unit: int, step: int
+) -> tuple[str, str]:
     """Return the finding and the remedy for a global batch that is not a multiple of
     micro-batches."""
     below, above = samples // step * step, -(-samples // step) * step
@@ -414,16 +420,16 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
 
     Contradictions between the tuples, `activations` and `recompute` are reported as faults.
     """
-    modes = _modes(raw, findings)
+    modes = _activation_modes(raw, findings)
     recompute = raw.recompute or RecomputeRaw()
-    policy = _policy(recompute, findings)
+    policy = _resolve_policy(recompute, findings)
     is_open = recompute.budget is not None and recompute.policy is None and recompute.keep is None
     if modes is None and is_open:
         modes = {_ALL: Mode(Distribution.MATERIALIZED)}
     ranges: _Ranges = {_ALL: R} if modes is None else modes
     recomputes = any(mode.distribution is Distribution.MATERIALIZED for mode in ranges.values())
     if policy is None and recomputes:
-        place = next((place for place, _ in _of_tuples(raw, findings.tree)), "activations")
+        place = next((place for place, _ in _tuple_modes(raw, findings.tree)), "activations")
         findings.add(
             "recompute",
             "policy none contradicts activations M: activations would be neither saved nor "
@@ -433,11 +439,11 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     elif policy is not None and raw.recompute is not None and not recomputes:
         findings.add(
             "recompute",
-            f"recompute has no effect: no block has activations M, but {_words(ranges)}",
+            f"recompute has no effect: no block has activations M, but {_modes_text(ranges)}",
             'Use `activations=M`, or `activations={"0-1": M}` for some blocks. Or remove '
             "`recompute`.",
         )
-    kept = tuple((first, last, _kept(mode, policy)) for (first, last), mode in ranges.items())
+    kept = tuple((first, last, _make_kept(mode, policy)) for (first, last), mode in ranges.items())
     is_one = list(ranges) == [_ALL]
     return ActivationSpec(
         default=kept[0][2] if is_one else Kept(),
@@ -448,28 +454,28 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     )
 
 
-def _kept(mode: Mode, policy: Policy | None) -> Kept:
+def _make_kept(mode: Mode, policy: Policy | None) -> Kept:
     if mode.distribution is Distribution.MATERIALIZED:
         return Kept(policy=policy or FULL, tier=mode.tier)
     return Kept(tier=mode.tier)
 
 
-def _modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:
+def _activation_modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:
     """Return the modes by block range, from top-level `activations` or from a tuple; None if
     neither is set."""
-    said = _said(raw, findings)
-    for place, mode in _of_tuples(raw, findings.tree):
+    said = _top_level_modes(raw, findings)
+    for place, mode in _tuple_modes(raw, findings.tree):
         if said is not None and said != {_ALL: mode}:
             findings.add(
                 "activations",
-                f"{_words(said)}, but {place} is {mode}",
+                f"{_modes_text(said)}, but {place} is {mode}",
                 f"Remove `activations`, or use `{place}=R`.",
             )
         return {_ALL: mode}  # the algebra checks that several tuples agree
     return said
 
 
-def _said(raw: SpecRaw, findings: Findings) -> _Ranges | None:
+def _top_level_modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:
     """Return the modes by block range of top-level `activations`; None if it is not set."""
     if raw.activations is None:
         return None
@@ -490,11 +496,11 @@ def _said(raw: SpecRaw, findings: Findings) -> _Ranges | None:
             )
             continue
         word = text.get(blocks) if isinstance(text, dict) else text
-        ranges[blocks_of(blocks)] = on_tier(_plain(mode), word, raw)
+        ranges[blocks_of(blocks)] = on_tier(_normalize_mode(mode), word, raw)
     return ranges or {_ALL: R}
 
 
-def _of_tuples(raw: SpecRaw, tree: Tree) -> list[tuple[str, Mode]]:
+def _tuple_modes(raw: SpecRaw, tree: Tree) -> list[tuple[str, Mode]]:
     """Return (place, mode) for each data axis whose tuple sets how the rank keeps activations.
 
     An axis of degree 1 is not part of the resolved mesh, but its activation mode still counts.
@@ -505,24 +511,24 @@ def _of_tuples(raw: SpecRaw, tree: Tree) -> list[tuple[str, Mode]]:
         mode = getattr(given, State.ACTIVATIONS.value, R)
         if mode != R and belongs_to_rank(mode):
             route = ("placement", axis.value, State.ACTIVATIONS.value)
-            modes.append((".".join(route), on_tier(_plain(mode), tree.at(route), raw)))
+            modes.append((".".join(route), on_tier(_normalize_mode(mode), tree.at(route), raw)))
     return modes
 
 
-def _plain(mode: Mode) -> Mode:
+def _normalize_mode(mode: Mode) -> Mode:
     """Return O for R off the device: each rank has different activations, so R@host equals
     S@host."""
     is_whole = mode.distribution is Distribution.REPLICATED and mode.tier is not Tier.DEVICE
     return replace(mode, distribution=Distribution.SHARDED) if is_whole else mode
 
 
-def _words(ranges: _Ranges) -> str:
+def _modes_text(ranges: _Ranges) -> str:
     if list(ranges) == [_ALL]:
         return str(ranges[_ALL])
     return " and ".join(dict.fromkeys(str(mode) for mode in ranges.values()))
 
 
-def _policy(raw: RecomputeRaw, findings: Findings) -> Policy | None:
+def _resolve_policy(raw: RecomputeRaw, findings: Findings) -> Policy | None:
     """Return the recompute policy; full recomputation if none is set."""
     if raw.keep is None:
         return _POLICIES[raw.policy or "full"]
@@ -535,7 +541,7 @@ def _policy(raw: RecomputeRaw, findings: Findings) -> Policy | None:
     return Policy(keep=tuple(operators for operators in Operators if operators in raw.keep))
 
 
-def _tensor(
+def _resolve_tensor(
     raw: SpecRaw, loss: LossSpec, degrees: Mapping[Axis, int], findings: Findings
 ) -> TensorSpec:
     """Return the tensor section, with `loss_parallel` off for a user-defined loss, which needs full

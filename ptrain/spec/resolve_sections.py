@@ -50,14 +50,14 @@ _PRESETS: Mapping[type, tuple[str, str, str, str]] = {
 }
 
 
-def _preset(name: str | None, kind: type, report: Findings) -> Mapping[str, Any] | None:
+def _load_preset(name: str | None, kind: type, report: Findings) -> Mapping[str, Any] | None:
     """Return the values of a preset's file; {} if `name` is None, None if the file cannot
     be used."""
     if name is None:
         return {}
     section, noun, folder, parts = _PRESETS[kind]
     path = listing(folder).get(name)
-    read_values = _values_of_own if path else _values
+    read_values = _read_builtin_values if path else _read_values
     if path is None and Path(name).suffix in (".yaml", ".yml"):
         path = file_of_preset(name, folder_of(report.tree))
     try:
@@ -78,7 +78,7 @@ def _preset(name: str | None, kind: type, report: Findings) -> Mapping[str, Any]
     return None
 
 
-def _values(path: Path, kind: type) -> dict[str, Any]:
+def _read_values(path: Path, kind: type) -> dict[str, Any]:
     """Return the values of a file. Raises SpecError with all its faults."""
     tree = read(path)
     values, faults = validate(tree, kind, is_partial=True)
@@ -87,7 +87,7 @@ def _values(path: Path, kind: type) -> dict[str, Any]:
     return dict(values)
 
 
-_values_of_own = cache(_values)  # built-in presets do not change while a process runs
+_read_builtin_values = cache(_read_values)  # built-in presets do not change while a process runs
 
 
 def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates | None:
@@ -101,7 +101,7 @@ def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates 
     name = written.get("preset")
     if written.keys() == {"preset"} and name in listing("rates"):
         return Rates(preset=name)
-    if (preset := _preset(name, Rates, report)) is None:
+    if (preset := _load_preset(name, Rates, report)) is None:
         return None
     values = {**preset, **written, "preset": None}
     faults = tuple(misshapen(values))
@@ -111,15 +111,15 @@ def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates 
 
 
 @cache
-def _named(name: str) -> Rates:
-    values = _values_of_own(listing("rates")[name], Rates)
+def _load_rates(name: str) -> Rates:
+    values = _read_builtin_values(listing("rates")[name], Rates)
     assert not tuple(misshapen(values)), f"specs/rates/{name}.yaml: rows lack figures"
     return Rates(**values)
 
 
 def tables(rates: Rates) -> Rates:
     """Return the rate tables, read from specs/rates if `rates` only names a preset."""
-    return rates if rates.preset is None else _named(rates.preset)
+    return rates if rates.preset is None else _load_rates(rates.preset)
 
 
 CHUNK = 1024  # tokens: 128 MiB of fp32 logits over a vocabulary of 32000
@@ -161,7 +161,7 @@ def _refuse_shape(
 ) -> None:
     """Report the keys of built-in models that are set together with another way to build
     the model."""
-    for key in _said(raw):
+    for key in _explicit_fields(raw):
         if key not in (*besides, "blocks", "folder", "pretrained"):
             report.add(
                 f"model.{key}",
@@ -213,27 +213,27 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) 
         if getattr(raw, key) is not None:
             report.add(f"model.{key}", *words)
     if raw.pretrained is not None:
-        return _begun(raw, raw.pretrained, attention, report)
-    if (preset := _preset(raw.preset, ModelRaw, report)) is None:
+        return _published_shape(raw, raw.pretrained, attention, report)
+    if (preset := _load_preset(raw.preset, ModelRaw, report)) is None:
         return None
-    if (shape := _shape(preset, said := _said(raw), report)) is None:
+    if (shape := _resolve_shape(preset, said := _explicit_fields(raw), report)) is None:
         return None
     name = raw.preset or ""
-    if name and len(said) > 1 and (_lacking(preset) or _composed(preset) != shape):
+    if name and len(said) > 1 and (_missing_keys(preset) or _make_shape(preset) != shape):
         name = ""  # the overrides changed the shape, so it is not the preset's any more
     return replace(shape, attention=attention or Attention.SDPA, preset=name)
 
 
-def _begun(
+def _published_shape(
     raw: ModelRaw, folder: str, attention: Attention | None, report: Findings
 ) -> ModelShape | None:
     """Return the built-in shape that matches a published model's config; None on faults."""
     from ptrain.spec.published import WHOLE, read_config
 
     path = Path(folder) / CONFIG
-    if (config := _published(path, report)) is None:
+    if (config := _read_published(path, report)) is None:
         return None
-    model = read_config(config, _said(raw))
+    model = read_config(config, _explicit_fields(raw))
     values, faults = validate(Tree(root=model.keys, source=str(path)), ModelRaw, is_partial=True)
     _add_faults(path, model.faults, report)
     for fault in faults.values():
@@ -243,16 +243,18 @@ def _begun(
             fault.remedy or WHOLE,
             part=fault.place,
         )
-    shape = None if faults or model.faults else _shape(values, _said(raw), report)
+    shape = (
+        None if faults or model.faults else _resolve_shape(values, _explicit_fields(raw), report)
+    )
     if shape is None:
         return None
     chosen = attention or Attention.SDPA
     return replace(shape, attention=chosen, pretrained=folder, ignored=model.ignored)
 
 
-def _published(path: Path, report: Findings) -> Mapping[str, Any] | None:
+def _read_published(path: Path, report: Findings) -> Mapping[str, Any] | None:
     """Return the fields of a published model's config; None, with a fault, if it cannot be read."""
-    config = _json(path)
+    config = _read_json(path)
     if isinstance(config, str):
         remedy = "Use a folder that Transformers can load. If a checkpoint has all weights, "
         report.add(_PRETRAINED, f"{path}: {config}", f"{remedy}use `model.pretrained=null`.")
@@ -268,7 +270,7 @@ def _add_faults(path: Path, faults: Iterable[FieldFault], report: Findings) -> N
 def shape_of(keys: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape for keys of the section `model`; None if they are invalid or incomplete."""
     values, faults = validate(Tree(root=dict(keys), source=""), ModelRaw, is_partial=True)
-    return None if faults or _lacking(values) else _composed(values)
+    return None if faults or _missing_keys(values) else _make_shape(values)
 
 
 def _names_class(config: object) -> bool:
@@ -284,7 +286,7 @@ def _hugging_face_model(
 
     config = raw.config if isinstance(raw.config, dict) else {}
     if isinstance(raw.config, str):
-        read_config = _json(folder_of(report.tree) / raw.config)
+        read_config = _read_json(folder_of(report.tree) / raw.config)
         if not isinstance(read_config, dict):
             report.add(
                 "model.config",
@@ -295,7 +297,7 @@ def _hugging_face_model(
         config = read_config
     if raw.pretrained is not None:
         path = Path(raw.pretrained) / CONFIG
-        if (published := _published(path, report)) is None:
+        if (published := _read_published(path, report)) is None:
             return None
         _add_faults(path, find_refused(published), report)
         for name in _OLD_ROPE if _ROPE in published and _ROPE not in config else ():
@@ -320,7 +322,7 @@ def _hugging_face_model(
     )
 
 
-def _json(path: Path) -> dict[str, object] | str:
+def _read_json(path: Path) -> dict[str, object] | str:
     """Return the mapping in a JSON file, or the reason why it cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -331,7 +333,7 @@ def _json(path: Path) -> dict[str, object] | str:
     return value if isinstance(value, dict) else "does not contain a mapping"
 
 
-def _said(raw: ModelRaw) -> dict[str, Any]:
+def _explicit_fields(raw: ModelRaw) -> dict[str, Any]:
     """Return the fields that the file sets to a value other than the default.
 
     Options of a block default to UNSAID, so null counts as a value of theirs.
@@ -344,7 +346,7 @@ def _said(raw: ModelRaw) -> dict[str, Any]:
     }
 
 
-def _shape(
+def _resolve_shape(
     preset: Mapping[str, Any], beside: Mapping[str, Any], report: Findings
 ) -> ModelShape | None:
     """Return the shape of a preset with the keys of the spec on top; None, with faults, if they
@@ -353,23 +355,25 @@ def _shape(
     Keys of the preset that an override makes ineffective are dropped instead of reported.
     """
     said = {**preset, **beside}
-    if lacking := _lacking(said):
+    if lacking := _missing_keys(said):
         finding = f"the model is incomplete: missing {', '.join(lacking)}"
         presets = ", ".join(listing("models"))
         report.add("model", finding, f"Add them, or use a preset: {presets}.")
         return None
-    shape = _composed(said)
+    shape = _make_shape(said)
     changed = {*beside, *(FAMILIES[shape.family] if "family" in beside else ())}
     while gone := {void.name for void in voids(shape) if void.by in changed} - {*beside}:
         said = {name: value for name, value in said.items() if name not in gone}
-        shape, changed = _composed(said), changed | gone
+        shape, changed = _make_shape(said), changed | gone
     faults = tuple(misfits(shape))
     for fault in faults:
-        report.add(*_blamed(fault, shape, said))
+        report.add(*_attribute_fault(fault, shape, said))
     return None if faults else shape
 
 
-def _blamed(fault: Fault, shape: ModelShape, said: Mapping[str, Any]) -> tuple[str, str, str]:
+def _attribute_fault(
+    fault: Fault, shape: ModelShape, said: Mapping[str, Any]
+) -> tuple[str, str, str]:
     """Return place, finding and remedy of a misfit, attributed to `model.family` if the family's
     default caused it."""
     option = fault.place.rpartition(".")[2]
@@ -382,16 +386,16 @@ def _blamed(fault: Fault, shape: ModelShape, said: Mapping[str, Any]) -> tuple[s
     return "model.family", given, f"{fault.remedy} Or use another `model.family`."
 
 
-def _lacking(said: Mapping[str, Any]) -> list[str]:
+def _missing_keys(said: Mapping[str, Any]) -> list[str]:
     """Return the required keys that are missing."""
-    activation = said.get("activation", FAMILIES[_family(said)]["activation"])
+    activation = said.get("activation", FAMILIES[_family_of(said)]["activation"])
     needed = ["layers", "hidden", "heads", "vocab"] + ["ffn"] * activation.is_gated
     return [key for key in needed if key not in said]
 
 
-def _composed(said: Mapping[str, Any]) -> ModelShape:
+def _make_shape(said: Mapping[str, Any]) -> ModelShape:
     """Return the shape for a complete set of fields."""
-    family = _family(said)
+    family = _family_of(said)
     options = {spot.name: said[spot.name] for spot in fields(BlockOptions) if spot.name in said}
     return ModelShape(
         family=family,
@@ -405,7 +409,7 @@ def _composed(said: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _family(said: Mapping[str, Any]) -> Family:
+def _family_of(said: Mapping[str, Any]) -> Family:
     return Family(said.get("family", Family.LLAMA))
 
 
@@ -434,7 +438,7 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Findings) -> Clus
     """Return the preset's cluster, overridden by the fields in the spec; None on faults."""
     if written is None:
         return None
-    if (preset := _preset(written.get("preset"), Cluster, report)) is None:
+    if (preset := _load_preset(written.get("preset"), Cluster, report)) is None:
         return None
     if written.get("kind") == "cpu":  # a GPU preset's multiprocessors do not apply to CPUs
         preset = {name: value for name, value in preset.items() if name != "sm"}
@@ -523,12 +527,12 @@ def resolve_functions(raw: SpecRaw, report: Findings) -> LossSpec:
             "Remove one of the two.",
         )
     if step is None:
-        return LossSpec(function=_function("loss", loss, report))
+        return LossSpec(function=_make_function("loss", loss, report))
     if loss.target is not None or kinds:
         report.add(
             "step", "`step` computes the loss, so `loss` has no effect", "Remove one of the two."
         )
-    return LossSpec(step=_function("step", step, report))
+    return LossSpec(step=_make_function("step", step, report))
 
 
 def _lacks_target(section: str, raw: DataSpec | LossRaw, report: Findings) -> bool:
@@ -541,7 +545,7 @@ def _lacks_target(section: str, raw: DataSpec | LossRaw, report: Findings) -> bo
     return bool(keys)
 
 
-def _function(section: str, raw: LossRaw | StepRaw, report: Findings) -> UserFunction | None:
+def _make_function(section: str, raw: LossRaw | StepRaw, report: Findings) -> UserFunction | None:
     if raw.target is None:
         return None
     return UserFunction(

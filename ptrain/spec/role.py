@@ -68,11 +68,11 @@ GIVEN = {
 
 def fits(pattern: str, name: str) -> bool:
     """Return True if the pattern matches a dotted module name."""
-    return _expression(pattern).fullmatch(name) is not None
+    return _compile_pattern(pattern).fullmatch(name) is not None
 
 
 @cache
-def _expression(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
 
 

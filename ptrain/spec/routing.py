@@ -109,11 +109,11 @@ def slip(plain: object) -> tuple[str, str] | None:
 
     The rules of the expert axis check that the counts fit the spec.
     """
-    wrong = next(_slips(plain), None)
+    wrong = next(_find_slips(plain), None)
     return wrong if wrong is None else (wrong, f"Use {FORM}.")
 
 
-def _slips(plain: object) -> Iterator[str]:
+def _find_slips(plain: object) -> Iterator[str]:
     """Yield descriptions of malformed counts, by place."""
     if not isinstance(plain, Mapping) or not plain:
         yield "there are no counts by layer"

@@ -45,19 +45,19 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
         may_be_null = not isinstance(holds, Section) or holds.null or is_required(spot)
         if root.get(key, ...) is None and not may_be_null:
             del root[key]  # a section that is null is not written
-    _reshard(root, findings)
+    _expand_reshard(root, findings)
     placement = root.get("placement")
     if isinstance(placement, str):
-        _whole_placement(root, placement, findings)
+        _expand_placement(root, placement, findings)
     else:
         expand_tuples(placement, findings)
-    _data_degree(root, findings)
+    _expand_data_axis(root, findings)
     for key in keys(SpecRaw):
-        if alone := _alone(root, key):
+        if alone := _expand_bare_value(root, key):
             root[key] = alone
             for inner in alone:
                 tree.move_marks((key,), (key, inner))
-    for route, file in _files():
+    for route, file in _file_keys():
         _read_file(tree.at(route[:-1]), route, file, findings)
     model = root.get("model")
     folder = model.get("pretrained") if isinstance(model, dict) else None
@@ -68,7 +68,7 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
     return findings.faults
 
 
-def _alone(root: Mapping, section: str) -> Mapping:
+def _expand_bare_value(root: Mapping, section: str) -> Mapping:
     """Return the mapping that a value alone stands for in a section, or {} if it is a mapping
     already."""
     (_, holds), value = keys(SpecRaw)[section], root.get(section)
@@ -78,7 +78,7 @@ def _alone(root: Mapping, section: str) -> Mapping:
 
 
 @cache
-def _files() -> tuple[tuple[Route, OwnFile], ...]:
+def _file_keys() -> tuple[tuple[Route, OwnFile], ...]:
     return tuple((route, holds.file) for route, _, holds in walk(SpecRaw) if holds.file)
 
 
@@ -100,7 +100,7 @@ def _read_file(section: object, route: Route, file: OwnFile, findings: Findings)
         section[route[-1]] = value
 
 
-def _reshard(root: Mapping, findings: Findings) -> None:
+def _expand_reshard(root: Mapping, findings: Findings) -> None:
     """Move `reshard`, an alias, to `sync.reshard_after_forward`, where it overrides a strategy's
     policy."""
     value, policy = root.get("reshard"), root.get("sync", {})
@@ -118,7 +118,7 @@ def _reshard(root: Mapping, findings: Findings) -> None:
         )
 
 
-def _whole_placement(root: Mapping, name: str, findings: Findings) -> None:
+def _expand_placement(root: Mapping, name: str, findings: Findings) -> None:
     """Expand `placement: NAME` to all tuples and policies of the strategy."""
     named = strategy(name)
     if name == _AUTO:
@@ -126,26 +126,28 @@ def _whole_placement(root: Mapping, name: str, findings: Findings) -> None:
             "placement", _OPEN, f"Use a strategy name. To search for a placement: {_CHOOSE}"
         )
     elif named is None:
-        wrong = _axis_missing(name, root) or missing(name, "strategy", "strategies")
+        wrong = _explain_missing_axis(name, root) or missing(name, "strategy", "strategies")
         findings.add("placement", *wrong)
     else:
         root["placement"] = tuples = copy.deepcopy(named["placement"])
-        _sits_right(root.get("mesh"), name, tuple(tuples), findings)
+        _check_axes(root.get("mesh"), name, tuple(tuples), findings)
         for section in POLICIES:
             written = root.setdefault(section, {})
-            if isinstance(written, dict) and not (section == "recompute" and _says_what(written)):
+            if isinstance(written, dict) and not (
+                section == "recompute" and _selects_recompute(written)
+            ):
                 root[section] = written = {**policy_of(named, section), **written}
             if written == {}:
                 del root[section]
 
 
-def _says_what(recompute: Mapping) -> bool:
+def _selects_recompute(recompute: Mapping) -> bool:
     """Return True if the section already selects what is recomputed, so that the strategy's policy
     does not apply."""
     return any(key in recompute for key in ("policy", "keep", "budget"))
 
 
-def _axis_missing(text: str, root: Mapping) -> tuple[str, str] | None:
+def _explain_missing_axis(text: str, root: Mapping) -> tuple[str, str] | None:
     """Return the finding and the remedy for four modes without an axis; None for other texts."""
     modes = [part.strip() for part in text.split(",")]
     if not any(slips.mode(mode) in KEPT_MEANINGS for mode in modes):
@@ -162,7 +164,7 @@ def _axis_missing(text: str, root: Mapping) -> tuple[str, str] | None:
     )
 
 
-def _sits_right(mesh: object, name: str, axes: tuple[str, ...], findings: Findings) -> None:
+def _check_axes(mesh: object, name: str, axes: tuple[str, ...], findings: Findings) -> None:
     """Report a strategy whose axes differ from those of the mesh."""
     if not isinstance(mesh, dict) or "dp" in mesh:
         return
@@ -184,14 +186,14 @@ def _sits_right(mesh: object, name: str, axes: tuple[str, ...], findings: Findin
     )
 
 
-def _data_degree(root: Mapping, findings: Findings) -> None:
+def _expand_data_axis(root: Mapping, findings: Findings) -> None:
     """Rename `dp` in mesh and placement to dp_replicate or dp_shard, according to its tuple."""
     mesh, placement = root.get("mesh"), root.get("placement")
     if mesh == _AUTO:
         findings.add("mesh", _OPEN, f"Set the axes and their sizes. To search for them: {_CHOOSE}")
     if not isinstance(mesh, dict):
         return
-    homes = _homes(placement)
+    homes = _find_homes(placement)
     if "dp" in mesh and (both := [axis for axis in _DATA if axis in mesh]):
         findings.add(
             "mesh.dp",
@@ -212,7 +214,7 @@ def _data_degree(root: Mapping, findings: Findings) -> None:
             tuples[homes[0]] = tuples.pop("dp")
 
 
-def _homes(placement: object) -> list[str]:
+def _find_homes(placement: object) -> list[str]:
     """Return the data axes to which the placement's tuples belong."""
     if not isinstance(placement, dict):
         return []
@@ -264,17 +266,19 @@ _WHY_SLICES = {
 
 def expand_tuples(placement: object, findings: Findings) -> None:
     """Expand the tuples of a placement in place."""
-    if not isinstance(placement, dict) or _cut_at_commas(placement, ("placement",), findings):
+    if not isinstance(placement, dict) or _report_split_modes(placement, ("placement",), findings):
         return
     for axis in placement:
         if axis in EXPERT_AXES:
-            _of_experts(placement, axis, findings)
+            _expand_experts(placement, axis, findings)
         else:
             homes = _DATA if axis == "dp" else (axis,)
-            _expand(placement, axis, ("placement", axis), homes, findings)
+            _expand_tuple(placement, axis, ("placement", axis), homes, findings)
 
 
-def _expand(holder: Mapping, key: str, at: Route, homes: Sequence[str], findings: Findings) -> None:
+def _expand_tuple(
+    holder: Mapping, key: str, at: Route, homes: Sequence[str], findings: Findings
+) -> None:
     """Expand the tuple at `key` of `holder`.
 
     A strategy name stands for its tuple, if that belongs to one of the axes in `homes`. Faults are
@@ -297,11 +301,11 @@ def _expand(holder: Mapping, key: str, at: Route, homes: Sequence[str], findings
             f"experts need four modes, not a strategy name; got {value!r}",
             f"Use {usual}, or remove it.",
         )
-    elif wrong := _named_tuple(holder, key, at[1], homes):
+    elif wrong := _expand_named_tuple(holder, key, at[1], homes):
         findings.add(at, *wrong)
 
 
-def _named_tuple(
+def _expand_named_tuple(
     holder: Mapping, key: str, axis: str, homes: Sequence[str]
 ) -> tuple[str, str] | None:
     """Replace a strategy name with its tuple; return a finding and a remedy if that is
@@ -311,7 +315,7 @@ def _named_tuple(
         return missing(name, "strategy", "strategies")
     home, has_policy = [*named["placement"]], any(section in named for section in POLICIES)
     is_alone = len(holder) == 1 and key == axis
-    whole = f"placement: {name}" if is_alone else _written_out(named)
+    whole = f"placement: {name}" if is_alone else _spell_out(named)
     if len(home) > 1:
         return f"{name} covers the axes {' and '.join(home)}", f"Use `{whole}`."
     if home[0] not in homes:
@@ -322,13 +326,13 @@ def _named_tuple(
         )
     if has_policy:
         either = f"placement: {name}` or `" * is_alone  # the name alone covers only its axes
-        use = _written_out(named, axis if axis in EXPERT_AXES else "")
+        use = _spell_out(named, axis if axis in EXPERT_AXES else "")
         return f"{name} sets more than a placement", f"Use `{either}{use}`."
     holder[key] = copy.deepcopy(named["placement"][home[0]])
     return None
 
 
-def _of_experts(placement: Mapping, axis: str, findings: Findings) -> None:
+def _expand_experts(placement: Mapping, axis: str, findings: Findings) -> None:
     """Expand the entry of an expert axis to `experts` and `rest`.
 
     `ep: zero3` and `ep: {parameters: S*, …}` set the tuple of all non-expert tensors; experts have
@@ -340,16 +344,16 @@ def _of_experts(placement: Mapping, axis: str, findings: Findings) -> None:
         placement[axis] = copy.deepcopy(named["placement"][axis])
         return
     parts = written if isinstance(written, dict) else {REST: written}
-    if written is None or not parts or _cut_at_commas(parts, route, findings):
+    if written is None or not parts or _report_split_modes(parts, route, findings):
         return
     parts.setdefault(EXPERTS, {str(state): str(OF_EXPERTS[state]) for state in PLACED})
     placement[axis] = parts
-    _expand(parts, EXPERTS, (*route, EXPERTS), (), findings)
+    _expand_tuple(parts, EXPERTS, (*route, EXPERTS), (), findings)
     if beside := [state for state in _STATES if state in parts]:
         parts.setdefault(REST, {})
     if REST in parts:
         at = (*route, REST) if parts is written else route
-        _expand(parts, REST, at, _DATA, findings)
+        _expand_tuple(parts, REST, at, _DATA, findings)
     rest = parts.get(REST)
     if not isinstance(rest, dict):
         return
@@ -366,7 +370,7 @@ def _of_experts(placement: Mapping, axis: str, findings: Findings) -> None:
         del parts[state]
 
 
-def _cut_at_commas(tuples: Mapping, above: Route, findings: Findings) -> bool:
+def _report_split_modes(tuples: Mapping, above: Route, findings: Findings) -> bool:
     """Report modes that YAML read as keys, and return True if there are any.
 
     In `{dp_shard: S*,S,M,R}` a comma ends the value, so the modes after it become keys that follow
@@ -378,7 +382,7 @@ def _cut_at_commas(tuples: Mapping, above: Route, findings: Findings) -> bool:
         return False
     first = keys.index(strays[0])
     axis, route = (keys[first - 1], (*above, keys[first - 1])) if first else (_DATA[1], ())
-    modes = _modes_at(findings.tree.values.get(route)) or [
+    modes = _read_modes_at(findings.tree.values.get(route)) or [
         str(tuples[axis]) if first else "",
         *itertools.takewhile(strays.__contains__, keys[first:]),  # equal modes are one key
     ]
@@ -411,14 +415,14 @@ _USUAL: dict[str, str] = {
 }
 
 
-def _modes_at(mark: SourceMark | None) -> list[str]:
+def _read_modes_at(mark: SourceMark | None) -> list[str]:
     """Return the four modes that start at a position, if its line contains all of them."""
     rest = mark.text[mark.column - 1 :].split("}")[0] if mark and mark.line else ""
     modes = [part.strip() for part in rest.split(",")][: len(PLACED)]
     return modes if all(mode in KEPT_MEANINGS for mode in modes) else []
 
 
-def _written_out(strategy: Mapping, at: str = "") -> str:
+def _spell_out(strategy: Mapping, at: str = "") -> str:
     """Return a strategy's tuples and policies in file syntax; `at` replaces the axis of its only
     tuple."""
     tuples = strategy["placement"]
@@ -441,4 +445,4 @@ def modes_of(written: Mapping) -> list[str]:
 def policy_of(strategy: Mapping, section: str) -> Mapping:
     """Return a section of a strategy's file, with a short form expanded."""
     value = strategy.get(section, {})
-    return value if isinstance(value, dict) else _alone(strategy, section)
+    return value if isinstance(value, dict) else _expand_bare_value(strategy, section)

@@ -86,7 +86,7 @@ class Tree:
     def copy(self) -> Tree:
         """Return a copy that can be changed without changing this tree."""
         return Tree(
-            root=_copied(self.root),
+            root=_deep_copy(self.root),
             source=self.source,
             keys=dict(self.keys),
             values=dict(self.values),
@@ -166,13 +166,13 @@ def contents(path: Path, most: int) -> bytes | str:
         return (getattr(error, "strerror", None) or str(error)).lower()
 
 
-def _copied(value: object) -> object:
+def _deep_copy(value: object) -> object:
     """Return a copy of nested mappings and lists; other YAML values are immutable."""
     match value:
         case dict():
-            return {key: _copied(inner) for key, inner in value.items()}
+            return {key: _deep_copy(inner) for key, inner in value.items()}
         case list():
-            return [_copied(inner) for inner in value]
+            return [_deep_copy(inner) for inner in value]
         case _:
             return value
 
@@ -217,20 +217,24 @@ def read(path: Path) -> Tree:
     data = contents(path, MAX_BYTES)
     if isinstance(data, str):
         if os.path.isdir(source):
-            raise _unreadable(source, "it is a directory", "Use a YAML file in it.")
-        raise _unreadable(source, data, "Run `ptrain specs` to list the built-in specs.")
+            raise _unreadable_error(source, "it is a directory", "Use a YAML file in it.")
+        raise _unreadable_error(source, data, "Run `ptrain specs` to list the built-in specs.")
     if len(data) > MAX_BYTES:
-        raise _unreadable(source, "it is larger than 1 MiB", "Use a YAML file of at most 1 MiB.")
+        raise _unreadable_error(
+            source, "it is larger than 1 MiB", "Use a YAML file of at most 1 MiB."
+        )
     if b"\0" in data:
-        raise _unreadable(source, "it is a binary file", "Use a YAML file.")
+        raise _unreadable_error(source, "it is a binary file", "Use a YAML file.")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _unreadable(source, f"byte {error.start} is not UTF-8", "Save it as UTF-8.") from None
+        raise _unreadable_error(
+            source, f"byte {error.start} is not UTF-8", "Save it as UTF-8."
+        ) from None
     return parse(text, source)
 
 
-def _unreadable(source: str, finding: str, remedy: str) -> SpecError:
+def _unreadable_error(source: str, finding: str, remedy: str) -> SpecError:
     return SpecError(
         SourceMark(source=source).fault("", f"cannot read the spec: {finding}", remedy)
     )
@@ -264,11 +268,11 @@ def parse(text: str, source: str) -> Tree:
 def parse_value(text: str, source: str) -> Tree:
     """Parse any YAML value, such as the right side of an override. Raises SpecError for bad
     syntax."""
-    return _parsed(text, source).copy()
+    return _parse_cached(text, source).copy()
 
 
 @lru_cache(maxsize=2**8)
-def _parsed(text: str, source: str) -> Tree:
+def _parse_cached(text: str, source: str) -> Tree:
     """Parse a text into a shared tree.
 
     Cached, because a command that tries many variants of a spec parses the same few texts a hundred
@@ -311,7 +315,7 @@ class _Builder:
         for event in self.events:
             num_documents += isinstance(event, yaml.DocumentStartEvent)
             if num_documents > 1:
-                self._fault(
+                self._add_fault(
                     event,
                     (),
                     "a second YAML document starts here",
@@ -319,77 +323,77 @@ class _Builder:
                 )
                 break
             if isinstance(event, yaml.NodeEvent):
-                root = self._value(event, ())
+                root = self._build_value(event, ())
         return root
 
-    def _value(self, event: yaml.Event, route: Route) -> object:
-        self.tree.values[route] = self._mark(event)
+    def _build_value(self, event: yaml.Event, route: Route) -> object:
+        self.tree.values[route] = self._mark_of(event)
         if isinstance(event, yaml.ScalarEvent):
             if event.anchor or event.tag:
-                self._plain_only(event, route)
+                self._report_non_plain(event, route)
             return scalar(event.value) if event.implicit[0] else event.value
-        self._plain_only(event, route)
+        self._report_non_plain(event, route)
         if isinstance(event, yaml.AliasEvent):
             return None
         if len(route) >= MAX_DEPTH:
-            self._fault(event, route, *_TOO_DEEP)
+            self._add_fault(event, route, *_TOO_DEEP)
             raise _TooDeep
         if isinstance(event, yaml.SequenceStartEvent):
-            return self._list(route)
-        return self._mapping(route)
+            return self._build_list(route)
+        return self._build_mapping(route)
 
-    def _list(self, route: Route) -> list[object]:
+    def _build_list(self, route: Route) -> list[object]:
         values: list[object] = []
         for event in takewhile(_is_no_end, self.events):
-            values.append(self._value(event, (*route, str(len(values)))))
+            values.append(self._build_value(event, (*route, str(len(values)))))
         return values
 
-    def _mapping(self, route: Route) -> dict[str, object]:
+    def _build_mapping(self, route: Route) -> dict[str, object]:
         """Build a mapping; of two equal keys the second is reported, and its value kept."""
         values: dict[str, object] = {}
         for event in takewhile(_is_no_end, self.events):
-            key = self._key(event, route)
+            key = self._build_key(event, route)
             inner = (*route, key)
             first = self.tree.keys.get(inner) if key in values else None
             if first:
-                self._fault(
+                self._add_fault(
                     event,
                     inner,
                     f"the key {key!r} appears twice (first in line {first.line})",
                     "Remove one of the two.",
                 )
             else:
-                self.tree.keys[inner] = self._mark(event)
-            values[key] = self._value(next(self.events), inner)
+                self.tree.keys[inner] = self._mark_of(event)
+            values[key] = self._build_value(next(self.events), inner)
         return values
 
-    def _key(self, event: yaml.Event, route: Route) -> str:
+    def _build_key(self, event: yaml.Event, route: Route) -> str:
         if isinstance(event, yaml.ScalarEvent):
             if event.anchor or event.tag:
-                self._plain_only(event, route)
+                self._report_non_plain(event, route)
             return str(event.value)
         if not isinstance(event, yaml.AliasEvent):
-            self._fault(
+            self._add_fault(
                 event,
                 route,
                 "a key must be a single word; got a list or a mapping",
                 "Put the string in quotes: `{` and `[` start a value.",
             )
-        self._value(event, (*route, "?"))
+        self._build_value(event, (*route, "?"))
         return "?"
 
-    def _plain_only(self, event: yaml.Event, route: Route) -> None:
+    def _report_non_plain(self, event: yaml.Event, route: Route) -> None:
         """Report an alias, an anchor or a tag."""
         anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
         if isinstance(event, yaml.AliasEvent):
-            self._fault(
+            self._add_fault(
                 event,
                 route,
                 f"aliases (*{anchor}) are not allowed in specs",
                 f'Repeat the value. A mode is written `S*`; a string `"*{anchor}"`.',
             )
         elif anchor:
-            self._fault(
+            self._add_fault(
                 event,
                 route,
                 f"anchors (&{anchor}) are not allowed in specs",
@@ -398,7 +402,7 @@ class _Builder:
             )
         if tag:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
-            self._fault(
+            self._add_fault(
                 event,
                 route,
                 f"tags ({shown}) are not allowed in specs",
@@ -408,7 +412,9 @@ class _Builder:
     def of_syntax(self, error: yaml.MarkedYAMLError) -> Fault:
         """Return the fault for a syntax error of the parser."""
         mark = error.problem_mark or error.context_mark
-        place = self._at(mark.line, mark.column) if mark else SourceMark(source=self.tree.source)
+        place = (
+            self._mark_at(mark.line, mark.column) if mark else SourceMark(source=self.tree.source)
+        )
         problem = error.problem or error.context or "it cannot be parsed"
         remedy = ""
         if "\t" in place.text[: place.column]:
@@ -420,21 +426,21 @@ class _Builder:
             finding, remedy = _TOO_DEEP
         return place.fault("", finding, remedy)
 
-    def _fault(self, event: yaml.Event, route: Route, finding: str, remedy: str) -> None:
+    def _add_fault(self, event: yaml.Event, route: Route, finding: str, remedy: str) -> None:
         place = ".".join(route)
-        self.tree.faults[route] = self._mark(event).fault(place, finding, remedy)
+        self.tree.faults[route] = self._mark_of(event).fault(place, finding, remedy)
 
-    def _mark(self, event: yaml.Event) -> SourceMark:
+    def _mark_of(self, event: yaml.Event) -> SourceMark:
         mark = event.start_mark
         assert mark is not None, "the parser marks every event"
-        return self._at(mark.line, mark.column)
+        return self._mark_at(mark.line, mark.column)
 
-    def _at(self, line: int, column: int) -> SourceMark:
+    def _mark_at(self, line: int, column: int) -> SourceMark:
         text = self.lines[line] if line < len(self.lines) else ""
-        column, text = _window(column, text)
+        column, text = _clip_line(column, text)
         return SourceMark(source=self.tree.source, line=line + 1, column=column + 1, text=text)
 
 
-def _window(column: int, text: str) -> tuple[int, str]:
+def _clip_line(column: int, text: str) -> tuple[int, str]:
     """Return the column and the text of a line; a long line is truncated after the column."""
     return column, text.replace("\t", " ")[: max(160, column + 40)] if len(text) > 160 else text

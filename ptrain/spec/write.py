@@ -54,11 +54,11 @@ def kept(spec: Spec) -> dict[str, object]:
     `activations` is left out if a placement tuple on the mesh sets it.
     """
     said = {
-        "activations": None if _is_in_a_tuple(spec) else _activations(spec.activations),
-        "recompute": _recompute(spec.activations),
-        "attention": _attention(spec.model),
-        "loss": _loss(spec.loss),
-        "step": _function(spec.loss.step),
+        "activations": None if _is_in_a_tuple(spec) else _activation_modes(spec.activations),
+        "recompute": _recompute_value(spec.activations),
+        "attention": _attention_word(spec.model),
+        "loss": _loss_value(spec.loss),
+        "step": _function_value(spec.loss.step),
     }
     return {
         key: value
@@ -72,7 +72,7 @@ def kept(spec: Spec) -> dict[str, object]:
     }
 
 
-def _attention(model: ModelSpec) -> str | None:
+def _attention_word(model: ModelSpec) -> str | None:
     kind = None if isinstance(model, ExternalModel) else model.attention
     return kind.value if kind else None
 
@@ -84,24 +84,26 @@ def _is_in_a_tuple(spec: Spec) -> bool:
     )
 
 
-def _activations(activations: ActivationSpec) -> object:
+def _activation_modes(activations: ActivationSpec) -> object:
     """Return one mode, or a mapping from block range to mode."""
     if not activations.by_block:
-        return _mode(activations.default)
-    return {_range(first, last): _mode(kept) for first, last, kept in activations.by_block}
+        return _mode_text(activations.default)
+    return {
+        _range_text(first, last): _mode_text(kept) for first, last, kept in activations.by_block
+    }
 
 
-def _range(first: int, last: int | None) -> str:
+def _range_text(first: int, last: int | None) -> str:
     return str(first) if first == last else f"{first}-{'' if last is None else last}"
 
 
-def _mode(kept: Kept) -> str:
+def _mode_text(kept: Kept) -> str:
     if kept.policy is not None:
         return str(Mode(Distribution.MATERIALIZED, kept.tier))
     return "R" if kept.tier is Tier.DEVICE else str(Mode(Distribution.SHARDED, kept.tier))
 
 
-def _recompute(activations: ActivationSpec) -> object:
+def _recompute_value(activations: ActivationSpec) -> object:
     """Return a policy name, or a mapping if `every`, `budget` or a custom policy is set."""
     policy = next((kept.policy for kept in activations.modes if kept.policy), None)
     name = "none" if policy is None else _NAMED.get(policy)
@@ -115,13 +117,13 @@ def _recompute(activations: ActivationSpec) -> object:
     return name if name and not every else {**said, **every}
 
 
-def _loss(loss: LossSpec) -> object:
+def _loss_value(loss: LossSpec) -> object:
     if loss.function is not None:
-        return _function(loss.function)
+        return _function_value(loss.function)
     return None if loss.chunk is None else {"chunk": loss.chunk, "fused": loss.fused}
 
 
-def _function(function: UserFunction | None) -> dict[str, object] | None:
+def _function_value(function: UserFunction | None) -> dict[str, object] | None:
     if function is None:
         return None
     folder = {"folder": function.folder} if function.folder else {}
@@ -142,7 +144,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     if not sync_is_written:
         del sync["gradients"]
     for name, is_said in (
-        ("offload", _says_offload(spec)),
+        ("offload", _needs_offload(spec)),
         ("frozen", spec.frozen.is_written),
         ("tensor", spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()),
         ("pipeline", spec.degree(Axis.PP) > 1 or spec.pipeline != PipelineSpec()),
@@ -151,10 +153,10 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
             del said[name]
     first: dict[str, object] = {
         "name": spec.name,
-        "model": _model(spec.model),
+        "model": _model_section(spec.model),
         "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
-        "placement": {factor.axis.value: _tuples(factor) for factor in spec.factors},
-        "precision": _precision(spec.precision),
+        "placement": {factor.axis.value: _tuples_value(factor) for factor in spec.factors},
+        "precision": _precision_section(spec.precision),
         "batch": {
             "global": spec.batch.global_samples,
             "micro": AUTO if spec.batch.micro_is_open else spec.batch.micro,
@@ -166,7 +168,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     return {**first, **said, **cluster, **kept(spec)}
 
 
-def _tuples(factor: Factor) -> dict[str, object]:
+def _tuples_value(factor: Factor) -> dict[str, object]:
     """Return the modes of an axis by state; on an expert axis, the `experts` and `rest` tuples."""
     modes: dict[str, object] = {str(state): str(factor.placement[state]) for state in PLACED}
     if factor.axis not in EXPERT_AXES:
@@ -186,17 +188,17 @@ def section(values: object, *, is_sparse: bool = False) -> dict[str, object]:
         value = getattr(values, spot.name)
         is_unsaid = value is None and (spot.default is None or not holds.null)
         if holds.executed is None and not is_unsaid and not (is_sparse and value == spot.default):
-            said[key] = _value(holds, value)
+            said[key] = _file_value(holds, value)
     return said
 
 
-def _value(holds: Leaf | Section, value: object) -> object:
+def _file_value(holds: Leaf | Section, value: object) -> object:
     if isinstance(holds, Leaf):
         return holds.say(value)
     return section(value, is_sparse=holds.is_sparse)
 
 
-def _precision(precision: Precision) -> dict[str, object]:
+def _precision_section(precision: Precision) -> dict[str, object]:
     """Return the precision section. A custom layout is written as all its dtypes, based on a named
     layout with the same `keeps_both`."""
     layout = precision.layout
@@ -215,7 +217,7 @@ def _precision(precision: Precision) -> dict[str, object]:
     }
 
 
-def _says_offload(spec: Spec) -> bool:
+def _needs_offload(spec: Spec) -> bool:
     """Return True if `offload` is set, or some optimizer state is off the device and `offload`
     selects the device that updates it."""
     return spec.offload != Offload() or any(
@@ -223,27 +225,38 @@ def _says_offload(spec: Spec) -> bool:
     )
 
 
-def _model(model: ModelSpec) -> dict[str, object]:
+def _model_section(model: ModelSpec) -> dict[str, object]:
     match model:
         case ModelShape():
             known = {"preset": model.preset} if model.preset in listing("models") else {}
-            begun = _known(pretrained=model.pretrained)
+            begun = _drop_none(pretrained=model.pretrained)
             sizes = {name: getattr(model, name) for name in _SIZES}
-            return {**known, **begun, "family": model.family.value, **sizes, **_options(model)}
+            return {
+                **known,
+                **begun,
+                "family": model.family.value,
+                **sizes,
+                **_written_options(model),
+            }
         case ExternalModel():
             own: dict[str, object] = {"target": model.target, "folder": model.folder}
             fields: dict[str, object] = {"arguments": model.arguments}
         case HuggingFaceModel():
             own, fields = {"hf": model.hf}, {"config": model.config}
-    return {**own, **_known(pretrained=model.pretrained), **fields, **_known(blocks=model.blocks)}
+    return {
+        **own,
+        **_drop_none(pretrained=model.pretrained),
+        **fields,
+        **_drop_none(blocks=model.blocks),
+    }
 
 
-def _known(**values: object) -> dict[str, object]:
+def _drop_none(**values: object) -> dict[str, object]:
     """Return the values that are not None."""
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _options(model: ModelShape) -> dict[str, object]:
+def _written_options(model: ModelShape) -> dict[str, object]:
     """Return the block options to write: those always written, and those that differ from the
     default of the model's family."""
     said: dict[str, object] = {}
@@ -251,14 +264,14 @@ def _options(model: ModelShape) -> dict[str, object]:
         value = getattr(model, option.name)
         usual = FAMILIES[model.family].get(option.name, option.default)
         if key in _ALWAYS_WRITTEN or value != usual:
-            said[key] = _value(holds, value)
+            said[key] = _file_value(holds, value)
     return said
 
 
 def keys_of_shape(model: ModelShape) -> dict[str, Any]:
     """Return all keys of a shape, including those that a file leaves out."""
     options = {
-        key: _value(holds, getattr(model, option.name))
+        key: _file_value(holds, getattr(model, option.name))
         for key, (option, holds) in keys(BlockOptions).items()
     }
     sizes = {name: getattr(model, name) for name in _SIZES}
