@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/verification": 6190,
 }
 ONE_IMPORTER = 54  # modules that exactly one other imports
-SMALL_MODULES = 49  # modules with fewer lines than SMALL
+SMALL_MODULES = 48  # modules with fewer lines than SMALL
 # end
 
 
