@@ -27,10 +27,16 @@ def group_over(spec: Spec, axes: Sequence[Axis]) -> Group:
 
 
 def sent_bytes(collective: Collective, payload: int, ranks: int) -> int:
-    """Return the bytes that one rank sends for a call on a full tensor of `payload` bytes.
+    """Return the bytes that one rank sends for one call.
 
-    With N ranks, that is (N-1)/N of the tensor for most collectives, twice that for an all-reduce,
-    the full tensor for a send, and 0 for a receive.
+    Args:
+        collective: The collective.
+        payload: The bytes of the full tensor.
+        ranks: The size N of the group.
+
+    Returns:
+        (N-1)/N of the tensor, rounded up; twice that for an all-reduce, the full tensor for a send,
+        and 0 for a receive.
     """
     match collective:
         case Collective.ALL_REDUCE:

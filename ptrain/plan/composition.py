@@ -233,7 +233,7 @@ def cuts_before_wraps(ran: Sequence[Ran]) -> bool:
 
 
 def are_within(data_groups: Groups, stage_groups: Groups) -> bool:
-    """Return True if all ranks of each data group have the same stages (Theorem 7.2)."""
+    """Return True if Theorem 7.2 holds: all ranks of each data group have the same stages."""
     stages = [{*stage} for stage in stage_groups]
     return all(any(stage.issuperset(group) for stage in stages) for group in data_groups)
 

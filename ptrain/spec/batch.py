@@ -155,10 +155,15 @@ def written_tokens(text: str, sequence: int, rounding: Rounding) -> WrittenToken
 
 
 def rounded_samples(written: WrittenTokens, step: int) -> int:
-    """Return the written tokens in samples, as a multiple of `step`.
+    """Round the written tokens to a multiple of `step` samples.
 
-    The result is the nearest power of two if rounding permits it and it is a multiple; otherwise
-    the nearest multiple, at least `step`.
+    Args:
+        written: The batch in tokens.
+        step: The samples of the smallest global batch.
+
+    Returns:
+        The nearest power of two if rounding permits it and `step` divides it; otherwise the nearest
+        multiple of `step`, at least one.
     """
     power = nearest_power_of_two(written.samples)
     if written.rounding is Rounding.POWER_OF_TWO and power % step == 0:
@@ -175,9 +180,13 @@ def nearest_power_of_two(number: int) -> int:
 def token_multiple(factors: Sequence[Factor], attention: ContextAttention | Hybrid | None) -> int:
     """Return the number that must divide the tokens of a sample.
 
-    It is the least common multiple of the cp chunks and of the tp shards of a cp rank's tokens. If
-    `attention` is None, the default applies: two chunks per rank, or one if keys and values are
-    all-gathered.
+    Args:
+        factors: The factors of the mesh.
+        attention: The attention over cp. None applies the default: two chunks per cp rank, or one
+            if keys and values are all-gathered.
+
+    Returns:
+        The least common multiple of the cp chunks and of the tp shards of a cp rank's tokens.
     """
     ranks = chunks = slices = 1
     for factor in factors:

@@ -171,7 +171,16 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
 
 
 def involves(fault: Fault, override: Override) -> bool:
-    """Return True if the fault is about the override's section, or names its key or value."""
+    """Return True if a fault concerns an override.
+
+    Args:
+        fault: The fault.
+        override: The override.
+
+    Returns:
+        True if the fault is about a section that contains the override's key, or if its text names
+        the key or the value.
+    """
     section = tuple(fault.place.split("."))
     if override.route[: len(section)] == section:
         return True
@@ -269,7 +278,14 @@ def _unsupported_keys() -> tuple[tuple[Route, Leaf], ...]:
 
 
 def refusals(tree: Tree) -> dict[Route, Fault]:
-    """Return a fault for each key whose value is valid but not supported yet, by route."""
+    """Return the faults of values that are valid but not supported yet.
+
+    Args:
+        tree: The tree with short forms expanded.
+
+    Returns:
+        A fault per key, by route.
+    """
     findings = Findings(tree=tree)
     for route, leaf in _unsupported_keys():
         name, value, executed = route[-1], tree.at(route), leaf.executed or ()

@@ -366,8 +366,12 @@ class PipelineSpec:
     def stages_over(self, ranks: int) -> int:
         """Return the total number of stages.
 
-        It is `stages` if set, otherwise the number in a listed schedule or in `split`, otherwise
-        the schedule's default per rank (1 or 2) times `ranks`.
+        Args:
+            ranks: The degree of pp.
+
+        Returns:
+            `stages` if set, otherwise the number in a listed schedule or in `split`, otherwise
+            `ranks` times the schedule's default number per rank (1 or 2).
         """
         if self.stages is not None:
             return self.stages

@@ -159,9 +159,16 @@ def custom(
 ) -> Layout:
     """Return `base` with other dtypes, named after the built-in layout that has them, or `custom`.
 
-    If only `gradients` is given, gradients are also reduced in that dtype. If `has_master` is
-    False, there is no master copy, whatever the base has. The loss is scaled if parameters or
-    gradients are fp16, whose smallest number is 6e-8.
+    The loss is scaled if parameters or gradients are fp16, whose smallest number is 6e-8.
+
+    Args:
+        base: The layout that provides all dtypes that are None here.
+        parameters: The dtype of parameters and computation.
+        gradients: The dtype of stored gradients, and of the reduction if `reduced` is None.
+        reduced: The dtype of the reduction of gradients.
+        master: The dtype of the master copy.
+        has_master: False for a layout without master copy, whatever the base has.
+        moments: The dtype of the optimizer's moments.
     """
     written = replace(
         base,

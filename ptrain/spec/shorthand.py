@@ -37,8 +37,14 @@ _RESHARD = ("sync", "reshard_after_forward")
 
 
 def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
-    """Expand all short forms of `tree` in place; return a fault, by route, for each that
-    cannot be."""
+    """Expand all short forms of a tree in place.
+
+    Args:
+        tree: The tree, whose root is a mapping.
+
+    Returns:
+        A fault, by route, for each short form that cannot be expanded; it stays unchanged.
+    """
     root, findings = tree.root, Findings(tree=tree)
     assert isinstance(root, dict), "a tree to expand is a mapping"
     for key, (spot, holds) in keys(SpecRaw).items():
@@ -265,7 +271,12 @@ _WHY_SLICES = {
 
 
 def expand_tuples(placement: object, findings: Findings) -> None:
-    """Expand the tuples of a placement in place."""
+    """Expand the tuples of a placement in place.
+
+    Args:
+        placement: The value of `placement`; anything but a mapping is left to the grammar.
+        findings: Collects a fault for each tuple that cannot be expanded.
+    """
     if not isinstance(placement, dict) or _report_split_modes(placement, ("placement",), findings):
         return
     for axis in placement:

@@ -101,10 +101,15 @@ def counted(name: str, number: int, differing: int, why: str) -> Check:
 
 
 def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
-    """Return the 2-norm of the difference over the 2-norm of `expected`, all tensors as one vector.
+    """Return the relative difference of two sets of tensors, each set taken as one vector.
 
-    A tensor that one side lacks counts as zero there. The result is infinite if shapes differ, if
-    `expected` is zero, or if a value is not finite.
+    Args:
+        expected: The right tensors by name.
+        actual: The tensors to compare. A tensor that one side lacks counts as zero there.
+
+    Returns:
+        The 2-norm of the difference over the 2-norm of `expected`; infinite if shapes differ, if
+        `expected` is zero, or if a value is not finite.
     """
     distance = length = 0.0
     for name in {**expected, **actual}:
@@ -129,10 +134,16 @@ def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
 def apart_by_tensor(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Return, per tensor, the 2-norm of the difference over the 2-norm of the expected tensor.
+    """Return the relative difference of each tensor.
 
-    A tensor that is NOISE is compared relative to the usual norm of as many elements. All results
-    are infinite if the expected tensors are zero.
+    Args:
+        expected: The right tensors by name.
+        actual: The tensors to compare. A tensor that one side lacks counts as zero there.
+
+    Returns:
+        The 2-norm of the difference over the 2-norm of the expected tensor, by name. A tensor that
+        is NOISE is compared relative to the usual norm of as many elements. All are infinite if the
+        expected tensors are zero.
     """
     names = {**expected, **actual}
     scale = Magnitude.of(expected)
