@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51810,
+    "ptrain": 51820,
     "ptrain/activations": 390,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/verification": 6190,
 }
 ONE_IMPORTER = 53  # modules that exactly one other imports
-SMALL_MODULES = 48  # modules with fewer lines than SMALL
+SMALL_MODULES = 46  # modules with fewer lines than SMALL
 # end
 
 
