@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51500,
+    "ptrain": 51410,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -55,9 +55,9 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 450,
     "ptrain/traces": 2200,
     "ptrain/train": 3140,
-    "ptrain/verification": 6190,
+    "ptrain/verification": 6100,
 }
-ONE_IMPORTER = 54  # modules that exactly one other imports
+ONE_IMPORTER = 53  # modules that exactly one other imports
 SMALL_MODULES = 49  # modules with fewer lines than SMALL
 # end
 

@@ -14,7 +14,6 @@ t: roundings add up, and references may come close to each other by chance. The 
 gradient norms; for the parameters at the end, s² is
 half the mean square distance of permuted references from the first. Nothing of it is of the run
 under test.
-is of the run under test.
 
 - In 16 bits, and where the update computes in them, that is all: 7 permuted references.
 - In fp32 at least 1e-4 is allowed, absolute; 3 permuted references.
