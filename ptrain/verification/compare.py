@@ -21,7 +21,7 @@ from torch import Tensor
 from ptrain.report.finding import Mismatch, Moment, Subject, Way
 from ptrain.report.record import Check
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.parts import Magnitude, difference, norm, numbers_apart
+from ptrain.verification.parts import Magnitude, difference, norm, numbers_apart, ratio
 from ptrain.verification.reference import Trajectory
 
 STILL = 1e-6  # parameters that moved less than this, relative to their length, stood still
@@ -120,8 +120,7 @@ def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float
         other = torch.zeros(()) if other is None else other.double()
         distance += float((other - one).square().sum())
         length += float(one.square().sum())
-    ratio = math.sqrt(distance / length) if length > 0 else math.inf
-    return ratio if math.isfinite(ratio) else math.inf
+    return ratio(math.sqrt(distance), math.sqrt(length)) if length > 0 else math.inf
 
 
 def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
@@ -161,11 +160,7 @@ def apart_by_tensor(
 def share_of(measured: float, allowed: float) -> float:
     """Return the measured difference as a fraction of the tolerance; infinite if a number is not
     finite."""
-    if not (math.isfinite(measured) and math.isfinite(allowed)):
-        return math.inf
-    if measured == 0.0:
-        return 0.0
-    return measured / allowed if allowed > 0.0 else math.inf
+    return ratio(measured, allowed) if math.isfinite(allowed) else math.inf
 
 
 def at_most(name: str, difference: float, allowed: float, why: str) -> Check:

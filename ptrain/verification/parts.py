@@ -11,7 +11,7 @@ Computed in fp64, on full tensors or samples of their elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -235,13 +235,17 @@ def square(tensor: torch.Tensor) -> float:
     return float(tensor.detach().double().square().sum())
 
 
-def difference(actual: torch.Tensor, expected: torch.Tensor, length: float) -> float:
-    """Return the 2-norm of the difference over `length`; infinite if it is not finite or `length`
-    is 0."""
-    size = norm(actual.double() - expected.to(actual.device).double())
+def ratio(size: float, length: float) -> float:
+    """Return a distance relative to a length; infinite if one of them is not finite or only the
+    length is 0."""
     if size == 0.0:
         return 0.0
     return size / length if length and math.isfinite(size) else math.inf
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor, length: float) -> float:
+    """The distance is relative to `length`, and infinite for what is not finite."""
+    return ratio(norm(actual.double() - expected.to(actual.device).double()), length)
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
@@ -262,9 +266,7 @@ def root_mean_square(tensors: Collection[torch.Tensor]) -> float:
 def numbers_apart(right: float, measured: float) -> float:
     """Return the relative difference of a number to the single-device one; infinite if it is not
     finite."""
-    distance = abs(measured - right)
-    size = distance / abs(right) if distance and right else (math.inf if distance else 0.0)
-    return size if math.isfinite(size) else math.inf
+    return ratio(abs(measured - right), abs(right))
 
 
 def without_masks(own: torch.Tensor, its: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -339,12 +341,6 @@ class Magnitude:
 
     def is_noise(self, whole: Tensor) -> bool:
         return mean_size(whole) <= NOISE * self.usual
-
-    @classmethod
-    def noise_among(cls, tensors: Mapping[str, Tensor]) -> Callable[[str], bool]:
-        """Return a predicate by name: True if that tensor is noise compared to the others."""
-        scale = cls.of(tensors)
-        return lambda name: name in tensors and scale.is_noise(tensors[name])
 
 
 def mean_size(tensor: Tensor) -> float:
