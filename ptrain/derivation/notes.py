@@ -1,4 +1,5 @@
-"""Why `exact` is not `paper`: one sentence for each thing that runs and that no theorem counts."""
+"""Explains differences between the columns `exact` and `paper`: a sentence for each effect that no
+theorem covers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ from ptrain.units import format_bytes
 def notes(
     ghost: Wrapping, facts: ModelFacts, traffic: Iterable[Traffic], schedule: Schedule
 ) -> Iterator[str]:
-    """`ghost` wraps the whole model, or a rank's part of it; `traffic` is the `exact` column's."""
+    """Yield the sentences for a spec.
+
+    Args:
+        ghost: The wrapping of the full model or of a rank's part of it.
+        facts: The full model.
+        traffic: The traffic of the `exact` column.
+        schedule: The pipeline schedule.
+    """
     spec, plan = ghost.wrapped.spec, ghost.wrapped.plan
     if plan.pipeline is not None:
         yield from _of_stages(plan, facts, schedule)
@@ -38,7 +46,8 @@ def notes(
 
 
 def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Iterator[str]:
-    """What tp leaves whole, where Theorem 1 divides all of |Θ|, |Ω| and |G|."""
+    """Yield a note on parameters that tp replicates, although Theorem 1 divides all of |Θ|, |Ω| and
+    |G|."""
     if (step := plan.tensor) is None:
         return
     cut = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
@@ -54,7 +63,8 @@ def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Ite
 
 
 def _fewer_moments(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Where an optimizer keeps less of some tensors than the theorems' |Ω| has of each element."""
+    """Yield a note if the optimizer keeps fewer moments for some tensors than the theorems' |Ω|
+    counts."""
     if spec.optimizer.row.is_elementwise:
         return
     layout = plan.update.layout
@@ -83,6 +93,7 @@ _COPIES = {
 
 
 def _copies(traffic: Iterable[Traffic]) -> Iterator[str]:
+    """Yield a note on copies between memory tiers."""
     totals: dict[str, int] = {}
     for row in traffic:
         if row.key.collective in _COPIES and row.key.phase is not Phase.SETUP:
@@ -93,7 +104,7 @@ def _copies(traffic: Iterable[Traffic]) -> Iterator[str]:
         yield f"copies between memory tiers, which no theorem counts: {copies} per step and rank"
 
 
-# What a pipeline has and no theorem counts: a sentence each.
+# Effects of a pipeline that no theorem covers.
 
 
 def _of_stages(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[str]:
@@ -105,7 +116,8 @@ def _of_stages(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[st
 
 
 def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
-    """Theorem 1 divides by pp; a rank has whole layers, and the ends more than layers."""
+    """Yield a note on unequal stages. Theorem 1 divides by pp, but a rank has full layers, and the
+    first and last stages have more than layers."""
     held = [
         sum(stages[index].numel for index in schedule.stages_of(r)) for r in range(schedule.ranks)
     ]
@@ -118,6 +130,7 @@ def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> 
 
 
 def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield a note for each tensor that the first and the last stage share."""
     for name in stages[0].shared:
         tensor = next(tensor for tensor in facts.tensors if tensor.name == name)
         where = f"{name} is on the first and the last stage, {tensor.numel:,} parameters twice"
@@ -126,7 +139,7 @@ def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
-    """Say how often a data axis gathers parameters by unit, where that is not once."""
+    """Yield a note on how often a data axis all-gathers a unit, if it is not once."""
     sync = plan.wrap.policy
     if sync is None or not plan.wrap.gathered_by_unit:
         return
@@ -149,7 +162,7 @@ def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
 
 
 def _reduced(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
-    """Say what slices of gradients on a data axis cost: Theorem 2 has one reduction."""
+    """Yield a note on the cost of sharded gradients on a data axis. Theorem 2 has one reduction."""
     if (sync := plan.wrap.policy) is None or not plan.wrap.reduced_by_unit:
         return
     num = reductions(sync, schedule.microbatches)

@@ -1,7 +1,7 @@
-"""What a rank computes of one micro-batch, operator by operator: of a built-in model from the
-committed tables (`traces.block_tables` makes them), of any other from its own traces.
+"""The operators that a rank computes in a micro-batch: from the committed tables for built-in
+models (`traces.block_tables` makes them), from traces for all others.
 
-Layers that are alike share one work, so that who adds up times adds up by kind of layer.
+Equal layers share one work object, so that times can be summed by kind of layer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,17 @@ _NO_TABLE = "the operators of the model are unknown: there is no table and no tr
 
 
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
-    """Return what the rank at place `index` along the cutting axes computes of each layer of the
-    model, in front of them and behind them; None where `why_unknown` says why."""
+    """Return the work of a rank: of each layer, before the layers and after them.
+
+    Args:
+        spec: The spec.
+        plan: The plan.
+        facts: The model.
+        index: The rank's place along the cutting axes.
+
+    Returns:
+        The work, or None for the reasons of `why_unknown`.
+    """
     if (traced := _traced(plan, facts, index)) is not None:
         return traced.model
     if why_unknown(spec, plan, facts):
@@ -46,14 +55,14 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     setting = setting_at(spec, plan, index)
     activations, layers = spec.activations, spec.model.layers
     kept, modes = activations.of(layers), activations.distinct_of(layers)
-    # copies between tiers are no operators: whatever the tier, the layer computes the same
+    # copies between tiers are not operators, so the tier does not change a layer's work
     of_layer = {id(mode): _layer(setting, Kept(policy=mode.policy)) for mode in modes}
     front, behind = _ends(setting.without_context, is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[id(mode)] for mode in kept), behind=behind)
 
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
-    """Return why nobody knows which operators the model runs; empty where tables or traces tell."""
+    """Return the reason why the model's operators are unknown. Empty if they are known."""
     if _traced(plan, facts, 0) is not None:
         return ""
     shape = spec.model
@@ -69,7 +78,7 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
 
 
 def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
-    """What was traced of the ranks at this place along the cutting axes, if something was."""
+    """Return the traced work of the rank at this place along the cutting axes, or None."""
     if facts.part_works:
         return facts.part_works[index]
     is_cut = plan.cutting_axes or plan.pipeline is not None
@@ -91,7 +100,7 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
 
 
 def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
-    """A layer of a rank that attends to the tokens of others."""
+    """Return the work of a layer that attends to the tokens of other ranks."""
     evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
     entry = evaluated.table.content[blocks.variant(kept)]
     ranks = part.ring if part.kind is ContextKind.GATHER else part.ulysses
@@ -101,8 +110,11 @@ def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
 
 
 def unrolled(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int]]:
-    """Yield a pass with as many hops as there are places before its own and behind it: a table has
-    the fewest, and what each more puts in where; behind all others what only looks."""
+    """Yield the groups of a pass, with the hops of all places before and after the rank's.
+
+    A table has the smallest number of hops, and the groups that each further hop inserts by
+    position. The group of views is last.
+    """
     before, behind = (
         own - least for own, least in zip((part.before, part.behind), written["least"], strict=True)
     )
@@ -117,9 +129,12 @@ def unrolled(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int
 
 
 def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
-    """The layer's work where each column operator sums the gradient of its input by itself: of the
-    same operators and bytes, as often more as there are others in its sub-block: two of attention's
-    three, and the gate beside the MLP's first."""
+    """Return a layer's work in which each column operator reduces the gradient of its input
+    separately.
+
+    The additional all-reduces have equal sizes: two for the other projections of attention, and one
+    for the gate of a gated MLP.
+    """
     more = 2 + setting.shape.activation.is_gated
     (hidden,) = {
         item._replace(times=1) for item in work.forward if isinstance(item, InnerCollective)
@@ -131,9 +146,11 @@ def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
 
 @cache
 def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
-    """What is in front of the layers and what is behind them. A stage has a head of its own,
-    whatever it is tied to. Nobody waits for the gradient of tokens: of the front the half of the
-    weights is the whole."""
+    """Return the work before the layers and after them.
+
+    A stage has a separate head, even if embedding and head are tied. Tokens have no gradient, so
+    the weights' half of the front's backward is all of it.
+    """
     if is_staged:
         setting = replace(setting, shape=replace(setting.shape, tied=False))
     evaluated = tables.EvaluatedWork(TablePart.PASSES, setting, setting.values)
@@ -148,9 +165,9 @@ def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
 
 
 def _in_chunks(setting: Setting) -> LayerWork:
-    """What is behind the layers where the loss is in chunks."""
+    """Return the work after the layers for a loss in chunks."""
     values = tables.values_of(setting)
-    untied = replace(setting, shape=replace(setting.shape, tied=False))  # a tied one does the same
+    untied = replace(setting, shape=replace(setting.shape, tied=False))  # tied computes the same
     evaluated = tables.EvaluatedWork(TablePart.LOSS, untied, values)
     listed = evaluated.table.content["rest" if values["rest"] else "even"]
     chunks = tables.full_chunks(setting)

@@ -1,4 +1,4 @@
-"""Flat units among the wraps: their life is ours, and played by `derivation.flat`."""
+"""The wrapping of flat units, which `derivation.flat` simulates."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
 from ptrain.units import grouped
 
-# What flat units keep and send in one steady step: one unit of each kind is played through it, and
-# what it keeps, sends and copies counts for all of its kind.
+# Memory and traffic of flat units in one steady step: one unit of each kind is simulated, and its
+# figures count for all units of its kind.
 
 
 Sizes = Counter[tuple[State, Tier]]
 
-_NOTHING = Timeline(forward=(), backward=())  # what a unit sends depends on no other's turn
+_NOTHING = Timeline(forward=(), backward=())  # a unit's traffic does not depend on others
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
 class FlatRows(NamedTuple):
-    """What flat units keep on rank 0, and so on every rank, for flat buffers are cut alike for all;
-    and what they send and copy between tiers."""
+    """The memory rows of flat units, which are equal on all ranks, and their traffic and copies."""
 
     footprints: tuple[Footprint, ...]
     sent: tuple[Traffic, ...]
 
 
 def flat_rows(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> FlatRows:
-    """Return them of all units, one of each kind of which is played."""
+    """Return the rows of all units, by simulating one unit of each kind."""
     sizes, sent = Sizes(), list[Traffic]()
     for unit, times in _kinds(spec, plan, facts):
         account = Account(spec, times)
@@ -51,7 +50,7 @@ def flat_rows(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> Fla
 
 
 def _footprints(sizes: Sizes) -> Iterator[Footprint]:
-    """Theta, Omega and G."""
+    """Yield the rows of parameters, optimizer state and gradients."""
     for state in _STATES:
         yield Footprint(
             state=state,
@@ -63,7 +62,7 @@ def _footprints(sizes: Sizes) -> Iterator[Footprint]:
 
 
 def _kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
-    """One unit of each kind, and how many there are of it: they keep and send the same."""
+    """Yield one unit of each kind, with the number of equal units."""
     kinds = grouped(
         ((_kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)), unit)
         for unit in joined(plan, facts.units)
@@ -86,7 +85,10 @@ def _play(
     unit: UnitFacts,
     account: Account,
 ) -> Sizes:
-    """What a unit keeps: G when the last backward pass is over, the rest when the step is."""
+    """Simulate a step of a unit and return the bytes it keeps.
+
+    Gradients are counted at the end of the last backward pass, other states at the end of the step.
+    """
     tape = Tape(account=account)
     scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=_NOTHING)
     flat = Flat(scene, wrap, chosen=[unit])
@@ -112,7 +114,7 @@ def _play(
 
 
 def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
-    """Bytes of storages, each once."""
+    """Return the bytes of storages by state and tier, each storage counted once."""
     storages = {id(ghost.storage): (state, ghost.storage) for state, ghost in held}
     sizes = Sizes()
     for state, storage in storages.values():
@@ -121,7 +123,10 @@ def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
 
 
 def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
-    """Elements of the units' flat buffers, padded for all the axes that cut any state."""
+    """Return the elements of the units' flat buffers, padded for all axes that shard any state.
+
+    Equal sizes are counted.
+    """
     buffers = Counter[int]()
     for unit in joined(plan, facts.units):
         step = flat_step_of(plan, unit)
@@ -132,9 +137,11 @@ def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
 
 
 def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
-    """Yield the copies of scalars that gradients on the host need: the norm goes to the device to
-    be reduced and comes back; whether a gradient overflowed goes there, and comes back with the
-    scale of the loss where the host clips or updates."""
+    """Yield the copies of scalars that gradients on the host need.
+
+    The norm is copied to the device to be reduced, and back. With loss scaling, the overflow flag
+    is copied to the device. It is copied back, with the loss scale, if the host clips or updates.
+    """
     layout, on_host = plan.update.layout, wrap.gradients_tier is not Tier.DEVICE
     if wrap.consumed:
         return
@@ -155,7 +162,7 @@ def _copies(collective: Collective, calls: int, size: int) -> Traffic:
 
 
 class Units:
-    """A model of flat units."""
+    """A model that is wrapped in flat units."""
 
     reach: int | None
 
@@ -163,7 +170,7 @@ class Units:
         self.wrapped, self.step = wrapped, step
         units = wrapped.facts.units
         is_joined = len(places_of(wrapped.plan, units)) < len(units)
-        # the reduction of the unit before, and who is gathered ahead or, of files, read
+        # the previous unit's reduction, the prefetched units, and the unit read from a file
         self.reach = None if is_joined else 1 + step.prefetch + step.reads_files
 
     @cached_property
@@ -175,15 +182,18 @@ class Units:
         return Flat(scene, self.step)
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Flat buffers are cut alike for all ranks."""
+        """Return 0: flat buffers have equal shards on all ranks."""
         return 0
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         yield from self._rows.footprints
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
-        """`times` adds nothing: in a pipeline units are given back after every pass or after none
-        (`axes.pipeline.rules`), so that the order of passes does not count."""
+        """Yield the traffic of all units.
+
+        `times` has no effect: in a pipeline, units are freed after every pass or after none
+        (`axes.pipeline.rules`), so the order of passes does not matter.
+        """
         yield from self._rows.sent
 
     def scalars(self) -> Iterator[Traffic]:
@@ -207,6 +217,7 @@ class Units:
             yield f"flat units are padded: {elements_more} than in the model"
 
     def _update(self) -> Iterator[str]:
+        """Yield notes on the traffic of the update."""
         wrap = self.step
         axes = [axis for axis in wrap.updated if axis not in wrap.parameters]
         if axes:
