@@ -163,8 +163,7 @@ def capability(spec: Spec) -> int | None:
     Returns:
         The compute capability of the spec's GPUs. None if it is unknown, if the table does not have
         it, or if activations leave the device. In the last case, the dropout state of attention
-        stays
-        on the device in a separate storage, which no table has.
+        stays on the device in a separate storage, which no table has.
     """
     return None if leaves_device(spec) or spec.sm not in capabilities() else spec.sm
 

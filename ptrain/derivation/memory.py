@@ -67,8 +67,7 @@ def startup_bytes(spec: Spec, facts: ModelFacts) -> int:
 
     Returns:
         The full model, if a rank builds it. Else the largest tensor, since a rank draws tensors one
-        by
-        one. Zero for a folder: its files are mapped a few MiB at a time.
+        by one. Zero for a folder: its files are mapped a few MiB at a time.
     """
     if facts.built_whole:
         return facts.numel * _DRAWN_BYTES

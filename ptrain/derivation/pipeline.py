@@ -66,8 +66,7 @@ def tied_sums(ghost: Wrapping, stage: Stage) -> tuple[Rows, ...]:
 
     Returns:
         One row for each shared tensor, of its gradient as kept between reduction and update. There
-        is
-        one tuple of rows for each shard if shards differ in size, else one for all.
+        is one tuple of rows for each shard if shards differ in size, else one for all.
     """
     plan, part = ghost.wrapped.plan, ghost.wrapped.facts
     step = plan.pipeline
@@ -346,8 +345,7 @@ def accounts(
 
     Returns:
         The distinct accounts, and by rank the index of its account. Accounts differ by place along
-        pp
-        and tp, and by shard and tokens if the traffic depends on them.
+        pp and tp, and by shard and tokens if the traffic depends on them.
     """
     crossing, loads = transfers(schedule), plan.loads
     known: dict[Hashable, list[list[Rows]]] = {}

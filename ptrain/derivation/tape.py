@@ -153,8 +153,7 @@ class Tape:
 
         Returns:
             The arrival, if there is a clock and the collective is not awaited at once. It starts no
-            earlier
-            than `since`.
+            earlier than `since`.
         """
         if not self.is_reading:
             return None

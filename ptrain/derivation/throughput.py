@@ -110,8 +110,7 @@ def published_steps(spec: Spec) -> Mapping[str, Any] | None:
 
     Returns:
         The interval, with the family's name as `steps`. None if the family has no steps, or if none
-        of
-        them ran on devices with the peak FLOP/s and memory of the spec's devices.
+        of them ran on devices with the peak FLOP/s and memory of the spec's devices.
     """
     known = _published("intervals").get(step_family(spec))
     if known is None or not spec.is_for_cuda or spec.cluster is None:
