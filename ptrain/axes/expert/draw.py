@@ -1,5 +1,5 @@
-"""The expert axis as text: which rank has which experts, what travels to them and back, and over
-which ranks gradients are summed."""
+"""The expert axis as text: the experts of each rank, the dispatched rows, and the axes over which
+gradients are summed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEW_RANKS = 8
 
 
 def step_text(step: ExpertParallel) -> str:
-    """Return what the step does, in one line of a plan."""
+    """Return a plan's line about the step."""
     layers = counted(len(step.modules), "layer")
     slices = f", of a slice of the tokens on each of {step.folded[0]}" if step.folded else ""
     meanwhile = ", while shared experts compute," if step.overlaps else ""
@@ -31,8 +31,11 @@ def _named(step: ExpertParallel) -> str:
 
 
 def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
-    """Yield the experts of each rank of the axis, what travels, and what is summed over which
-    axes; nothing where ranks have no experts of their own."""
+    """Yield the experts of each rank of the axis, the dispatched rows, and the axes that sum
+    gradients.
+
+    Yield nothing if experts are not sharded.
+    """
     if (step := plan.experts) is None:
         return
     ranks = ranks_over(spec, step.axes)
@@ -52,7 +55,8 @@ def _span(first: int, number: int) -> str:
 
 
 def _travels(spec: Spec, step: ExpertParallel, ranks: int) -> str:
-    """What two all-to-alls of forward and two of backward send, of each layer and micro-batch."""
+    """Return the size of an all-to-all. Each layer and micro-batch has two in forward and two in
+    backward."""
     micro, size = spec.batch.micro, step.features * spec.precision.effective.parameters.itemsize
     away = f"{ranks - 1}/{ranks} of it to other ranks"
     often = "to their experts and back, per layer and micro-batch, in forward and in backward"
@@ -70,7 +74,7 @@ def _travels(spec: Spec, step: ExpertParallel, ranks: int) -> str:
 
 
 def _routing(spec: Spec, loads: Loads) -> str:
-    """What ranks get where rows go as the spec says."""
+    """Return the range of rows that ranks receive under the spec's routing."""
     received = {
         rows.received
         for place in {*token_places(spec)}

@@ -1,8 +1,8 @@
-"""Which tuples the expert axis takes, and which specs.
+"""Legality of the expert axis: which placements and specs it accepts.
 
-Of the experts a rank has some, whole: Theta, Omega, G and what it makes of tokens are S. Of all
-else ep is a data axis whose ranks hold different samples: any triple of Theta, Omega and G that is
-legal there, with A = R. That is 1 x 95 tuples.
+Experts are sharded: parameters, optimizer state, gradients and expert activations are S. For all
+other tensors ep is a data axis whose ranks have different samples. It accepts any legal placement
+of parameters, optimizer state and gradients there, with A = R. That is 1 x 95 placements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import ceil_div, counted
 
-_IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of transformers
+_IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of Transformers
 _FOLDS = "tensor.experts"
 _CUT = "tensor.experts=cut"
 _OVERLAP = "overlap_shared_experts"
@@ -65,8 +65,11 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
 
 
 def _divisible(experts: int, degree: int, beside: int) -> Iterator[str]:
-    """Yield what makes as many experts a rank, of so many ranks of tp beside one of ep."""
-    fewest = 1 if beside == 1 else 2  # nothing folds into one
+    """Yield remedies that give each rank the same number of experts.
+
+    `beside` is the number of tp ranks for each rank of ep.
+    """
+    fewest = 1 if beside == 1 else 2  # tp does not fold into a single rank
     choices = [d for d in range(fewest, experts + 1) if experts % (d * beside) == 0]
     if choices:
         yield f"one of {', '.join(map(str, choices))} for `mesh.ep`"
@@ -77,8 +80,8 @@ def _divisible(experts: int, degree: int, beside: int) -> Iterator[str]:
 
 
 def _routing_fits(spec: Spec) -> Iterator[Fault]:
-    """Counts of a model that is not built in are looked at where its layers are known
-    (`form.experts_of`)."""
+    """Yield the faults of `routing`. For models that are not built in, `form.experts_of` checks
+    counts when the layers are known."""
     if spec.routing is None:
         return
     if not is_by_routing(spec):

@@ -1,5 +1,5 @@
-"""What the expert axis does to a module: of the experts' tensors a rank has its own, and rows
-travel to the ranks of theirs."""
+"""Applies the expert axis to a module: each rank keeps its experts' shard of tensors, and rows are
+dispatched to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ from ptrain.steps.experts import ExpertParallel, Loads
 
 
 def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> None:
-    """Give this rank its experts of `model`, or of a stage of it. Its tensors may be on meta, and
-    those whose features are cut over another axis are cut over both; where that axis is folded its
-    ranks have slices of the tokens, and count together what is chosen."""
+    """Shard the experts of a model, or of a stage of it, over this rank's group.
+
+    Tensors may be on meta. Tensors whose features another axis shards are then sharded over both
+    axes. If that axis is folded, its ranks have shards of the tokens, and count choices together.
+
+    Args:
+        model: The model or stage, modified in place.
+        step: How experts are sharded.
+        mesh: The mesh.
+    """
     group = mesh.group(step.axes)
     own = [(name, module) for name, module in model.named_modules() if name in step.modules]
     if not any(isinstance(module, MoE) for module in model.modules()):
@@ -46,8 +53,8 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
 
 
 def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
-    """On fake ranks, from now on rows of each layer with experts go as `routing` says of the
-    layer's name."""
+    """Set the routing of rows on fake ranks. `routing` returns the assumption for a layer's
+    name."""
     for name, module in model.named_modules():
         if isinstance(module, (MoE, RoutedRows)):
             assert isinstance(module.journey, Travels), "it has experts of other ranks"
@@ -56,15 +63,16 @@ def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
 
 
 def _give_own(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
-    """Cut the weight of all experts, which its module reads."""
-    is_read = isinstance(projection.get_parameter("weight"), DTensor)  # of another axis
+    """Shard the weight of all experts, and let its module read the local shard."""
+    # a weight that another axis shards: its module reads the local shard already
+    is_read = isinstance(projection.get_parameter("weight"), DTensor)
     _cut(projection, axes, mesh)
     if not is_read:
         OwnSlices().put_on(projection, mesh.submesh(axes))
 
 
 def _give_rows(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
-    """Cut all tensors of a module that is not built in, and say how many experts it has now."""
+    """Shard all tensors of a module that is not built in, and set its number of local experts."""
     for module in experts.modules():
         _cut(module, mesh.ordered(step.axes), mesh)
     experts.reading = _own_slices
@@ -74,15 +82,17 @@ def _give_rows(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
 
 @contextmanager
 def _own_slices(experts: nn.Module) -> Iterator[None]:
-    """Within it the tensors of a module and those in it are what the rank has of them, whoever
-    holds them. Backward has what it makes of them behind it before the module's inputs, in front of
-    which FSDP2 reduces: hooks of the module itself would come too early for that."""
+    """Temporarily replace the tensors of a module and its children by their local shards.
+
+    This is not done by hooks of the module. Backward must run the conversion's backward before that
+    of the module's inputs, where FSDP2 reduces; hooks of the module would run too early.
+    """
     held = [
         (module, name, tensor)
         for module in experts.modules()
         for name, tensor in module.named_parameters(recurse=False)
     ]
-    for module, name, tensor in held:  # before nn.Module looks among its parameters, it looks here
+    for module, name, tensor in held:  # instance attributes precede nn.Module.__getattr__
         vars(module)[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     try:
         yield
@@ -92,12 +102,13 @@ def _own_slices(experts: nn.Module) -> Iterator[None]:
 
 
 def _cut(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
-    """Cut a module's own tensors of all experts by their first dimension."""
+    """Shard a module's tensors by their first dimension, the experts."""
     remake(module, lambda _, weight: _own(weight, axes, mesh))
 
 
 @torch.no_grad()
 def _own(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
+    """Return the rank's shard of an expert tensor as a DTensor."""
     held, meshes = weight, [mesh.submesh((axis,)) for axis in axes]
     placements: list[Placement] = [Shard(0)] * len(axes)
     if isinstance(weight, DTensor):
@@ -114,22 +125,24 @@ def _own(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
     )
 
 
-# Routing as a spec states it, on a fake rank that nobody answers.
+# Routing as the spec states it, for a fake rank without peers.
 
 
 class StatedRouting:
-    """Of the rank with the tokens of this place. It is told which micro-batch runs, as an observer
-    of a program."""
+    """The routing that a spec states, for the fake rank at one place of the tokens.
+
+    It observes the program to follow the current micro-batch.
+    """
 
     def __init__(self, loads: Loads, place: int) -> None:
         self._loads, self._place, self._micro_batch = loads, place, 0
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """The program enters a pass of a micro-batch."""
+        """Note that the program enters a pass of a micro-batch."""
         self._micro_batch = micro_batch
 
     def lead(self, model: nn.Module) -> None:
-        """From now on rows of the model's layers go as stated."""
+        """Route the rows of the model's layers as stated from now on."""
         assume(model, lambda layer: partial(self._routed, layer))
 
     def _routed(self, layer: str, rows: int, ranks: int, own: int, rank: int) -> Routed:
