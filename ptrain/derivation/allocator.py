@@ -179,7 +179,7 @@ class Pool:
     def allocate(self, requested: int) -> tuple[int, int]:
         """Return the address and the size of a block of at least `requested` bytes."""
         size = -(-requested // _ROUNDED) * _ROUNDED
-        address, block = self._fitting(size) or self._grown(size)
+        address, block = self._take_fitting(size) or self._grow(size)
         if block - size >= (_ROUNDED if self.is_small or self.expands else MIB + 1):
             self._insert(address + size, block - size)
             block = size
@@ -194,14 +194,14 @@ class Pool:
             size += self._remove(address + size)
         self._insert(address, size)
 
-    def _fitting(self, size: int) -> tuple[int, int] | None:
+    def _take_fitting(self, size: int) -> tuple[int, int] | None:
         """Remove and return the (address, size) of the smallest free block that fits, or None."""
         best = self.free[(place := bisect_left(self.free, (size, 0))) : place + 2]
         if self.expands and len(best) == 2 and sum(best[0]) == self._top:
             del best[0]
         return (best[0][1], self._remove(best[0][1])) if best else None
 
-    def _grown(self, size: int) -> tuple[int, int]:
+    def _grow(self, size: int) -> tuple[int, int]:
         """Reserve more memory and return the (address, size) of a new free block."""
         address, there = self._top, 0
         if not self.expands:

@@ -57,12 +57,12 @@ def _lines(part: TablePart, name: str) -> dict[str, str]:
 @cache
 def names(part: TablePart) -> set[str]:
     """Return the names of all tables of a part."""
-    return {name for of, name in _members() if of == part}
+    return {name for of, name in _list_members() if of == part}
 
 
 def tables() -> dict[tuple[TablePart, str], Table]:
     """Return all tables of the archive by part and name."""
-    return {(part, name): table(part, name) for part, name in _members()}
+    return {(part, name): table(part, name) for part, name in _list_members()}
 
 
 def write(tables: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> None:
@@ -84,7 +84,7 @@ def write(tables: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> N
     new.replace(path)
 
 
-def _members() -> list[tuple[TablePart, str]]:
+def _list_members() -> list[tuple[TablePart, str]]:
     from zipfile import ZipFile
 
     with ZipFile(PATH) as archive:

@@ -65,7 +65,7 @@ class FusedAttention(NamedTuple):
         rows = by_row.get(row_name(self.dtype, drops=self.drops), [])
         if self.head_dim % HEAD_DIM_MULTIPLE or self.sequence == 1:
             return None
-        refused = _ungrouped(counted_torch()) if self.is_grouped else ()
+        refused = _kernels_without_groups(counted_torch()) if self.is_grouped else ()
         for first, last, kernel in rows:
             is_refused = kernel in refused
             if first <= self.head_dim <= last and not is_refused:
@@ -76,7 +76,7 @@ class FusedAttention(NamedTuple):
         """Return the statistics that the kernel keeps, or None if there is no known kernel."""
         if (kernel := self.kernel(sm)) is None:
             return None
-        return Statistics(self.sequence, *_table("kernels")[kernel])
+        return Statistics(self.sequence, *_read_table("kernels")[kernel])
 
     def goes_by_operators(self, sm: int | None) -> bool:
         """Return True if torch is known to run separate operators, although a kernel supports
@@ -101,7 +101,7 @@ def capabilities() -> tuple[int, ...]:
     return tuple(map(int, _choice(counted_torch())))
 
 
-def _table(name: str) -> dict[str, Any]:
+def _read_table(name: str) -> dict[str, Any]:
     table: dict[str, Any] = archive.read(TablePart.KERNEL, "attention", name)
     return table
 
@@ -112,27 +112,27 @@ def _choice(torch: str) -> dict[str, dict[str, list[list[Any]]]]:
 
     Versions without a table use the table of the reference version.
     """
-    versions = _table("choice")
+    versions = _read_table("choice")
     choice: dict[str, dict[str, list[list[Any]]]]
     choice = versions.get(torch, versions[REFERENCE_TORCH])
     return choice
 
 
 @cache
-def _ungrouped(torch: str) -> tuple[str, ...]:
+def _kernels_without_groups(torch: str) -> tuple[str, ...]:
     """Return the kernels that this torch version does not use if keys have fewer heads than
     queries.
 
     torch runs separate operators instead (`sdp_utils.cpp`). Up to 2.13 this is efficient attention.
     """
-    versions = _table("ungrouped")
+    versions = _read_table("ungrouped")
     kernels: list[str] = versions.get(torch, versions[REFERENCE_TORCH])
     return tuple(kernels)
 
 
 def most_rows() -> int:
     """Return the largest multiple to which any kernel pads its rows."""
-    return max(int(rows) for rows, _ in _table("kernels").values())
+    return max(int(rows) for rows, _ in _read_table("kernels").values())
 
 
 def row_name(dtype: DType, *, drops: bool) -> str:

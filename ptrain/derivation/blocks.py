@@ -74,8 +74,8 @@ class BlockPasses:
         """Return the forward or the backward pass, split into parts. The result is cached."""
         if is_forward not in self._parts:
             items = self.forward if is_forward else self.backward
-            _, within, after = _parted(items, *_BOUNDARIES[is_forward])
-            self._parts[is_forward] = BlockPart(within, _gaps(within), _net(after))
+            _, within, after = _split_at_block(items, *_BOUNDARIES[is_forward])
+            self._parts[is_forward] = BlockPart(within, _memory_gaps(within), _net_bytes(after))
         return self._parts[is_forward]
 
 
@@ -148,19 +148,19 @@ def _on_host(kept: Kept) -> Kept:
 def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
     """Return the passes of one block. Raises KeyError if no table has them."""
     if setting.context is not None:
-        return _over_context(setting, setting.context, kept)
+        return _context_block(setting, setting.context, kept)
     evaluated = table(TablePart.BLOCK, setting)
-    parts, entry = evaluated.content["parts"], _entry(setting, kept, attention)
+    parts, entry = evaluated.content["parts"], _table_entry(setting, kept, attention)
     return BlockPasses(
         forward=tuple(evaluated.events(entry["forward"])),
         backward=tuple(evaluated.events(entry["backward"])),
         frees_input=entry["frees_input"],
         moved=tuple(evaluated.sizes[index] for index in parts[entry["moved"]]),
-        sent=tuple(_sent_again(setting, kept, attention)),
+        sent=tuple(_repeated_collectives(setting, kept, attention)),
     )
 
 
-def _sent_again(
+def _repeated_collectives(
     setting: Setting, kept: Kept, attention: Attention
 ) -> Iterator[tuple[Collective, int]]:
     """Yield the collectives that backward has in addition to a plain block's backward."""
@@ -170,13 +170,13 @@ def _sent_again(
             for item in work(setting).operators(of["backward"])
             if isinstance(item, InnerCollective)
         )
-        for of in _passes(setting, kept, attention)
+        for of in _pass_numbers(setting, kept, attention)
     )
     for sent, times in (own - plain).items():
         yield from [(sent.collective, sent.payload)] * times
 
 
-def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasses:
+def _context_block(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasses:
     """Return the passes of a block that attends to the tokens of other ranks.
 
     The communication of cp is not included: `axes.context.cost` counts it.
@@ -197,7 +197,7 @@ def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasse
     )
 
 
-def _entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]:
+def _table_entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]:
     entry: dict[str, Any] = content(TablePart.BLOCK, setting)[attention.value][variant(kept)]
     return entry
 
@@ -208,7 +208,7 @@ def work(setting: Setting) -> EvaluatedWork:
     return EvaluatedWork(TablePart.BLOCK, setting, setting.values)
 
 
-def _passes(setting: Setting, kept: Kept, attention: Attention) -> tuple[dict[str, int], ...]:
+def _pass_numbers(setting: Setting, kept: Kept, attention: Attention) -> tuple[dict[str, int], ...]:
     """Return the pass numbers of a block with this policy and of a plain block.
 
     The tier has no effect, because copies between tiers are not operators.
@@ -230,7 +230,7 @@ def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
         recomputes (`again`).
     """
     setting = setting.without_context
-    own, plain = _passes(setting, kept, setting.shape.attention)
+    own, plain = _pass_numbers(setting, kept, setting.shape.attention)
     forward, backward, all_of_it = (
         work(setting).flops(number, scores)
         for number in (own["forward"], plain["backward"], own["backward"])
@@ -276,12 +276,12 @@ def part_with(
     """
     plain = block(setting.without_context, PLAIN, Attention.SDPA)
     other = block(setting, kept, setting.shape.attention)
-    before, of_base, after = _parted(base, *_BOUNDARIES[is_forward])
+    before, of_base, after = _split_at_block(base, *_BOUNDARIES[is_forward])
     of_plain, of_other = (version.part(is_forward=is_forward) for version in (plain, other))
     then = of_other.after - of_plain.after
     freed = held * (int(other.frees_input) - int(plain.frees_input))  # else it is held
     more = then + (freed if is_forward else -freed)
-    mark, *within = _shifted(of_other, of_base, of_plain)
+    mark, *within = _shift_levels(of_other, of_base, of_plain)
     return [
         # if a stage ends with this block, the gradient of the stage's output is the block's
         *(*before, mark, *filter(_is_mark_of_others, of_base), *within),
@@ -295,7 +295,7 @@ def _is_mark_of_others(item: Any) -> bool:
     return type(item) is tuple and len(item) == 2 and not item[1].startswith(_BLOCK)
 
 
-def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterator[Any]:
+def _shift_levels(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterator[Any]:
     """Yield a block's events, with the memory that its position adds.
 
     Args:
@@ -306,13 +306,13 @@ def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterato
     A stage's schedule holds the gradient of its output, but a block within a model frees this
     gradient half way. The memory levels after that point are therefore higher in a stage.
     """
-    there, alone, own = _gaps(base), plain.gaps, block.gaps
+    there, alone, own = _memory_gaps(base), plain.gaps, block.gaps
     assert own.keys() == alone.keys() == there.keys(), "a block has its gradients wherever it is"
     for item in block.within:
         if isinstance(item, Run):
             continue  # already yielded after the previous item
         yield item
-        key = _key(item)
+        key = _item_key(item)
         gap, more = own[key], there[key].net - alone[key].net
         is_early = there[key].rise - alone[key].rise == more
         rise = gap.rise + more if is_early else gap.rise
@@ -323,25 +323,25 @@ def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterato
 _NOTHING = Run(0, 0)
 
 
-def _gaps(items: Sequence[Any]) -> dict[Any, Run]:
+def _memory_gaps(items: Sequence[Any]) -> dict[Any, Run]:
     """Return the memory allocated and freed after each boundary and gradient, up to the next."""
     gaps: dict[Any, Run] = {}
     key = None
     for item in items:
         if not isinstance(item, Run):
-            key = key if _is_mark_of_others(item) else _key(item)
+            key = key if _is_mark_of_others(item) else _item_key(item)
             gaps.setdefault(key, _NOTHING)
         else:
             gaps[key] = item if gaps[key] is _NOTHING else gaps[key].then(item)
     return gaps
 
 
-def _key(item: Any) -> Any:
+def _item_key(item: Any) -> Any:
     """Return the key of an item: the boundary itself, or the name of the gradient."""
     return item if len(item) == 2 else item[0]
 
 
-def _parted(
+def _split_at_block(
     items: Sequence[Any], first: Mark, last: Mark
 ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """Split items into those before a block, the block with its boundaries, and the rest."""
@@ -349,7 +349,7 @@ def _parted(
     return items[:start], items[start:end], items[end:]
 
 
-def _net(items: Sequence[Any]) -> int:
+def _net_bytes(items: Sequence[Any]) -> int:
     """Return the bytes that the items leave allocated.
 
     Gradients that autograd keeps are not included: they are counted where they complete.

@@ -255,7 +255,7 @@ class Clock:
             if (under_way := max(ends, default=0.0) - began) > 0:
                 self._interfere(seconds, under_way)
         for sent, messages in work.messages:
-            self._beside(_key(Spent.COLLECTIVES, self.phase, *sent), began, messages, share)
+            self._overlap(_key(Spent.COLLECTIVES, self.phase, *sent), began, messages, share)
         for sent, seconds in work.sums:
             key = _key(Spent.COLLECTIVES, self.phase, *sent)
             self.spend_until(key, self._occupy(key.axes, key, seconds * share, None))
@@ -279,7 +279,9 @@ class Clock:
         by matrix."""
         if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
-                seconds = self._once((optimizer, shape, layout.updated), self._muon, shape, layout)
+                seconds = self._cached(
+                    (optimizer, shape, layout.updated), self._muon, shape, layout
+                )
                 self.spend(_key(Spent.UPDATE, self.phase), seconds)
             return
         numels = [math.prod(shape) for shape in shapes]
@@ -315,7 +317,7 @@ class Clock:
 
     def hook(self, hook: Hook) -> None:
         """Run a hook of a wrapper on the host."""
-        self._on_host(self._once(hook, self.pace.hook_seconds, hook))
+        self._on_host(self._cached(hook, self.pace.hook_seconds, hook))
 
     def _on_host(self, seconds: float) -> None:
         if not self.pace.overlaps:
@@ -384,7 +386,7 @@ class Clock:
     def copy(self, copy: Collective, size: int, since: float | None = None) -> Arrival:
         """Issue a copy between two tiers."""
         key = TimeKey(Spent.COPIES, self.phase, (), copy)
-        seconds = self._once((copy, size), self.pace.copy_seconds, copy, size)
+        seconds = self._cached((copy, size), self.pace.copy_seconds, copy, size)
         return self._issue(copy, key, seconds, since)
 
     def _issue_collective(
@@ -427,7 +429,7 @@ class Clock:
             self._interfere(self.now - start, seconds)
         return end
 
-    def _beside(self, key: TimeKey, began: float, messages: Messages, share: float) -> None:
+    def _overlap(self, key: TimeKey, began: float, messages: Messages, share: float) -> None:
         """Add a share of messages that were sent while the share of compute since `began` ran. If
         other activity held the lane, all messages are late, and the rank waits for the delay beyond
         `spare`."""
@@ -476,7 +478,7 @@ class Clock:
 
     def since(self, moment: ClockState) -> tuple[Seconds, Seconds]:
         """Return the rank's time and the time in transit since a snapshot."""
-        return _more(self.own, moment.own), _more(self.moving, moment.moving)
+        return _subtract(self.own, moment.own), _subtract(self.moving, moment.moving)
 
     def add(self, spent: tuple[Seconds, Seconds], times: int = 1) -> None:
         """Add `times` times the seconds that `since` returned."""
@@ -526,7 +528,7 @@ class Clock:
 
     def pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
         """Return the seconds of one pass of a layer. Results of equal layers are cached."""
-        key = id(work), self._once(around, self.pace.hook_seconds, around)
+        key = id(work), self._cached(around, self.pace.hook_seconds, around)
         if key not in self._passes:
             self._passes[key] = work, self._pass_seconds(work, around)
         return self._passes[key][1]
@@ -538,10 +540,10 @@ class Clock:
         sums = dict[Sent, float]()
         for item in work:
             if isinstance(item, InnerCollective) and not item.beside:
-                sent = self._sent(item)
+                sent = self._sent_key(item)
                 sums[sent] = sums.get(sent, 0.0) + item.times * inner(item)
         launches = around_seconds(self.pace, work, around) if self.pace.overlaps else 0.0
-        messages = self._messages(work, inner)
+        messages = self._sum_messages(work, inner)
         return PassSeconds(compute, tuple(sums.items()), hooks, messages, launches)
 
     def _inner_of(self, work: PassWork, computed: float) -> Callable[[InnerCollective], float]:
@@ -552,32 +554,32 @@ class Clock:
         late = self.pace.late_seconds(computed / number)
         return lambda item: (seconds := self._inner_seconds(item)) and seconds + late
 
-    def _messages(
+    def _sum_messages(
         self, work: PassWork, inner: Callable[[InnerCollective], float]
     ) -> tuple[tuple[Sent, Messages], ...]:
         of_kind: dict[Sent, Messages] = {}
         for item, message in messages_of(work, self._operator_seconds, inner):
             if not self.pace.overlaps:
                 message = message._replace(waited=message.moving)
-            sent = self._sent(item)
+            sent = self._sent_key(item)
             of_kind[sent] = of_kind[sent].and_then(message) if sent in of_kind else message
         return tuple(of_kind.items())
 
     def _operator_seconds(self, operator: Operator) -> float:
-        return self._once(operator, self.pace.operator_seconds, operator)
+        return self._cached(operator, self.pace.operator_seconds, operator)
 
-    def _sent(self, item: InnerCollective) -> Sent:
+    def _sent_key(self, item: InnerCollective) -> Sent:
         return item.axis or str(self.tensor_axis or ""), item.collective
 
     def _inner_seconds(self, item: InnerCollective) -> float:
-        axis, _ = self._sent(item)
+        axis, _ = self._sent_key(item)
         if item.collective is Collective.SEND:  # every rank sends to the next one
             return self.message_seconds(Axis(axis), item.payload)
         return self._group_seconds(
             item.collective, axes_named(axis), item.ranks or None, item.payload
         )
 
-    def _once(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:
+    def _cached(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:
         """Return the cached result of `ask(*words)`."""
         if question not in self._seconds_of:
             self._seconds_of[question] = ask(*words)
@@ -591,6 +593,6 @@ def _key(
     return TimeKey(spent, phase, axes_named(axis) if axis else (), collective)
 
 
-def _more(after: Seconds, before: Seconds) -> Seconds:
+def _subtract(after: Seconds, before: Seconds) -> Seconds:
     more = {key: seconds - before.get(key, 0.0) for key, seconds in after.items()}
     return {key: seconds for key, seconds in more.items() if seconds}

@@ -90,7 +90,7 @@ def work_of_stage(
     modes = {name: kept[numbers[name]] for name in stage.layers}
     return PlayedWork(
         kept=modes,
-        moved=_by_layer(modes, moved),
+        moved=_moved_by_layer(modes, moved),
         layers={name: work.layers[numbers[name]] for name in names},
         tensors=_tensors_of(units, names),
         front=work.front if ends[0] else None,
@@ -103,7 +103,9 @@ def block_names(blocks: Sequence[str], work: ModelWork) -> Sequence[str]:
     return blocks or [f"blocks.{number}" for number in range(len(work.layers))]
 
 
-def _by_layer(modes: Mapping[str, Kept], moved: Sequence[tuple[str, int]]) -> dict[str, Moved]:
+def _moved_by_layer(
+    modes: Mapping[str, Kept], moved: Sequence[tuple[str, int]]
+) -> dict[str, Moved]:
     """Return the (tier, bytes) that each layer moves.
 
     The bytes of a tier are shared equally by the layers that keep activations there.
@@ -168,7 +170,7 @@ class ActivationMoves:
         if unit not in self.moved:
             return
         if self.coming is None:  # the first one: its copy to the host must have ended
-            self.coming = self._set_out(unit, self.clock.free.get(Collective.DEVICE_TO_HOST))
+            self.coming = self._start_return(unit, self.clock.free.get(Collective.DEVICE_TO_HOST))
         for arrival in self.coming:
             arrival.wait()
         self.coming = None
@@ -176,9 +178,9 @@ class ActivationMoves:
             if tier is Tier.FILE:
                 self.clock.copy(COPIES[tier][1], size).wait()
         if unit != self.order[-1]:
-            self.coming = self._set_out(self.order[self.order.index(unit) + 1], None)
+            self.coming = self._start_return(self.order[self.order.index(unit) + 1], None)
 
-    def _set_out(self, unit: int, since: float | None) -> list[Arrival]:
+    def _start_return(self, unit: int, since: float | None) -> list[Arrival]:
         away = None if since is None else max(since, self.clock.now)
         return [
             self.clock.copy(COPIES[tier][1], size, away)
@@ -201,7 +203,7 @@ class Computing:
 
     def leave(self, unit: int) -> None:
         if unit == self.score.closing:
-            self._play(self.last)
+            self._play_once(self.last)
         self.moves.leave(unit)
         self.wrap.leave(unit)
 
@@ -217,21 +219,21 @@ class Computing:
 
     def after_backward(self, unit: int) -> None:
         if unit == self.score.closing:
-            self._play(self.last)
+            self._play_once(self.last)
         self.wrap.after_backward(unit)
 
     def finish(self) -> None:
         """End the pass. A pass without marks computes all its work here."""
-        self._play(self.first)
-        self._play(self.last)
+        self._play_once(self.first)
+        self._play_once(self.last)
 
     def _begin(self, unit: int) -> None:
         if unit == self.score.opening:
-            self._play(self.first)
+            self._play_once(self.first)
         for work, share in self.score.at_unit.get(unit, ()):
             self.clock.compute(work, share)
 
-    def _play(self, shares: Shares) -> None:
+    def _play_once(self, shares: Shares) -> None:
         """Compute work and remove it from the list, so that it is computed once."""
         for work, share in shares:
             self.clock.compute(work, share)
@@ -282,24 +284,24 @@ def score(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -
     is_forward = kind is Kind.FORWARD
     marks = [*boundaries(items)]
     opens, closes = _ENDS if is_forward else _BACKWARD_ENDS
-    completed = set() if is_forward else {*_completed(items)}
+    completed = set() if is_forward else {*_completed_parameters(items)}
     at_unit, at_gradient = defaultdict[int, Shares](list), defaultdict[str, Shares](list)
     present, unplaced = {boundary.unit for boundary in marks}, Shares()
     for name, tensors in layers.tensors.items():
-        seconds = _seconds(clock, layers.layers[name], kind, layers.kept[name])
+        seconds = _layer_seconds(clock, layers.layers[name], kind, layers.kept[name])
         for tensor, unit, share in _shares(tensors, completed):
             place = unplaced
             if tensor in completed:
                 place = at_gradient[tensor]
             elif unit in present:
                 place = at_unit[unit]
-            _put(place, seconds, share)
+            _append_share(place, seconds, share)
     front, behind = (
-        [(_seconds(clock, work, kind), 1.0)] if work else []
+        [(_layer_seconds(clock, work, kind), 1.0)] if work else []
         for work in (layers.front, layers.behind)
     )
     first, last = (front, behind) if is_forward else (behind, front)
-    if not is_forward and front and (gradient := _behind_layers(items, at_gradient)):
+    if not is_forward and front and (gradient := _gradient_after_layers(items, at_gradient)):
         at_gradient[gradient], last = front, []
     return PassScore(
         first=[*first, *unplaced],
@@ -308,11 +310,11 @@ def score(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -
         at_gradient=at_gradient,
         opening=next((b.unit for b in marks if b.mark is opens), None),
         closing=next((b.unit for b in reversed(marks) if b.mark is closes), None),
-        moved=_moved(marks, layers, is_forward=is_forward),
+        moved=_moved_at_units(marks, layers, is_forward=is_forward),
     )
 
 
-def _put(place: Shares, work: PassSeconds, share: float) -> None:
+def _append_share(place: Shares, work: PassSeconds, share: float) -> None:
     """Append a share of a layer's pass. Consecutive shares are merged, unless the pass
     communicates."""
     if place and place[-1][0] is work and not work.sums and not work.messages:
@@ -342,7 +344,9 @@ def _shares(
     )
 
 
-def _moved(marks: Sequence[Boundary], layers: PlayedWork, *, is_forward: bool) -> dict[int, Moved]:
+def _moved_at_units(
+    marks: Sequence[Boundary], layers: PlayedWork, *, is_forward: bool
+) -> dict[int, Moved]:
     """Return the activations that move at each unit, in the order of the pass.
 
     A layer's activations leave when its last unit ends, and return when the backward of its first
@@ -360,23 +364,23 @@ def _moved(marks: Sequence[Boundary], layers: PlayedWork, *, is_forward: bool) -
     return {unit: tuple(at[unit]) for unit in order if at.get(unit)}
 
 
-def _seconds(clock: Clock, work: LayerWork, kind: Kind, kept: Kept = PLAIN) -> PassSeconds:
-    return clock.pass_seconds(_pass(work, kind), around(kept, kind))
+def _layer_seconds(clock: Clock, work: LayerWork, kind: Kind, kept: Kept = PLAIN) -> PassSeconds:
+    return clock.pass_seconds(_pass_work(work, kind), around(kept, kind))
 
 
-def _pass(work: LayerWork, kind: Kind) -> PassWork:
+def _pass_work(work: LayerWork, kind: Kind) -> PassWork:
     match kind:
         case Kind.FORWARD:
             return work.forward
         case Kind.BACKWARD:
             return work.backward
         case Kind.INPUT:
-            return _half(work, work.inputs)
+            return _require_half(work, work.inputs)
         case Kind.WEIGHT:
-            return _half(work, work.weights)
+            return _require_half(work, work.weights)
 
 
-def _half(work: LayerWork, half: PassWork) -> PassWork:
+def _require_half(work: LayerWork, half: PassWork) -> PassWork:
     if work.backward and not (work.inputs or work.weights):
         raise UnknownRate("the work of the two backward halves of this model is unknown")
     return half
@@ -395,18 +399,18 @@ def _tensors_of(
     return parts
 
 
-def _completed(items: Iterable[Item]) -> Iterator[str]:
+def _completed_parameters(items: Iterable[Item]) -> Iterator[str]:
     """Yield the parameters whose gradients complete, those of repeated items once."""
     for item in items:
         if isinstance(item, Complete):
             yield item.parameter
         elif isinstance(item, Repeated):
-            yield from _completed(item.items)
+            yield from _completed_parameters(item.items)
 
 
-def _behind_layers(items: Iterable[Item], of_layers: Mapping[str, Shares]) -> str | None:
+def _gradient_after_layers(items: Iterable[Item], of_layers: Mapping[str, Shares]) -> str | None:
     """Return the first gradient that completes after all gradients of layers, or None."""
     following: str | None = None
-    for parameter in _completed(items):
+    for parameter in _completed_parameters(items):
         following = None if parameter in of_layers else following or parameter
     return following

@@ -70,7 +70,7 @@ class NormedViews:
     def kinds(self, degrees: Degrees) -> Sequence[int]:
         """Return a number for each shard over these axes, outermost first. Shards with equal views
         have equal numbers."""
-        kinds, self._views = _kinds(self._cuts, degrees)
+        kinds, self._views = _number_views(self._cuts, degrees)
         return kinds
 
     def by_operator(self, kind: int, clip: Clip) -> list[list[int]]:
@@ -85,12 +85,14 @@ class NormedViews:
 
 
 @lru_cache(maxsize=2**8)
-def _kinds(cuts: tuple[Cut, ...], degrees: Degrees) -> tuple[list[int], list[tuple[Views, ...]]]:
+def _number_views(
+    cuts: tuple[Cut, ...], degrees: Degrees
+) -> tuple[list[int], list[tuple[Views, ...]]]:
     """Return the number of each shard's views, and by number the views in each kind of unit.
 
     The result is cached, because a search asks for the same units hundreds of times.
     """
-    of_cuts = [_of_shards(cut, degrees) for cut in cuts]
+    of_cuts = [_views_by_shard(cut, degrees) for cut in cuts]
     shards = zip(*of_cuts, strict=True) if cuts else [()] * math.prod(d for _, d in degrees)
     numbers: dict[tuple[Views, ...], int] = {}
     kinds = [numbers.setdefault(views, len(numbers)) for views in shards]
@@ -98,14 +100,14 @@ def _kinds(cuts: tuple[Cut, ...], degrees: Degrees) -> tuple[list[int], list[tup
 
 
 @lru_cache(maxsize=2**10)
-def _of_shards(cut: Cut, degrees: Degrees) -> list[Views]:
+def _views_by_shard(cut: Cut, degrees: Degrees) -> list[Views]:
     """Return the views of a unit in each shard over axes.
 
     An axis that does not shard the gradients has one place.
     """
     tensors, cutting, padded, axes, own = cut
     if {*axes} <= {*cutting}:  # a shard is one contiguous range
-        views = _in_order(tensors, padded, math.prod(own))
+        views = _views_in_order(tensors, padded, math.prod(own))
         strides = {axis: math.prod(own[at + 1 :]) for at, axis in enumerate(axes)}
         indices = [0]
         for axis, degree in degrees:
@@ -120,7 +122,7 @@ def _of_shards(cut: Cut, degrees: Degrees) -> list[Views]:
     return all_views
 
 
-def _in_order(tensors: Views, padded: int, shards: int) -> list[Views]:
+def _views_in_order(tensors: Views, padded: int, shards: int) -> list[Views]:
     """Return the views of each of `shards` equal parts of a buffer.
 
     Most parts lie within one run of tensors with the same flag, and have a single view.
@@ -269,14 +271,14 @@ class Flat:
         scene.tape.hooks.update(_HOOKS)
         self.room = GhostRoom(scene.tape, degrees, {})
         buckets = [own for own in places_of(scene.plan, facts) if facts[own[0]].numel]
-        self.used = [_joined([facts[place] for place in bucket]) for bucket in buckets]
+        self.used = [_join_units([facts[place] for place in bucket]) for bucket in buckets]
         self.times = [times[bucket[0]] for bucket in buckets]
         self.members = [GhostMembers(unit.trained, scene.tape) for unit in self.used]
         self._cuts: dict[tuple[int, tuple[Axis, ...]], Cuts[Ghost]] = {}
-        self.parts = [self._parts(*pair) for pair in zip(self.used, self.members, strict=True)]
+        self.parts = [self._make_parts(*pair) for pair in zip(self.used, self.members, strict=True)]
         is_pipelined = scene.plan.pipeline is not None
         self.units = RepeatedLife(self.parts, step, self._repeat, is_pipelined=is_pipelined)
-        self.update_of = self._update()
+        self.update_of = self._make_update()
         numbers = {place: number for number, bucket in enumerate(buckets) for place in bucket}
         self._played = [numbers.get(place) for place in range(len(facts))]
         self._root = len(facts) - 1
@@ -297,10 +299,10 @@ class Flat:
         The units of a block take turns if blocks are repeated.
         """
         for times, of_block in groupby(numbered, key=lambda pair: self.times[pair[0]]):
-            turn = partial(_do, act, [item for _, item in of_block])
+            turn = partial(_run_each, act, [item for _, item in of_block])
             self.tape.repeat(times if self.tape.is_reading else 1, turn)
 
-    def _parts(self, unit: UnitFacts, members: GhostMembers) -> UnitParts[Ghost]:
+    def _make_parts(self, unit: UnitFacts, members: GhostMembers) -> UnitParts[Ghost]:
         step, layout = flat_step_of(self.scene.plan, unit), self.scene.plan.update.layout
         trained = frozen = None
         if unit.trained:
@@ -318,7 +320,7 @@ class Flat:
             self._cuts[kind] = Cuts(self.room, *kind, self.step.reduce_scatter)
         return self._cuts[kind]
 
-    def _update(self) -> RepeatedUpdate:
+    def _make_update(self) -> RepeatedUpdate:
         optimizer, layout = self.scene.spec.optimizer, self.scene.plan.update.layout
         states = [[] if parts.trained is None else [parts.trained] for parts in self.parts]
         groups: list[list[Target[Ghost]]] = [
@@ -435,7 +437,7 @@ class Flat:
             return
         self.units.for_update()
         if self._is_by_view and self.tape.is_reading:
-            self.views = NormedViews(self._counted())
+            self.views = NormedViews(self._normed_units())
             differing = self.scene.plan.differing_axes
             self.kinds = self.views.kinds(
                 tuple((f.axis, f.degree) for f in self.scene.spec.factors if f.axis in differing)
@@ -461,14 +463,14 @@ class Flat:
             assert clip is not None, "whose norms are of views"
             return self.views.by_operator(self.kinds[shard], clip)
         if self._on_device:
-            kept = [(state.gradients.kept, times) for state, times in self._counted()]
+            kept = [(state.gradients.kept, times) for state, times in self._normed_units()]
             return [[ghost.numel for ghost, times in kept if ghost for _ in range(times)]]
         step = self.scene.plan.clip
         if step is not None and step.axes:
             self.tape.spike(max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize))
         return None
 
-    def _counted(self) -> Iterator[tuple[UnitState[Ghost], int]]:
+    def _normed_units(self) -> Iterator[tuple[UnitState[Ghost], int]]:
         """Yield the units whose norms this rank computes, with the number of units that each
         represents.
 
@@ -505,10 +507,10 @@ def places_of(plan: Plan, units: Sequence[UnitFacts]) -> tuple[tuple[int, ...], 
 
 def joined(plan: Plan, units: Sequence[UnitFacts]) -> list[UnitFacts]:
     """Return the units of a plan of flat units as they are reduced and updated."""
-    return [_joined([units[place] for place in bucket]) for bucket in places_of(plan, units)]
+    return [_join_units([units[place] for place in bucket]) for bucket in places_of(plan, units)]
 
 
-def _joined(units: Sequence[UnitFacts]) -> UnitFacts:
+def _join_units(units: Sequence[UnitFacts]) -> UnitFacts:
     if len(units) == 1:
         return units[0]
     return UnitFacts(
@@ -530,6 +532,6 @@ def cut_axes(step: FlatUnits) -> tuple[Axis, ...]:
     return tuple(axis for axis in step.axes if axis in cut)
 
 
-def _do(act: Callable[[Any], None], items: Iterable[Any]) -> None:
+def _run_each(act: Callable[[Any], None], items: Iterable[Any]) -> None:
     for item in items:
         act(item)

@@ -172,7 +172,7 @@ class RankStep:
         self.updates: dict[int, int] = {}
         self.seconds: dict[Action, float] = {}
         self.tails: dict[Action, float] = {}
-        self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
+        self.stages = {part.index: _make_stage(spec, part, self.tape) for part in parts}
         self.boundaries = _Boundaries(self.tape, parts, last)
         self.saved = self.most = self.gathered = 0
         self.moved: dict[str, int] = {}
@@ -228,7 +228,7 @@ class RankStep:
         self.idle = 0.0
         if self.tape.clock:
             self.tape.clock.now += gap
-        seconds, left = self._play(stage, kind, passes)
+        seconds, left = self._play_pass(stage, kind, passes)
         self.seconds[action] = max(self.left - gap, 0.0) + seconds
         self.left = left
         self.tails[action] = self.tape.clock.since_met if self.tape.clock else 0.0
@@ -280,7 +280,7 @@ class RankStep:
         """Return the recorded result of an equal pass, or None."""
         return None if self.is_alone else stage.part.known.get(key)
 
-    def _play(self, stage: _Stage, kind: Kind, passes: Passes) -> tuple[float, float]:
+    def _play_pass(self, stage: _Stage, kind: Kind, passes: Passes) -> tuple[float, float]:
         """Return the seconds of a pass, and the seconds it leaves to the next pass."""
         before, clock = stage.state, self.tape.clock
         if (known := self.known(stage, (kind, id(passes), before))) is not None:
@@ -332,7 +332,7 @@ def seed_bytes(layout: Layout) -> int:
     return DType.FP32.itemsize if is_own else 0
 
 
-def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
+def _make_stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
     own = part.ghost.wrapped
     scene = Scene(
         tape=tape,
@@ -380,44 +380,44 @@ class _Boundaries:
         output, taken = (Phase.FORWARD, stage, index), (Phase.FORWARD, stage - 1, index)
         given, came = (Phase.BACKWARD, stage - 1, index), (Phase.BACKWARD, stage, index)
         if kind is Kind.FORWARD:  # held for its backward pass too
-            return self._hold(output, 1 + (stage + 1 in self.own))
-        size = self._hold(given) if stage and kind is not Kind.WEIGHT else 0
+            return self._add_holder(output, 1 + (stage + 1 in self.own))
+        size = self._add_holder(given) if stage and kind is not Kind.WEIGHT else 0
         if kind is Kind.INPUT:
-            self._hold(given)
+            self._add_holder(given)
             if is_last:
-                self._drop(output)
+                self._drop_holder(output)
             return size
         if stage:
-            self._drop(taken)
+            self._drop_holder(taken)
         if kind is Kind.BACKWARD or not is_last:
-            self._drop(output)
+            self._drop_holder(output)
         if kind is Kind.WEIGHT:
-            self._drop(given)
+            self._drop_holder(given)
         if not is_last:
-            self._drop(came)
+            self._drop_holder(came)
         return size
 
     def receive(self, message: Message) -> None:
         """Allocate a buffer, held for the pass that uses it."""
-        self.tape.add(self._hold(_tensor(message)))
+        self.tape.add(self._add_holder(_boundary_tensor(message)))
 
     def send(self, message: Message) -> None:
         """Hold an output for its send in addition to the stage. A gradient passes from the stage to
         its send."""
         if message.phase is Phase.FORWARD:
-            self._hold(_tensor(message))
+            self._add_holder(_boundary_tensor(message))
 
     def release(self, message: Message) -> None:
-        self._drop(_tensor(message))
+        self._drop_holder(_boundary_tensor(message))
 
-    def _hold(self, tensor: _Tensor, times: int = 1) -> int:
+    def _add_holder(self, tensor: _Tensor, times: int = 1) -> int:
         """Add holders of a tensor, and return the bytes if it is new, else 0."""
         size = 0 if tensor in self.holders else self.sizes[tensor[:2]]
         self.size += size
         self.holders[tensor] = self.holders.get(tensor, 0) + times
         return size
 
-    def _drop(self, tensor: _Tensor) -> None:
+    def _drop_holder(self, tensor: _Tensor) -> None:
         """Remove a holder, and free the tensor with the last one."""
         self.holders[tensor] -= 1
         if not self.holders[tensor]:
@@ -426,7 +426,7 @@ class _Boundaries:
             self.tape.add(-self.sizes[tensor[:2]])
 
 
-def _tensor(message: Message) -> _Tensor:
+def _boundary_tensor(message: Message) -> _Tensor:
     is_gradient = message.phase is Phase.BACKWARD
     return message.phase, message.source - is_gradient, message.microbatch
 
@@ -462,7 +462,7 @@ def in_flight(
     played: dict[_Alike, RankStep] = {}
     shards = positions(spec, stages[0].plan.differing_axes)
     like: dict[Place, _Alike] = {}
-    instructions, part_of = training(schedule), cache(partial(_part_of, spec, stages, timing))
+    instructions, part_of = training(schedule), cache(partial(_make_part, spec, stages, timing))
     cutting, loads = stages[0].plan.cutting_axes, stages[0].plan.loads
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
     places = list(zip(*(positions(spec, names) for names in axes), strict=True))
@@ -472,7 +472,7 @@ def in_flight(
         stand_in, firsts, _ = key
         pairs = [*zip(schedule.stages_of(stand_in), firsts, strict=True)]
         of_rank = [
-            _own_part(part_of(stages[stage].like, at), stages[stage], at, rows)
+            _specialize_part(part_of(stages[stage].like, at), stages[stage], at, rows)
             for stage, at in pairs
         ]
         clock = timing.clock_of(firsts[0]) if timing else None
@@ -492,7 +492,7 @@ def in_flight(
             played[key] = play(key, rows_of[tokens])
     if timing and schedule.ranks > 1 and stages[0].plan.wrap.works_between_passes:
         part_of.cache_clear()  # it has results recorded without gaps
-        gaps = idle_gaps(_times(played), timing)
+        gaps = idle_gaps(_rank_times(played), timing)
         rows_at = {id(rows): rows for rows in rows_of.values()}
         played = {key: play(key, rows_at[key[2]], gaps[key[0]]) for key in played}
     ranks = [like[place] for place in places]
@@ -503,11 +503,11 @@ def in_flight(
     return Flight(
         memory=rows_by_rank(ranks, lambda rank: played[rank].rows()),
         peaks=peaks(always(base), keys, above),
-        step=step_time(schedule, _times(played), timing) if timing else None,
+        step=step_time(schedule, _rank_times(played), timing) if timing else None,
     )
 
 
-def _times(played: Mapping[_Alike, RankStep]) -> list[RankTime]:
+def _rank_times(played: Mapping[_Alike, RankStep]) -> list[RankTime]:
     """Return the times of the ranks that had a clock."""
     return [
         RankTime(place, rank.seconds, rank.tails, rank.passes, rank.late, rank.tape.clock)
@@ -554,7 +554,7 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     return peaks
 
 
-def _part_of(
+def _make_part(
     spec: Spec, stages: Sequence[StageParts], timing: StepTiming | None, stage: int, index: int
 ) -> Part:
     """Return the part of a stage on the rank at this place along the cutting axes."""
@@ -577,7 +577,7 @@ def _part_of(
     )
 
 
-def _own_part(part: Part, taken: StageParts, index: int, rows: ByLayer | None) -> Part:
+def _specialize_part(part: Part, taken: StageParts, index: int, rows: ByLayer | None) -> Part:
     """Return the part for a stage that equals the simulated one, with the rows that the rank's
     tokens send and receive."""
     micro_batches = taken.micro_batches(index, rows)

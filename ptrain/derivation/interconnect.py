@@ -86,19 +86,19 @@ class Network:
 
         The number of nodes is the maximum over all such groups.
         """
-        members, _ = _group(self._degrees, axes)
+        members, _ = _group_ranks(self._degrees, axes)
         number = neighbours or len(members)
         return number, self._nodes(axes, tuple(range(0, len(members), number)), number)
 
     def pair(self, axis: Axis) -> int:
         """Return 2 if any two consecutive ranks along an axis are on different nodes, else 1."""
         axes = (axis.value,)
-        members, _ = _group(self._degrees, axes)
+        members, _ = _group_ranks(self._degrees, axes)
         return self._nodes(axes, tuple(range(len(members) - 1)), 2)
 
     def ends(self, axis: Axis) -> int:
         """Return the number of nodes, 1 or 2, of the first and the last rank along an axis."""
-        members, others = _group(self._degrees, (axis.value,))
+        members, others = _group_ranks(self._degrees, (axis.value,))
         last = members[-1]
         return max(
             len({rank // self._per_node, (rank + last) // self._per_node}) for rank in others
@@ -109,7 +109,7 @@ class Network:
 
 
 @lru_cache(maxsize=256)  # a search has many candidates on few meshes
-def _group(degrees: Degrees, axes: tuple[str, ...]) -> tuple[list[int], list[int]]:
+def _group_ranks(degrees: Degrees, axes: tuple[str, ...]) -> tuple[list[int], list[int]]:
     """Return the ranks of the first group along `axes`, and the first rank of each group."""
     members, others = [0], [0]
     stride = 1
@@ -129,7 +129,7 @@ def _nodes(
 ) -> int:
     """Return the maximum number of nodes of `number` consecutive ranks of a group, from any of
     `starts`."""
-    members, others = _group(degrees, axes)
+    members, others = _group_ranks(degrees, axes)
     return max(
         len({(first + rank) // per_node for rank in members[start : start + number]})
         for start in starts
@@ -172,8 +172,8 @@ def link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
     if cluster is None or ranks == 1:
         return None
     _, nodes = Network(spec).group((axis.value,))
-    rows = _over(traffic, axis)
-    hops = sum(row.calls * _hops(row.key.collective, ranks) for row in rows)
+    rows = _rows_over(traffic, axis)
+    hops = sum(row.calls * _count_hops(row.key.collective, ranks) for row in rows)
     sent = sum(row.sent_bytes for row in rows)
     latency, bandwidth = cluster.intra_node_latency, cluster.intra_node_bandwidth
     if nodes > 1:
@@ -198,7 +198,7 @@ def crossing(spec: Spec, traffic: Iterable[Traffic]) -> Link | None:
 def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
     """Yield a warning if tp is not the innermost axis, and one if its groups span nodes."""
     rows = tuple(traffic)
-    yield from _scattered(spec, rows)
+    yield from _warn_scattered(spec, rows)
     tp_link, cluster = crossing(spec, rows), spec.cluster
     if tp_link is None or cluster is None:
         return
@@ -212,7 +212,7 @@ def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
     )
 
 
-def _scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
+def _warn_scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
     """Yield a warning about the cost of a tp axis whose groups are not consecutive ranks.
 
     The mesh lists the outermost axis first. The distance between two ranks of a group is the number
@@ -221,11 +221,11 @@ def _scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
     names = [factor.axis for factor in spec.factors if factor.degree > 1]
     if Axis.TP not in names or names[-1] is Axis.TP:
         return
-    rows, first = _over(traffic, Axis.TP), next(iter(groups(spec, (Axis.TP,))))
+    rows, first = _rows_over(traffic, Axis.TP), next(iter(groups(spec, (Axis.TP,))))
     last = sorted(spec.factors, key=lambda factor: factor.axis is Axis.TP)
     mesh = ", ".join(f"{factor.axis}: {factor.degree}" for factor in last)
     text = (
-        f"tp is not innermost: ranks {_shown(first)} share operators, but Theorem 6.1 needs "
+        f"tp is not innermost: ranks {_ranks_text(first)} share operators, but Theorem 6.1 needs "
         f"consecutive ranks; per step, {sum(row.calls for row in rows)} tp collectives send "
         f"{format_bytes(sum(row.sent_bytes for row in rows))} between ranks. With tp last, "
         f"`mesh: {{{mesh}}}`, these ranks are neighbours"
@@ -235,28 +235,28 @@ def _scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
     if here and there and here.nodes > there.nodes:
         text += (
             f": a group then spans {counted(there.nodes, 'node')} instead of {here.nodes} and "
-            f"waits {_seconds(there):.4g} s instead of {_seconds(here):.4g} s"
+            f"waits {_link_seconds(there):.4g} s instead of {_link_seconds(here):.4g} s"
         )
     yield text
 
 
-def _seconds(link: Link) -> float:
+def _link_seconds(link: Link) -> float:
     return link.latency_seconds + link.transfer_seconds
 
 
-def _shown(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     shown = ranks if len(ranks) <= _FEW_RANKS else [*ranks[:2], "…", ranks[-1]]
     return " ".join(map(str, shown))
 
 
-def _over(traffic: Iterable[Traffic], axis: Axis) -> tuple[Traffic, ...]:
+def _rows_over(traffic: Iterable[Traffic], axis: Axis) -> tuple[Traffic, ...]:
     """Return the traffic rows of one axis alone, without setup."""
     axes = (axis.value,)
     rows = (row for row in traffic if row.key.axes == axes and row.key.phase is not Phase.SETUP)
     return busiest(rows)
 
 
-def _hops(collective: Collective, ranks: int) -> int:
+def _count_hops(collective: Collective, ranks: int) -> int:
     match collective:
         case Collective.SEND:
             return 1

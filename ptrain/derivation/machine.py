@@ -59,11 +59,13 @@ class Machine(NamedTuple):
         )
         if schedule.ranks == 1:
             return timing
-        speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, work(0))
+        speed, assumed = (
+            (None, ()) if self.pace.overlaps else self._speed_while_sharing(spec, work(0))
+        )
         message = message_bytes(spec, plan, chain_of(spec, facts))
         return timing._replace(message=message, speed=speed, assumed=assumed)
 
-    def _sharing(
+    def _speed_while_sharing(
         self, spec: Spec, work: ModelWork
     ) -> tuple[Callable[[int], float], tuple[str, ...]]:
         """Return the speed-up of ranks while only some places along pp compute, and the assumptions
@@ -104,12 +106,12 @@ def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
         raise UnknownRate(lacking(spec.cluster, spec.world_size))
     if why := why_unknown(spec, plan, facts):
         raise UnknownRate(why)
-    work = partial(_work, spec, plan, facts)
+    work = partial(_require_work, spec, plan, facts)
     fewer = partial(pace_while_others_wait, spec.cluster, spec.world_size)
     return Machine(pace=pace, work=work, fewer=fewer)
 
 
-def _work(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> ModelWork:
+def _require_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> ModelWork:
     work = model_work(spec, plan, facts, index)
     assert work is not None, "nobody says why it is not known"
     return work

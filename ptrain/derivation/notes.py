@@ -36,16 +36,16 @@ def notes(
     """
     spec, plan = ghost.wrapped.spec, ghost.wrapped.plan
     if plan.pipeline is not None:
-        yield from _of_stages(plan, facts, schedule)
+        yield from _stage_notes(plan, facts, schedule)
         return
     is_whole = ghost.wrapped.facts is facts
     yield from (ghost if is_whole else wrapping(spec, plan, facts)).notes()
-    yield from _whole_beside_slices(plan, facts, sum(itemsizes(spec).values()))
-    yield from _fewer_moments(spec, plan, facts)
-    yield from _copies(traffic)
+    yield from _replicated_notes(plan, facts, sum(itemsizes(spec).values()))
+    yield from _moment_notes(spec, plan, facts)
+    yield from _copy_notes(traffic)
 
 
-def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Iterator[str]:
+def _replicated_notes(plan: Plan, facts: ModelFacts, per_element: int) -> Iterator[str]:
     """Yield a note on parameters that tp replicates, although Theorem 1 divides all of |Θ|, |Ω| and
     |G|."""
     if (step := plan.tensor) is None:
@@ -62,7 +62,7 @@ def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Ite
         )
 
 
-def _fewer_moments(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
+def _moment_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Yield a note if the optimizer keeps fewer moments for some tensors than the theorems' |Ω|
     counts."""
     if spec.optimizer.row.is_elementwise:
@@ -92,7 +92,7 @@ _COPIES = {
 }
 
 
-def _copies(traffic: Iterable[Traffic]) -> Iterator[str]:
+def _copy_notes(traffic: Iterable[Traffic]) -> Iterator[str]:
     """Yield a note on copies between memory tiers."""
     totals: dict[str, int] = {}
     for row in traffic:
@@ -107,15 +107,15 @@ def _copies(traffic: Iterable[Traffic]) -> Iterator[str]:
 # Effects of a pipeline that no theorem covers.
 
 
-def _of_stages(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[str]:
+def _stage_notes(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[str]:
     stages = plan.stages
-    yield from _unequal(facts, stages, schedule)
-    yield from _tied(facts, stages)
-    yield from _gathered(plan, schedule)
-    yield from _reduced(plan, stages, schedule)
+    yield from _unequal_notes(facts, stages, schedule)
+    yield from _tied_notes(facts, stages)
+    yield from _gather_notes(plan, schedule)
+    yield from _reduction_notes(plan, stages, schedule)
 
 
-def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
+def _unequal_notes(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
     """Yield a note on unequal stages. Theorem 1 divides by pp, but a rank has full layers, and the
     first and last stages have more than layers."""
     held = [
@@ -129,7 +129,7 @@ def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> 
         )
 
 
-def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
+def _tied_notes(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
     """Yield a note for each tensor that the first and the last stage share."""
     for name in stages[0].shared:
         tensor = next(tensor for tensor in facts.tensors if tensor.name == name)
@@ -138,7 +138,7 @@ def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
         yield where if tensor.is_frozen else f"{where}{summed}"
 
 
-def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
+def _gather_notes(plan: Plan, schedule: Schedule) -> Iterator[str]:
     """Yield a note on how often a data axis all-gathers a unit, if it is not once."""
     sync = plan.wrap.policy
     if sync is None or not plan.wrap.gathered_by_unit:
@@ -161,7 +161,7 @@ def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
         )
 
 
-def _reduced(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
+def _reduction_notes(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
     """Yield a note on the cost of sharded gradients on a data axis. Theorem 2 has one reduction."""
     if (sync := plan.wrap.policy) is None or not plan.wrap.reduced_by_unit:
         return

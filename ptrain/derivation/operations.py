@@ -43,7 +43,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
         return ()
     like: dict[int, int] = {}  # ranks of tp differ only in their vocabulary shards
     indices = [
-        like.setdefault(_words(setting_at(spec, plan, index)), index)
+        like.setdefault(_vocab_shard_size(setting_at(spec, plan, index)), index)
         for index in range(ranks_over(spec, plan.cutting_axes))
     ]
     settings = {
@@ -70,7 +70,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
         micro_batches = plan.accumulate.micro_batches
         row = {name: micro_batches * sums[name] for name in _PASSES}
         if plan.pipeline is None or plan.pipeline.stages - 1 in own:
-            for name, count in _of_head(spec, plan, settings[index]):
+            for name, count in _head_operations(spec, plan, settings[index]):
                 row[name] += count
         return Operations(rank=0, **row)
 
@@ -80,13 +80,13 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
     return rows_by_rank(keys, lambda key: [of_rank(*key)])
 
 
-def _words(setting: Setting) -> int:
+def _vocab_shard_size(setting: Setting) -> int:
     """Return the size of a rank's shard of the vocabulary."""
     vocab = setting.shape.vocab
     return setting.cut.slice_of(vocab) if setting.cut else vocab
 
 
-def _of_head(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, int]]:
+def _head_operations(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, int]]:
     """Yield the operations of the logits of all tokens, and of the gradients of both factors.
 
     A loss in chunks recomputes its logits in backward, and in each half of a backward pass in
@@ -94,7 +94,7 @@ def _of_head(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, in
     which either half runs in full, and torch's counter attributes the second run to backward.
     """
     shape, tokens = setting.shape, setting.batch * setting.sequence
-    product = 2 * tokens * shape.hidden * _words(setting)
+    product = 2 * tokens * shape.hidden * _vocab_shard_size(setting)
     micro_batches = plan.accumulate.micro_batches
     yield "forward", micro_batches * product
     yield "backward", 2 * micro_batches * product

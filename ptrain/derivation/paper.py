@@ -48,7 +48,7 @@ def paper(spec: Spec, facts: ModelFacts) -> Estimate:
 
     Quantities without a theorem are in `undefined`, with the reason.
     """
-    placed = tuple(_placed(spec, facts))
+    placed = tuple(_placed_groups(spec, facts))
     undefined = {"activations": _NO_ACTIVATIONS, "peak": _NO_PEAK}
     homeless, reason, beyond = (
         _memory_is_undefined(spec),
@@ -88,7 +88,7 @@ class Placed(NamedTuple):
     numel_of: NumelOf
 
 
-def _placed(spec: Spec, facts: ModelFacts) -> Iterator[Placed]:
+def _placed_groups(spec: Spec, facts: ModelFacts) -> Iterator[Placed]:
     """Yield the groups of tensors with equal placement.
 
     This is one group, unless frozen parameters have different modes: they are then a group of
@@ -172,13 +172,13 @@ def _traffic(factors: Sequence[Factor], sizes: dict[State, int]) -> Iterator[Tra
     inner = IDENTITY
     for factor in reversed(factors):
         if factor.axis in DATA_AXES:
-            yield from _of_axis(
+            yield from _axis_traffic(
                 factor, {state: inner[state].at_rest(sizes[state]) for state in sizes}
             )
         inner = compose(inner, lift(factor))
 
 
-def _of_axis(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
+def _axis_traffic(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
     """Yield the traffic of one data axis for states of these sizes."""
     group = Group((factor.axis,), factor.degree)
     if State.GRADIENTS in sizes:

@@ -184,7 +184,7 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
                 parts=[
                     (wrapping(spec, narrowed, local), alike)
                     for local, indices in parts(spec, narrowed, part)
-                    for alike in _of_equal_passes(indices, passes)
+                    for alike in _group_by_passes(indices, passes)
                 ],
                 passes=passes,
                 formulas=facts.stage_rows[stage.index] if facts.stage_rows else (),
@@ -235,7 +235,7 @@ def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, in
     }
 
 
-def _of_equal_passes(
+def _group_by_passes(
     indices: tuple[int, ...], passes: Sequence[Passes]
 ) -> Sequence[tuple[int, ...]]:
     """Return the places grouped by equal passes."""
@@ -294,13 +294,13 @@ def resident(
     places = map(partial(positions, spec), ((Axis.PP,), plan.cutting_axes, plan.differing_axes))
     kind_of = [kinds_at[p][index][shard] for p, index, shard in zip(*places, strict=True)]
     kinds = [
-        _rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
+        _rank_rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
         for place, *numbers in number_of
     ]
     return ByRank((kinds, kind_of))
 
 
-def _rows(
+def _rank_rows(
     spec: Spec,
     stages: Sequence[StageParts],
     own: Sequence[int],
@@ -318,12 +318,12 @@ def _rows(
     other = other_bytes(spec, replace(stages[0].facts, buffers=buffers))
     rows = list(chain.from_iterable(held))
     return (
-        *(_sum(state, rows) for state in _PLACED),
+        *(_sum_rows(state, rows) for state in _PLACED),
         Footprint(state=State.OTHER, rank=0, device_bytes=other),
     )
 
 
-def _sum(state: State, rows: Iterable[Footprint]) -> Footprint:
+def _sum_rows(state: State, rows: Iterable[Footprint]) -> Footprint:
     """Return the sum of the rows of a state."""
     held = [row for row in rows if row.state is state]
     return Footprint(
@@ -352,16 +352,16 @@ def accounts(
     operators_of: dict[int, Rows] = {}
     of_stage = []
     for taken in stages:
-        gathers = _gathers(plan, schedule, taken.stage.index)
+        gathers = _gather_counts(plan, schedule, taken.stage.index)
         if (taken.like, gathers) not in known:
-            known[taken.like, gathers] = _of_stage(spec, schedule, taken)
+            known[taken.like, gathers] = _stage_traffic(spec, schedule, taken)
         of_stage.append(known[taken.like, gathers])
         if taken.like not in operators_of:
             operators_of[taken.like] = (
                 *tensor.sent(spec, taken.plan, taken.facts),
-                *sent_over_context(spec, taken.plan, *_attention(spec, taken)),
+                *sent_over_context(spec, taken.plan, *_attention_modes(spec, taken)),
             )
-    place_of = _places(spec, plan, stages, of_stage)
+    place_of = _rank_places(spec, plan, stages, of_stage)
     ghost, _ = stages[0].parts[0]  # the norm covers all stages, so any wrapping gives it
 
     def of_place(rank: int, index: int, shard: int, tokens: int) -> Rows:
@@ -371,7 +371,10 @@ def accounts(
         sent = [*norm(ghost), *sent_to_experts(spec, plan, layers, rows)]
         for taken in own:
             shards = of_stage[taken.stage.index][index]
-            sent += (*shards[shard if len(shards) > 1 else 0], *_kept(spec, taken, index, rows))
+            sent += (
+                *shards[shard if len(shards) > 1 else 0],
+                *_activation_traffic(spec, taken, index, rows),
+            )
         ordered = add_traffic(
             (
                 *sent,
@@ -393,14 +396,14 @@ def accounts(
     )
 
 
-def _gathers(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
+def _gather_counts(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
     """Return the all-gathers per step of a stage's units and of its root, as a key."""
     if (sync := plan.wrap.policy) is None:
         return None
     return tuple(stage_gathers(schedule, stage, sync, is_root=is_root) for is_root in (False, True))
 
 
-def _places(
+def _rank_places(
     spec: Spec,
     plan: Plan,
     stages: Sequence[StageParts],
@@ -439,7 +442,7 @@ def message_bytes(spec: Spec, plan: Plan, model: Chain) -> int:
     return spec.batch.micro * math.prod(shape) * spec.precision.effective.parameters.itemsize
 
 
-def _of_stage(spec: Spec, schedule: Schedule, taken: StageParts) -> list[list[Rows]]:
+def _stage_traffic(spec: Spec, schedule: Schedule, taken: StageParts) -> list[list[Rows]]:
     """Return the traffic of the data axes for a stage, by place along the cutting axes and by
     shard.
 
@@ -455,7 +458,7 @@ def _of_stage(spec: Spec, schedule: Schedule, taken: StageParts) -> list[list[Ro
     return [rows_of[index] for index in sorted(rows_of)]
 
 
-def _attention(
+def _attention_modes(
     spec: Spec, stage_parts: StageParts
 ) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
     """Return the activation modes of the stage's layers, and the heads of each layer.
@@ -471,7 +474,9 @@ def _attention(
     return own_kept(spec, facts.blocks, facts.attending, stage.layers)
 
 
-def _kept(spec: Spec, taken: StageParts, index: int, loads: ByLayer | None) -> Iterator[Traffic]:
+def _activation_traffic(
+    spec: Spec, taken: StageParts, index: int, loads: ByLayer | None
+) -> Iterator[Traffic]:
     """Yield the traffic that the activation modes add on a rank.
 
     Args:
@@ -484,11 +489,13 @@ def _kept(spec: Spec, taken: StageParts, index: int, loads: ByLayer | None) -> I
         for passes in micro_batches:
             yield from kept_traffic(spec, taken.plan, passes.moved, passes.repeated, 1)
         return
-    moved, repeated = taken.passes[index][-2:] if taken.passes else _tabulated(spec, taken, index)
+    moved, repeated = (
+        taken.passes[index][-2:] if taken.passes else _moved_from_tables(spec, taken, index)
+    )
     yield from kept_traffic(spec, taken.plan, moved, repeated)
 
 
-def _tabulated(spec: Spec, taken: StageParts, index: int) -> tuple[Pairs, Pairs]:
+def _moved_from_tables(spec: Spec, taken: StageParts, index: int) -> tuple[Pairs, Pairs]:
     is_plain = all(kept.is_plain for kept in spec.activations.modes)
     if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
         return (), ()  # no traffic, or unknown: the figure is then undefined

@@ -107,7 +107,7 @@ class StepTiming(NamedTuple):
         passes: Passes,
     ) -> dict[Kind, PassScore]:
         """Return the compute of each kind of pass of a stage, on the ranks at this place."""
-        kinds = _kinds(self.schedule, stage.index)
+        kinds = _pass_kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
         work, moved = self.work(index), passes.moved
@@ -115,7 +115,7 @@ class StepTiming(NamedTuple):
         return {kind: score(self.clock, kind, own, layers) for kind, own in items.items()}
 
 
-def _kinds(schedule: Schedule, stage: int) -> set[Kind]:
+def _pass_kinds(schedule: Schedule, stage: int) -> set[Kind]:
     """Return the kinds of passes of a stage. The first stage's backward is never in halves."""
     if stage == 0:
         return {Kind.FORWARD, Kind.BACKWARD}
@@ -156,7 +156,7 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     """
     if schedule.ranks == 1:
         return max((rank.clock.step_time() for rank in ranks), key=attrgetter("seconds"))
-    slowest = _slowest(ranks)
+    slowest = _slowest_ranks(ranks)
     tails = {action: tail for rank in slowest.values() for action, tail in rank.tails.items()}
     sends = timing.sends(tails)
     seconds = {
@@ -167,13 +167,13 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     simulation = timing.simulated(seconds)
     reduced = max(simulation.timeline[place][-1].end + rank.late for place, rank in slowest.items())
     if timing.spans is not None:
-        timing.spans.extend(_spans(simulation, slowest.values(), reduced))
+        timing.spans.extend(_lane_spans(simulation, slowest.values(), reduced))
     over = reduced + max(rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
-    rows = [*busiest.clock.rows(), *_sent(busiest.seconds, sends)]
+    rows = [*busiest.clock.rows(), *_message_rows(busiest.seconds, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
     factor = simulation.busy[busiest.place] / alone if alone else 1.0
-    rows = [row if row.key.phase is Phase.UPDATE else _scaled(row, factor) for row in rows]
+    rows = [row if row.key.phase is Phase.UPDATE else _scale_row(row, factor) for row in rows]
     idle = max(over - sum(row.seconds for row in rows), 0.0)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
     launches = max(rank.clock.launches for rank in slowest.values())
@@ -182,7 +182,7 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     return StepTime(rows=with_stragglers(slowest_rows, timing.clock.network), assumed=assumed)
 
 
-def _slowest(ranks: Iterable[RankTime]) -> dict[int, RankTime]:
+def _slowest_ranks(ranks: Iterable[RankTime]) -> dict[int, RankTime]:
     """Return the slowest rank at each place along pp."""
     slowest: dict[int, RankTime] = {}
     for rank in ranks:
@@ -196,7 +196,7 @@ Gaps = Mapping[Action, float]
 
 def idle_gaps(ranks: Iterable[RankTime], timing: StepTiming) -> dict[int, Gaps]:
     """Return the seconds that a rank waits before each action, by place along pp."""
-    slowest = _slowest(ranks)
+    slowest = _slowest_ranks(ranks)
     seconds = {a: taken for rank in slowest.values() for a, taken in rank.seconds.items()}
     gaps: dict[int, Gaps] = {}
     for place, spans in enumerate(timing.simulated(seconds).timeline):
@@ -206,7 +206,9 @@ def idle_gaps(ranks: Iterable[RankTime], timing: StepTiming) -> dict[int, Gaps]:
     return gaps
 
 
-def _spans(simulation: Simulation, ranks: Iterable[RankTime], end: float) -> Iterator[LaneSpan]:
+def _lane_spans(
+    simulation: Simulation, ranks: Iterable[RankTime], end: float
+) -> Iterator[LaneSpan]:
     """Yield the activity of each rank on a separate lane.
 
     Updates begin at `end`, when all passes and their reductions are done.
@@ -220,12 +222,12 @@ def _spans(simulation: Simulation, ranks: Iterable[RankTime], end: float) -> Ite
         yield LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
 
 
-def _scaled(row: TimeRow, factor: float) -> TimeRow:
+def _scale_row(row: TimeRow, factor: float) -> TimeRow:
     """Return a row with its time scaled, for a rank that uses the cores of waiting ranks."""
     return replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
 
 
-def _sent(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:
+def _message_rows(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:
     """Yield the time that a rank with these actions spends on messages, by phase."""
     sums: dict[Phase, float] = {}
     for action in actions:

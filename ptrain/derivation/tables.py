@@ -245,17 +245,17 @@ def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
             deltas.append(sizes[event - 1] if event > 0 else -sizes[-event - 1])
             continue
         if deltas:
-            yield from _flush(deltas)
+            yield from _merge_run(deltas)
             deltas = []
         if isinstance(event, str):
             yield (MARKS[event[0]], event[1:].replace("*", "blocks.*", 1))
         else:
             name, index, cloned = event
             yield (name, sizes[index], bool(cloned))
-    yield from _flush(deltas)
+    yield from _merge_run(deltas)
 
 
-def _flush(deltas: list[int]) -> Iterator[Run]:
+def _merge_run(deltas: list[int]) -> Iterator[Run]:
     if combined := run(deltas):
         yield combined
 
@@ -388,7 +388,7 @@ class EvaluatedWork:
         parts = (self.table.passes[number] for number in numbers)
         of_pass = (self.operator(operator) for part in parts for operator in part)
         runs = ([*alike] for _, alike in groupby(of_pass, id))
-        return tuple([self._times(run[0], len(run)) for run in runs])
+        return tuple([self._repeat(run[0], len(run)) for run in runs])
 
     def of_groups(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
         """Return a pass from groups of (operator number, repetitions, operators that run before it
@@ -397,7 +397,7 @@ class EvaluatedWork:
         def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
             what = self.operator(number)
             if isinstance(what, Operator):
-                return self._times(what, times)
+                return self._repeat(what, times)
             own = ranks if what.collective is not Collective.SEND else 0
             return what._replace(times=times, beside=beside, ranks=own)
 
@@ -413,12 +413,12 @@ class EvaluatedWork:
         total = 0
         for own, times in Counter(self.table.passes[number]).items():
             flops = operator.flops if isinstance(operator := self.operator(own), Operator) else 0
-            if flops and self._powers(own) > 1:
+            if flops and self._token_powers(own) > 1:
                 flops = flops * scores // self._sequence**2
             total += times * flops
         return total
 
-    def _powers(self, operator: int) -> int:
+    def _token_powers(self, operator: int) -> int:
         """Return the exponent of the tokens of a sample in an operator's dimensions."""
         sizes = (self.table.sizes[size] for size in self.table.operators[operator].sizes)
         return sum(dict(size.exponents).get(_TOKENS, 0) for size in sizes)
@@ -430,7 +430,7 @@ class EvaluatedWork:
             self._known[number] = self._distinct.setdefault(operator, operator)
         return self._known[number]
 
-    def _times(
+    def _repeat(
         self, operator: Operator | InnerCollective, times: int
     ) -> Operator | InnerCollective:
         if times == 1:
@@ -480,12 +480,12 @@ class Pieces(NamedTuple):
 
     def fewest(self) -> Pieces:
         """Return the equivalent pieces with the smallest `least`."""
-        shorter = self._shorter()
+        shorter = self._shorten()
         return self if shorter is None or self.least == 1 else shorter.fewest()
 
-    def _shorter(self) -> Pieces | None:
-        front = _without(self.front, self.every)
-        behind = _without(self.behind[::-1], self.later[::-1])
+    def _shorten(self) -> Pieces | None:
+        front = _strip_end(self.front, self.every)
+        behind = _strip_end(self.behind[::-1], self.later[::-1])
         if front is None or behind is None:
             return None
         return self._replace(least=self.least - 1, front=front, behind=behind[::-1])
@@ -556,7 +556,7 @@ def parts_of(listed: dict[str, list[int]], chunks: int) -> Iterator[int]:
     yield from (front, *[every] * more, between, *[later] * more, behind)
 
 
-def _without(events: list[Any], end: list[Any]) -> list[Any] | None:
+def _strip_end(events: list[Any], end: list[Any]) -> list[Any] | None:
     """Return events without this ending, or None if they end otherwise."""
     if not end:
         return events

@@ -205,10 +205,10 @@ class Tape:
         if tier is not Tier.DEVICE and self.clock.pace.overlaps:
             self.clock.update_on_host(rule, dtype, shapes)
         else:
-            self.clock.update(rule, _uncast(dtype), shapes)
+            self.clock.update(rule, _uncast_layout(dtype), shapes)
 
 
-def _uncast(dtype: DType) -> Layout:
+def _uncast_layout(dtype: DType) -> Layout:
     """Return a layout in which an update casts nothing."""
     return Layout(
         name=dtype.value,

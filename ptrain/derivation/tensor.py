@@ -51,10 +51,10 @@ def fullest_place(spec: Spec, plan: Plan) -> int:
     if plan.context is None:
         return 0
     places = range(ranks_over(spec, plan.cutting_axes))
-    return max(places, key=lambda place: (_before(spec, plan, place), -place))
+    return max(places, key=lambda place: (_places_before(spec, plan, place), -place))
 
 
-def _before(spec: Spec, plan: Plan, place: int) -> int:
+def _places_before(spec: Spec, plan: Plan, place: int) -> int:
     """Return the number of places whose tokens come before a rank's tokens."""
     part = context_part(spec, plan, place)
     return part.before if part else 0
@@ -192,15 +192,15 @@ def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
         return
     group = Group((step.axis,), spec.degree(step.axis))
     times = plan.accumulate.micro_batches
-    for collective, state, phase, number, payload in _calls(spec, plan, step, facts):
+    for collective, state, phase, number, payload in _operator_calls(spec, plan, step, facts):
         yield Calls(collective, state, phase, number * times).over(group, payload)
-    again = times + _halves(spec, plan)
-    for collective, state, phase, number, payload in _of_loss(spec, plan, step, facts):
+    again = times + _backward_halves(spec, plan)
+    for collective, state, phase, number, payload in _loss_calls(spec, plan, step, facts):
         passes = again if phase is Phase.BACKWARD else times
         yield Calls(collective, state, phase, number * passes).over(group, payload)
 
 
-def _halves(spec: Spec, plan: Plan) -> int:
+def _backward_halves(spec: Spec, plan: Plan) -> int:
     """Return the number of backward passes of the last stage that are in halves in a step."""
     return schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
 
@@ -211,7 +211,7 @@ _STORED = {Role.TRANSPOSED_COLUMN: Role.COLUMN, Role.TRANSPOSED_ROW: Role.ROW}
 _Row = tuple[Collective, State, Phase, int, int]
 
 
-def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
+def _operator_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
     """Yield (collective, state, phase, calls in a micro-batch, bytes of each call)."""
     itemsize = spec.precision.effective.parameters.itemsize
     tokens = spec.batch.micro * plan.tokens
@@ -221,28 +221,34 @@ def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iter
         (Phase.BACKWARD, cut.opens, cut.joined, cut.whole_opens, cut.begins),
     ):
         if step.is_sequence:
-            yield from _moved(Collective.REDUCE_SCATTER, phase, sums, tokens * itemsize)
-            yield from _moved(Collective.ALL_GATHER, phase, copies, tokens * itemsize)
-            yield from _moved(Collective.ALL_GATHER, phase, ends, tokens * itemsize)
+            yield from _activation_calls(Collective.REDUCE_SCATTER, phase, sums, tokens * itemsize)
+            yield from _activation_calls(Collective.ALL_GATHER, phase, copies, tokens * itemsize)
+            yield from _activation_calls(Collective.ALL_GATHER, phase, ends, tokens * itemsize)
         else:
-            yield from _moved(Collective.ALL_REDUCE, phase, sums, tokens * itemsize)
+            yield from _activation_calls(Collective.ALL_REDUCE, phase, sums, tokens * itemsize)
             # token shards are routed, and the results all-gathered, as are the gradients
-            yield from _moved(Collective.ALL_GATHER, phase, cut.routed, tokens * itemsize)
-        yield from _moved(Collective.REDUCE_SCATTER, phase, cut.of_slices, tokens * itemsize)
-        yield from _moved(Collective.ALL_GATHER, phase, cut.of_slices, tokens * itemsize)
-        yield from _moved(Collective.ALL_REDUCE, phase, alike, tokens * itemsize)
+            yield from _activation_calls(
+                Collective.ALL_GATHER, phase, cut.routed, tokens * itemsize
+            )
+        yield from _activation_calls(
+            Collective.REDUCE_SCATTER, phase, cut.of_slices, tokens * itemsize
+        )
+        yield from _activation_calls(Collective.ALL_GATHER, phase, cut.of_slices, tokens * itemsize)
+        yield from _activation_calls(Collective.ALL_REDUCE, phase, alike, tokens * itemsize)
     gather, backward = Collective.ALL_GATHER, Phase.BACKWARD
     if step.is_saved_cut:
-        yield from _moved(gather, backward, cut.whole_inputs, tokens * itemsize)
+        yield from _activation_calls(gather, backward, cut.whole_inputs, tokens * itemsize)
     if step.is_sequence:
         # a gradient of embedded positions is all-gathered for each contiguous range
         stretches = plan.context.chunks if plan.context else 1
-        yield from _moved(gather, backward, cut.positions * stretches, plan.tokens * itemsize)
+        yield from _activation_calls(
+            gather, backward, cut.positions * stretches, plan.tokens * itemsize
+        )
     for numel, number in cut.summed.items():
         yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, number, numel * itemsize
 
 
-def _of_loss(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
+def _loss_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
     """Yield the calls of a loss on sharded logits.
 
     A loss in chunks recomputes the logits in backward, and repeats all calls.
@@ -265,7 +271,9 @@ def _of_loss(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> It
                 yield Collective.ALL_GATHER, State.ACTIVATIONS, phase, number, size * token_bytes
 
 
-def _moved(collective: Collective, phase: Phase, features: list[int], size: int) -> Iterator[_Row]:
+def _activation_calls(
+    collective: Collective, phase: Phase, features: list[int], size: int
+) -> Iterator[_Row]:
     """Yield a call for each number of features. `size` is the bytes of a feature of all tokens."""
     for width, number in Counter(features).items():
         yield collective, State.ACTIVATIONS, phase, number, width * size
@@ -300,37 +308,43 @@ class _Operators:
         self._weights = self._by_role(facts)
         # sharded operators on token shards, regardless of the tokens between sub-blocks
         self.of_slices = [
-            shape[0] for name, shape in self._of(Role.ROW).items() if self._is_of_slices(name)
+            shape[0]
+            for name, shape in self._weights_of(Role.ROW).items()
+            if self._is_of_slices(name)
         ]
-        stopped = self._stopped(facts)
+        stopped = self._stopped_modules(facts)
         of_rows = {
             name: shape[0]
-            for name, shape in self._of(Role.ROW).items()
+            for name, shape in self._weights_of(Role.ROW).items()
             if not self._is_of_slices(name)
         }
         rows = [*of_rows.values()]
         has_gradient = [width for name, width in of_rows.items() if name not in stopped]
-        of_tables = self._of(Role.VOCABULARY)
+        of_tables = self._weights_of(Role.VOCABULARY)
         tables = list(of_tables.values())
-        columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}
-        latents = {name: of[1] for name, of in self._of(Role.LATENT).items() if len(of) > 1}
-        inner = self._of(Role.INNER_ROW)
-        experts = self._inputs({name: shape[-2] for name, shape in inner.items()}, Role.EXPERTS)
+        columns = {name: shape[1] for name, shape in self._weights_of(Role.COLUMN).items()}
+        latents = {name: of[1] for name, of in self._weights_of(Role.LATENT).items() if len(of) > 1}
+        inner = self._weights_of(Role.INNER_ROW)
+        experts = self._shared_inputs(
+            {name: shape[-2] for name, shape in inner.items()}, Role.EXPERTS
+        )
         rows += experts.values()
         has_gradient += experts.values()
-        inputs = {} if step.is_naive else self._inputs(columns, Role.WHOLE_INPUT)
-        inputs |= self._inputs(latents, Role.LATENT_INPUT) | experts
-        alone = self._alone(columns, inputs)
-        heads = [shape[::-1] for shape in self._of(Role.HEAD).values()]
-        if self._has(Role.HEAD) and not heads:  # its weight is the embedding's
+        inputs = {} if step.is_naive else self._shared_inputs(columns, Role.WHOLE_INPUT)
+        inputs |= self._shared_inputs(latents, Role.LATENT_INPUT) | experts
+        alone = self._unshared_inputs(columns, inputs)
+        heads = [shape[::-1] for shape in self._weights_of(Role.HEAD).values()]
+        if self._has_role(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
-        last = [shape[0] for shape in self._of(Role.LAST_NORM).values()]
+        last = [shape[0] for shape in self._weights_of(Role.LAST_NORM).values()]
         self.whole_inputs = list(inputs.values())
         inputs = {name: width for name, width in inputs.items() if not self._is_of_slices(name)}
         self.routed = [
-            shape[1] for name, shape in self._of(Role.SHARED).items() if self._is_of_slices(name)
+            shape[1]
+            for name, shape in self._weights_of(Role.SHARED).items()
+            if self._is_of_slices(name)
         ]
-        self.positions = [shape[1] for shape in self._of(Role.POSITIONS).values()]
+        self.positions = [shape[1] for shape in self._weights_of(Role.POSITIONS).values()]
         joins = [shape[1] for shape in tables]
         inputs |= alone
         begun = [width for name, width in inputs.items() if name not in facts.stops]
@@ -345,7 +359,7 @@ class _Operators:
         self.ends = rows[-1:] if is_whole else []
         is_stopped = any(Role.FIRST_BLOCK in self._modules.roles(name) for name in facts.stops)
         self.begins = [] if is_stopped else self.ends
-        is_cut = self._has(Role.HEAD) or self._has(Role.LAST_NORM)
+        is_cut = self._has_role(Role.HEAD) or self._has_role(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None
         shared = {
@@ -367,7 +381,7 @@ class _Operators:
                     weights[stored][module] = tensor.shape if stored is role else tensor.shape[::-1]
         return weights
 
-    def _alone(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:
+    def _unshared_inputs(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:
         """Return the column operators that share their input with no other operator."""
         return {
             name: width
@@ -376,25 +390,25 @@ class _Operators:
         }
 
     @staticmethod
-    def _stopped(facts: ModelFacts) -> set[str]:
+    def _stopped_modules(facts: ModelFacts) -> set[str]:
         """Return the modules whose outputs have no gradient."""
         trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
         return {name for name in facts.stops if name not in trained}
 
     def _is_of_slices(self, name: str) -> bool:
         """Return True if a module belongs to a sub-block that routes token shards."""
-        return self._has(Role.WHOLE_EXPERTS) and any(
+        return self._has_role(Role.WHOLE_EXPERTS) and any(
             Role.WHOLE_EXPERTS in self._modules.roles(parent) for parent in prefixes(name)
         )
 
-    def _has(self, role: Role) -> bool:
+    def _has_role(self, role: Role) -> bool:
         return any(has is role for _, has in self._roles)
 
-    def _of(self, role: Role) -> dict[str, tuple[int, ...]]:
+    def _weights_of(self, role: Role) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights with a role, by module."""
         return self._weights[role]
 
-    def _inputs(self, columns: dict[str, int], role: Role) -> dict[str, int]:
+    def _shared_inputs(self, columns: dict[str, int], role: Role) -> dict[str, int]:
         """Return the features of the input that each sub-block with a role shares among its
         operators."""
         widths: dict[str, int] = {}

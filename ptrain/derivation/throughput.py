@@ -112,7 +112,7 @@ def published_steps(spec: Spec) -> Mapping[str, Any] | None:
         The interval, with the family's name as `steps`. None if the family has no steps, or if none
         of them ran on devices with the peak FLOP/s and memory of the spec's devices.
     """
-    known = _published("intervals").get(step_family(spec))
+    known = _published_rows("intervals").get(step_family(spec))
     if known is None or not spec.is_for_cuda or spec.cluster is None:
         return known
     flops, memory = spec.cluster.flops, spec.cluster.device_memory
@@ -136,12 +136,12 @@ def best_collected_mfu(cluster: Cluster | None) -> tuple[float, str, str] | None
     Only devices with the peak FLOP/s of the cluster's devices count, with full attention scores.
     The result is None if there are none.
     """
-    for flops, row in _published("best_mfu").items():
+    for flops, row in _published_rows("best_mfu").items():
         if cluster is not None and float(flops) == cluster.flops:
             return row["mfu"], row["device"], row["source"]
     return None
 
 
-def _published(key: str) -> dict[Any, Any]:
+def _published_rows(key: str) -> dict[Any, Any]:
     rows: dict[Any, Any] = table_of("step_times.yaml")[key]
     return rows

@@ -38,7 +38,9 @@ def wire_rows(exact: Estimate, measured: Estimate) -> tuple[WireRow, ...]:
     measurement."""
     if not measured.wire:
         return ()
-    known = [row.axes for row in measured.wire] + [row.key.axes for row in _steady(exact.traffic)]
+    known = [row.axes for row in measured.wire] + [
+        row.key.axes for row in _steady_rows(exact.traffic)
+    ]
     return tuple(
         WireRow(
             axes=axes,
@@ -56,7 +58,7 @@ def wire_rows(exact: Estimate, measured: Estimate) -> tuple[WireRow, ...]:
 def predicted_bytes(exact: Estimate, axes: tuple[str, ...]) -> int:
     """Return the bytes that gloo sends over `axes`: the mean over ranks, rounded up."""
     kinds = exact.by_rank()
-    rows = [row for rows in kinds for row in _steady(rows) if row.key.axes == axes]
+    rows = [row for rows in kinds for row in _steady_rows(rows) if row.key.axes == axes]
     total = sum(row.sent_bytes * factor(row) for row in rows) / Fraction(len(kinds))
     return -int(-total // 1)
 
@@ -72,14 +74,14 @@ def factor(row: Traffic) -> Fraction:
     return GLOO.get(row.key.collective, Fraction(1))
 
 
-def _steady(rows: Iterable[Traffic]) -> Iterator[Traffic]:
+def _steady_rows(rows: Iterable[Traffic]) -> Iterator[Traffic]:
     """Yield the calls between ranks of every step. Copies between tiers have no axes."""
     return (row for row in rows if row.key.axes and row.key.phase is not Phase.SETUP)
 
 
 def _factor(exact: Estimate, axes: tuple[str, ...]) -> str:
     """Return a text like `gloo: reduce_scatter 2, all others 1; mean over ranks`."""
-    rows = [row for row in _steady(exact.traffic) if row.key.axes == axes]
+    rows = [row for row in _steady_rows(exact.traffic) if row.key.axes == axes]
     more = {str(row.key.collective): factor(row) for row in rows if factor(row) != 1}
     factors = [f"{name} {float(value):g}" for name, value in sorted(more.items())]
     trees = [tree for tree in rows if tree.key.collective is Collective.BROADCAST]

@@ -47,7 +47,7 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     Returns:
         The work, or None for the reasons of `why_unknown`.
     """
-    if (traced := _traced(plan, facts, index)) is not None:
+    if (traced := _traced_work(plan, facts, index)) is not None:
         return traced.model
     if why_unknown(spec, plan, facts):
         return None
@@ -56,14 +56,14 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     activations, layers = spec.activations, spec.model.layers
     kept, modes = activations.of(layers), activations.distinct_of(layers)
     # copies between tiers are not operators, so the tier does not change a layer's work
-    of_layer = {id(mode): _layer(setting, Kept(policy=mode.policy)) for mode in modes}
-    front, behind = _ends(setting.without_context, is_staged=plan.pipeline is not None)
+    of_layer = {id(mode): _layer_work(setting, Kept(policy=mode.policy)) for mode in modes}
+    front, behind = _end_works(setting.without_context, is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[id(mode)] for mode in kept), behind=behind)
 
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     """Return the reason why the model's operators are unknown. Empty if they are known."""
-    if _traced(plan, facts, 0) is not None:
+    if _traced_work(plan, facts, 0) is not None:
         return ""
     shape = spec.model
     is_known = plan.context is None or is_tabulated(spec)
@@ -77,7 +77,7 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     return "" if all(blocks.is_known(shape, mode) for mode in modes) else _NO_TABLE
 
 
-def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
+def _traced_work(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
     """Return the traced work of the rank at this place along the cutting axes, or None."""
     if facts.part_works:
         return facts.part_works[index]
@@ -86,9 +86,9 @@ def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
 
 
 @cache
-def _layer(setting: Setting, kept: Kept) -> LayerWork:
+def _layer_work(setting: Setting, kept: Kept) -> LayerWork:
     if setting.context is not None:
-        return _over_context(setting, setting.context, kept)
+        return _context_layer_work(setting, setting.context, kept)
     evaluated = blocks.work(setting)
     content, attention = evaluated.table.content, setting.shape.attention
     entry = content[attention.value][blocks.variant(kept)]
@@ -96,10 +96,12 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
     halves = content.get("halves", {}) if is_plain else {}
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
     work = evaluated.work({**entry, **in_parts})
-    return _each_by_itself(work, setting) if setting.cut and setting.cut.step.is_naive else work
+    return (
+        _sum_inputs_separately(work, setting) if setting.cut and setting.cut.step.is_naive else work
+    )
 
 
-def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
+def _context_layer_work(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
     """Return the work of a layer that attends to the tokens of other ranks."""
     evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
     entry = evaluated.table.content[blocks.variant(kept)]
@@ -128,7 +130,7 @@ def unrolled(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int
     yield [number, views + before * more_before + behind * more_behind, 0]
 
 
-def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
+def _sum_inputs_separately(work: LayerWork, setting: Setting) -> LayerWork:
     """Return a layer's work in which each column operator reduces the gradient of its input
     separately.
 
@@ -145,7 +147,7 @@ def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
 
 
 @cache
-def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
+def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
     """Return the work before the layers and after them.
 
     A stage has a separate head, even if embedding and head are tied. Tokens have no gradient, so
@@ -161,10 +163,10 @@ def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
         behind = {**content.get("halves", {}), **behind}
     if setting.loss.chunk is None:
         return evaluated.work(front), evaluated.work(behind)
-    return evaluated.work(front), _in_chunks(setting)
+    return evaluated.work(front), _chunked_loss_work(setting)
 
 
-def _in_chunks(setting: Setting) -> LayerWork:
+def _chunked_loss_work(setting: Setting) -> LayerWork:
     """Return the work after the layers for a loss in chunks."""
     values = tables.values_of(setting)
     untied = replace(setting, shape=replace(setting.shape, tied=False))  # tied computes the same

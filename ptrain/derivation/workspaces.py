@@ -66,10 +66,10 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
 
     The result is empty if all figures are claimed.
     """
-    of_offloaded = dict(_of_offloaded(spec)) if spec.is_for_cuda else {}
+    of_offloaded = dict(_offloaded_reasons(spec)) if spec.is_for_cuda else {}
     shape = spec.model
     drops = shape.drops if isinstance(shape, ModelShape) else facts.draws
-    why = _otherwise(spec, facts)
+    why = _unknown_kernel_reason(spec, facts)
     if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
     if not why:
@@ -100,7 +100,7 @@ def _is_confirmed(spec: Spec) -> bool:
     return spec.is_for_cuda and is_fused and is_whole and spec.sm == _H100
 
 
-def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:
+def _offloaded_reasons(spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield the figures that are not claimed for activations offloaded from GPUs.
 
     In fp32 the statistics of attention are offloaded too, and a kernel may pad their rows.
@@ -114,7 +114,7 @@ def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:
         yield "peak", _AHEAD
 
 
-def _otherwise(spec: Spec, facts: ModelFacts) -> str:
+def _unknown_kernel_reason(spec: Spec, facts: ModelFacts) -> str:
     """Return why attention runs none of the kernels in the tables. Empty if it runs one of them."""
     if spec.is_for_cuda and spec.has_token_slices:
         return _OVER_CONTEXT
@@ -170,24 +170,24 @@ class Workspace(NamedTuple):
 
 def workspaces(spec: Spec) -> tuple[Workspace, ...]:
     """Return the workspaces of kernels on a rank of a spec's GPUs. Empty for other devices."""
-    return tuple(_of_gpus(spec)) if spec.is_for_cuda else ()
+    return tuple(_gpu_workspaces(spec)) if spec.is_for_cuda else ()
 
 
 def products(spec: Spec) -> tuple[int, ...]:
     """Return the bytes of each workspace that matrix products keep from their first run on, if
     known."""
-    with_bias = _with_bias(spec)
-    return (*_without_bias(spec), *((with_bias,) if with_bias else ()))
+    with_bias = _bias_workspace(spec)
+    return (*_cublas_workspaces(spec), *((with_bias,) if with_bias else ()))
 
 
-def _without_bias(spec: Spec) -> tuple[int, ...]:
+def _cublas_workspaces(spec: Spec) -> tuple[int, ...]:
     """Return the workspaces of cuBLAS, one for each thread. Empty if unknown."""
     # Deterministic products use the workspace of CUBLAS_WORKSPACE_CONFIG instead.
     of_thread = None if spec.deterministic else _CUBLAS.get(spec.sm or 0)
     return (of_thread,) * _THREADS if of_thread else ()
 
 
-def _with_bias(spec: Spec) -> int | None:
+def _bias_workspace(spec: Spec) -> int | None:
     """Return the workspace of products with a bias: None if unknown, 0 without biases."""
     shape = spec.model
     if isinstance(shape, ModelShape) and shape.bias is Bias.NONE and not shape.head_bias:
@@ -253,24 +253,24 @@ def sum_of_rows(rows: int, columns: int) -> int:
     return _FP32 * columns * blocks * wide * vector if blocks > 1 else 0
 
 
-def _of_gpus(spec: Spec) -> Iterator[Workspace]:
-    yield Workspace("products (cuBLAS), permanent", sum(_without_bias(spec)) or None)
-    if (with_bias := _with_bias(spec)) != 0:
+def _gpu_workspaces(spec: Spec) -> Iterator[Workspace]:
+    yield Workspace("products (cuBLAS), permanent", sum(_cublas_workspaces(spec)) or None)
+    if (with_bias := _bias_workspace(spec)) != 0:
         yield Workspace("products with a bias (cuBLASLt), permanent", with_bias)
     if may_be_fused(spec):
         attention = attention_of(spec)
         kernel = attention.kernel(spec.sm) if attention else None
         name = f" ({kernel})" if kernel else ""
-        size = _of_attention(spec, kernel)
+        size = _attention_workspace(spec, kernel)
         yield Workspace(f"backward pass of attention{name}, while it runs", size)
     yield Workspace(
-        "sums over tokens (gradients of norms and biases), while they run", _of_sums(spec)
+        "sums over tokens (gradients of norms and biases), while they run", _sum_workspace(spec)
     )
     if spec.world_size > 1:
         yield Workspace("collectives (NCCL)", None)
 
 
-def _of_attention(spec: Spec, kernel: str | None) -> int | None:
+def _attention_workspace(spec: Spec, kernel: str | None) -> int | None:
     """Return the workspace of attention's backward pass, or None if unknown.
 
     Deterministic sums need one workspace for each processor of the GPU, whose number is not known.
@@ -289,7 +289,7 @@ def _of_attention(spec: Spec, kernel: str | None) -> int | None:
     return sum(taken) or None
 
 
-def _of_sums(spec: Spec) -> int | None:
+def _sum_workspace(spec: Spec) -> int | None:
     """Return the largest workspace of sums over tokens, or None if unknown.
 
     It assumes all tokens: norms with sequence parallelism have fewer. LayerNorm's kernel needs

@@ -54,10 +54,10 @@ def spans(
     place, member = divmod(index, ulysses)
     size = sequence // (ulysses * ring)
     whole = place_spans(sequence, ring, place, is_balanced=is_balanced)
-    return tuple(_within(whole, member * size, (member + 1) * size))
+    return tuple(_sub_spans(whole, member * size, (member + 1) * size))
 
 
-def _within(whole: tuple[Span, ...], start: int, end: int) -> Iterator[Span]:
+def _sub_spans(whole: tuple[Span, ...], start: int, end: int) -> Iterator[Span]:
     """Yield the ranges of tokens at positions `start` to `end` (exclusive) of these spans."""
     passed = 0
     for first, behind in whole:
@@ -84,8 +84,8 @@ class MetBlock(NamedTuple):
     @property
     def scores(self) -> int:
         """The number of scores of one head that the mask leaves."""
-        rows = _length(self.queries)
-        return rows * (rows + 1) // 2 if self.is_causal else rows * _length(self.keys)
+        rows = _span_length(self.queries)
+        return rows * (rows + 1) // 2 if self.is_causal else rows * _span_length(self.keys)
 
 
 def source_at(step: ContextParallel, place: int, hop: int) -> int:
@@ -97,8 +97,8 @@ def blocks_of(step: ContextParallel, place: int) -> Iterator[MetBlock]:
     """Yield the blocks that one of the ring's places computes, in order."""
     for hop in range(step.ring):
         source = source_at(step, place, hop)
-        for queries in _spans(step, place):
-            for keys in _spans(step, source):
+        for queries in _spans_of_place(step, place):
+            for keys in _spans_of_place(step, source):
                 if keys[0] < queries[1]:
                     number = 0 if step.gathers else hop
                     yield MetBlock(hop=number, source=source, queries=queries, keys=keys)
@@ -112,18 +112,21 @@ def multiplied(step: ContextParallel) -> tuple[int, ...]:
     A kernel is called for the keys of each place, with all queries and keys that occur in any
     block.
     """
-    return tuple(_multiplied(step, index // step.ulysses) for index in range(_ranks(step)))
+    return tuple(_computed_scores(step, index // step.ulysses) for index in range(_num_ranks(step)))
 
 
-def _multiplied(step: ContextParallel, place: int) -> int:
+def _computed_scores(step: ContextParallel, place: int) -> int:
     if step.gathers and step.has_documents:  # one masked call on all keys
-        return _total(set(_spans(step, place))) * step.sequence
+        return _total_length(set(_spans_of_place(step, place))) * step.sequence
     calls: dict[int, tuple[set[Span], set[Span]]] = {}
     for block in blocks_of(step, place):
         queries, keys = calls.setdefault(block.source, (set(), set()))
         queries.add(block.queries)
         keys.add(block.keys)
-    return sum(_total(queries) * _total(keys) for queries, keys in calls.values()) // step.ulysses
+    return (
+        sum(_total_length(queries) * _total_length(keys) for queries, keys in calls.values())
+        // step.ulysses
+    )
 
 
 @lru_cache(maxsize=64)
@@ -131,26 +134,26 @@ def balance(step: ContextParallel) -> tuple[float, ...]:
     """Return each cp rank's unmasked scores, relative to the mean of all ranks."""
     scores = [
         sum(block.scores for block in blocks_of(step, index // step.ulysses))
-        for index in range(_ranks(step))
+        for index in range(_num_ranks(step))
     ]
     return tuple(number * len(scores) / sum(scores) for number in scores)
 
 
-def _ranks(step: ContextParallel) -> int:
+def _num_ranks(step: ContextParallel) -> int:
     return step.ulysses * step.ring
 
 
-def _spans(step: ContextParallel, place: int) -> tuple[Span, ...]:
+def _spans_of_place(step: ContextParallel, place: int) -> tuple[Span, ...]:
     return place_spans(step.sequence, step.ring, place, is_balanced=step.is_balanced)
 
 
-def _length(span: Span) -> int:
+def _span_length(span: Span) -> int:
     first, behind = span
     return behind - first
 
 
-def _total(spans: set[Span]) -> int:
-    return sum(map(_length, spans))
+def _total_length(spans: set[Span]) -> int:
+    return sum(map(_span_length, spans))
 
 
 def factor_of(spec: Spec) -> Factor | None:

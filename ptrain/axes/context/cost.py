@@ -38,13 +38,13 @@ def sent(
     if (step := plan.context) is None:
         return
     times = plan.accumulate.micro_batches
-    yield from _documents(spec, step, times)
+    yield from _document_edges(spec, step, times)
     alike = grouped(zip(own or (_heads_of(spec),) * len(kept), kept, strict=True))
     for heads, modes in alike.items():
-        yield from _of_layers(_Exchange(spec, plan, step, heads), times, modes)
+        yield from _layer_traffic(_Exchange(spec, plan, step, heads), times, modes)
 
 
-def _documents(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:
+def _document_edges(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:
     """Yield the all-gather of document edges: one byte per token, set if a document begins or ends
     there."""
     shape = spec.model
@@ -78,7 +78,7 @@ def _heads_of(spec: Spec) -> AttentionHeads:
     return AttentionHeads(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
 
 
-def _of_layers(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
+def _layer_traffic(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
     """Yield the traffic of layers with equal heads in a step's micro-batches."""
     policies = (mode.policy for mode in kept if mode.policy is not None)
     scopes = Counter(policy.scope for policy in policies if Operators.COLLECTIVE not in policy.keep)
@@ -115,29 +115,37 @@ class _Exchange:
         """Yield the traffic of `times` forward passes. Without `gives_back`, Ulysses does not
         exchange the output back."""
         ring = self.step.ring
-        yield from self._ulysses(phase, times, gives_back=gives_back)
+        yield from self._ulysses_traffic(phase, times, gives_back=gives_back)
         if self.step.gathers:
-            yield from self._over(Collective.ALL_GATHER, phase, times, ring, ring * self.keys)
+            yield from self._collective_traffic(
+                Collective.ALL_GATHER, phase, times, ring, ring * self.keys
+            )
         else:
-            yield from self._hops(phase, times * (ring - 1), self.keys)
+            yield from self._hop_traffic(phase, times * (ring - 1), self.keys)
 
     def backward(self, times: int) -> Iterator[Traffic]:
         """Yield the traffic of `times` backward passes."""
         ring, phase = self.step.ring, Phase.BACKWARD
-        yield from self._ulysses(phase, times)
+        yield from self._ulysses_traffic(phase, times)
         if self.step.gathers:
-            yield from self._over(Collective.REDUCE_SCATTER, phase, times, ring, ring * self.keys)
+            yield from self._collective_traffic(
+                Collective.REDUCE_SCATTER, phase, times, ring, ring * self.keys
+            )
         else:
-            yield from self._hops(phase, times * (ring - 1), self.keys)
-            yield from self._hops(phase, times * ring if ring > 1 else 0, self.gradients)
+            yield from self._hop_traffic(phase, times * (ring - 1), self.keys)
+            yield from self._hop_traffic(phase, times * ring if ring > 1 else 0, self.gradients)
 
-    def _ulysses(self, phase: Phase, times: int, *, gives_back: bool = True) -> Iterator[Traffic]:
+    def _ulysses_traffic(
+        self, phase: Phase, times: int, *, gives_back: bool = True
+    ) -> Iterator[Traffic]:
         """Yield the exchange of queries, keys and values, and that of the output."""
         back = (self.queries,) if gives_back else ()
         for size in (self.queries, self.keys // 2, self.keys // 2, *back):
-            yield from self._over(Collective.ALL_TO_ALL, phase, times, self.step.ulysses, size)
+            yield from self._collective_traffic(
+                Collective.ALL_TO_ALL, phase, times, self.step.ulysses, size
+            )
 
-    def _over(
+    def _collective_traffic(
         self, collective: Collective, phase: Phase, times: int, ranks: int, payload: int
     ) -> Iterator[Traffic]:
         if not times or ranks == 1:
@@ -148,7 +156,7 @@ class _Exchange:
         calls = Calls(collective, _ACTIVATIONS, phase, times, via)
         yield calls.over(Group((self.step.axis,), ranks), payload)
 
-    def _hops(self, phase: Phase, times: int, size: int) -> Iterator[Traffic]:
+    def _hop_traffic(self, phase: Phase, times: int, size: int) -> Iterator[Traffic]:
         """Yield exchanges in which all bytes go to the next rank."""
         if not times:
             return

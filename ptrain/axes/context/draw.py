@@ -19,11 +19,11 @@ def step_text(step: ContextParallel) -> str:
     return (
         f"shard every sample's tokens over {step.axis}: "
         f"{step.sequence // (step.ulysses * step.ring)} of {step.sequence} per rank, {kind}; "
-        f"{_exchange(step)}"
+        f"{_exchange_text(step)}"
     )
 
 
-def _exchange(step: ContextParallel) -> str:
+def _exchange_text(step: ContextParallel) -> str:
     ways = []
     if step.ulysses > 1:
         ways.append(f"{step.ulysses} neighbours exchange tokens for heads (Ulysses)")
@@ -84,9 +84,9 @@ def _ring_name(step: ContextParallel) -> str:
 
 def spans_text(spans: Sequence[Span]) -> str:
     """Return tokens as text, for example `0-3, 12-15`."""
-    return ", ".join(map(_span, spans))
+    return ", ".join(map(_span_text, spans))
 
 
-def _span(span: Span) -> str:
+def _span_text(span: Span) -> str:
     first, behind = span
     return f"{first}-{behind - 1}" if behind - first > 1 else str(first)

@@ -50,14 +50,14 @@ def sent(
     kept = dict(plan.keep.blocks) if plan.keep else {}
     times = plan.accumulate.micro_batches
     once, again = _Exchanged(), _Exchanged()
-    for layer in _layers(spec, plan):
+    for layer in _expert_layers(spec, plan):
         if within is not None and not is_within(layer, within):
             continue
         rows = even(spec, step).times(times) if step else _NO_ROWS
         if loads is not None:
             rows = reduce(add, loads[layer])
         once.add(times, rows)
-        if any(_comes_again(mode) for block, mode in kept.items() if is_within(layer, (block,))):
+        if any(_is_repeated(mode) for block, mode in kept.items() if is_within(layer, (block,))):
             again.add(times, rows)
     if step is not None:
         exchange = _RowExchange(spec, step)
@@ -66,9 +66,9 @@ def sent(
         yield from exchange.trips(Phase.BACKWARD, once)
     slices = _token_slices(spec, plan)
     if slices is not None and isinstance(shape, ModelShape) and shape.experts is not None:
-        yield from _counted(spec, shape, slices, Phase.FORWARD, once.times)
+        yield from _count_traffic(spec, shape, slices, Phase.FORWARD, once.times)
         if slices.group.axes != spec.folded_axes:  # else `repeated` of the blocks has it
-            yield from _counted(spec, shape, slices, Phase.BACKWARD, again.times)
+            yield from _count_traffic(spec, shape, slices, Phase.BACKWARD, again.times)
 
 
 def rows_bytes(spec: Spec, shape: ModelShape) -> int:
@@ -85,7 +85,7 @@ def rows_bytes(spec: Spec, shape: ModelShape) -> int:
     return spec.batch.micro * rows * shape.hidden * spec.precision.effective.parameters.itemsize
 
 
-def _layers(spec: Spec, plan: Plan) -> Iterator[str]:
+def _expert_layers(spec: Spec, plan: Plan) -> Iterator[str]:
     """Yield the layers with experts, including those of a built-in model whose experts are
     replicated."""
     if plan.experts is not None:
@@ -114,7 +114,7 @@ def _token_slices(spec: Spec, plan: Plan) -> _TokenSlices | None:
     return None
 
 
-def _counted(
+def _count_traffic(
     spec: Spec, shape: ModelShape, slices: _TokenSlices, phase: Phase, times: int
 ) -> Iterator[Traffic]:
     """Yield the collectives that count how often a sample's tokens choose each expert.
@@ -134,7 +134,7 @@ def _counted(
         yield calls.over(group, numbers * _COUNT_BYTES)
 
 
-def _comes_again(mode: Kept) -> bool:
+def _is_repeated(mode: Kept) -> bool:
     """Return True if backward repeats the collectives of a block that is kept so."""
     policy = mode.policy
     return policy is not None and (

@@ -72,12 +72,12 @@ def misfit(
             if len(of_rank) != spec.batch.accumulate:
                 return f"{place}: {len(of_rank)} micro-batches; a step has {spec.batch.accumulate}"
             for index, of_experts in enumerate(of_rank):
-                if wrong := _misfit_of(spec, of_experts, number, chosen):
+                if wrong := _micro_batch_misfit(spec, of_experts, number, chosen):
                     return f"{place}, micro-batch {index}: {wrong}"
     return ""
 
 
-def _misfit_of(spec: Spec, of_experts: Choices, number: int, chosen: int) -> str:
+def _micro_batch_misfit(spec: Spec, of_experts: Choices, number: int, chosen: int) -> str:
     """Return the mismatch of the counts of one micro-batch, or an empty text."""
     if len(of_experts) != number:
         return f"{len(of_experts)} experts; the layer has {number}"
@@ -128,7 +128,7 @@ def experts_of(
     if factor is None or layers is None:
         return None
     if layers.number % factor.degree:
-        raise SpecError(_undivided(factor.degree, layers.number))
+        raise SpecError(_division_fault(factor.degree, layers.number))
     if wrong := unfit(spec, layers):
         raise SpecError(wrong)
     modules = [module for unit in units for module in unit]
@@ -146,11 +146,11 @@ def experts_of(
         overlaps=spec.overlap_shared_experts,
         folded=spec.folded_axes,
         counting=counting,
-        spans=tuple(_routed(spec, counting)) if counting else (),
+        spans=tuple(_routed_spans(spec, counting)) if counting else (),
     )
 
 
-def _undivided(degree: int, experts: int) -> Fault:
+def _division_fault(degree: int, experts: int) -> Fault:
     divide = [d for d in range(1, experts + 1) if experts % d == 0]
     return Fault(
         place="mesh.ep",
@@ -178,7 +178,7 @@ def _counting_axes(spec: Spec) -> tuple[Axis, ...]:
     return tuple(f.axis for f in spec.factors if f.axis in axes and f.degree > 1)
 
 
-def _routed(spec: Spec, counting: Sequence[Axis]) -> Iterator[tuple[Span, ...]]:
+def _routed_spans(spec: Spec, counting: Sequence[Axis]) -> Iterator[tuple[Span, ...]]:
     """Yield the tokens of a sample that each rank along these axes routes.
 
     The ranks of folded axes share the tokens of a cp rank equally, in order.
@@ -189,10 +189,10 @@ def _routed(spec: Spec, counting: Sequence[Axis]) -> Iterator[tuple[Span, ...]]:
         own = place_of(spec, counting, place)
         first = sum(own[axis] for axis in spec.folded_axes) * spec.routed_tokens
         of_rank = held[own[context.axis]] if context else held[0]
-        yield tuple(_within(of_rank, first, first + spec.routed_tokens))
+        yield tuple(_sub_spans(of_rank, first, first + spec.routed_tokens))
 
 
-def _within(spans: Sequence[Span], first: int, behind: int) -> Iterator[Span]:
+def _sub_spans(spans: Sequence[Span], first: int, behind: int) -> Iterator[Span]:
     """Yield the ranges of tokens at positions `first` to `behind` (exclusive) of these spans."""
     for start, end in spans:
         length = end - start

@@ -60,11 +60,11 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="mesh.ep",
             finding=f"{ranks} ranks do not divide {shape.experts} experts",
-            remedy=f"Use {', or '.join(_divisible(shape.experts, factor.degree, beside))}.",
+            remedy=f"Use {', or '.join(_division_remedies(shape.experts, factor.degree, beside))}.",
         )
 
 
-def _divisible(experts: int, degree: int, beside: int) -> Iterator[str]:
+def _division_remedies(experts: int, degree: int, beside: int) -> Iterator[str]:
     """Yield remedies that give each rank the same number of experts.
 
     `beside` is the number of tp ranks for each rank of ep.
@@ -118,7 +118,7 @@ def _folded_slices(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _folded_naively(spec: Spec) -> Iterator[Fault]:
+def _naive_with_folded(spec: Spec) -> Iterator[Fault]:
     if spec.folded_axes and spec.tensor.is_naive:
         yield Fault(
             place="tensor.plan",
@@ -151,7 +151,7 @@ def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _by_groups(spec: Spec) -> Iterator[Fault]:
+def _grouped_implementation(spec: Spec) -> Iterator[Fault]:
     model = spec.model
     if (
         factor_of(spec) is not None
@@ -165,7 +165,7 @@ def _by_groups(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _whole_on_tp(spec: Spec) -> Iterator[Fault]:
+def _ep_with_tp(spec: Spec) -> Iterator[Fault]:
     is_on_both = factor_of(spec) is not None and spec.degree(Axis.TP) > 1
     if is_on_both and not isinstance(spec.model, ModelShape):
         yield Fault(
@@ -187,7 +187,11 @@ EXPERT = AxisRules(
         SpecRule(name="tp joins ep", theorem="Definition 2", faults=_nothing_folds),
         SpecRule(name="routed shards are equal", theorem="Definition 2", faults=_folded_slices),
         SpecRule(name="counts match the layers", theorem="Definition 2", faults=_routing_fits),
-        SpecRule(name="experts use grouped products", theorem="Definition 2", faults=_by_groups),
+        SpecRule(
+            name="experts use grouped products",
+            theorem="Definition 2",
+            faults=_grouped_implementation,
+        ),
         SpecRule(
             name="shared experts overlap communication",
             theorem=REASON,
@@ -195,7 +199,7 @@ EXPERT = AxisRules(
         ),
     ),
     not_yet=(
-        SpecRule(name="experts are sharded over tp too", theorem="", faults=_whole_on_tp),
-        SpecRule(name="the naive plan shards experts", theorem="", faults=_folded_naively),
+        SpecRule(name="experts are sharded over tp too", theorem="", faults=_ep_with_tp),
+        SpecRule(name="the naive plan shards experts", theorem="", faults=_naive_with_folded),
     ),
 )

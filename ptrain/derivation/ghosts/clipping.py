@@ -54,11 +54,11 @@ def clipping(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
     """
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
     is_cpu = not scene.spec.is_for_cuda
-    most = max(before + _norm(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
+    most = max(before + _norm_scalars(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
     return most * scalar, scalar
 
 
-def _norm(sizes: Sequence[int], *, is_cpu: bool) -> int:
+def _norm_scalars(sizes: Sequence[int], *, is_cpu: bool) -> int:
     """Return the maximum number of scalars that exist at once in the norm of a group.
 
     There is a norm of each short tensor and, on a CPU, of each row of a long tensor and of its

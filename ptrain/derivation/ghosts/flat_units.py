@@ -41,9 +41,9 @@ class FlatRows(NamedTuple):
 def flat_rows(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> FlatRows:
     """Return the rows of all units, by simulating one unit of each kind."""
     sizes, sent = Sizes(), list[Traffic]()
-    for unit, times in _kinds(spec, plan, facts):
+    for unit, times in _unit_kinds(spec, plan, facts):
         account = Account(spec, times)
-        for key, size in _play(spec, plan, wrap, facts, unit, account).items():
+        for key, size in _play_unit(spec, plan, wrap, facts, unit, account).items():
             sizes[key] += times * size
         sent += account.rows
     return FlatRows(tuple(_footprints(sizes)), tuple(sent))
@@ -61,23 +61,23 @@ def _footprints(sizes: Sizes) -> Iterator[Footprint]:
         )
 
 
-def _kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
+def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
     """Yield one unit of each kind, with the number of equal units."""
     kinds = grouped(
-        ((_kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)), unit)
+        ((_unit_kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)), unit)
         for unit in joined(plan, facts.units)
         if unit.numel
     )
     return ((units[0], len(units)) for units in kinds.values())
 
 
-def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
+def _unit_kind(spec: Spec, unit: UnitFacts) -> Hashable:
     if spec.optimizer.row.is_elementwise:
         return (unit.is_root, unit.numel, unit.trained_numel)
     return (unit.is_root, unit.trained_shapes, unit.numel)
 
 
-def _play(
+def _play_unit(
     spec: Spec,
     plan: Plan,
     wrap: FlatUnits,
@@ -105,15 +105,15 @@ def _play(
         flat.end()
         flat.end_passes()
     account.times = times
-    gradients = _sizes(pair for pair in flat.storages() if pair[0] is State.GRADIENTS)
+    gradients = _sum_storages(pair for pair in flat.storages() if pair[0] is State.GRADIENTS)
     tape.enter(Phase.UPDATE)
     flat.reduce()
     flat.update(0)
     flat.finish_update()
-    return gradients + _sizes(flat.storages())
+    return gradients + _sum_storages(flat.storages())
 
 
-def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
+def _sum_storages(held: Iterable[tuple[State, Ghost]]) -> Sizes:
     """Return the bytes of storages by state and tier, each storage counted once."""
     storages = {id(ghost.storage): (state, ghost.storage) for state, ghost in held}
     sizes = Sizes()
@@ -147,16 +147,16 @@ def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
         return
     if plan.clip is not None and plan.clip.reduced_axes and on_host:
         norm = max(SCALE_BYTES, layout.gradients.itemsize)
-        yield _copies(Collective.HOST_TO_DEVICE, 1, norm)
-        yield _copies(Collective.DEVICE_TO_HOST, 1, norm)
+        yield _scalar_copies(Collective.HOST_TO_DEVICE, 1, norm)
+        yield _scalar_copies(Collective.DEVICE_TO_HOST, 1, norm)
     if layout.scales_loss:
         if on_host:
-            yield _copies(Collective.HOST_TO_DEVICE, 1, SCALE_BYTES)
+            yield _scalar_copies(Collective.HOST_TO_DEVICE, 1, SCALE_BYTES)
         if wrap.update_tier is not Tier.DEVICE or (plan.clip is not None and on_host):
-            yield _copies(Collective.DEVICE_TO_HOST, 2, SCALE_BYTES)
+            yield _scalar_copies(Collective.DEVICE_TO_HOST, 2, SCALE_BYTES)
 
 
-def _copies(collective: Collective, calls: int, size: int) -> Traffic:
+def _scalar_copies(collective: Collective, calls: int, size: int) -> Traffic:
     key = TrafficKey(axes=(), collective=collective, state=State.GRADIENTS, phase=Phase.UPDATE)
     return Traffic(key=key, calls=calls, payload_bytes=calls * size, sent_bytes=0)
 
@@ -209,14 +209,14 @@ class Units:
     def notes(self) -> Iterator[str]:
         yield from accumulation(self.wrapped)
         yield from kept_root(self.wrapped)
-        yield from self._update()
+        yield from self._update_notes()
         facts = self.wrapped.facts
         buffers = flat_buffers(self.wrapped.spec, self.wrapped.plan, facts)
         if more := sum(size * times for size, times in buffers.items()) - facts.numel:
             elements_more = f"{more} element{'' if more == 1 else 's'} more"
             yield f"flat units are padded: {elements_more} than in the model"
 
-    def _update(self) -> Iterator[str]:
+    def _update_notes(self) -> Iterator[str]:
         """Yield notes on the traffic of the update."""
         wrap = self.step
         axes = [axis for axis in wrap.updated if axis not in wrap.parameters]

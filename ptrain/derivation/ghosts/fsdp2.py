@@ -146,9 +146,9 @@ class Gathers:
         self.since: float | None = None  # earliest start of the next gather on its stream
         self.there: float | None = None  # when the last gather's parameters were available
         self.root, self.dtype = len(padded) - 1, layout.parameters
-        self.forward, self.backward = self._ahead(scene)
+        self.forward, self.backward = self._prefetch_order(scene)
 
-    def _ahead(self, scene: Scene) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    def _prefetch_order(self, scene: Scene) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         """Return the units that each unit prefetches in forward and in backward.
 
         By default, torch prefetches none in forward, and in backward the unit that forward left
@@ -169,12 +169,12 @@ class Gathers:
             self.since = self.there = self._now()
         if not self.whole[unit]:
             return
-        self._start(unit)
+        self._start_gather(unit)
         if self.is_pending[unit]:
             self._receive(unit)
             self.since, self.there = self.there, self._now()
         for other in self.forward[unit]:
-            self._start(other)
+            self._start_gather(other)
 
     def _receive(self, unit: int) -> None:
         """Copy the parameters out of the gather's buffer.
@@ -193,7 +193,7 @@ class Gathers:
         """End a unit's forward pass: free it, or keep its part in a smaller group."""
         if self.is_gathered[unit] and not self.stays[unit]:
             if 1 < self.kept_ranks[unit] < self.shards[unit].ranks:
-                self._keep(unit)
+                self._keep_part(unit)
             else:
                 self.reshard(unit)
 
@@ -206,17 +206,17 @@ class Gathers:
         """Begin a unit's backward pass: gather it, and prefetch others."""
         if not self.whole[unit]:
             return
-        self._start(unit)
+        self._start_gather(unit)
         if self.is_pending[unit]:
             self._copy_out(unit)
             self.tape.add(-self.whole[unit])
             self.since = self.there = self._now()
         for other in self.backward[unit]:
-            self._start(other)
+            self._start_gather(other)
 
     def gather_ahead(self, unit: int) -> None:
         """Prefetch a unit for another one."""
-        self._start(unit)
+        self._start_gather(unit)
 
     def end_backward(self) -> None:
         """Free units that were prefetched but not used, because they received no gradient."""
@@ -234,7 +234,7 @@ class Gathers:
             self.is_gathered[unit] = False
             self.tape.add(-self.whole[unit])
 
-    def _start(self, unit: int) -> None:
+    def _start_gather(self, unit: int) -> None:
         """Issue a unit's gather. If shards are cast, the cast copy is freed as soon as the gather
         is issued."""
         if self.is_gathered[unit] or self.is_pending[unit]:
@@ -274,7 +274,7 @@ class Gathers:
         self.between[unit] = 0
         self.is_pending[unit], self.is_gathered[unit] = False, True
 
-    def _keep(self, unit: int) -> None:
+    def _keep_part(self, unit: int) -> None:
         """Keep a part of each tensor, which is copied before the tensor is freed."""
         self.is_gathered[unit] = False
         for size in self.tensors[unit]:
@@ -297,10 +297,10 @@ class FullySharded(InPlaceUpdate):
         self.scene, self.tape, self.step, self.wrapping = scene, scene.tape, step, wrapping
         self.unwrapped = Local(scene, wrapping)
         self.shards = [shards_of(scene.spec, scene.plan, unit) for unit in scene.units]
-        self.listed = [_listed(unit) for unit in scene.units]
-        padded = _padded(self.listed, self.shards)
+        self.listed = [_list_tensors(unit) for unit in scene.units]
+        padded = _padded_sizes(self.listed, self.shards)
         trained = [[t for t in tensors if not t.is_frozen] for tensors in self.listed]
-        moved = _moved(self.listed, self.shards)
+        moved = _moved_tensors(self.listed, self.shards)
         self.gathers = Gathers(scene, step, self.shards, padded, moved)
         self.moved = [
             [tensor for tensor in compress(*pair) if not tensor.is_frozen]
@@ -311,7 +311,7 @@ class FullySharded(InPlaceUpdate):
         self.casts_before = layout.reduced is not layout.parameters
         self.casts_after = layout.reduced is not layout.gradients
         self.habits = habits()
-        totals = [sum(sizes) for sizes in _padded(trained, self.shards)]
+        totals = [sum(sizes) for sizes in _padded_sizes(trained, self.shards)]
         self.reduced = [size * layout.reduced.itemsize for size in totals]
         self.kept = [size * layout.gradients.itemsize for size in totals]
         self.unit_of = scene.unit_of()
@@ -460,7 +460,7 @@ class FullySharded(InPlaceUpdate):
         if self.added[unit]:
             last = last // self.e_parameters * self.e_reduced
         gradients = sum(self.fresh[unit].values()) + self.added[unit]
-        if held := self._move(unit):
+        if held := self._copy_moved(unit):
             gradients += held
             if not last:
                 self.tape.add(-held)
@@ -470,14 +470,14 @@ class FullySharded(InPlaceUpdate):
         self.tape.add(whole)
         self.tape.add(last - gradients)
         self.tape.add(shard)
-        self._send(self.shards[unit], whole, shard)
+        self._reduce_scatter(self.shards[unit], whole, shard)
         self._accumulate(unit)
         self.tape.add(-last)
         self.reduce_input = whole
         self.fresh[unit], self.added[unit], self.last_gradient[unit] = {}, 0, 0
         self.accumulates[unit] = False
 
-    def _move(self, unit: int) -> int:
+    def _copy_moved(self, unit: int) -> int:
         """Copy the gradients of tensors that are not sharded by rows into the order of the shards.
 
         Each gradient is freed when the next one is copied. Return the bytes of the last one, to
@@ -494,7 +494,7 @@ class FullySharded(InPlaceUpdate):
                 held = size
         return held
 
-    def _send(self, shards: UnitShards, whole: int, shard: int) -> None:
+    def _reduce_scatter(self, shards: UnitShards, whole: int, shard: int) -> None:
         """Reduce-scatter to shards, with one more buffer if it is an exchange, and all-reduce over
         replicas."""
         step = self.step
@@ -562,13 +562,13 @@ class FullySharded(InPlaceUpdate):
         )
 
 
-def _listed(unit: UnitFacts) -> list[TensorFacts]:
+def _list_tensors(unit: UnitFacts) -> list[TensorFacts]:
     """Return a unit's tensors in the order of FSDP2."""
     tensors = {tensor.name: tensor for tensor in unit.tensors}
     return [tensors[name] for name in listed(tuple(tensors))]
 
 
-def _moved(
+def _moved_tensors(
     units: Sequence[Sequence[TensorFacts]], shards: Sequence[UnitShards]
 ) -> list[list[bool]]:
     """Return True for each wrapped tensor that is not sharded by rows, by unit."""
@@ -578,7 +578,7 @@ def _moved(
     ]
 
 
-def _padded(
+def _padded_sizes(
     units: Sequence[Sequence[TensorFacts]], shards: Sequence[UnitShards]
 ) -> list[list[int]]:
     """Return the elements of one rank's padded part of each wrapped tensor, by unit."""

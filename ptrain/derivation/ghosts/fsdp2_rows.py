@@ -66,7 +66,7 @@ class Sharded(InPlace):
     def _shards(self, unit: UnitFacts) -> UnitShards:
         return shards_of(self.wrapped.spec, self.wrapped.plan, unit)
 
-    def _index(self, shards: UnitShards, shard: int) -> int:
+    def _shard_index(self, shards: UnitShards, shard: int) -> int:
         return index_over(self.wrapped.spec, self.wrapped.plan, shards, shard)
 
     @cached_property
@@ -89,7 +89,9 @@ class Sharded(InPlace):
         """By shard, the rows that it has of tensors of each uneven height."""
         rows = (
             [
-                local_rows(height, own.ranks, n if own.ranks == self.ranks else self._index(own, n))
+                local_rows(
+                    height, own.ranks, n if own.ranks == self.ranks else self._shard_index(own, n)
+                )
                 for n in range(self.ranks)
             ]
             for height, own in self._heights
@@ -98,9 +100,9 @@ class Sharded(InPlace):
 
     @cached_property
     def _stored(self) -> int:
-        return sum(times * self._padded(unit) for unit, times in self.kinds)
+        return sum(times * self._padded_elements(unit) for unit, times in self.kinds)
 
-    def _padded(self, unit: UnitFacts) -> int:
+    def _padded_elements(self, unit: UnitFacts) -> int:
         """Return the elements of one rank's part of a unit, including padding."""
         return sum(map(self._shards(unit).padded, unit.shapes))
 
@@ -121,7 +123,7 @@ class Sharded(InPlace):
 
     def updated(self, unit: UnitFacts, shard: int) -> tuple[Shape, ...]:
         shards = self._shards(unit)
-        index = self._index(shards, shard)
+        index = self._shard_index(shards, shard)
         return tuple(shards.part(shape, index) for shape in unit.trained_shapes)
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
@@ -165,7 +167,9 @@ class Sharded(InPlace):
             )
         yield from kept_root(self.wrapped)
         numel = self.wrapped.facts.numel
-        padded = sum(n * self._shards(unit).ranks * self._padded(unit) for unit, n in self.kinds)
+        padded = sum(
+            n * self._shards(unit).ranks * self._padded_elements(unit) for unit, n in self.kinds
+        )
         if padded > numel:
             yield (
                 f"each tensor is sharded by rows, ceil(d0 / {self.ranks}) on every rank: "

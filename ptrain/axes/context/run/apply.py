@@ -147,9 +147,9 @@ def parallelize_context(
         groups: The process groups.
         via: The collective that sums gradients of all-gathered keys and values.
     """
-    core_over = partial(_reaching, step=step, mesh=mesh, groups=groups, via=via)
+    core_over = partial(_core_over_context, step=step, mesh=mesh, groups=groups, via=via)
     spans = groups.masks.spans
-    groups.masks.around(_dropping(model, groups.attending))
+    groups.masks.around(_dropout_modules(model, groups.attending))
     if isinstance(model, Transformer):
         model.place_tokens(spans)
         group, registry = mesh.group((step.axis,)), mesh.registry
@@ -170,7 +170,7 @@ def parallelize_context(
             reach(known[own.name], core_over)
 
 
-def _dropping(model: nn.Module, attending: Attending | None) -> Iterator[nn.Module]:
+def _dropout_modules(model: nn.Module, attending: Attending | None) -> Iterator[nn.Module]:
     """Yield the modules whose code applies dropout.
 
     For models that are not built in, these are the observed ones, of which other stages may have
@@ -184,7 +184,7 @@ def _dropping(model: nn.Module, attending: Attending | None) -> Iterator[nn.Modu
     yield from (known[name] for name in dict.fromkeys(names))
 
 
-def _reaching(
+def _core_over_context(
     core: nn.Module,
     scale: float | None,
     *,
@@ -245,7 +245,7 @@ class _Ring(torch.autograd.Function):
             **kernel.given,
         )
         ctx.save_for_backward(q_BHTD, k_BGTD, v_BGTD, y_BHTD, sums_BHT, documents_BS)
-        ctx.core, ctx.others = core, _of_backward(others)
+        ctx.core, ctx.others = core, _backward_arguments(others)
         return y_BHTD
 
     @staticmethod
@@ -322,10 +322,10 @@ class GatheredCore(nn.Module):
         both = torch.stack((k_BGSD, v_BGSD)).unflatten(3, (self.group.size(), -1))
         parts = both.permute(3, 0, 1, 2, 4, 5).contiguous()  # [N, 2, B, G, T, D]
         del both
-        k_BGTD, v_BGTD = self._own_sum(parts)
+        k_BGTD, v_BGTD = self._reduce_own_part(parts)
         return k_BGTD, v_BGTD
 
-    def _own_sum(self, parts: Tensor) -> Tensor:
+    def _reduce_own_part(self, parts: Tensor) -> Tensor:
         """Return this rank's part of [N, ...], summed over all ranks."""
         match self.via:
             case ReduceScatterVia.NATIVE:
@@ -359,7 +359,7 @@ class _Gathered(torch.autograd.Function):
                     q_BHTD, k_BGSD[..., part, :], v_BGSD[..., part, :], is_causal=is_causal,
                     **kernel.given,
                 )  # fmt: skip
-                others.append(_of_backward(rest))
+                others.append(_backward_arguments(rest))
                 yield y_BHTD, sums_BHT
 
         y_BHTD, sums_BHT = merged(blocks(), q_BHTD.dtype)
@@ -404,7 +404,7 @@ def _blocks(
 _OF_CUDA = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 
 
-def _of_backward(others: list[Any]) -> dict[str, Any]:
+def _backward_arguments(others: list[Any]) -> dict[str, Any]:
     """Return the further arguments of a kernel's backward pass, by name.
 
     They are outputs of its forward pass after output and log-sum-exp. Flash attention on CUDA also

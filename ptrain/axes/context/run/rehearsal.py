@@ -218,50 +218,50 @@ class SlicedDraws:
 
     def around(self, watch: AttentionWatch) -> AbstractContextManager[None]:
         """Return a context for the rank's pass."""
-        return drawing(watch, drop=self._drop, meet=self._meet)
+        return drawing(watch, drop=self._check_dropout, meet=self._meet)
 
     def require_all(self) -> None:
         """Raise for draws of all tokens that the rank's pass did not make."""
         if self._before:
             raise self._refuse(self._before[0], "draws random numbers that ranks of cp do not draw")
 
-    def _drop(self, draw: Draw, call: DropoutCall) -> Tensor:
-        before = self._next(draw)
+    def _check_dropout(self, draw: Draw, call: DropoutCall) -> Tensor:
+        before = self._next_draw(draw)
         if draw.shape == before.shape:  # not of tokens: all ranks draw equal numbers
-            if self._is_confused(draw.shape):
+            if self._is_ambiguous(draw.shape):
                 what = (
-                    f"applies dropout to {_text(draw.shape)}, which has the size of the "
+                    f"applies dropout to {_shape_text(draw.shape)}, which has the size of the "
                     "local tokens but does not contain tokens"
                 )
                 raise self._refuse(draw, what)
             return call.by_before()
         if not self._masks.are_of(draw.shape) or self._masks.of_all(draw.shape) != before.shape:
             what = (
-                f"applies dropout to {_text(before.shape)}, and with the local tokens to "
-                f"{_text(draw.shape)}; "
+                f"applies dropout to {_shape_text(before.shape)}, and with the local tokens to "
+                f"{_shape_text(draw.shape)}; "
             )
             raise self._refuse(draw, f"{what}only masks [samples, tokens, …] can be sharded")
         return self._masks.drop(call)
 
-    def _is_confused(self, shape: Sequence[int]) -> bool:
+    def _is_ambiguous(self, shape: Sequence[int]) -> bool:
         first = self._in_training.samples if shape[0] == self._masks.samples else shape[0]
         return self._in_training.are_of((first, *shape[1:]))
 
     def _meet(self, draw: Draw) -> None:
-        if draw.shape != self._next(draw).shape:
+        if draw.shape != self._next_draw(draw).shape:
             what = (
                 f"draws random numbers itself ({draw.operator}), with different shapes for local "
             )
             raise self._refuse(draw, f"{what}and for all tokens")
 
-    def _next(self, draw: Draw) -> Draw:
+    def _next_draw(self, draw: Draw) -> Draw:
         before = self._before.popleft() if self._before else None
         if before is None or (before.module, before.operator) != (draw.module, draw.operator):
             raise self._refuse(draw, "draws random numbers that a single device does not draw")
         return before
 
 
-def _text(shape: Sequence[int]) -> str:
+def _shape_text(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
@@ -314,10 +314,10 @@ def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) ->
     _require_heads(spec, attending)
     _require_plain(model, spec, attending)
     if detect_fake_mode() is None:
-        _Rehearsal(model, spec, attending, _shortened(model, step)).require_alike()
+        _Rehearsal(model, spec, attending, _shorten_sequence(model, step)).require_alike()
 
 
-def _shortened(model: nn.Module, step: ContextParallel) -> ContextParallel:
+def _shorten_sequence(model: nn.Module, step: ContextParallel) -> ContextParallel:
     """Return the step for a sequence that goes through the model in less than a second.
 
     It is the full sequence if that is short enough.
@@ -365,13 +365,13 @@ def _require_heads(spec: Spec, attending: Attending) -> None:
             raise SpecError(*faults)
 
 
-def _cut(spec: Spec) -> MicroBatchCut:
+def _micro_batch_cut(spec: Spec) -> MicroBatchCut:
     is_cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
     slices = spec.degree(Axis.CP) * (spec.degree(Axis.TP) if is_cut else 1)
     return MicroBatchCut(samples=spec.batch.micro, slices=slices)
 
 
-def _nothing(_: AttentionWatch) -> AbstractContextManager[None]:
+def _no_context(_: AttentionWatch) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -406,9 +406,9 @@ class _Rehearsal:
         with copied_buffers(self.model), forked(), without_dropout(self.model):
             before = drawn_state()
             with in_mode(self.model, training=True):
-                self._run(every, self._note)
+                self._run(every, self._record_attention)
             with in_mode(self.model, training=drawn_state() == before):
-                whole = self._run(every, self._note)
+                whole = self._run(every, self._record_attention)
                 for index in sorted(ends):
                     self._require_rank(spans_at(self.step, index), whole)
         with copied_buffers(self.model), forked(), in_mode(self.model, training=True):
@@ -424,7 +424,9 @@ class _Rehearsal:
 
         self._is_drawing = True
         reseed(0)
-        whole = self._run(every, self._note, partial(drawing, drop=note, meet=before.append))
+        whole = self._run(
+            every, self._record_attention, partial(drawing, drop=note, meet=before.append)
+        )
         in_training = context_of(self.spec)
         assert in_training is not None, "the model is cut over cp"
         for index in ends if before else ():
@@ -433,13 +435,13 @@ class _Rehearsal:
                 index,
                 MicroBatchCut(samples=1, slices=self.step.ulysses * self.step.ring),
             )
-            known = masks_at(in_training, index, _cut(self.spec))
-            draws = SlicedDraws(before, masks, known, self._draws_otherwise)
+            known = masks_at(in_training, index, _micro_batch_cut(self.spec))
+            draws = SlicedDraws(before, masks, known, self._draw_error)
             reseed(0)
             self._require_rank(spans_at(self.step, index), whole, draws.around)
             draws.require_all()
 
-    def _draws_otherwise(self, draw: Draw, what: str) -> SpecError:
+    def _draw_error(self, draw: Draw, what: str) -> SpecError:
         return refused(
             self.place, f"{draw.module or self.name} {what}", f"{_BY_DROPOUT}, or remove `mesh.cp`."
         )
@@ -448,33 +450,37 @@ class _Rehearsal:
         self,
         spans: Spans,
         attend: Callable[[str, AttendingCall], Tensor],
-        around: Around = _nothing,
+        around: Around = _no_context,
     ) -> Tensor:
         positions = positions_of(spans, next(self.model.parameters()).device)
         watch = AttentionWatch(self.model, attend)
         with watch.watching(), around(watch):
             return logits_at(self.model, positions, self.positions, self.spec).detach()
 
-    def _note(self, module: str, call: AttendingCall) -> Tensor:
+    def _record_attention(self, module: str, call: AttendingCall) -> Tensor:
         output = call.by_torch(self._torchs)
         self.whole[module] = _Attended(call, output)
         return output
 
-    def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _nothing) -> None:
-        logits = self._run(spans, partial(self._replayed, spans), around)
-        if not _is_alike(logits, _taken(whole, spans, _TOKENS)):
-            raise self._departs(spans, self.name, "returns different logits")
+    def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _no_context) -> None:
+        logits = self._run(spans, partial(self._replay_attention, spans), around)
+        if not _is_alike(logits, _take_spans(whole, spans, _TOKENS)):
+            raise self._difference_error(spans, self.name, "returns different logits")
 
-    def _replayed(self, spans: Spans, module: str, call: AttendingCall) -> Tensor:
+    def _replay_attention(self, spans: Spans, module: str, call: AttendingCall) -> Tensor:
         if (before := self.whole.get(module)) is None or call.fault:
-            raise self._departs(spans, module, call.fault or "computes attention where it did not")
+            raise self._difference_error(
+                spans, module, call.fault or "computes attention where it did not"
+            )
         for what in ("query", "key", "value"):
-            given = _taken(getattr(before.call, what), spans, _OF_HEADS)
+            given = _take_spans(getattr(before.call, what), spans, _OF_HEADS)
             if not _is_alike(getattr(call, what), given):
-                raise self._departs(spans, module, f"passes a different {what} to attention")
-        return _taken(before.output, spans, _OF_HEADS)
+                raise self._difference_error(
+                    spans, module, f"passes a different {what} to attention"
+                )
+        return _take_spans(before.output, spans, _OF_HEADS)
 
-    def _departs(self, spans: Spans, module: str, what: str) -> SpecError:
+    def _difference_error(self, spans: Spans, module: str, what: str) -> SpecError:
         finding = f"{module or self.name}, given only tokens {spans_text(spans)} of "
         finding += f"{self.step.sequence}, "
         finding += f"{what} than with all tokens: "
@@ -494,7 +500,7 @@ class _Rehearsal:
         return refused(self.place, finding, f"{remedy}; or remove `mesh.cp`.")
 
 
-def _taken(x: Tensor, spans: Spans, dim: int) -> Tensor:
+def _take_spans(x: Tensor, spans: Spans, dim: int) -> Tensor:
     return torch.cat([x.narrow(dim, first, behind - first) for first, behind in spans], dim)
 
 

@@ -86,24 +86,26 @@ class SampleSlices(SampleTokens):
         `before_BKT` has the earlier choices on this rank.
         """
         parts = chosen_BKT.split(self._lengths, dim=-1)
-        counts_LBKE = torch.stack([_counts(part, num_experts) for part in parts])
+        counts_LBKE = torch.stack([_count_choices(part, num_experts) for part in parts])
         self.registry.tag(counts_LBKE, State.ACTIVATIONS)
         all_ = all_gathered(counts_LBKE, self.group)  # [N * L, B, K, E], by rank
         in_order = torch.stack([all_[place] for place in self._order], dim=2)  # [B, K, N * L, E]
-        elsewhere_BKLE = _ahead(in_order)[:, :, self._own] - _ahead(counts_LBKE.movedim(0, 2))
+        elsewhere_BKLE = _count_before(in_order)[:, :, self._own] - _count_before(
+            counts_LBKE.movedim(0, 2)
+        )
         ahead = [
             elsewhere_BKLE[:, :, stretch].gather(-1, part) for stretch, part in enumerate(parts)
         ]
         return before_BKT + torch.cat(ahead, dim=-1)
 
 
-def _counts(chosen_BKT: Tensor, num_experts: int) -> Tensor:
+def _count_choices(chosen_BKT: Tensor, num_experts: int) -> Tensor:
     """Return how many tokens chose each expert first, second and so on [B, K, E]."""
     zeros_BKE = chosen_BKT.new_zeros(*chosen_BKT.shape[:-1], num_experts)
     return zeros_BKE.scatter_add(-1, chosen_BKT, torch.ones_like(chosen_BKT))
 
 
-def _ahead(counts_BKLE: Tensor) -> Tensor:
+def _count_before(counts_BKLE: Tensor) -> Tensor:
     """Return how many choices come before each count: all with a lower K, and with equal K those of
     earlier ranges."""
     flat = counts_BKLE.flatten(1, 2)
@@ -243,7 +245,7 @@ class SlicedDocuments(Documents):
             token [B, S], ordered by rank, from which each hop makes a mask. A mask of all keys
             would need the memory of all hops.
         """
-        documents_BS = self.numbered(self._edges(tokens_BT))
+        documents_BS = self.numbered(self._gather_edges(tokens_BT))
         if self.step.gathers:
             num_tokens = tokens_BT.shape[1]
             first = self.group.rank() * num_tokens
@@ -253,7 +255,7 @@ class SlicedDocuments(Documents):
             return added_mask(documents_BS, documents_BS, dtype)
         return taken(documents_BS, self._stretches)
 
-    def _edges(self, tokens_BT: Tensor) -> Tensor:
+    def _gather_edges(self, tokens_BT: Tensor) -> Tensor:
         """Return the document edges of full samples, in the order of tokens."""
         own_BT = (tokens_BT == self.edge).to(torch.uint8)
         whole = own_BT.new_empty(self.group.size() * own_BT.numel())
@@ -264,10 +266,10 @@ class SlicedDocuments(Documents):
             return by_rank_BS
         lengths = [behind - first for first, behind in self._stretches]
         parts = zip(self._stretches, by_rank_BS.split(lengths, dim=1), strict=True)
-        return torch.cat([part for _, part in sorted(parts, key=_first)], dim=1)
+        return torch.cat([part for _, part in sorted(parts, key=_span_start)], dim=1)
 
 
-def _first(part: tuple[tuple[int, int], Tensor]) -> int:
+def _span_start(part: tuple[tuple[int, int], Tensor]) -> int:
     (first, _), _ = part
     return first
 
@@ -403,10 +405,10 @@ class SlicedMasks:
             return self.drop(replace(call, input=by_samples)).flatten(0, 1)
         if x.is_cuda and not call.is_in_place:
             return self.masked(x, call.rate)
-        kept = self._noise(x, call.rate)
+        kept = self._draw_noise(x, call.rate)
         return x.mul_(kept) if call.is_in_place else x * kept
 
-    def _noise(self, x: Tensor, rate: float) -> Tensor:
+    def _draw_noise(self, x: Tensor, rate: float) -> Tensor:
         """Return the factors of at::dropout on a CPU: 0 or 1 / (1 - rate)."""
         own = self._own(x.new_empty(self.of_all(x.shape)).bernoulli_(1 - rate))
         return own.div_(1 - rate)

@@ -43,10 +43,10 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
             module.journey = Travels(group, step.overlaps)
     for _, experts in own:
         if isinstance(experts, RoutedRows):
-            _give_rows(experts, step, mesh)
+            _shard_custom_experts(experts, step, mesh)
             continue
         for projection in experts.children():
-            _give_own(projection, mesh.ordered(step.axes), mesh)
+            _shard_projection(projection, mesh.ordered(step.axes), mesh)
     if step.folded:
         tokens = SampleSlices(mesh.group(step.counting), mesh.registry, step.spans)
         route_slices(model, tokens, mesh.size(step.folded))
@@ -62,26 +62,26 @@ def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
             module.journey.assumed = routing(name if is_layer else name.rpartition(".")[0])
 
 
-def _give_own(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
+def _shard_projection(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
     """Shard the weight of all experts, and let its module read the local shard."""
     # a weight that another axis shards: its module reads the local shard already
     is_read = isinstance(projection.get_parameter("weight"), DTensor)
-    _cut(projection, axes, mesh)
+    _shard_experts(projection, axes, mesh)
     if not is_read:
         OwnSlices().put_on(projection, mesh.submesh(axes))
 
 
-def _give_rows(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
+def _shard_custom_experts(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
     """Shard all tensors of a module that is not built in, and set its number of local experts."""
     for module in experts.modules():
-        _cut(module, mesh.ordered(step.axes), mesh)
-    experts.reading = _own_slices
+        _shard_experts(module, mesh.ordered(step.axes), mesh)
+    experts.reading = _local_tensors
     if isinstance(getattr(experts, NUMBER, None), int):
         setattr(experts, NUMBER, step.number // mesh.size(step.axes))
 
 
 @contextmanager
-def _own_slices(experts: nn.Module) -> Iterator[None]:
+def _local_tensors(experts: nn.Module) -> Iterator[None]:
     """Temporarily replace the tensors of a module and its children by their local shards.
 
     This is not done by hooks of the module. Backward must run the conversion's backward before that
@@ -101,13 +101,13 @@ def _own_slices(experts: nn.Module) -> Iterator[None]:
             vars(module).pop(name, None)
 
 
-def _cut(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
+def _shard_experts(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
     """Shard a module's tensors by their first dimension, the experts."""
-    remake(module, lambda _, weight: _own(weight, axes, mesh))
+    remake(module, lambda _, weight: _shard_tensor(weight, axes, mesh))
 
 
 @torch.no_grad()
-def _own(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
+def _shard_tensor(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
     """Return the rank's shard of an expert tensor as a DTensor."""
     held, meshes = weight, [mesh.submesh((axis,)) for axis in axes]
     placements: list[Placement] = [Shard(0)] * len(axes)
@@ -143,9 +143,9 @@ class StatedRouting:
 
     def lead(self, model: nn.Module) -> None:
         """Route the rows of the model's layers as stated from now on."""
-        assume(model, lambda layer: partial(self._routed, layer))
+        assume(model, lambda layer: partial(self._routed_rows, layer))
 
-    def _routed(self, layer: str, rows: int, ranks: int, own: int, rank: int) -> Routed:
+    def _routed_rows(self, layer: str, rows: int, ranks: int, own: int, rank: int) -> Routed:
         chosen = [
             self._loads.choices(layer, source)[self._micro_batch]
             for source in self._loads.group(self._place)

@@ -140,7 +140,7 @@ class JourneyOverRanks(Journey):
         counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
         received_Ne = exchanged(counts_Ne, self.group)
         self._routed = self._routing(len(x_MC), counts_Ne, received_Ne)
-        x_RC = self._there(x_MC, self._routed.sent, self._routed.received)
+        x_RC = self._send_to_experts(x_MC, self._routed.sent, self._routed.received)
         del x_MC
         x_RC = self._routed.by_expert(x_RC)
         return x_RC, received_Ne.sum(0).cumsum(0, dtype=torch.int32)
@@ -165,7 +165,7 @@ class JourneyOverRanks(Journey):
 
     def places_there(self, x_ESC: Tensor) -> Tensor:
         places = self._places_of(x_ESC)
-        x_NeSC = self._by_rank(self._there(x_ESC, places, places))
+        x_NeSC = self._by_rank(self._send_to_experts(x_ESC, places, places))
         del x_ESC
         return x_NeSC.movedim(0, 1).flatten(1, 2)
 
@@ -182,15 +182,17 @@ class JourneyOverRanks(Journey):
         ranks = self.group.size()
         return [[len(x_ESC) // ranks]] * ranks
 
-    def _there(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
+    def _send_to_experts(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
         if not self._overlaps or self._beside is None:
             return self._travelled(x, left, arrived)
-        transit = Transit(_sums(left), _sums(arrived), self.group)
+        transit = Transit(_sum_by_rank(left), _sum_by_rank(arrived), self.group)
         x, self._computed = transit.around(x, self._beside)
         return x
 
     def _travelled(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
-        return awaited(all_to_all_single_autograd(x, _sums(arrived), _sums(left), self.group))
+        return awaited(
+            all_to_all_single_autograd(x, _sum_by_rank(arrived), _sum_by_rank(left), self.group)
+        )
 
 
 @dataclass
@@ -215,11 +217,11 @@ class Routed:
 
     def by_expert(self, x_RC: Tensor) -> Tensor:
         """Return received rows, ordered by rank and expert, reordered by expert and rank."""
-        return _transposed(x_RC, self.received)
+        return _regroup_rows(x_RC, self.received)
 
     def by_rank(self, y_RC: Tensor) -> Tensor:
         """Return rows ordered by expert and rank, reordered by rank and expert to be sent back."""
-        return _transposed(y_RC, [*zip(*self.received, strict=True)])
+        return _regroup_rows(y_RC, [*zip(*self.received, strict=True)])
 
 
 def heavier(rows: int, ranks: int, own: int, rank: int, *, more: int) -> Routed:
@@ -255,7 +257,7 @@ def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:
     )
 
 
-def _transposed(x_RC: Tensor, counts: Counts) -> Tensor:
+def _regroup_rows(x_RC: Tensor, counts: Counts) -> Tensor:
     """Return rows that are grouped by (outer, inner) of these sizes, regrouped by (inner,
     outer)."""
     if len(counts) == 1 or len(counts[0]) == 1:
@@ -266,7 +268,7 @@ def _transposed(x_RC: Tensor, counts: Counts) -> Tensor:
     return torch.cat([piece for place in range(inner) for piece in pieces[place::inner]])
 
 
-def _sums(counts: Counts) -> list[int]:
+def _sum_by_rank(counts: Counts) -> list[int]:
     return [sum(of_rank) for of_rank in counts]
 
 
