@@ -1,6 +1,8 @@
-"""What the modes of activations move and send beside what every step does: saved tensors that leave
-the device and come back, and the collectives that a recomputation repeats. What a data axis gathers
-is not among them: its unit is there for the backward pass already.
+"""Extra copies and collectives that the activation modes add to a step.
+
+Offloaded tensors are copied off the device and back. A recomputation repeats the collectives of its
+forward pass over tp. Parameters of a data axis are not gathered again: their unit is already
+all-gathered for the backward pass.
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ COPIES = {
 def kept_traffic(
     spec: Spec, plan: Plan, moved: Moved, repeated: Repeated, times: int | None = None
 ) -> Iterator[Traffic]:
-    """Yield what the activations of one rank copy and send in a step: `moved` are (tier, bytes),
-    `repeated` (collective, bytes of the whole tensor), of one micro-batch; so many `times`, None:
-    of each micro-batch."""
+    """Yield the copies and collectives that one rank's activation modes add to a step.
+
+    Args:
+        spec: The spec, for the degree of the tensor axis.
+        plan: The plan of the step.
+        moved: (tier, bytes) of each tensor that leaves the device in one micro-batch.
+        repeated: (collective, bytes of the full tensor) of each repeated call in one micro-batch.
+        times: How many micro-batches to count. None counts all micro-batches of a step.
+    """
     times = plan.accumulate.micro_batches if times is None else times
     for tier, (out, back) in COPIES.items():
         sizes = [size for name, size in moved if name == tier.value]
@@ -51,7 +59,13 @@ def kept_traffic(
 
 
 def activation_row(rank: int, device_bytes: int, moved: Moved) -> Footprint:
-    """Return the row of A of one rank: its bytes on the device, and on the other tiers."""
+    """Return one rank's memory row of activations.
+
+    Args:
+        rank: The rank of the row.
+        device_bytes: Bytes of activations on the device.
+        moved: (tier, bytes) of the activations on other tiers.
+    """
     off = {tier: sum(size for name, size in moved if name == tier.value) for tier in COPIES}
     return Footprint(
         state=State.ACTIVATIONS,

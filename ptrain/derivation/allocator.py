@@ -1,13 +1,18 @@
-"""What torch's caching allocator of CUDA would reserve for the births and deaths of a step.
+"""Simulates the CUDA caching allocator of PyTorch on the allocations and frees of a step.
 
-Reserved is not what lives: the allocator keeps what was freed, stream by stream, and the gaps
-between. Its rules (c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13): sizes are rounded up to
-512 bytes; blocks of at most 1 MiB and larger ones have pools of their own, as has each stream; the
-best fit is taken, split where enough is left, and merged with its free neighbours when it is given
-back; a segment is 2 MiB for small blocks, 20 MiB for those below 10 MiB, else a multiple of 2 MiB.
-Segments that expand (`expandable_segments:True`) grow by such pages in place. Nothing is fitted.
+Reserved memory exceeds live memory: the allocator caches freed blocks by stream, and leaves gaps
+between blocks. Rules (c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13):
 
-Note: NCCL's buffers, and what nobody knows that operators take, are not among a step's events.
+- Sizes are rounded up to 512 bytes.
+- Blocks up to 1 MiB and larger blocks come from separate pools. Each stream has its pools.
+- The best fit is taken, split if enough remains, and merged with free neighbours when freed.
+- A segment is 2 MiB for small blocks, 20 MiB for blocks below 10 MiB, else a multiple of 2 MiB.
+- Segments with `expandable_segments:True` grow in place by such pages.
+
+No constant is fitted to measurements.
+
+Note:
+    A step's events contain neither the buffers of NCCL nor unknown workspaces of operators.
 """
 
 from __future__ import annotations
@@ -18,17 +23,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MIB = 2**20
-COMPUTING = "computing"  # the stream that everything is in which is in no other
-_ROUNDED = 512
-_SMALL = MIB  # the largest block of a small pool
-_PACKED = 10 * MIB  # from here on a segment has one block
+COMPUTING = "computing"  # the default stream
+_ROUNDED = 512  # kMinBlockSize
+_SMALL = MIB  # kSmallSize: the largest block of a small pool
+_PACKED = 10 * MIB  # kMinLargeAlloc: larger segments hold one block
 _SMALL_PAGE, _LARGE_PAGE = 2 * MIB, 20 * MIB
-_MOST_STEPS = 32  # until nothing grows
+_MOST_STEPS = 32  # repeated until the reserved bytes are steady
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorEvent:
-    """`size` bytes are allocated under `key`, or freed (negative), with `stream` current."""
+    """An allocation of `size` bytes under `key` on `stream`, or the free of `key` (negative
+    `size`)."""
 
     key: int
     size: int
@@ -37,8 +43,14 @@ class AllocatorEvent:
 
 @dataclass(slots=True)
 class AllocatedStep:
-    """What lived before a step, what an optimizer's first update adds to it if it does, every
-    change within it, and with which change the update begins."""
+    """The allocations of one training step.
+
+    Attributes:
+        resident: Allocations that exist before the step.
+        moments: Allocations that the optimizer's first update makes and keeps.
+        events: Allocations and frees within the step, in order.
+        update: Index in `events` at which the update begins.
+    """
 
     resident: list[AllocatorEvent] = field(default_factory=list)
     moments: list[AllocatorEvent] = field(default_factory=list)
@@ -48,9 +60,14 @@ class AllocatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """Bytes that stay reserved once nothing grows; `living` at most at once, with what kernels
-    take, `gap` the largest free block where all is computed at that moment, and by stream what is
-    reserved beyond what lived."""
+    """The memory that the allocator reserves in steady state.
+
+    Attributes:
+        device_bytes: Reserved bytes once they no longer grow from step to step.
+        living: Peak of live bytes, including workspaces of kernels.
+        gap: Bytes of the largest free large block of the computing stream at that peak.
+        beyond: By stream, reserved bytes minus the bytes that were live at the peak.
+    """
 
     device_bytes: int
     living: int
@@ -59,9 +76,17 @@ class Reserved:
 
 
 def reserved(step: AllocatedStep, *, expands: bool) -> Reserved | None:
-    """Return what is reserved after the first step, which makes the moments, and as many more as it
-    takes until nothing grows; None where something still does after 32. `expands`: with segments
-    that do."""
+    """Return the memory that the allocator reserves after repeated steps.
+
+    The first step allocates the moments. Steps are repeated until the reserved bytes stay equal.
+
+    Args:
+        step: The allocations of the step.
+        expands: True for `expandable_segments:True`.
+
+    Returns:
+        The steady state, or None if the reserved bytes still grow after 32 repeated steps.
+    """
     allocator = CachingAllocator(expands=expands)
     forward, update = step.events[: step.update], step.events[step.update :]
     for event in (*step.resident, *forward, *step.moments, *update):
@@ -82,8 +107,11 @@ def reserved(step: AllocatedStep, *, expands: bool) -> Reserved | None:
 
 
 class CachingAllocator:
-    """Pools by stream and kind. When most lived in all of them: what lived in each stream, and the
-    largest gap where all is computed."""
+    """The allocator of one device, with a pool for each stream and block size class.
+
+    `at_peak` has the live bytes by stream when the total was highest. `gap` is the size of the
+    largest free large block of the computing stream at that moment.
+    """
 
     def __init__(self, *, expands: bool) -> None:
         self.expands = expands
@@ -94,7 +122,7 @@ class CachingAllocator:
         self._held: dict[int, tuple[AllocatorEvent, int, int]] = {}
 
     def run(self, event: AllocatorEvent) -> None:
-        """Allocate or free."""
+        """Execute an event: allocate, or free the block of its key."""
         if event.size > 0:
             self._held[event.key] = event, *self._pool(event).allocate(event.size)
             self._live[event.stream] += event.size
@@ -108,7 +136,8 @@ class CachingAllocator:
             self.gap = max(where.free, default=(0, 0))[0] if where else 0
 
     def settle(self, resident: Sequence[AllocatorEvent]) -> None:
-        """After a step: what outlives it takes the place of what it replaced."""
+        """End a step: free all blocks except `resident`, then allocate the missing `resident`
+        blocks."""
         there = {event.key for event in resident}
         for key in [key for key in self._held if key not in there]:
             self.run(AllocatorEvent(key, -1))
@@ -118,7 +147,7 @@ class CachingAllocator:
 
     @property
     def reserved(self) -> Counter[str]:
-        """By stream."""
+        """Reserved bytes by stream."""
         sums: Counter[str] = Counter()
         for (stream, _), pool in self._pools.items():
             sums[stream] += pool.reserved
@@ -133,8 +162,12 @@ class CachingAllocator:
 
 
 class Pool:
-    """Small or large blocks of one stream: best fit, split, merged with free neighbours, never
-    given back. A segment that expands grows by pages, and its end is taken last."""
+    """The small or the large blocks of one stream.
+
+    Blocks are taken by best fit, split, and merged with free neighbours. Segments are never
+    returned to the device. An expandable segment grows by pages, and the free block at its end is
+    used last.
+    """
 
     def __init__(self, *, is_small: bool, expands: bool) -> None:
         self.is_small, self.expands = is_small, expands
@@ -144,16 +177,16 @@ class Pool:
         self._ends: dict[int, int] = {}  # end to address
 
     def allocate(self, requested: int) -> tuple[int, int]:
-        """Return the address and the size of a block for so many bytes."""
+        """Return the address and the size of a block of at least `requested` bytes."""
         size = -(-requested // _ROUNDED) * _ROUNDED
-        address, block = self._fitting(size) or self._grown(size)
+        address, block = self._take_fitting(size) or self._grow(size)
         if block - size >= (_ROUNDED if self.is_small or self.expands else MIB + 1):
             self._insert(address + size, block - size)
             block = size
         return address, block
 
     def release(self, address: int, size: int) -> None:
-        """Take a block back."""
+        """Free a block and merge it with the free blocks next to it."""
         if address in self._ends:
             address = self._ends[address]
             size += self._remove(address)
@@ -161,16 +194,18 @@ class Pool:
             size += self._remove(address + size)
         self._insert(address, size)
 
-    def _fitting(self, size: int) -> tuple[int, int] | None:
+    def _take_fitting(self, size: int) -> tuple[int, int] | None:
+        """Remove and return the (address, size) of the smallest free block that fits, or None."""
         best = self.free[(place := bisect_left(self.free, (size, 0))) : place + 2]
         if self.expands and len(best) == 2 and sum(best[0]) == self._top:
             del best[0]
         return (best[0][1], self._remove(best[0][1])) if best else None
 
-    def _grown(self, size: int) -> tuple[int, int]:
+    def _grow(self, size: int) -> tuple[int, int]:
+        """Reserve more memory and return the (address, size) of a new free block."""
         address, there = self._top, 0
         if not self.expands:
-            address += 1  # apart from the segment before: never merged
+            address += 1  # a gap after the previous segment: blocks of two segments never merge
         elif self._top in self._ends:
             address = self._ends[self._top]
             there = self._remove(address)

@@ -1,8 +1,9 @@
-"""The committed traces: one archive of tables, of which a prediction reads what it needs.
+"""Reads and writes the committed traces: an archive of tables, read member by member.
 
-A member is named `part/name`: an ending would stand in the archive twice for each of them. It has
-a line for each way of its table, the way's name and JSON: a prediction decodes a ninth of it.
-`python -m ptrain.traces.write` writes it.
+A member is named `part/name` without a file extension, because the archive stores each name twice.
+A member has one line for each way of its table: the name of the way and its JSON. A prediction
+therefore decodes only the ways it needs, about a ninth of a table. `python -m ptrain.traces.write`
+writes the archive.
 """
 
 from __future__ import annotations
@@ -13,39 +14,39 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
-from zipimport import zipimporter  # of every interpreter; `zipfile` takes as long as ten tables
+from zipimport import zipimporter  # fast: to import `zipfile` takes as long as reading ten tables
 
 PATH = Path(__file__).with_name("traces.zip")
-_WRITTEN = (1980, 1, 1, 0, 0, 0)  # every time, so that equal tables are equal bytes
+_WRITTEN = (1980, 1, 1, 0, 0, 0)  # a constant timestamp, so that equal tables give equal bytes
 
 
 class TablePart(StrEnum):
-    """What tables are of."""
+    """The kinds of tables in the archive."""
 
-    PASSES = "passes"  # of a whole model and of its stages
-    BLOCK = "block"  # by how its activations are kept, and what it computes
-    LOSS = "loss"  # in chunks, and what is computed for it
-    CONTEXT = "context"  # of a block over cp, and what it computes there
-    KERNEL = "kernel"  # of attention, on GPUs
+    PASSES = "passes"  # the passes of a full model and of its stages
+    BLOCK = "block"  # a block's allocations by activation mode, and its operators
+    LOSS = "loss"  # a loss in chunks, and its operators
+    CONTEXT = "context"  # a block over cp, and its operators
+    KERNEL = "kernel"  # attention kernels on GPUs
 
 
 Table = dict[str, Any]
 
 
 def table(part: TablePart, name: str) -> Table:
-    """Return the table of this name, by way. Raises KeyError where there is none."""
+    """Return a full table by way. Raises KeyError if the archive has no table of this name."""
     return {way: read(part, name, way) for way in _lines(part, name)}
 
 
 @cache
 def read(part: TablePart, name: str, way: str) -> Any:
-    """Return one way of a table. Raises KeyError where there is none."""
+    """Return one way of a table. Raises KeyError if the table or the way does not exist."""
     return json.loads(_lines(part, name)[way])
 
 
 @cache
 def _lines(part: TablePart, name: str) -> dict[str, str]:
-    """Return the ways of a table as they are written. Raises KeyError where there is none."""
+    """Return the JSON text of a table by way. Raises KeyError if the table does not exist."""
     try:
         text = zipimporter(str(PATH)).get_data(f"{part}/{name}").decode()
     except OSError:
@@ -56,16 +57,19 @@ def _lines(part: TablePart, name: str) -> dict[str, str]:
 @cache
 def names(part: TablePart) -> set[str]:
     """Return the names of all tables of a part."""
-    return {name for of, name in _members() if of == part}
+    return {name for of, name in _list_members() if of == part}
 
 
 def tables() -> dict[tuple[TablePart, str], Table]:
-    """Return all that there is."""
-    return {(part, name): table(part, name) for part, name in _members()}
+    """Return all tables of the archive by part and name."""
+    return {(part, name): table(part, name) for part, name in _list_members()}
 
 
 def write(tables: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> None:
-    """Put these tables, and no others, into an archive: whole, or not at all."""
+    """Write these tables, and no others, to an archive.
+
+    The new file replaces `path` only when it is complete.
+    """
     from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
     new = path.with_suffix(".new")
@@ -80,7 +84,7 @@ def write(tables: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> N
     new.replace(path)
 
 
-def _members() -> list[tuple[TablePart, str]]:
+def _list_members() -> list[tuple[TablePart, str]]:
     from zipfile import ZipFile
 
     with ZipFile(PATH) as archive:

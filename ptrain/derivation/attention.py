@@ -1,7 +1,9 @@
-"""What attention keeps on GPUs beside its output: the rows of a CPU's kernel, one fp32 a row, batch
-and head, are there too, up to a multiple of rows, and beside them seed and offset of its dropout,
-used or not. Which kernel runs depends on the GPU's compute capability, the dtype, head_dim and
-the version of torch, which `traces.attention_kernels` asks.
+"""Memory that fused attention keeps on GPUs in addition to its output.
+
+A GPU kernel keeps the statistics that a CPU kernel keeps (one fp32 for each row, batch and head),
+but pads their rows to a multiple. It also keeps the seed and the offset of its dropout, used or
+not. The kernel depends on the compute capability of the GPU, the dtype, head_dim and the torch
+version. `traces.attention_kernels` determines it.
 """
 
 from __future__ import annotations
@@ -19,26 +21,33 @@ from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 from ptrain.version import REFERENCE_TORCH
 
-HEAD_DIM_MULTIPLE = 8  # kernels take no other
+HEAD_DIM_MULTIPLE = 8  # kernels support only multiples of it
 
 
 class Statistics(NamedTuple):
-    """What a kernel keeps: statistics of a multiple of `rows`, of `sequence` tokens, and `beside`
-    so many bytes."""
+    """The statistics that an attention kernel keeps for the backward pass.
+
+    Attributes:
+        sequence: Tokens of a sample.
+        rows: Multiple to which the kernel pads the tokens.
+        beside: Additional bytes, for the seed and the offset of dropout.
+    """
 
     sequence: int
     rows: int
     beside: int
 
     def of(self, size: int) -> int:
-        """Return the bytes in place of a CPU's `size`."""
+        """Return the bytes that replace the `size` bytes of a CPU kernel."""
         padded = ceil_div(self.sequence, self.rows) * self.rows
         return size // self.sequence * padded + self.beside
 
 
 class FusedAttention(NamedTuple):
-    """A call of torch's fused attention: what decides which kernel computes it. `is_grouped`: keys
-    have fewer heads than queries."""
+    """A call of `scaled_dot_product_attention`, with the properties that select its kernel.
+
+    `is_grouped` is True if keys have fewer heads than queries.
+    """
 
     dtype: DType
     head_dim: int
@@ -47,13 +56,16 @@ class FusedAttention(NamedTuple):
     is_grouped: bool = False
 
     def kernel(self, sm: int | None) -> str | None:
-        """Return the kernel that torch takes on GPUs of this compute capability; None where it
-        takes none, or where it was not asked for the capability."""
+        """Return the kernel that torch selects on GPUs of compute capability `sm`.
+
+        Returns:
+            The kernel's name. None if torch selects no kernel, or the table does not have `sm`.
+        """
         by_row = _choice(counted_torch()).get(str(sm), {})
         rows = by_row.get(row_name(self.dtype, drops=self.drops), [])
         if self.head_dim % HEAD_DIM_MULTIPLE or self.sequence == 1:
             return None
-        refused = _ungrouped(counted_torch()) if self.is_grouped else ()
+        refused = _kernels_without_groups(counted_torch()) if self.is_grouped else ()
         for first, last, kernel in rows:
             is_refused = kernel in refused
             if first <= self.head_dim <= last and not is_refused:
@@ -61,65 +73,79 @@ class FusedAttention(NamedTuple):
         return None
 
     def statistics(self, sm: int | None) -> Statistics | None:
-        """Return what that kernel keeps; None where there is none, or nobody knows it."""
+        """Return the statistics that the kernel keeps, or None if there is no known kernel."""
         if (kernel := self.kernel(sm)) is None:
             return None
-        return Statistics(self.sequence, *_table("kernels")[kernel])
+        return Statistics(self.sequence, *_read_table("kernels")[kernel])
 
     def goes_by_operators(self, sm: int | None) -> bool:
-        """Return whether torch was asked for this capability, and takes no kernel there though a
-        kernel takes such a head_dim: nothing is padded."""
+        """Return True if torch is known to run separate operators, although a kernel supports
+        head_dim.
+
+        The head_dim is then a multiple that kernels accept, so that nothing is padded.
+        """
         is_known = sm in capabilities() and self.sequence > 1
         return is_known and self.head_dim % HEAD_DIM_MULTIPLE == 0 and self.kernel(sm) is None
 
     def has_kernel(self, sm: int | None) -> bool:
-        """Return whether torch takes a kernel on GPUs of this compute capability; on any that it
-        was asked for, where this one is not among them."""
+        """Return True if torch selects a kernel on GPUs of compute capability `sm`.
+
+        If the table does not have `sm`, return True if any of its capabilities has a kernel.
+        """
         of_these = (sm,) if sm in capabilities() else capabilities()
         return any(self.kernel(capability) is not None for capability in of_these)
 
 
 def capabilities() -> tuple[int, ...]:
-    """Return the compute capabilities that torch was asked for, in rising order."""
+    """Return the compute capabilities of the table, ascending."""
     return tuple(map(int, _choice(counted_torch())))
 
 
-def _table(name: str) -> dict[str, Any]:
+def _read_table(name: str) -> dict[str, Any]:
     table: dict[str, Any] = archive.read(TablePart.KERNEL, "attention", name)
     return table
 
 
 @cache
 def _choice(torch: str) -> dict[str, dict[str, list[list[Any]]]]:
-    """By compute capability, of this version of torch; the tables' own where it was not asked."""
-    versions = _table("choice")
+    """Return the kernels of this torch version, by compute capability.
+
+    Versions without a table use the table of the reference version.
+    """
+    versions = _read_table("choice")
     choice: dict[str, dict[str, list[list[Any]]]]
     choice = versions.get(torch, versions[REFERENCE_TORCH])
     return choice
 
 
 @cache
-def _ungrouped(torch: str) -> tuple[str, ...]:
-    """The kernels in whose place this version of torch goes operator by operator where keys have
-    fewer heads (`sdp_utils.cpp`): efficient attention, up to 2.13."""
-    versions = _table("ungrouped")
+def _kernels_without_groups(torch: str) -> tuple[str, ...]:
+    """Return the kernels that this torch version does not use if keys have fewer heads than
+    queries.
+
+    torch runs separate operators instead (`sdp_utils.cpp`). Up to 2.13 this is efficient attention.
+    """
+    versions = _read_table("ungrouped")
     kernels: list[str] = versions.get(torch, versions[REFERENCE_TORCH])
     return tuple(kernels)
 
 
 def most_rows() -> int:
-    """Return the multiple of rows of which no kernel keeps more."""
-    return max(int(rows) for rows, _ in _table("kernels").values())
+    """Return the largest multiple to which any kernel pads its rows."""
+    return max(int(rows) for rows, _ in _read_table("kernels").values())
 
 
 def row_name(dtype: DType, *, drops: bool) -> str:
-    """Return the name of a row of the table."""
+    """Return the name of a table row for a dtype, with or without dropout."""
     return f"{dtype}-dropout" if drops else str(dtype)
 
 
 def attention_of(spec: Spec) -> FusedAttention | None:
-    """Return the call that a built-in model's blocks make on a spec's GPUs; None where they make
-    none."""
+    """Return the attention call of a built-in model's blocks on a spec's GPUs.
+
+    Returns:
+        The call. None without GPUs, for other models, and for models without fused attention.
+    """
     shape = spec.model
     if not spec.is_for_cuda or not isinstance(shape, ModelShape) or not shape.is_fused:
         return None
@@ -132,15 +158,22 @@ def attention_of(spec: Spec) -> FusedAttention | None:
 
 
 def capability(spec: Spec) -> int | None:
-    """Return the compute capability whose kernels are counted: None where nobody says it, or torch
-    was not asked for it, or activations leave the device: what attention keeps for its dropout
-    stays there, in a storage of its own, which no table has."""
+    """Return the compute capability whose kernels are counted.
+
+    Returns:
+        The compute capability of the spec's GPUs. None if it is unknown, if the table does not have
+        it, or if activations leave the device. In the last case, the dropout state of attention
+        stays on the device in a separate storage, which no table has.
+    """
     return None if leaves_device(spec) or spec.sm not in capabilities() else spec.sm
 
 
 def is_by_operators(spec: Spec) -> bool:
-    """Return whether a built-in model's attention is known to be no kernel on the spec's GPUs, and
-    to have its scores in memory; nobody says it where dropout is between its operators."""
+    """Return True if a built-in model's attention is known to run as separate operators on the
+    GPUs.
+
+    The scores are then in memory. Attention with dropout is unknown and gives False.
+    """
     attention = attention_of(spec)
     if attention is None or attention.drops:
         return False
@@ -148,8 +181,10 @@ def is_by_operators(spec: Spec) -> bool:
 
 
 def may_be_fused(spec: Spec) -> bool:
-    """Return whether attention may be a kernel of its own: nobody knows of a model's own code, nor
-    of a class that has the choice."""
+    """Return True if attention may run as one fused kernel.
+
+    Custom models, and classes that can choose between implementations, may use a kernel.
+    """
     model = spec.model
     if isinstance(model, ModelShape):
         return model.is_fused
@@ -157,13 +192,17 @@ def may_be_fused(spec: Spec) -> bool:
 
 
 def leaves_device(spec: Spec) -> bool:
-    """Return whether activations of any block leave the device."""
+    """Return True if the activations of any block leave the device."""
     return any(kept.tier is not Tier.DEVICE for kept in spec.activations.modes)
 
 
 def statistics_of(spec: Spec, tokens: int) -> Statistics | None:
-    """Return what a built-in model's attention of so many tokens keeps on a spec's GPUs; None where
-    they are a CPU's or nobody knows."""
+    """Return the statistics that a built-in model's attention of `tokens` tokens keeps on a spec's
+    GPUs.
+
+    Returns:
+        The statistics. None if the size is that of a CPU kernel or unknown.
+    """
     if (attention := attention_of(spec)) is None:
         return None
     return attention._replace(sequence=tokens).statistics(capability(spec))

@@ -1,9 +1,10 @@
-"""What one block of a built-in model allocates, by how its activations are kept: the committed
-tables of blocks, evaluated (`traces.block_tables` makes them), and put into a model's timeline.
+"""Allocations of one block of a built-in model, by how its activations are kept.
 
-A block's events stand between its boundaries, whatever is around it: of a whole model, of one
-rank's part of it, or of a stage. There a plain block's are taken out and another's put in; what
-the place adds of its own (a stage's input belongs to the schedule) stays.
+The committed tables of blocks (made by `traces.block_tables`) are evaluated and put into the
+timeline of a model, of one rank's part of a model, or of a stage. In each of them the events of a
+block lie between the block's boundaries. A plain block's events are removed and another block's
+events inserted. Events that the position adds, such as a stage's input, which belongs to the
+schedule, stay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Mark, Run
 
-# The variants that have tables; a tier stands for every one that is not the device.
+# The activation modes that have tables. HOST represents every tier other than the device.
 VARIANTS = (
     ("plain", PLAIN),
     ("full", Kept(policy=FULL)),
@@ -35,7 +36,7 @@ VARIANTS = (
     ("full-offload", Kept(policy=FULL, tier=Tier.HOST)),
 )
 
-# Those that have tables over cp.
+# The modes that have tables over cp.
 OVER_CONTEXT = VARIANTS[:2]
 
 _NAMES = {kept: name for name, kept in VARIANTS}
@@ -48,11 +49,16 @@ _BOUNDARIES = {
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BlockPasses:
-    """The passes of one block of a setting: `forward` and `backward` are what `tables.merged`
-    gives, from boundary to boundary and what follows; `moved` the bytes of each storage that
-    forward takes off the device; `sent` the collectives of its recomputation, with the bytes of the
-    whole tensor; `frees_input`: its input is gone behind its forward pass, and not only behind
-    backward."""
+    """The passes of one block at a setting.
+
+    Attributes:
+        forward: Events from `tables.merged`, from the first boundary on.
+        backward: Like `forward`, for the backward pass.
+        frees_input: True if the block's input is freed after its forward pass, False if it is freed
+            after the backward pass.
+        moved: Bytes of each storage that forward moves off the device.
+        sent: Collectives of the recomputation, with the bytes of the full tensor.
+    """
 
     forward: tuple[Any, ...]
     backward: tuple[Any, ...]
@@ -65,17 +71,22 @@ class BlockPasses:
         return {}
 
     def part(self, *, is_forward: bool) -> BlockPart:
-        """Return its forward or its backward pass, taken apart once."""
+        """Return the forward or the backward pass, split into parts. The result is cached."""
         if is_forward not in self._parts:
             items = self.forward if is_forward else self.backward
-            _, within, after = _parted(items, *_BOUNDARIES[is_forward])
-            self._parts[is_forward] = BlockPart(within, _gaps(within), _net(after))
+            _, within, after = _split_at_block(items, *_BOUNDARIES[is_forward])
+            self._parts[is_forward] = BlockPart(within, _memory_gaps(within), _net_bytes(after))
         return self._parts[is_forward]
 
 
 class BlockPart(NamedTuple):
-    """A block's pass from boundary to boundary, what is allocated and freed behind each of its
-    items, and the bytes that are left of what follows."""
+    """A block's pass between its two boundaries.
+
+    Attributes:
+        within: The events between the boundaries, which are included.
+        gaps: Memory allocated and freed after each boundary and each completed gradient.
+        after: Net bytes of the events after the last boundary.
+    """
 
     within: Sequence[Any]
     gaps: dict[Any, Run]
@@ -83,14 +94,17 @@ class BlockPart(NamedTuple):
 
 
 def is_known(shape: ModelShape, kept: Kept) -> bool:
-    """Return whether a table tells what such a block allocates; else it is traced."""
+    """Return True if a table has the allocations of such a block. Other blocks are traced."""
     has_table = shape.tabulated is not None and shape.attention is not Attention.FLEX
     return has_table and _on_host(kept) in _NAMES
 
 
 def are_known(spec: Spec) -> bool:
-    """Return whether tables tell what the blocks move and send again, whatever is around them. Of
-    other models they do only where no block is kept otherwise than autograd does."""
+    """Return True if tables have the copies and repeated collectives of all blocks.
+
+    For models that are not built in, this is True only if all activations are kept as autograd
+    keeps them.
+    """
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return all(kept.is_plain for kept in spec.activations.modes)
@@ -106,63 +120,67 @@ def _is_moved_known(spec: Spec, shape: ModelShape, kept: Kept) -> bool:
 
 
 def is_known_over_context(shape: ModelShape, kept: Kept) -> bool:
-    """Return whether a table tells what such a block allocates that attends to the tokens of other
-    ranks: of llama's, with fused attention."""
+    """Return True if a table has the allocations of such a block with context parallelism.
+
+    Only llama blocks with fused attention have such tables.
+    """
     is_llama = shape.tabulated is Family.LLAMA and shape.attention is Attention.SDPA
     return is_llama and any(kept == known for _, known in OVER_CONTEXT)
 
 
 def is_as_usual(shape: ModelShape, kept: Sequence[Kept]) -> bool:
-    """Return whether the tables of whole models and stages tell it all."""
+    """Return True if the tables of full models and stages describe all blocks."""
     is_usual = shape.tabulated is not None and shape.attention is Attention.SDPA
     return is_usual and all(mode.is_plain for mode in kept)
 
 
 def variant(kept: Kept) -> str:
-    """Return the name under which tables have it. Raises KeyError for what has none."""
+    """Return the name of a mode in the tables. Raises KeyError for a mode without a table."""
     return _NAMES[_on_host(kept)]
 
 
 def _on_host(kept: Kept) -> Kept:
-    """What is off the device is so whatever its tier."""
+    """Return the mode with the host in place of any tier that is not the device."""
     return kept if kept.tier is Tier.DEVICE else Kept(policy=kept.policy, tier=Tier.HOST)
 
 
 @cache
 def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
-    """Return what one block does in its passes. Raises KeyError for what has no table."""
+    """Return the passes of one block. Raises KeyError if no table has them."""
     if setting.context is not None:
-        return _over_context(setting, setting.context, kept)
+        return _context_block(setting, setting.context, kept)
     evaluated = table(TablePart.BLOCK, setting)
-    parts, entry = evaluated.content["parts"], _entry(setting, kept, attention)
+    parts, entry = evaluated.content["parts"], _table_entry(setting, kept, attention)
     return BlockPasses(
         forward=tuple(evaluated.events(entry["forward"])),
         backward=tuple(evaluated.events(entry["backward"])),
         frees_input=entry["frees_input"],
         moved=tuple(evaluated.sizes[index] for index in parts[entry["moved"]]),
-        sent=tuple(_sent_again(setting, kept, attention)),
+        sent=tuple(_repeated_collectives(setting, kept, attention)),
     )
 
 
-def _sent_again(
+def _repeated_collectives(
     setting: Setting, kept: Kept, attention: Attention
 ) -> Iterator[tuple[Collective, int]]:
-    """Yield what backward sends that a plain one does not."""
+    """Yield the collectives that backward has in addition to a plain block's backward."""
     own, plain = (
         Counter(
             item
             for item in work(setting).operators(of["backward"])
             if isinstance(item, InnerCollective)
         )
-        for of in _passes(setting, kept, attention)
+        for of in _pass_numbers(setting, kept, attention)
     )
     for sent, times in (own - plain).items():
         yield from [(sent.collective, sent.payload)] * times
 
 
-def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasses:
-    """The same where the rank attends to the tokens of others. What it sends is no part of it
-    (`axes.context.cost`)."""
+def _context_block(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasses:
+    """Return the passes of a block that attends to the tokens of other ranks.
+
+    The communication of cp is not included: `axes.context.cost` counts it.
+    """
     evaluated = table(TablePart.CONTEXT, setting)
     entry = evaluated.content[variant(kept)]
     own = entry["places"][part.name]
@@ -179,30 +197,40 @@ def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasse
     )
 
 
-def _entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]:
+def _table_entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]:
     entry: dict[str, Any] = content(TablePart.BLOCK, setting)[attention.value][variant(kept)]
     return entry
 
 
 @cache
 def work(setting: Setting) -> EvaluatedWork:
-    """Return what blocks of a setting compute and send."""
+    """Return the compute and communication of the blocks of a setting."""
     return EvaluatedWork(TablePart.BLOCK, setting, setting.values)
 
 
-def _passes(setting: Setting, kept: Kept, attention: Attention) -> tuple[dict[str, int], ...]:
-    """Return the numbers of the passes of a block that is kept so, and of a plain one. Copies
-    between tiers are no operators."""
+def _pass_numbers(setting: Setting, kept: Kept, attention: Attention) -> tuple[dict[str, int], ...]:
+    """Return the pass numbers of a block with this policy and of a plain block.
+
+    The tier has no effect, because copies between tiers are not operators.
+    """
     ways = work(setting).table.content[attention.value]
     return ways[variant(Kept(policy=kept.policy))], ways[variant(PLAIN)]
 
 
 def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
-    """Return the floating-point operations of one block's matrix products: `forward`, `backward`,
-    and those of forward that backward repeats (`again`). `scores` are those of a sample and head,
-    in the place of all tokens times all tokens."""
+    """Return the floating-point operations of one block's matrix products.
+
+    Args:
+        setting: The setting of the block. Its context part is ignored.
+        kept: How the block keeps its activations.
+        scores: Attention scores per sample and head, in place of the square of the tokens.
+
+    Returns:
+        The operations of `forward`, of `backward`, and of the products of forward that backward
+        recomputes (`again`).
+    """
     setting = setting.without_context
-    own, plain = _passes(setting, kept, setting.shape.attention)
+    own, plain = _pass_numbers(setting, kept, setting.shape.attention)
     forward, backward, all_of_it = (
         work(setting).flops(number, scores)
         for number in (own["forward"], plain["backward"], own["backward"])
@@ -211,9 +239,9 @@ def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
 
 
 def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
-    """Return the (tier, bytes) of every storage that the blocks' forward passes take off the
+    """Return the (tier, bytes) of every storage that the blocks' forward passes move off the
     device."""
-    setting = setting.without_context  # over cp this is the input alone (`_is_moved_known`)
+    setting = setting.without_context  # over cp only the input moves (`_is_moved_known`)
     return tuple(
         (mode.tier.value, size)
         for mode in kept
@@ -223,9 +251,9 @@ def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]
 
 
 def repeated(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
-    """Return the (collective, bytes of the whole tensor) of everything that the blocks' backward
-    passes send again over tp."""
-    setting = setting.without_context  # `axes.context.cost` counts what they send over cp
+    """Return the (collective, bytes of the full tensor) that the blocks' backward passes repeat
+    over tp."""
+    setting = setting.without_context  # `axes.context.cost` counts the traffic of cp
     return tuple(
         (collective.value, size)
         for mode in kept
@@ -236,18 +264,26 @@ def repeated(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], .
 def part_with(
     base: Sequence[Any], setting: Setting, kept: Kept, *, is_forward: bool, held: int
 ) -> list[Any]:
-    """Return `base`, which holds a plain block's pass, with the pass of a block that is kept so.
-    `held`: bytes of its input, if another tensor holds it all along."""
+    """Return the events of a pass with a plain block replaced by a block that is kept as `kept`.
+
+    Args:
+        base: Events that contain a plain block's pass.
+        setting: The setting of the block.
+        kept: How the new block keeps its activations.
+        is_forward: True for a forward pass, False for a backward pass.
+        held: Bytes of the block's input, if another tensor keeps its storage alive all along. Else
+            0.
+    """
     plain = block(setting.without_context, PLAIN, Attention.SDPA)
     other = block(setting, kept, setting.shape.attention)
-    before, of_base, after = _parted(base, *_BOUNDARIES[is_forward])
+    before, of_base, after = _split_at_block(base, *_BOUNDARIES[is_forward])
     of_plain, of_other = (version.part(is_forward=is_forward) for version in (plain, other))
     then = of_other.after - of_plain.after
-    freed = held * (int(other.frees_input) - int(plain.frees_input))  # what is held is not
+    freed = held * (int(other.frees_input) - int(plain.frees_input))  # else it is held
     more = then + (freed if is_forward else -freed)
-    mark, *within = _shifted(of_other, of_base, of_plain)
+    mark, *within = _shift_levels(of_other, of_base, of_plain)
     return [
-        # of a stage that ends with the block the gradient of its output is that of the block's
+        # if a stage ends with this block, the gradient of the stage's output is the block's
         *(*before, mark, *filter(_is_mark_of_others, of_base), *within),
         *([Run(max(more, 0), more)] if more else []),
         *after,
@@ -255,20 +291,28 @@ def part_with(
 
 
 def _is_mark_of_others(item: Any) -> bool:
+    """Return True if the item is a boundary of another unit."""
     return type(item) is tuple and len(item) == 2 and not item[1].startswith(_BLOCK)
 
 
-def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterator[Any]:
-    """Yield a block's events with what its place adds: `base` is a plain block there and `plain`
-    one within a model. A stage's schedule holds the gradient of its output, which a block within a
-    model frees half way, and so the levels behind that point are higher."""
-    there, alone, own = _gaps(base), plain.gaps, block.gaps
+def _shift_levels(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterator[Any]:
+    """Yield a block's events, with the memory that its position adds.
+
+    Args:
+        block: The block to insert.
+        base: The events of a plain block at this position.
+        plain: A plain block within a full model.
+
+    A stage's schedule holds the gradient of its output, but a block within a model frees this
+    gradient half way. The memory levels after that point are therefore higher in a stage.
+    """
+    there, alone, own = _memory_gaps(base), plain.gaps, block.gaps
     assert own.keys() == alone.keys() == there.keys(), "a block has its gradients wherever it is"
     for item in block.within:
         if isinstance(item, Run):
-            continue  # behind the item before it
+            continue  # already yielded after the previous item
         yield item
-        key = _key(item)
+        key = _item_key(item)
         gap, more = own[key], there[key].net - alone[key].net
         is_early = there[key].rise - alone[key].rise == more
         rise = gap.rise + more if is_early else gap.rise
@@ -279,33 +323,35 @@ def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterato
 _NOTHING = Run(0, 0)
 
 
-def _gaps(items: Sequence[Any]) -> dict[Any, Run]:
-    """Return what is allocated and freed behind each boundary of a block's and each gradient that
-    is complete, up to the next of them."""
+def _memory_gaps(items: Sequence[Any]) -> dict[Any, Run]:
+    """Return the memory allocated and freed after each boundary and gradient, up to the next."""
     gaps: dict[Any, Run] = {}
     key = None
     for item in items:
         if not isinstance(item, Run):
-            key = key if _is_mark_of_others(item) else _key(item)
+            key = key if _is_mark_of_others(item) else _item_key(item)
             gaps.setdefault(key, _NOTHING)
         else:
             gaps[key] = item if gaps[key] is _NOTHING else gaps[key].then(item)
     return gaps
 
 
-def _key(item: Any) -> Any:
-    """A boundary, or the name of a gradient."""
+def _item_key(item: Any) -> Any:
+    """Return the key of an item: the boundary itself, or the name of the gradient."""
     return item if len(item) == 2 else item[0]
 
 
-def _parted(
+def _split_at_block(
     items: Sequence[Any], first: Mark, last: Mark
 ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """Before a block, the block with its two boundaries, behind it."""
+    """Split items into those before a block, the block with its boundaries, and the rest."""
     start, end = items.index((first, _BLOCK)), items.index((last, _BLOCK)) + 1
     return items[:start], items[start:end], items[end:]
 
 
-def _net(items: Sequence[Any]) -> int:
-    """Bytes that are left; of completed gradients those that stand alive are counted already."""
+def _net_bytes(items: Sequence[Any]) -> int:
+    """Return the bytes that the items leave allocated.
+
+    Gradients that autograd keeps are not included: they are counted where they complete.
+    """
     return sum(item.net for item in items if isinstance(item, Run))

@@ -1,10 +1,9 @@
-"""What the model computes along a timeline: the seconds of its layers, put where its units begin
-and its gradients complete, around what a wrap does there.
+"""Places the compute of a model on the timeline of a step.
 
-A layer's forward pass is computed when the units that have its tensors are entered; its backward
-pass as its gradients complete, each after its share. Shares are those of the elements of matrices,
-which are what is multiplied. What stands in front of the layers comes first in forward and last in
-backward, what stands behind them the other way round.
+A layer's forward pass is computed when the units that have its tensors are entered. Its backward
+pass is computed as its gradients complete, a share before each gradient. Shares are proportional to
+the elements of matrices, because these are multiplied. Work before the layers (the embedding) comes
+first in forward and last in backward; work after the layers (the head) the other way round.
 """
 
 from __future__ import annotations
@@ -44,10 +43,16 @@ _BACKWARD_ENDS = Mark.PRE_BACKWARD, Mark.POST_BACKWARD
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True, kw_only=True)
 class PlayedWork:
-    """The work of those layers of a model, or of a stage of it, that are played, by name; `front`
-    and `behind` are None where another stage has them. `tensors`: those of each layer, each with
-    its unit's index; `kept`: how the layers' activations are kept; `moved`: what a layer's forward
-    pass takes off the device, by tier."""
+    """The work of a model's or a stage's layers that are simulated.
+
+    Attributes:
+        layers: The work of each layer, by name.
+        tensors: The tensors of each layer, each with the index of its unit.
+        kept: How each layer's activations are kept.
+        front: The work before the layers. None if another stage has it.
+        behind: The work after the layers. None if another stage has it.
+        moved: By layer, the (tier, bytes) that its forward pass moves off the device.
+    """
 
     layers: Mapping[str, LayerWork]
     tensors: Mapping[str, Sequence[tuple[TensorFacts, int]]]
@@ -67,15 +72,25 @@ def work_of_stage(
     played: Representatives | None,
     moved: Sequence[tuple[str, int]],
 ) -> PlayedWork:
-    """Return what of a model's work is a stage's, of these `units` that are played, which may have
-    the `ends` of the model."""
+    """Return the part of a model's work that belongs to a stage.
+
+    Args:
+        spec: The spec, for the activation modes.
+        work: The work of the full model.
+        blocks: The names of the model's layers. Empty for built-in models.
+        stage: The stage.
+        units: The units that are simulated.
+        ends: Whether the stage has the model's start, and whether it has its end.
+        played: The units that represent equal ones. None if each unit is simulated.
+        moved: (tier, bytes) of each activation that a forward pass of the stage moves.
+    """
     numbers = {name: number for number, name in enumerate(block_names(blocks, work))}
     names = [stage.layers[place] for place, _ in played.turns] if played else stage.layers
     kept = spec.activations.of(len(work.layers))
     modes = {name: kept[numbers[name]] for name in stage.layers}
     return PlayedWork(
         kept=modes,
-        moved=_by_layer(modes, moved),
+        moved=_moved_by_layer(modes, moved),
         layers={name: work.layers[numbers[name]] for name in names},
         tensors=_tensors_of(units, names),
         front=work.front if ends[0] else None,
@@ -84,12 +99,17 @@ def work_of_stage(
 
 
 def block_names(blocks: Sequence[str], work: ModelWork) -> Sequence[str]:
-    """Return the names of a model's layers; of one that is built in nobody says them."""
+    """Return the names of a model's layers. Built-in models have `blocks.0` and so on."""
     return blocks or [f"blocks.{number}" for number in range(len(work.layers))]
 
 
-def _by_layer(modes: Mapping[str, Kept], moved: Sequence[tuple[str, int]]) -> dict[str, Moved]:
-    """Return what each layer moves: of each tier all that keep something there as much."""
+def _moved_by_layer(
+    modes: Mapping[str, Kept], moved: Sequence[tuple[str, int]]
+) -> dict[str, Moved]:
+    """Return the (tier, bytes) that each layer moves.
+
+    The bytes of a tier are shared equally by the layers that keep activations there.
+    """
     shares: dict[Tier, int] = {}
     for tier in (Tier.HOST, Tier.FILE):
         number = sum(kept.tier is tier for kept in modes.values())
@@ -103,9 +123,18 @@ def _by_layer(modes: Mapping[str, Kept], moved: Sequence[tuple[str, int]]) -> di
 
 
 class PassScore(NamedTuple):
-    """What is computed in one kind of pass: `first` and `last` behind its first mark and ahead of
-    its last one, `at_unit` as a unit's part begins, `at_gradient` ahead of a gradient; `moved` goes
-    off the device as a unit's forward ends, and is back ahead of its backward."""
+    """The compute of one kind of pass, placed on its timeline.
+
+    Attributes:
+        first: Work after the first mark of the pass.
+        last: Work before the last mark of the pass.
+        at_unit: Work at the start of each unit's part.
+        at_gradient: Work before each gradient completes.
+        opening: The unit of the first mark. None without marks.
+        closing: The unit of the last mark. None without marks.
+        moved: By unit, the activations that leave the device when its forward ends and are back
+            before its backward.
+    """
 
     first: Shares
     last: Shares
@@ -117,9 +146,12 @@ class PassScore(NamedTuple):
 
 
 class ActivationMoves:
-    """What activations off the device take of a pass (`activations.run.apply`). To the host and
-    back they go on lanes of their own; with the first layer that comes back sets out what the one
-    before it moved. A file is written and read by the one that computes."""
+    """The copies of offloaded activations in one pass, as `activations.run.apply` issues them.
+
+    Copies to and from the host run on separate lanes. When a layer's activations have returned, the
+    copy for the next layer of the backward pass starts. Files are written and read synchronously by
+    the rank.
+    """
 
     def __init__(self, clock: Clock, moved: Mapping[int, Moved]) -> None:
         self.clock, self.moved = clock, moved
@@ -127,18 +159,18 @@ class ActivationMoves:
         self.coming: list[Arrival] | None = None
 
     def leave(self, unit: int) -> None:
-        """A unit's forward is over."""
+        """Copy a unit's activations off the device at the end of its forward pass."""
         for tier, size in self.moved.get(unit, ()):
             arrival = self.clock.copy(COPIES[tier][0], size)
             if tier is Tier.FILE:
                 arrival.wait()
 
     def come_back(self, unit: int) -> None:
-        """A unit's backward begins."""
+        """Wait for a unit's activations at the start of its backward pass."""
         if unit not in self.moved:
             return
-        if self.coming is None:  # nobody has set out: first it must be away
-            self.coming = self._set_out(unit, self.clock.free.get(Collective.DEVICE_TO_HOST))
+        if self.coming is None:  # the first one: its copy to the host must have ended
+            self.coming = self._start_return(unit, self.clock.free.get(Collective.DEVICE_TO_HOST))
         for arrival in self.coming:
             arrival.wait()
         self.coming = None
@@ -146,9 +178,9 @@ class ActivationMoves:
             if tier is Tier.FILE:
                 self.clock.copy(COPIES[tier][1], size).wait()
         if unit != self.order[-1]:
-            self.coming = self._set_out(self.order[self.order.index(unit) + 1], None)
+            self.coming = self._start_return(self.order[self.order.index(unit) + 1], None)
 
-    def _set_out(self, unit: int, since: float | None) -> list[Arrival]:
+    def _start_return(self, unit: int, since: float | None) -> list[Arrival]:
         away = None if since is None else max(since, self.clock.now)
         return [
             self.clock.copy(COPIES[tier][1], size, away)
@@ -158,7 +190,7 @@ class ActivationMoves:
 
 
 class Computing:
-    """A wrap whose model computes, in one pass."""
+    """A wrap together with the compute of the model, in one pass."""
 
     def __init__(self, wrap: Marks, clock: Clock, score: PassScore) -> None:
         self.wrap, self.clock, self.score = wrap, clock, score
@@ -171,7 +203,7 @@ class Computing:
 
     def leave(self, unit: int) -> None:
         if unit == self.score.closing:
-            self._play(self.last)
+            self._play_once(self.last)
         self.moves.leave(unit)
         self.wrap.leave(unit)
 
@@ -187,29 +219,29 @@ class Computing:
 
     def after_backward(self, unit: int) -> None:
         if unit == self.score.closing:
-            self._play(self.last)
+            self._play_once(self.last)
         self.wrap.after_backward(unit)
 
     def finish(self) -> None:
-        """The pass is over; one without marks has computed nothing yet."""
-        self._play(self.first)
-        self._play(self.last)
+        """End the pass. A pass without marks computes all its work here."""
+        self._play_once(self.first)
+        self._play_once(self.last)
 
     def _begin(self, unit: int) -> None:
         if unit == self.score.opening:
-            self._play(self.first)
+            self._play_once(self.first)
         for work, share in self.score.at_unit.get(unit, ()):
             self.clock.compute(work, share)
 
-    def _play(self, shares: Shares) -> None:
-        """Once."""
+    def _play_once(self, shares: Shares) -> None:
+        """Compute work and remove it from the list, so that it is computed once."""
         for work, share in shares:
             self.clock.compute(work, share)
         shares.clear()
 
 
 def play_pass(items: Sequence[Item], tape: Tape, wrap: Marks, score: PassScore | None) -> None:
-    """Play a pass, and what the model computes in it."""
+    """Simulate a pass on the tape, with the model's compute if there is a clock."""
     if score is None or tape.clock is None:
         play(items, tape, wrap)
         return
@@ -219,6 +251,7 @@ def play_pass(items: Sequence[Item], tape: Tape, wrap: Marks, score: PassScore |
 
 
 def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
+    """Simulate timeline items: memory on the tape, marks and gradients in the wrap."""
     at = {
         Mark.ENTER: wrap.enter,
         Mark.LEAVE: wrap.leave,
@@ -240,28 +273,35 @@ def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
 
 
 def score(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -> PassScore:
-    """Return what is computed when in a pass with these items."""
+    """Return the compute of a pass, placed on its timeline.
+
+    Args:
+        clock: The clock, for the seconds of each layer.
+        kind: The kind of pass.
+        items: The timeline of the pass.
+        layers: The work of the layers.
+    """
     is_forward = kind is Kind.FORWARD
     marks = [*boundaries(items)]
     opens, closes = _ENDS if is_forward else _BACKWARD_ENDS
-    completed = set() if is_forward else {*_completed(items)}
+    completed = set() if is_forward else {*_completed_parameters(items)}
     at_unit, at_gradient = defaultdict[int, Shares](list), defaultdict[str, Shares](list)
     present, unplaced = {boundary.unit for boundary in marks}, Shares()
     for name, tensors in layers.tensors.items():
-        seconds = _seconds(clock, layers.layers[name], kind, layers.kept[name])
+        seconds = _layer_seconds(clock, layers.layers[name], kind, layers.kept[name])
         for tensor, unit, share in _shares(tensors, completed):
             place = unplaced
             if tensor in completed:
                 place = at_gradient[tensor]
             elif unit in present:
                 place = at_unit[unit]
-            _put(place, seconds, share)
+            _append_share(place, seconds, share)
     front, behind = (
-        [(_seconds(clock, work, kind), 1.0)] if work else []
+        [(_layer_seconds(clock, work, kind), 1.0)] if work else []
         for work in (layers.front, layers.behind)
     )
     first, last = (front, behind) if is_forward else (behind, front)
-    if not is_forward and front and (gradient := _behind_layers(items, at_gradient)):
+    if not is_forward and front and (gradient := _gradient_after_layers(items, at_gradient)):
         at_gradient[gradient], last = front, []
     return PassScore(
         first=[*first, *unplaced],
@@ -270,12 +310,13 @@ def score(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -
         at_gradient=at_gradient,
         opening=next((b.unit for b in marks if b.mark is opens), None),
         closing=next((b.unit for b in reversed(marks) if b.mark is closes), None),
-        moved=_moved(marks, layers, is_forward=is_forward),
+        moved=_moved_at_units(marks, layers, is_forward=is_forward),
     )
 
 
-def _put(place: Shares, work: PassSeconds, share: float) -> None:
-    """Add a share of a layer's pass. Shares that follow each other are one, unless they send."""
+def _append_share(place: Shares, work: PassSeconds, share: float) -> None:
+    """Append a share of a layer's pass. Consecutive shares are merged, unless the pass
+    communicates."""
     if place and place[-1][0] is work and not work.sums and not work.messages:
         share += place.pop()[1]
     place.append((work, share))
@@ -284,9 +325,12 @@ def _put(place: Shares, work: PassSeconds, share: float) -> None:
 def _shares(
     tensors: Sequence[tuple[TensorFacts, int]], completed: Container[str]
 ) -> Iterator[tuple[str, int, float]]:
-    """Yield (tensor, its unit, its share) of those of a layer whose gradients complete in a pass,
-    else of all: by their elements, where there are matrices by those of matrices. A layer without
-    tensors has one share."""
+    """Yield (tensor, index of its unit, share) of a layer.
+
+    Shares are those of the tensors whose gradients complete in the pass, or of all tensors if none
+    do. They are proportional to the elements of matrices, or of all tensors if there are no
+    matrices. A layer without tensors has one share.
+    """
     own = [(t, unit) for t, unit in tensors if t.name in completed] or tensors
     sizes = [t.numel if len(t.shape) > 1 else 0 for t, _ in own]
     if not any(sizes):
@@ -300,9 +344,14 @@ def _shares(
     )
 
 
-def _moved(marks: Sequence[Boundary], layers: PlayedWork, *, is_forward: bool) -> dict[int, Moved]:
-    """Return what moves at which unit, in the order of the pass: a layer's goes when the last unit
-    that has tensors of it ends, and comes when the first one's backward begins."""
+def _moved_at_units(
+    marks: Sequence[Boundary], layers: PlayedWork, *, is_forward: bool
+) -> dict[int, Moved]:
+    """Return the activations that move at each unit, in the order of the pass.
+
+    A layer's activations leave when its last unit ends, and return when the backward of its first
+    unit begins.
+    """
     if not layers.moved:
         return {}
     mark = Mark.LEAVE if is_forward else Mark.PRE_BACKWARD
@@ -315,23 +364,23 @@ def _moved(marks: Sequence[Boundary], layers: PlayedWork, *, is_forward: bool) -
     return {unit: tuple(at[unit]) for unit in order if at.get(unit)}
 
 
-def _seconds(clock: Clock, work: LayerWork, kind: Kind, kept: Kept = PLAIN) -> PassSeconds:
-    return clock.pass_seconds(_pass(work, kind), around(kept, kind))
+def _layer_seconds(clock: Clock, work: LayerWork, kind: Kind, kept: Kept = PLAIN) -> PassSeconds:
+    return clock.pass_seconds(_pass_work(work, kind), around(kept, kind))
 
 
-def _pass(work: LayerWork, kind: Kind) -> PassWork:
+def _pass_work(work: LayerWork, kind: Kind) -> PassWork:
     match kind:
         case Kind.FORWARD:
             return work.forward
         case Kind.BACKWARD:
             return work.backward
         case Kind.INPUT:
-            return _half(work, work.inputs)
+            return _require_half(work, work.inputs)
         case Kind.WEIGHT:
-            return _half(work, work.weights)
+            return _require_half(work, work.weights)
 
 
-def _half(work: LayerWork, half: PassWork) -> PassWork:
+def _require_half(work: LayerWork, half: PassWork) -> PassWork:
     if work.backward and not (work.inputs or work.weights):
         raise UnknownRate("the work of the two backward halves of this model is unknown")
     return half
@@ -340,7 +389,7 @@ def _half(work: LayerWork, half: PassWork) -> PassWork:
 def _tensors_of(
     units: Sequence[UnitFacts], layers: Sequence[str]
 ) -> dict[str, list[tuple[TensorFacts, int]]]:
-    """Return by layer its tensors, each with its unit's index."""
+    """Return the tensors of each layer, each with the index of its unit."""
     parts: dict[str, list[tuple[TensorFacts, int]]] = {name: [] for name in layers}
     for index, unit in enumerate(units):
         for tensor in unit.tensors:
@@ -350,18 +399,18 @@ def _tensors_of(
     return parts
 
 
-def _completed(items: Iterable[Item]) -> Iterator[str]:
-    """Yield the parameters whose gradients complete, of what is repeated once."""
+def _completed_parameters(items: Iterable[Item]) -> Iterator[str]:
+    """Yield the parameters whose gradients complete, those of repeated items once."""
     for item in items:
         if isinstance(item, Complete):
             yield item.parameter
         elif isinstance(item, Repeated):
-            yield from _completed(item.items)
+            yield from _completed_parameters(item.items)
 
 
-def _behind_layers(items: Iterable[Item], of_layers: Mapping[str, Shares]) -> str | None:
-    """Return the first gradient behind those of all layers."""
+def _gradient_after_layers(items: Iterable[Item], of_layers: Mapping[str, Shares]) -> str | None:
+    """Return the first gradient that completes after all gradients of layers, or None."""
     following: str | None = None
-    for parameter in _completed(items):
+    for parameter in _completed_parameters(items):
         following = None if parameter in of_layers else following or parameter
     return following

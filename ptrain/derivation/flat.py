@@ -1,7 +1,7 @@
-"""Flat units on ghosts: the life that trains (`axes.data.units`), played along a model's timeline.
+"""Simulates flat units: the training code of `axes.data.units` runs on ghost tensors.
 
-What is torch's here is what autograd does with a gradient: it adds it to one that is there, takes
-it over, or (`cloned`) copies it.
+The only part of torch that is imitated is autograd's treatment of a gradient: it adds the gradient
+to an existing one, takes it over, or copies it (`cloned`).
 """
 
 from __future__ import annotations
@@ -30,22 +30,27 @@ from ptrain.steps.step import Clip, Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Complete, Kind, Mark
 
-# The views of a rank's part of G of which there is a norm each, where those of tensors that an
-# operator axis cuts are apart.
+# The views of a rank's gradients that have separate norms. They are needed if tensors whose
+# operators are sharded have norms apart from those of other tensors.
 
 
-Views = tuple[tuple[int, bool], ...]  # elements, and whether their operators are cut
+Views = tuple[tuple[int, bool], ...]  # elements, and whether their operators are sharded
 Degrees = tuple[tuple[Axis, int], ...]
-# Of equal units: elements and flag of each tensor, the axes that cut their G, the size of their
-# buffers, and the axes that cut anything, with their degrees.
+# The key of equal units: elements and flag of each tensor, the axes that shard their gradients, the
+# size of their buffer, and the axes that shard any state, with their degrees.
 Cut = tuple[Views, Axes, int, Axes, tuple[int, ...]]
 
 
 class NormedViews:
-    """The views of all units; equal units have equal ones."""
+    """The views of a rank's gradients that have separate norms, for all units. Equal units share
+    views."""
 
     def __init__(self, states: Iterable[tuple[UnitState[Ghost], int]]) -> None:
-        """`states`: each with how many units are like it."""
+        """Collect the units.
+
+        Args:
+            states: Each unit's state, with the number of units that it represents.
+        """
         numbers: dict[Cut, int] = {}
         self._number_of: list[int] = []  # by unit
         self._cut_over: list[Axes] = []  # by unit
@@ -63,13 +68,13 @@ class NormedViews:
         self._views: list[tuple[Views, ...]] = []
 
     def kinds(self, degrees: Degrees) -> Sequence[int]:
-        """Return for each shard over axes, the outermost first, a number that shards share which
-        have the same views."""
-        kinds, self._views = _kinds(self._cuts, degrees)
+        """Return a number for each shard over these axes, outermost first. Shards with equal views
+        have equal numbers."""
+        kinds, self._views = _number_views(self._cuts, degrees)
         return kinds
 
     def by_operator(self, kind: int, clip: Clip) -> list[list[int]]:
-        """Return the elements of all views of a kind of shard, in the groups of the norm."""
+        """Return the elements of all views of a kind of shard, by group of the norm."""
         of_kinds, whole = self._views[kind], len(clip.groups) - 1
         groups: list[list[int]] = [[] for _ in clip.groups]
         for number, cut_over in zip(self._number_of, self._cut_over, strict=True):
@@ -80,10 +85,14 @@ class NormedViews:
 
 
 @lru_cache(maxsize=2**8)
-def _kinds(cuts: tuple[Cut, ...], degrees: Degrees) -> tuple[list[int], list[tuple[Views, ...]]]:
-    """Return the number of the views of each shard over axes, and by number those in a unit of each
-    kind. A search asks of the same units hundreds of times."""
-    of_cuts = [_of_shards(cut, degrees) for cut in cuts]
+def _number_views(
+    cuts: tuple[Cut, ...], degrees: Degrees
+) -> tuple[list[int], list[tuple[Views, ...]]]:
+    """Return the number of each shard's views, and by number the views in each kind of unit.
+
+    The result is cached, because a search asks for the same units hundreds of times.
+    """
+    of_cuts = [_views_by_shard(cut, degrees) for cut in cuts]
     shards = zip(*of_cuts, strict=True) if cuts else [()] * math.prod(d for _, d in degrees)
     numbers: dict[tuple[Views, ...], int] = {}
     kinds = [numbers.setdefault(views, len(numbers)) for views in shards]
@@ -91,12 +100,14 @@ def _kinds(cuts: tuple[Cut, ...], degrees: Degrees) -> tuple[list[int], list[tup
 
 
 @lru_cache(maxsize=2**10)
-def _of_shards(cut: Cut, degrees: Degrees) -> list[Views]:
-    """Return the views in a unit of each shard over axes; along one that does not cut G there is
-    one place."""
+def _views_by_shard(cut: Cut, degrees: Degrees) -> list[Views]:
+    """Return the views of a unit in each shard over axes.
+
+    An axis that does not shard the gradients has one place.
+    """
     tensors, cutting, padded, axes, own = cut
-    if {*axes} <= {*cutting}:  # a shard is one stretch
-        views = _in_order(tensors, padded, math.prod(own))
+    if {*axes} <= {*cutting}:  # a shard is one contiguous range
+        views = _views_in_order(tensors, padded, math.prod(own))
         strides = {axis: math.prod(own[at + 1 :]) for at, axis in enumerate(axes)}
         indices = [0]
         for axis, degree in degrees:
@@ -111,9 +122,11 @@ def _of_shards(cut: Cut, degrees: Degrees) -> list[Views]:
     return all_views
 
 
-def _in_order(tensors: Views, padded: int, shards: int) -> list[Views]:
-    """Return the views of each of so many stretches of a buffer: most lie within one run of
-    tensors whose operators are alike."""
+def _views_in_order(tensors: Views, padded: int, shards: int) -> list[Views]:
+    """Return the views of each of `shards` equal parts of a buffer.
+
+    Most parts lie within one run of tensors with the same flag, and have a single view.
+    """
     size = padded // shards
     views: list[Views | None] = [None] * shards
     for start, end, is_cut in whole_runs(tensors, padded):
@@ -131,10 +144,10 @@ def _views(of_shard: Iterable[tuple[int, int, bool]]) -> Views:
     return tuple([(end - start, is_cut) for start, end, is_cut in of_shard])
 
 
-# Does something to items, each of the unit with its number, as often as there are such units.
+# Runs an action on (number of a unit, item), counted for all units that the unit represents.
 Repeat = Callable[[Iterable[tuple[int, Any]], Callable[[Any], None]], None]
 
-SCALE_BYTES = 4  # fp32, as is the flag of an overflow
+SCALE_BYTES = 4  # an fp32 scalar: the clipping scale, or the overflow flag
 
 _HOOKS = {
     Collective.ALL_GATHER: Hook.FLAT_GATHER,
@@ -144,8 +157,7 @@ _HOOKS = {
 
 
 class GhostMembers:
-    """Tensors of a unit that have a buffer together, and what autograd does with their
-    gradients."""
+    """The tensors of a unit that share a buffer, with autograd's treatment of their gradients."""
 
     def __init__(self, tensors: Sequence[TensorFacts], reader: Reader) -> None:
         self.names = [tensor.name for tensor in tensors]
@@ -153,14 +165,19 @@ class GhostMembers:
         self.are_cut = [tensor.is_cut for tensor in tensors]
         self.cutting_axes = next((t.cut_over for t in tensors if t.is_cut), ())
         self._reader = reader
-        self._values: Ghost | None = None  # what parameters are views of
-        self._bound: dict[int, Ghost] = {}  # what their gradients are views of
+        self._values: Ghost | None = None  # the buffer of which parameters are views
+        self._bound: dict[int, Ghost] = {}  # by tensor, the buffer of its gradient
         self._gradients: dict[int, Storage] = {}
 
     def adopt(self, whole: Ghost) -> None:
+        """Make the parameters views of a full buffer."""
         self._values = whole
 
     def write(self, index: int, whole: Ghost, *, is_bound: bool) -> None:
+        """Copy a gradient into the buffer, or fill its place with zeros if there is none.
+
+        With `is_bound`, the gradient becomes a view of the buffer.
+        """
         gradient = self._gradients.pop(index, None)
         size = math.prod(self.shapes[index]) * whole.dtype.itemsize
         if gradient is None:
@@ -172,16 +189,19 @@ class GhostMembers:
             self._bound[index] = whole
 
     def collect(self, index: int, whole: Ghost) -> None:
+        """Copy a gradient, if there is one, into the buffer."""
         if (gradient := self._gradients.pop(index, None)) is not None:
             size = gradient.size + math.prod(self.shapes[index]) * whole.dtype.itemsize
             self._reader.computed(OperatorKind.COPY, whole.dtype, size)
 
     def unbind(self) -> None:
+        """Drop all gradients."""
         self._bound.clear()
         self._gradients.clear()
 
     def arrive(self, index: int, gradient: Complete) -> None:
-        """A gradient is complete, and stands alive unless it is to be copied."""
+        """Accept a completed gradient: add it to the existing one, or keep it, copied if it is
+        cloned."""
         self._reader.allocated(autograd.added(gradient), Tier.DEVICE)
         if index in self._bound:
             dtype = self._bound[index].dtype
@@ -195,8 +215,7 @@ class GhostMembers:
 
 
 class RepeatedLife(ModelLife[Ghost]):
-    """The units that are played, each of which stands for so many: what is done to all of them is
-    counted as often."""
+    """The units that are simulated, each counted for all the units it represents."""
 
     def __init__(
         self,
@@ -211,11 +230,12 @@ class RepeatedLife(ModelLife[Ghost]):
         self._place: dict[object, int] = {unit: place for place, unit in enumerate(self.all)}
 
     def do(self, units: Iterable[U], act: Callable[[U], None]) -> None:
+        """Run `act` on the units, counted for all the units they represent."""
         self._repeat(((self._place[unit], unit) for unit in units), act)
 
 
 class RepeatedUpdate(TargetsUpdate[Ghost, Target[Ghost]]):
-    """The update of the units that are played, each counted for all that it stands for."""
+    """The update of the simulated units, each counted for all the units it represents."""
 
     repeat: Repeat
 
@@ -225,8 +245,15 @@ class RepeatedUpdate(TargetsUpdate[Ghost, Target[Ghost]]):
 
 
 class Flat:
-    """Flat units at the marks of a timeline. `chosen` are those that are played (all, where it is
-    not given). What the units keep is there before anything is read."""
+    """A wrap of flat units, driven by the marks of a timeline.
+
+    The storages that the units keep between steps are allocated before the tape reads.
+
+    Args:
+        scene: The scene of the wrap.
+        step: How the units are wrapped.
+        chosen: The units to simulate. None simulates those of the scene.
+    """
 
     updates_alike = True
 
@@ -244,14 +271,14 @@ class Flat:
         scene.tape.hooks.update(_HOOKS)
         self.room = GhostRoom(scene.tape, degrees, {})
         buckets = [own for own in places_of(scene.plan, facts) if facts[own[0]].numel]
-        self.used = [_joined([facts[place] for place in bucket]) for bucket in buckets]
+        self.used = [_join_units([facts[place] for place in bucket]) for bucket in buckets]
         self.times = [times[bucket[0]] for bucket in buckets]
         self.members = [GhostMembers(unit.trained, scene.tape) for unit in self.used]
         self._cuts: dict[tuple[int, tuple[Axis, ...]], Cuts[Ghost]] = {}
-        self.parts = [self._parts(*pair) for pair in zip(self.used, self.members, strict=True)]
+        self.parts = [self._make_parts(*pair) for pair in zip(self.used, self.members, strict=True)]
         is_pipelined = scene.plan.pipeline is not None
         self.units = RepeatedLife(self.parts, step, self._repeat, is_pipelined=is_pipelined)
-        self.update_of = self._update()
+        self.update_of = self._make_update()
         numbers = {place: number for number, bucket in enumerate(buckets) for place in bucket}
         self._played = [numbers.get(place) for place in range(len(facts))]
         self._root = len(facts) - 1
@@ -267,13 +294,15 @@ class Flat:
         scene.tape.is_reading = True
 
     def _repeat(self, numbered: Iterable[tuple[int, Any]], act: Callable[[Any], None]) -> None:
-        """Count what is done to units, given with their numbers, for all that these stand for. The
-        units of a block take turns where blocks are repeated."""
+        """Run `act` on numbered units, counted for all the units they represent.
+
+        The units of a block take turns if blocks are repeated.
+        """
         for times, of_block in groupby(numbered, key=lambda pair: self.times[pair[0]]):
-            turn = partial(_do, act, [item for _, item in of_block])
+            turn = partial(_run_each, act, [item for _, item in of_block])
             self.tape.repeat(times if self.tape.is_reading else 1, turn)
 
-    def _parts(self, unit: UnitFacts, members: GhostMembers) -> UnitParts[Ghost]:
+    def _make_parts(self, unit: UnitFacts, members: GhostMembers) -> UnitParts[Ghost]:
         step, layout = flat_step_of(self.scene.plan, unit), self.scene.plan.update.layout
         trained = frozen = None
         if unit.trained:
@@ -285,13 +314,13 @@ class Flat:
         return UnitParts(trained=trained, frozen=frozen, step=step, is_root=unit.is_root)
 
     def _cuts_of(self, numel: int, step: FlatUnits) -> Cuts[Ghost]:
-        """Return the cuts of a buffer, which equal units have the same of."""
+        """Return the shards of a buffer. Equal units share them."""
         kind = numel, cut_axes(step)
         if kind not in self._cuts:
             self._cuts[kind] = Cuts(self.room, *kind, self.step.reduce_scatter)
         return self._cuts[kind]
 
-    def _update(self) -> RepeatedUpdate:
+    def _make_update(self) -> RepeatedUpdate:
         optimizer, layout = self.scene.spec.optimizer, self.scene.plan.update.layout
         states = [[] if parts.trained is None else [parts.trained] for parts in self.parts]
         groups: list[list[Target[Ghost]]] = [
@@ -317,7 +346,7 @@ class Flat:
         return update
 
     def _first_step(self) -> None:
-        """A step that nobody reads: of what it leaves to the next one."""
+        """Run one step that is not counted, for the state that it leaves to the next step."""
         numbers = [self._played[unit] for unit in self.scene.order(Mark.ENTER)]
         order = [number for number in numbers if number is not None] or range(len(self.used))
         for number in order:
@@ -372,18 +401,20 @@ class Flat:
             unit.accumulated(index)
 
     def after_backward(self, unit: int) -> None:
-        """End the micro-batch when the root's backward is over, unless it is one in halves."""
+        """End a unit's backward. With the root's backward, end the micro-batch too, unless it is in
+        halves."""
         if (number := self._played[unit]) is not None:
             self.units.all[number].after_backward()
         if unit == self._root and self.half is None:
             self.end()
 
     def end(self) -> None:
-        """The micro-batch is over; a parameter that had no part in the loss left its unit open."""
+        """End the micro-batch, including units left open by a parameter that had no part in the
+        loss."""
         self.units.end_pass(is_last=self.is_last)
 
     def storages(self) -> Iterator[tuple[State, Ghost]]:
-        """Yield what is kept now, each tensor with its state."""
+        """Yield the storages that are kept now, each with its state."""
         yield from self.units.storages()
         yield from self.update_of.storages()
 
@@ -406,7 +437,7 @@ class Flat:
             return
         self.units.for_update()
         if self._is_by_view and self.tape.is_reading:
-            self.views = NormedViews(self._counted())
+            self.views = NormedViews(self._normed_units())
             differing = self.scene.plan.differing_axes
             self.kinds = self.views.kinds(
                 tuple((f.axis, f.degree) for f in self.scene.spec.factors if f.axis in differing)
@@ -415,11 +446,16 @@ class Flat:
             self.tape.spike(SCALE_BYTES)
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """The pieces of tensors in its shards: all else is alike."""
+        """Return the kind of views in a shard. Everything else is equal in all shards."""
         return self.kinds[shard] if self._is_by_view and not self.step.consumed else 0
 
     def clipped(self, shard: int) -> list[list[int]] | None:
-        """On the gradients' tier, but for the scalar that is reduced."""
+        """Return the elements of the gradients in each norm group, or None if they are not on the
+        device.
+
+        Norms are computed on the tier of the gradients. If that is not the device, only the scalar
+        that is reduced is allocated on it.
+        """
         if self.step.consumed:
             return None
         if self._is_by_view:
@@ -427,23 +463,26 @@ class Flat:
             assert clip is not None, "whose norms are of views"
             return self.views.by_operator(self.kinds[shard], clip)
         if self._on_device:
-            kept = [(state.gradients.kept, times) for state, times in self._counted()]
+            kept = [(state.gradients.kept, times) for state, times in self._normed_units()]
             return [[ghost.numel for ghost, times in kept if ghost for _ in range(times)]]
         step = self.scene.plan.clip
         if step is not None and step.axes:
             self.tape.spike(max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize))
         return None
 
-    def _counted(self) -> Iterator[tuple[UnitState[Ghost], int]]:
-        """Yield the units of which this rank has norms, with how many each stands for: what it has
-        a copy of, in a unit of its own, is counted on another stage."""
+    def _normed_units(self) -> Iterator[tuple[UnitState[Ghost], int]]:
+        """Yield the units whose norms this rank computes, with the number of units that each
+        represents.
+
+        A tensor that is a copy, in a separate unit, is counted on another stage.
+        """
         for unit, parts, times in zip(self.used, self.parts, self.times, strict=True):
             if parts.trained and not all(tensor.is_copy for tensor in unit.trained):
                 yield parts.trained, times
 
     @property
     def _is_by_view(self) -> bool:
-        """Whether there is a norm of each view of G."""
+        """True if each view of the gradients has a separate norm."""
         return self._on_device and self.scene.plan.is_clipped_apart
 
     @property
@@ -456,22 +495,22 @@ class Flat:
             self.update_of.step(0.0, scale)
 
     def finish_update(self) -> None:
-        """Gathers that were issued during the update are awaited."""
+        """Wait for the gathers that the update issued, and clear the gradients."""
         self.units.finish_update()
         self.units.clear_gradients()
 
 
 def places_of(plan: Plan, units: Sequence[UnitFacts]) -> tuple[tuple[int, ...], ...]:
-    """Return the places of the units that have a buffer together."""
+    """Return the places of the units that share a buffer."""
     return buckets_of(plan, [(unit.modules, unit.trained_numel) for unit in units])
 
 
 def joined(plan: Plan, units: Sequence[UnitFacts]) -> list[UnitFacts]:
     """Return the units of a plan of flat units as they are reduced and updated."""
-    return [_joined([units[place] for place in bucket]) for bucket in places_of(plan, units)]
+    return [_join_units([units[place] for place in bucket]) for bucket in places_of(plan, units)]
 
 
-def _joined(units: Sequence[UnitFacts]) -> UnitFacts:
+def _join_units(units: Sequence[UnitFacts]) -> UnitFacts:
     if len(units) == 1:
         return units[0]
     return UnitFacts(
@@ -481,18 +520,18 @@ def _joined(units: Sequence[UnitFacts]) -> UnitFacts:
 
 
 def flat_step_of(plan: Plan, unit: UnitFacts) -> FlatUnits:
-    """Return how a unit of a plan of flat units is wrapped."""
+    """Return the wrap of a unit in a plan of flat units."""
     step = plan.wrap_of(unit.modules)
     assert isinstance(step, FlatUnits), "without an axis flat units are flat units"
     return step
 
 
 def cut_axes(step: FlatUnits) -> tuple[Axis, ...]:
-    """The axes along which any state is a shard, in mesh order."""
+    """Return the axes along which any state is sharded, in mesh order."""
     cut = {*step.parameters, *step.optimizer, *step.gradients}
     return tuple(axis for axis in step.axes if axis in cut)
 
 
-def _do(act: Callable[[Any], None], items: Iterable[Any]) -> None:
+def _run_each(act: Callable[[Any], None], items: Iterable[Any]) -> None:
     for item in items:
         act(item)

@@ -1,6 +1,8 @@
-"""The micro-batches in flight on every rank, and the peaks: each rank's step replayed once for all
-ranks that have the same parts of the same stages. Without a pipeline the model is one stage, whose
-micro-batches go forward and backward one after the other."""
+"""The memory and time of micro-batches in flight, by simulating each rank's step.
+
+One simulation serves all ranks that have the same parts of the same stages. Without a pipeline the
+model is one stage, whose micro-batches go forward and backward one at a time.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,13 @@ from ptrain.steps.experts import ByLayer
 from ptrain.timeline import Kind, Run
 from ptrain.units import grouped
 
-# What a rank allocates in a step: its instructions, replayed, with what crosses the boundaries of
-# its stages and what each stage's wrap does.
-#
-# A stage's input and output live until their micro-batch has come back, with halves until the
-# second of them, and what is sent until its `Release`; where two stages of a rank follow each
-# other, one's output is the other's input.
+# Lifetimes: a stage's input and output live until their micro-batch's backward pass is done, with
+# halves until the second half. A sent tensor lives until its `Release`.
 
 
 class Did(NamedTuple):
-    """What a pass allocated, what was spent in it and on what it `left` to the next pass, and the
-    seconds of both; `tail`: those since its last collective."""
+    """The recorded result of a pass: its memory (`run`), the time `spent` in it, its `seconds`, the
+    seconds since its last collective (`tail`), and the seconds it `left` to the next pass."""
 
     run: Run
     spent: tuple[Seconds, Seconds]
@@ -61,10 +59,10 @@ class Did(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank has of a stage: its wrapping and its passes; `representatives` are whom they
-    play, `scores` what they compute when, and `known` is what a pass did that left the wrap as it
-    was, by its kind and the wrap's state. `micro_batches` are the passes of each where they
-    differ."""
+    """One rank's part of a stage: its wrapping and its passes. `representatives` are the units
+    simulated for equal ones, `scores` the compute of each kind of pass. `known` has the results of
+    passes that left the wrap's state unchanged, by kind, passes and state. `micro_batches` are the
+    passes of each micro-batch, if they differ."""
 
     index: int
     ghost: Wrapping
@@ -79,12 +77,12 @@ class Part:
         return self.micro_batches[micro_batch] if self.micro_batches else self.passes
 
 
-Turns = Iterable[tuple[int, Sequence[Instruction]]]  # with how often they come in a row
+Turns = Iterable[tuple[int, Sequence[Instruction]]]  # (consecutive repetitions, instructions)
 
 
 def turns(own: Sequence[Instruction], *, are_alike: bool) -> Turns:
-    """Return the instructions of a rank's step. Where its micro-batches go forward and backward one
-    after the other and `are_alike`, all are as the second until the last one."""
+    """Return a rank's instructions as (repetitions, instructions). If `are_alike`, micro-batches go
+    forward and backward one at a time, and all but the first and the last equal the second."""
     if not are_alike or len(own) < 6:
         return ((1, own),)
     return (1, own[:2]), (len(own) // 2 - 2, own[2:4]), (1, own[-2:])
@@ -99,8 +97,10 @@ def play_rank(
     most: float = inf,
     gaps: Gaps | None = None,
 ) -> RankStep:
-    """Play the `instructions` of one step up to the update; `is_last` is the index of the model's
-    last stage. Raises TooLarge for a peak above `most`."""
+    """Simulate the passes of one rank's step, without the update.
+
+    `is_last` is the index of the model's last stage. A peak above `most` bytes raises TooLarge.
+    """
     rank = RankStep(spec, parts, is_last, Tape(clock=clock, most=most), gaps)
     rank.begin()
     for times, some in instructions:
@@ -114,48 +114,48 @@ def play_rank(
 
 @dataclass(slots=True)
 class _Stage:
-    """`nets`: bytes that passes leave, but for gradients, by the passes of a micro-batch. `left`:
-    backward passes of the step. What the wrap says of itself is asked once after each pass that was
-    played: with those that are known it stays as it is."""
+    """A stage's state in a step. `nets` caches the net bytes of passes without gradients, `left`
+    counts backward passes. The wrap's state is read after each simulated pass; recorded passes keep
+    it."""
 
     part: Part
     wrap: Wrap
     left: int
     nets: dict[int, dict[Kind, int]] = field(default_factory=dict)
     begun: bool = False
-    turn: tuple[bool, bool] | None = None  # whether the first backward pass is to come, or the last
+    turn: tuple[bool, bool] | None = None  # (is first, is last) of the next backward pass
     state: Hashable = None
     lingering: int = 0
     gathered: int = 0
 
     def net(self, kind: Kind, passes: Passes) -> int:
-        """Return the bytes that a pass leaves, but for gradients."""
+        """Return the bytes that a pass leaves allocated, without gradients."""
         if id(passes) not in self.nets:
             self.nets[id(passes)] = {k: sum(map(net, items)) for k, items in passes.items.items()}
         return self.nets[id(passes)][kind]
 
     def begin(self, *, is_last: bool) -> None:
-        """A backward pass is to come."""
+        """Prepare the wrap for a backward pass."""
         turn = (not self.begun, is_last)
         if turn != self.turn:
             self.wrap.begin(is_first=not self.begun, is_last=is_last)
             self.turn, self.state = turn, self.wrap.signature()
 
     def has_played(self) -> None:
-        """A pass was played."""
+        """Update the record of the wrap's state after a simulated pass."""
         self.turn, self.state = None, self.wrap.signature()
         self.lingering, self.gathered = self.wrap.lingering(), self.wrap.gathered()
 
 
 class RankStep:
-    """One rank's step. `most`: bytes of activations when most of them lived as a backward pass
-    began, and `most_moved` what was off the device then, by tier; `gathered`: of units, when the
-    last one did; where a clock goes along, the `seconds` of each action, and of these the `tails`,
-    since its last collective; `passes` are those of all, `left` is what the pass before left to the
-    next one, and `late` what reductions take behind all passes. Where `gaps` are given, the rank
-    waits so long for others before an action. `updates`: peaks by shard. `is_alone`: no other rank
-    has a part of the model, so that no message comes, and no pass is taken for an equal one, which
-    what is on its way found otherwise."""
+    """The simulation of one rank's step. `most`: bytes of activations at the start of the backward
+    pass at which they were most, and `most_moved` those on other tiers then. `gathered`: bytes of
+    all-gathered units at the start of the last backward pass. With a clock: `seconds` of each
+    action, `tails` since its last collective, `passes` of all passes, `left` by the previous pass
+    to the next one, and `late` of reductions after all passes. `gaps`: seconds that the rank waits
+    before an action. `updates`: peak bytes by shard. `is_alone`: no pipeline. Then no message
+    arrives, and recorded passes are not reused, because communication in progress differs from pass
+    to pass."""
 
     def __init__(
         self,
@@ -172,14 +172,14 @@ class RankStep:
         self.updates: dict[int, int] = {}
         self.seconds: dict[Action, float] = {}
         self.tails: dict[Action, float] = {}
-        self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
+        self.stages = {part.index: _make_stage(spec, part, self.tape) for part in parts}
         self.boundaries = _Boundaries(self.tape, parts, last)
         self.saved = self.most = self.gathered = 0
         self.moved: dict[str, int] = {}
         self.most_moved: dict[str, int] = {}
 
     def begin(self) -> None:
-        """Begin what an update left to the passes."""
+        """Start the work that an update left to the passes."""
         if self.is_alone:
             return
         for stage in self.stages.values():
@@ -189,7 +189,7 @@ class RankStep:
             self.left = clock.seconds
 
     def end(self) -> None:
-        """Wait for what the passes left."""
+        """Wait for the work that the passes left."""
         clock = self.tape.clock
         self.passes = clock.seconds if clock else 0.0
         if not self.is_alone:
@@ -199,7 +199,7 @@ class RankStep:
         self.passes -= self.left
 
     def run(self, instructions: Iterable[Instruction]) -> None:
-        """Do some of the step, in this order."""
+        """Execute instructions in order."""
         for instruction in instructions:
             match instruction:
                 case Action():
@@ -216,7 +216,7 @@ class RankStep:
         if action.stage == 0 and kind is Kind.INPUT:
             self.seconds[action] = self.tails[action] = 0.0
             self.idle += self.gaps.get(action, 0.0) if self.gaps else 0.0
-            return  # nobody waits for gradients of tokens
+            return  # tokens have no gradients
         if action.stage == 0 and kind is Kind.WEIGHT:
             kind = Kind.BACKWARD
         if kind is Kind.FORWARD:
@@ -228,7 +228,7 @@ class RankStep:
         self.idle = 0.0
         if self.tape.clock:
             self.tape.clock.now += gap
-        seconds, left = self._play(stage, kind, passes)
+        seconds, left = self._play_pass(stage, kind, passes)
         self.seconds[action] = max(self.left - gap, 0.0) + seconds
         self.left = left
         self.tails[action] = self.tape.clock.since_met if self.tape.clock else 0.0
@@ -241,7 +241,7 @@ class RankStep:
             whole = stage.net(Kind.FORWARD, passes) + stage.net(Kind.BACKWARD, passes)
             loss = whole - passes.output - passes.hidden
             self.saved -= loss
-            if not self.is_alone:  # the timeline of a whole model ends with its loss
+            if not self.is_alone:  # the timeline of a full model includes the loss
                 self.tape.add(-loss)
 
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
@@ -260,7 +260,7 @@ class RankStep:
         stage.begun = stage.begun or kind is not Kind.INPUT
 
     def update(self, shards: Iterable[int], sums: Iterable[Traffic]) -> None:
-        """The passes are over: update, on the ranks with these shards. `sums` are those of tensors
+        """Simulate the update on the ranks with these shards. `sums` are the all-reduces of tensors
         that the first and the last stage share."""
         clock = self.tape.clock
         self.tape.enter(Phase.UPDATE)
@@ -270,18 +270,18 @@ class RankStep:
         self.updates = play_update([stage.wrap for stage in self.stages.values()], shards)
 
     def rows(self) -> tuple[Footprint, ...]:
-        """Return what lives between the passes."""
+        """Return the memory rows of activations and of all-gathered units."""
         return (
             activation_row(0, self.most, tuple(self.most_moved.items())),
             Footprint(state=State.TRANSIENT, rank=0, device_bytes=self.gathered),
         )
 
     def known(self, stage: _Stage, key: Hashable) -> Did | None:
-        """Return what an equal pass did; None where there was none."""
+        """Return the recorded result of an equal pass, or None."""
         return None if self.is_alone else stage.part.known.get(key)
 
-    def _play(self, stage: _Stage, kind: Kind, passes: Passes) -> tuple[float, float]:
-        """Return the seconds that it takes, and those of what it leaves to the next pass."""
+    def _play_pass(self, stage: _Stage, kind: Kind, passes: Passes) -> tuple[float, float]:
+        """Return the seconds of a pass, and the seconds it leaves to the next pass."""
         before, clock = stage.state, self.tape.clock
         if (known := self.known(stage, (kind, id(passes), before))) is not None:
             self.tape.spike(known.run.rise)
@@ -289,7 +289,7 @@ class RankStep:
             if clock is not None:
                 clock.add(known.spent)
                 clock.meet(since=known.tail)
-                if self.gaps:  # what is under way goes on, unless the pass puts more on its lane
+                if self.gaps:  # other lanes progress during the pass
                     clock.now += known.seconds
                     for lane in clock.free.keys() & {key.axes for key in known.spent[1]}:
                         clock.free[lane] += known.seconds
@@ -297,7 +297,7 @@ class RankStep:
         start = clock.moment() if clock else None
         if not self.is_alone:
             if clock is not None:
-                clock.meet()  # a message came, or the pass before sent one
+                clock.meet()  # a message arrived, or the previous pass sent one
             self.tape.hook(Hook.PIPELINE_PASS)
         peak, level = self.tape.peak, self.tape.level
         self.tape.peak = level
@@ -325,14 +325,14 @@ class RankStep:
 
 
 def seed_bytes(layout: Layout) -> int:
-    """Return the bytes of a trace's seed that backward does not allocate: of a scaled loss it
-    begins with the scale, which lives for the whole run, in place of torch's 1. The loss and the
-    scale are fp32, unless the model computes in fp64, and the scale is cast."""
+    """Return the bytes of the backward seed in a trace that a run does not allocate. Backward of a
+    scaled loss starts from the scale, which lives for the full run, instead of torch's seed of 1.
+    Both are fp32; a model in fp64 casts the scale, which allocates."""
     is_own = layout.scales_loss and layout.parameters is not DType.FP64
     return DType.FP32.itemsize if is_own else 0
 
 
-def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
+def _make_stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
     own = part.ghost.wrapped
     scene = Scene(
         tape=tape,
@@ -351,13 +351,13 @@ def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
     return stage
 
 
-_Tensor = tuple[Phase, int, int]  # its boundary by the stage in front of it, and its micro-batch
+_Tensor = tuple[Phase, int, int]  # the stage before its boundary, and its micro-batch
 
 
 class _Boundaries:
-    """The tensors at the boundaries of a rank's stages, one of each micro-batch in flight, by how
-    often each is held: `size` bytes in all. Where two stages of a rank follow each other, what one
-    takes is what the other gives; behind the last one stand the logits."""
+    """The tensors at the boundaries of a rank's stages, counted by holder, of `size` bytes in
+    total. If two consecutive stages are on the rank, the output of one is the input of the other.
+    The last stage's output is the logits."""
 
     def __init__(self, tape: Tape, parts: Sequence[Part], last: int) -> None:
         self.tape, self.last, self.size = tape, last, 0
@@ -372,51 +372,53 @@ class _Boundaries:
             self.sizes[Phase.BACKWARD, stage - 1] = hidden
 
     def passed(self, kind: Kind, action: Action) -> int:
-        """A pass is over: it has made its output, or the gradient of its input, and nobody needs
-        what it took. Between the halves the stage's state keeps input, output and its gradient; the
-        input keeps its own gradient. Return the bytes that are no longer the pass's."""
+        """End a pass and return the bytes that no longer count as the pass's. The pass made its
+        output, or the gradient of its input, and its inputs are no longer needed. Between the
+        halves of a backward pass the stage keeps input, output and the output's gradient; the input
+        keeps its gradient."""
         stage, index, is_last = action.stage, action.microbatch, action.stage == self.last
         output, taken = (Phase.FORWARD, stage, index), (Phase.FORWARD, stage - 1, index)
         given, came = (Phase.BACKWARD, stage - 1, index), (Phase.BACKWARD, stage, index)
-        if kind is Kind.FORWARD:  # held for its own backward, too
-            return self._hold(output, 1 + (stage + 1 in self.own))
-        size = self._hold(given) if stage and kind is not Kind.WEIGHT else 0
+        if kind is Kind.FORWARD:  # held for its backward pass too
+            return self._add_holder(output, 1 + (stage + 1 in self.own))
+        size = self._add_holder(given) if stage and kind is not Kind.WEIGHT else 0
         if kind is Kind.INPUT:
-            self._hold(given)
+            self._add_holder(given)
             if is_last:
-                self._drop(output)
+                self._drop_holder(output)
             return size
         if stage:
-            self._drop(taken)
+            self._drop_holder(taken)
         if kind is Kind.BACKWARD or not is_last:
-            self._drop(output)
+            self._drop_holder(output)
         if kind is Kind.WEIGHT:
-            self._drop(given)
+            self._drop_holder(given)
         if not is_last:
-            self._drop(came)
+            self._drop_holder(came)
         return size
 
     def receive(self, message: Message) -> None:
-        """A buffer is made, held for the pass that takes it."""
-        self.tape.add(self._hold(_tensor(message)))
+        """Allocate a buffer, held for the pass that uses it."""
+        self.tape.add(self._add_holder(_boundary_tensor(message)))
 
     def send(self, message: Message) -> None:
-        """A gradient goes over from the stage to its send; an output is held by both."""
+        """Hold an output for its send in addition to the stage. A gradient passes from the stage to
+        its send."""
         if message.phase is Phase.FORWARD:
-            self._hold(_tensor(message))
+            self._add_holder(_boundary_tensor(message))
 
     def release(self, message: Message) -> None:
-        self._drop(_tensor(message))
+        self._drop_holder(_boundary_tensor(message))
 
-    def _hold(self, tensor: _Tensor, times: int = 1) -> int:
-        """Return the bytes that are there from now on."""
+    def _add_holder(self, tensor: _Tensor, times: int = 1) -> int:
+        """Add holders of a tensor, and return the bytes if it is new, else 0."""
         size = 0 if tensor in self.holders else self.sizes[tensor[:2]]
         self.size += size
         self.holders[tensor] = self.holders.get(tensor, 0) + times
         return size
 
-    def _drop(self, tensor: _Tensor) -> None:
-        """One less holds it."""
+    def _drop_holder(self, tensor: _Tensor) -> None:
+        """Remove a holder, and free the tensor with the last one."""
         self.holders[tensor] -= 1
         if not self.holders[tensor]:
             del self.holders[tensor]
@@ -424,17 +426,17 @@ class _Boundaries:
             self.tape.add(-self.sizes[tensor[:2]])
 
 
-def _tensor(message: Message) -> _Tensor:
+def _boundary_tensor(message: Message) -> _Tensor:
     is_gradient = message.phase is Phase.BACKWARD
     return message.phase, message.source - is_gradient, message.microbatch
 
 
-Place = tuple[int, int, int]  # along pp, along tp, and of a rank's tokens where these differ
-_Alike = tuple[int, tuple[int, ...], int]  # along pp, along tp by stage, and which rows it sends
+Place = tuple[int, int, int]  # along pp, the cutting axes, and the tokens if they matter
+_Alike = tuple[int, tuple[int, ...], int]  # along pp, the cutting axes by stage, and id of its rows
 
 
 class Flight(NamedTuple):
-    """Rows of activations and of gathered units, and the peaks, by rank."""
+    """Memory rows of activations and all-gathered units, the peaks, and the step time, by rank."""
 
     memory: ByRank[Footprint]
     peaks: ByRank[Peak]
@@ -450,14 +452,17 @@ def in_flight(
     stands_for: Mapping[int, int] | None = None,
     limit: float = inf,
 ) -> Flight:
-    """`base` are the resident rows; where `timing` is given clocks go along. `stands_for`: which
-    place along pp is played for each, itself where nothing is said. Raises TooLarge for a peak
-    above `limit`."""
+    """Simulate the step on every rank.
+
+    `base` are the rows of resident memory. Without `timing`, only memory is simulated. `stands_for`
+    gives the place along pp that represents a place; None simulates all. A peak above `limit` bytes
+    raises TooLarge.
+    """
     most = least_above(base, limit)
     played: dict[_Alike, RankStep] = {}
     shards = positions(spec, stages[0].plan.differing_axes)
     like: dict[Place, _Alike] = {}
-    instructions, part_of = training(schedule), cache(partial(_part_of, spec, stages, timing))
+    instructions, part_of = training(schedule), cache(partial(_make_part, spec, stages, timing))
     cutting, loads = stages[0].plan.cutting_axes, stages[0].plan.loads
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
     places = list(zip(*(positions(spec, names) for names in axes), strict=True))
@@ -467,7 +472,7 @@ def in_flight(
         stand_in, firsts, _ = key
         pairs = [*zip(schedule.stages_of(stand_in), firsts, strict=True)]
         of_rank = [
-            _own_part(part_of(stages[stage].like, at), stages[stage], at, rows)
+            _specialize_part(part_of(stages[stage].like, at), stages[stage], at, rows)
             for stage, at in pairs
         ]
         clock = timing.clock_of(firsts[0]) if timing else None
@@ -480,14 +485,14 @@ def in_flight(
 
     for place, index, tokens in sorted(set(places)):
         stand_in = stands_for[place] if stands_for else place
-        # of ranks with the same parts the first stands for all
+        # the first of the ranks with equal parts represents all of them
         firsts = tuple(stages[stage].of(index)[1] for stage in schedule.stages_of(stand_in))
         key = like[place, index, tokens] = stand_in, firsts, id(rows_of[tokens])
         if key not in played:
             played[key] = play(key, rows_of[tokens])
     if timing and schedule.ranks > 1 and stages[0].plan.wrap.works_between_passes:
-        part_of.cache_clear()  # passes did what they did without gaps
-        gaps = idle_gaps(_times(played), timing)
+        part_of.cache_clear()  # it has results recorded without gaps
+        gaps = idle_gaps(_rank_times(played), timing)
         rows_at = {id(rows): rows for rows in rows_of.values()}
         played = {key: play(key, rows_at[key[2]], gaps[key[0]]) for key in played}
     ranks = [like[place] for place in places]
@@ -498,12 +503,12 @@ def in_flight(
     return Flight(
         memory=rows_by_rank(ranks, lambda rank: played[rank].rows()),
         peaks=peaks(always(base), keys, above),
-        step=step_time(schedule, _times(played), timing) if timing else None,
+        step=step_time(schedule, _rank_times(played), timing) if timing else None,
     )
 
 
-def _times(played: Mapping[_Alike, RankStep]) -> list[RankTime]:
-    """Return the times of the ranks that clocks went along with."""
+def _rank_times(played: Mapping[_Alike, RankStep]) -> list[RankTime]:
+    """Return the times of the ranks that had a clock."""
     return [
         RankTime(place, rank.seconds, rank.tails, rank.passes, rank.late, rank.tape.clock)
         for (place, *_), rank in played.items()
@@ -512,9 +517,9 @@ def _times(played: Mapping[_Alike, RankStep]) -> list[RankTime]:
 
 
 def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
-    """Reduce what is partial, one norm over all, and the optimizer: the peak on the rank with each
-    of `shards`. Of flat units an update leaves nothing to play another with; it is alike on all
-    ranks, but for the norms before it."""
+    """Simulate reductions, the norm over all wraps and the optimizer, and return the peak on the
+    rank with each of `shards`. Flat units are updated once, because their update leaves nothing to
+    simulate another with. It is equal on all ranks, except for the norms before it."""
     scene = wraps[0].scene
     tape = scene.tape
     for wrap in wraps:
@@ -531,7 +536,7 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     for (shard, (at_once, stays)), all_of_kind in zip(clips.items(), alike.values(), strict=True):
         if not (peaks and is_alike):
             tape.level = tape.peak = before + stays
-            if clock and start:  # all ranks begin at the same moment
+            if clock and start:  # all ranks start the update at the same time
                 clock.back_to(start)
             clip(scene, clipped[shard])
             if clock:
@@ -549,10 +554,10 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     return peaks
 
 
-def _part_of(
+def _make_part(
     spec: Spec, stages: Sequence[StageParts], timing: StepTiming | None, stage: int, index: int
 ) -> Part:
-    """Return the part of a stage that the rank at this place along tp has."""
+    """Return the part of a stage on the rank at this place along the cutting axes."""
     taken = stages[stage]
     ghost, _ = taken.of(index)
     if taken.passes:
@@ -572,10 +577,10 @@ def _part_of(
     )
 
 
-def _own_part(part: Part, taken: StageParts, index: int, rows: ByLayer | None) -> Part:
-    """Return the part as an equal stage has it, on the rank at this place along tp whose tokens
-    send and get these rows."""
+def _specialize_part(part: Part, taken: StageParts, index: int, rows: ByLayer | None) -> Part:
+    """Return the part for a stage that equals the simulated one, with the rows that the rank's
+    tokens send and receive."""
     micro_batches = taken.micro_batches(index, rows)
-    # what a pass did is known to all of them: it depends on the wrap's signature alone
+    # equal stages share recorded results, which depend only on the wrap's state
     known = {} if micro_batches else part.known
     return replace(part, index=taken.stage.index, micro_batches=micro_batches, known=known)

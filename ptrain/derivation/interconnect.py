@@ -1,9 +1,10 @@
-"""Proposition 1: tensor parallelism across a slow interconnect waits for its latency in every sum;
-and how many nodes of a cluster a group of ranks spans.
+"""Proposition 1: the latency of tensor parallelism across a slow interconnect.
 
-The paper says O(L · α). Here the collectives are those that a step really has, each a ring of 2
-(N-1) hops for an all-reduce and N-1 for any other, every hop at the pace of the slowest link; a
-send is one hop. Nothing is hidden behind a computation.
+The paper gives O(L · α). Here the collectives are those of the step, each a ring: 2 (N-1) hops for
+an all-reduce, N-1 for any other collective, one for a send. Every hop has the latency of the
+slowest link. Overlap with compute is not considered.
+
+The module also computes how many nodes of a cluster a group of ranks spans.
 """
 
 from __future__ import annotations
@@ -22,25 +23,28 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, groups
 from ptrain.units import counted, format_bytes
 
-# The part of the host's memory bandwidth that an update reaches: DeepSpeed's CPU-Adam takes 0.22 s
-# for a billion elements of 28 bytes on a DGX-2 with 256 GB/s (Ren et al. 2021, ZeRO-Offload, table
-# 4, not looked up again).
+# The fraction of the host's memory bandwidth that an update reaches: DeepSpeed's CPU-Adam takes
+# 0.22 s for a billion elements of 28 bytes on a DGX-2 with 256 GB/s (Ren et al. 2021, ZeRO-Offload,
+# table 4, not re-checked).
 _HOST_SHARE = 0.5
 
 Degrees = tuple[tuple[str, int], ...]  # of the mesh, outermost axis first
 
 
 def host_seconds(cluster: Cluster | None, size: int, ranks: int) -> float:
-    """Return the seconds in which each of the `ranks` of a node reads and writes `size` bytes of
-    its host's memory. Raises UnknownRate if the bandwidth of the memory is unknown."""
+    """Return the seconds for each of `ranks` ranks of a node to read and write `size` bytes of host
+    memory.
+
+    Raises:
+        UnknownRate: The bandwidth of the host's memory is unknown.
+    """
     if cluster is None or not cluster.host_bandwidth:
         raise UnknownRate("the host computes the update, and the cluster has no `host_bandwidth`")
     return size * ranks / (_HOST_SHARE * cluster.host_bandwidth)
 
 
 class Network:
-    """The groups of a spec's ranks, `devices_per_node` of which are on a node; `world` ranks in
-    all, on so many `nodes`."""
+    """The placement of a spec's `world` ranks on `nodes` nodes."""
 
     def __init__(self, spec: Spec) -> None:
         self._degrees = tuple((factor.axis.value, factor.degree) for factor in spec.factors)
@@ -52,18 +56,22 @@ class Network:
 
     @property
     def interference(self) -> float:
-        """How much longer compute takes while a collective runs."""
+        """The fraction by which compute is slower while a collective runs."""
         return self.cluster.slowdown_beside_collectives if self.cluster else 0.0
 
     @property
     def straggling(self) -> float:
-        """The part of a step by which this many nodes make it longer."""
+        """The fraction by which this number of nodes makes a step longer."""
         per_doubling = self.cluster.slowdown_per_doubling if self.cluster else 0.0
         return per_doubling * log2(self.nodes)
 
     def host_seconds(self, size: int) -> float:
-        """Return the seconds in which one rank's share of its host reads and writes `size` bytes.
-        Raises UnknownRate if the bandwidth of the host's memory is unknown."""
+        """Return the seconds for one rank to read and write `size` bytes of host memory, shared
+        with the other ranks of its node.
+
+        Raises:
+            UnknownRate: The bandwidth of the host's memory is unknown.
+        """
         return host_seconds(self.cluster, size, min(self.world, self._per_node))
 
     def ordered(self, axes: Sequence[Axis]) -> tuple[str, ...]:
@@ -73,22 +81,24 @@ class Network:
         return self._names[key]
 
     def group(self, axes: tuple[str, ...], neighbours: int | None = None) -> tuple[int, int]:
-        """Return how many ranks a group along `axes` has (or `neighbours`, that many ranks of it
-        next to each other), and on how many nodes they are, where they are on most."""
-        members, _ = _group(self._degrees, axes)
+        """Return the ranks and the nodes of a group along `axes`, or of `neighbours` consecutive
+        ranks of it.
+
+        The number of nodes is the maximum over all such groups.
+        """
+        members, _ = _group_ranks(self._degrees, axes)
         number = neighbours or len(members)
         return number, self._nodes(axes, tuple(range(0, len(members), number)), number)
 
     def pair(self, axis: Axis) -> int:
-        """Return on how many nodes two ranks are that follow each other along an axis: on two, if
-        any such pair is."""
+        """Return 2 if any two consecutive ranks along an axis are on different nodes, else 1."""
         axes = (axis.value,)
-        members, _ = _group(self._degrees, axes)
+        members, _ = _group_ranks(self._degrees, axes)
         return self._nodes(axes, tuple(range(len(members) - 1)), 2)
 
     def ends(self, axis: Axis) -> int:
-        """Return on how many nodes the first and the last rank along an axis are."""
-        members, others = _group(self._degrees, (axis.value,))
+        """Return the number of nodes, 1 or 2, of the first and the last rank along an axis."""
+        members, others = _group_ranks(self._degrees, (axis.value,))
         last = members[-1]
         return max(
             len({rank // self._per_node, (rank + last) // self._per_node}) for rank in others
@@ -98,9 +108,9 @@ class Network:
         return _nodes(self._degrees, axes, self._per_node, starts, number)
 
 
-@lru_cache(maxsize=256)  # the variants of a search have few meshes
-def _group(degrees: Degrees, axes: tuple[str, ...]) -> tuple[list[int], list[int]]:
-    """Return the ranks of the first group along `axes`, and the first ranks of all groups."""
+@lru_cache(maxsize=256)  # a search has many candidates on few meshes
+def _group_ranks(degrees: Degrees, axes: tuple[str, ...]) -> tuple[list[int], list[int]]:
+    """Return the ranks of the first group along `axes`, and the first rank of each group."""
     members, others = [0], [0]
     stride = 1
     for name, degree in reversed(degrees):
@@ -117,8 +127,9 @@ def _group(degrees: Degrees, axes: tuple[str, ...]) -> tuple[list[int], list[int
 def _nodes(
     degrees: Degrees, axes: tuple[str, ...], per_node: int, starts: tuple[int, ...], number: int
 ) -> int:
-    """Return the most nodes that `number` ranks of a group are on, beginning at any of `starts`."""
-    members, others = _group(degrees, axes)
+    """Return the maximum number of nodes of `number` consecutive ranks of a group, from any of
+    `starts`."""
+    members, others = _group_ranks(degrees, axes)
     return max(
         len({(first + rank) // per_node for rank in members[start : start + number]})
         for start in starts
@@ -126,13 +137,21 @@ def _nodes(
     )
 
 
-_FEW_RANKS = 8
+_FEW_RANKS = 8  # a message lists at most this number of ranks
 
 
 class Link(NamedTuple):
-    """What a step of one rank of `axis` sends through the slowest link of its groups, which is that
-    between their `nodes` nodes, or within the one that each group is in: `calls` collectives of
-    together `hops` hops, and `sent_bytes`, which in a ring is what each link carries."""
+    """The traffic of one rank along an axis in a step, over the slowest link of its group.
+
+    Attributes:
+        axis: The axis.
+        nodes: Nodes that a group spans. The slowest link is between nodes if there are several.
+        calls: Collectives.
+        hops: Hops of all collectives.
+        sent_bytes: Bytes that each link of a ring carries.
+        latency_seconds: Latency of all hops.
+        transfer_seconds: Seconds to transfer the bytes.
+    """
 
     axis: Axis
     nodes: int
@@ -144,14 +163,17 @@ class Link(NamedTuple):
 
 
 def link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
-    """None without a cluster or without the axis; `traffic` is the `exact` column's, of which the
-    calls over this axis alone count."""
+    """Return the link of an axis in the `exact` column's traffic.
+
+    Only calls over this axis alone count. The result is None without a cluster, or if the axis has
+    one rank.
+    """
     cluster, ranks = spec.cluster, spec.degree(axis)
     if cluster is None or ranks == 1:
         return None
     _, nodes = Network(spec).group((axis.value,))
-    rows = _over(traffic, axis)
-    hops = sum(row.calls * _hops(row.key.collective, ranks) for row in rows)
+    rows = _rows_over(traffic, axis)
+    hops = sum(row.calls * _count_hops(row.key.collective, ranks) for row in rows)
     sent = sum(row.sent_bytes for row in rows)
     latency, bandwidth = cluster.intra_node_latency, cluster.intra_node_bandwidth
     if nodes > 1:
@@ -168,15 +190,15 @@ def link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
 
 
 def crossing(spec: Spec, traffic: Iterable[Traffic]) -> Link | None:
-    """Return the link of tp where its groups span nodes of the spec's cluster, else None."""
+    """Return the link of tp if its groups span nodes of the spec's cluster, else None."""
     tp_link = link(spec, traffic, Axis.TP)
     return tp_link if tp_link and tp_link.nodes > 1 else None
 
 
 def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
-    """Yield a sentence where tp does not stand innermost, and one about what `crossing` finds."""
+    """Yield a warning if tp is not the innermost axis, and one if its groups span nodes."""
     rows = tuple(traffic)
-    yield from _scattered(spec, rows)
+    yield from _warn_scattered(spec, rows)
     tp_link, cluster = crossing(spec, rows), spec.cluster
     if tp_link is None or cluster is None:
         return
@@ -190,17 +212,20 @@ def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
     )
 
 
-def _scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
-    """The price of a tp whose groups are not consecutive ranks: the mesh is outermost first, and a
-    group's ranks are as far apart as the axes within it have ranks."""
+def _warn_scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
+    """Yield a warning about the cost of a tp axis whose groups are not consecutive ranks.
+
+    The mesh lists the outermost axis first. The distance between two ranks of a group is the number
+    of ranks of the axes inside of it.
+    """
     names = [factor.axis for factor in spec.factors if factor.degree > 1]
     if Axis.TP not in names or names[-1] is Axis.TP:
         return
-    rows, first = _over(traffic, Axis.TP), next(iter(groups(spec, (Axis.TP,))))
+    rows, first = _rows_over(traffic, Axis.TP), next(iter(groups(spec, (Axis.TP,))))
     last = sorted(spec.factors, key=lambda factor: factor.axis is Axis.TP)
     mesh = ", ".join(f"{factor.axis}: {factor.degree}" for factor in last)
     text = (
-        f"tp is not innermost: ranks {_shown(first)} share operators, but Theorem 6.1 needs "
+        f"tp is not innermost: ranks {_ranks_text(first)} share operators, but Theorem 6.1 needs "
         f"consecutive ranks; per step, {sum(row.calls for row in rows)} tp collectives send "
         f"{format_bytes(sum(row.sent_bytes for row in rows))} between ranks. With tp last, "
         f"`mesh: {{{mesh}}}`, these ranks are neighbours"
@@ -210,32 +235,32 @@ def _scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
     if here and there and here.nodes > there.nodes:
         text += (
             f": a group then spans {counted(there.nodes, 'node')} instead of {here.nodes} and "
-            f"waits {_seconds(there):.4g} s instead of {_seconds(here):.4g} s"
+            f"waits {_link_seconds(there):.4g} s instead of {_link_seconds(here):.4g} s"
         )
     yield text
 
 
-def _seconds(link: Link) -> float:
+def _link_seconds(link: Link) -> float:
     return link.latency_seconds + link.transfer_seconds
 
 
-def _shown(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     shown = ranks if len(ranks) <= _FEW_RANKS else [*ranks[:2], "…", ranks[-1]]
     return " ".join(map(str, shown))
 
 
-def _over(traffic: Iterable[Traffic], axis: Axis) -> tuple[Traffic, ...]:
-    """The steady rows of one axis alone."""
+def _rows_over(traffic: Iterable[Traffic], axis: Axis) -> tuple[Traffic, ...]:
+    """Return the traffic rows of one axis alone, without setup."""
     axes = (axis.value,)
     rows = (row for row in traffic if row.key.axes == axes and row.key.phase is not Phase.SETUP)
     return busiest(rows)
 
 
-def _hops(collective: Collective, ranks: int) -> int:
+def _count_hops(collective: Collective, ranks: int) -> int:
     match collective:
         case Collective.SEND:
             return 1
-        case Collective.RECV:  # counted where it is sent
+        case Collective.RECV:  # counted as a send
             return 0
         case Collective.ALL_REDUCE:
             return 2 * (ranks - 1)

@@ -1,4 +1,4 @@
-"""What a step is timed with: the pace of a cluster's devices, and the work of the model."""
+"""The inputs of step timing: the pace of a cluster's devices, and the work of the model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ _NOBODY = (
 
 
 class Machine(NamedTuple):
-    """The `pace` of a rank, and the `work` of a micro-batch of the whole model by its place along
-    tp. `plays_all`: every block by itself, whatever stands for it else. `fewer` is the pace while
-    so many ranks of the job compute at once and the others wait, if it is known. `spans` is filled
-    with what the step does when."""
+    """The pace of the ranks and the work of the model.
+
+    Attributes:
+        pace: The pace of a rank.
+        work: The work of a micro-batch of the full model, by place along tp.
+        plays_all: True to simulate every block, even if another block could represent it.
+        fewer: The pace while this number of ranks computes and the others wait. None if unknown.
+        spans: A list to fill with the activity of the step. None records nothing.
+    """
 
     pace: Pace
     work: Callable[[int], ModelWork]
@@ -41,8 +46,8 @@ class Machine(NamedTuple):
     spans: list[LaneSpan] | None = None
 
     def of_step(self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule) -> StepTiming:
-        """Return what times the ranks."""
-        work = cache(self.work)  # of the few places along tp that are played
+        """Return the timing of a step."""
+        work = cache(self.work)  # few places along tp are simulated
         timing = StepTiming(
             spec=spec,
             clock=Clock(self.pace, Network(spec), plan.tensor.axis if plan.tensor else None),
@@ -54,16 +59,20 @@ class Machine(NamedTuple):
         )
         if schedule.ranks == 1:
             return timing
-        speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, work(0))
+        speed, assumed = (
+            (None, ()) if self.pace.overlaps else self._speed_while_sharing(spec, work(0))
+        )
         message = message_bytes(spec, plan, chain_of(spec, facts))
         return timing._replace(message=message, speed=speed, assumed=assumed)
 
-    def _sharing(
+    def _speed_while_sharing(
         self, spec: Spec, work: ModelWork
     ) -> tuple[Callable[[int], float], tuple[str, ...]]:
-        """Return how much faster ranks are while those of so many places along pp compute alone,
-        and what is assumed where that is not known. Between numbers of ranks that are known what
-        all do together is a straight line."""
+        """Return the speed-up of ranks while only some places along pp compute, and the assumptions
+        made.
+
+        The total throughput is interpolated linearly between measured numbers of active ranks.
+        """
         ranks, places = spec.world_size, spec.degree(Axis.PP)
         together = {ranks: float(ranks)}
         whole = _layer_seconds(self.pace, work)
@@ -75,7 +84,7 @@ class Machine(NamedTuple):
             return lambda busy: 1.0, (_NOBODY,)
 
         def speed(busy: int) -> float:
-            number = max(busy * ranks // places, known[0])  # fewer are no faster, for all we know
+            number = max(busy * ranks // places, known[0])  # fewer ranks are assumed to be as fast
             above = next(other for other in known if other >= number)
             below = max((other for other in known if other <= number), default=above)
             part = (number - below) / (above - below) if above > below else 0.0
@@ -85,24 +94,24 @@ class Machine(NamedTuple):
 
 
 def _layer_seconds(pace: Pace, work: ModelWork) -> float:
-    """Return what a layer's operators take, the first one's for all."""
+    """Return the seconds of the operators of the first layer, which represents all."""
     layer = work.layers[0]
     forward = operators_seconds(pace, layer.forward, Hook.FORWARD_OPERATOR)
     return forward + operators_seconds(pace, layer.backward, Hook.BACKWARD_OPERATOR)
 
 
 def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
-    """Return that of a spec's cluster. Raises UnknownRate with what is missing."""
+    """Return the machine of a spec's cluster. Raises UnknownRate with the missing rate."""
     if (pace := pace_of(spec.cluster, spec.world_size)) is None:
         raise UnknownRate(lacking(spec.cluster, spec.world_size))
     if why := why_unknown(spec, plan, facts):
         raise UnknownRate(why)
-    work = partial(_work, spec, plan, facts)
+    work = partial(_require_work, spec, plan, facts)
     fewer = partial(pace_while_others_wait, spec.cluster, spec.world_size)
     return Machine(pace=pace, work=work, fewer=fewer)
 
 
-def _work(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> ModelWork:
+def _require_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> ModelWork:
     work = model_work(spec, plan, facts, index)
     assert work is not None, "nobody says why it is not known"
     return work

@@ -1,9 +1,9 @@
-"""Resident bytes by state and rank, to the byte: the `exact` column of Theorem 1.
+"""Resident bytes by state and rank: the `exact` column of Theorem 1.
 
-Parameters, optimizer state and the rest are read after the update, gradients at the end of the
-last backward pass. Ranks differ only in the rows of a tensor that they really hold.
+Parameters, optimizer state and other memory are counted after the update, gradients at the end of
+the last backward pass. Ranks differ only in the rows of a tensor that they hold without padding.
 
-At start-up a rank makes its part of the initial parameters on the host (`startup_bytes`).
+At start-up a rank builds its part of the initial parameters on the host (`startup_bytes`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ptrain.steps.step import Plan
 Rows = tuple[Footprint, ...]
 
 _TOKEN_BYTES = 8  # int64
-_DRAWN_BYTES = 4  # of an element: initial values are drawn in fp32, on the CPU
+_DRAWN_BYTES = 4  # per element: initial values are drawn in fp32, on the CPU
 _LOSS_BYTES = 4  # fp32
-_SCALING_BYTES = 12  # of a scaled loss: its scale, the steps since it grew, whether it overflowed
+_SCALING_BYTES = 12  # loss scaling: the scale, the steps since it grew, the overflow flag
 
 
 def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:
-    """The rows of each kind of rank, and by a rank's place along `differing_axes` its kind."""
+    """Return the rows of each kind of rank, and the kind of each place along `differing_axes`."""
     spec, plan, facts = ghost.wrapped.spec, ghost.wrapped.plan, ghost.wrapped.facts
     other = Footprint(state=State.OTHER, rank=0, device_bytes=other_bytes(spec, facts))
     kinds = [*map(ghost.kind_of_shard, range(ranks_over(spec, plan.differing_axes)))]
@@ -43,8 +43,11 @@ def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:
 
 
 def other_bytes(spec: Spec, facts: ModelFacts) -> int:
-    """The model's buffers (reals in fp32, or fp64 where the model computes in it), one step's
-    samples, and the scalar in which a step adds up its loss."""
+    """Return the bytes of memory other than parameters, optimizer state, gradients and activations.
+
+    These are the model's buffers, the samples of one step, the scalar that accumulates the loss,
+    and the state of loss scaling. Reals are fp32, or fp64 if the model computes in fp64.
+    """
     scale = 2 if spec.precision.effective.parameters is DType.FP64 else 1
     if (sample := facts.sample_bytes) is None:
         sample = held_tokens(spec) * _TOKEN_BYTES
@@ -56,11 +59,11 @@ def other_bytes(spec: Spec, facts: ModelFacts) -> int:
 
 
 def startup_bytes(spec: Spec, facts: ModelFacts) -> int:
-    """Return the host bytes that a rank needs at start-up, besides the states that it keeps.
+    """Return the host bytes that a rank needs at start-up, in addition to the states that it keeps.
 
     Args:
         spec: The spec whose ranks start.
-        facts: Its model; `facts.built_whole` tells whether each rank builds the full model.
+        facts: Its model. `facts.built_whole` is True if each rank builds the full model.
 
     Returns:
         The full model, if a rank builds it. Else the largest tensor, since a rank draws tensors one
@@ -80,22 +83,25 @@ def ranks_per_node(spec: Spec) -> int:
     return min(spec.world_size, cluster.devices_per_node) if cluster else spec.world_size
 
 
-# Peaks: what lives for the whole step, and what a phase has above it.
+# Peaks: memory that lives for the full step, plus the additional memory of a phase.
 
 
 Phases = Mapping[Phase, int]
 
-_BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the whole step
+_BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # live for the full step
 
 
 def always(base: ByRank[Footprint]) -> list[int]:
-    """Return by rank the device bytes that live for the whole step."""
+    """Return the device bytes that live for the full step, by rank."""
     return base.totals(lambda row: row.device_bytes if row.state in _BASE else 0)
 
 
 def least_above(base: ByRank[Footprint], limit: float) -> float:
-    """Return how many bytes above what lives always are too many on every rank. Raises TooLarge if
-    on some rank that alone is."""
+    """Return the largest peak above resident memory that fits on any rank.
+
+    Raises:
+        TooLarge: The resident memory of some rank exceeds `limit`.
+    """
     if limit == inf:
         return inf
     lives = always(base)
@@ -105,7 +111,7 @@ def least_above(base: ByRank[Footprint], limit: float) -> float:
 
 
 def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phases]) -> ByRank[Peak]:
-    """Return by rank each phase's peak: what lives always, and what the rank's key has above it."""
+    """Return each phase's peak by rank: resident bytes plus the further bytes of its key."""
     first: dict[Hashable, KeyT] = {}
     like = {key: first.setdefault(tuple(phases.items()), key) for key, phases in above.items()}
     return rows_by_rank(
@@ -117,18 +123,20 @@ def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phase
     )
 
 
-# What routers' biases cost: counts of choices that ranks keep, and what is sent to add them up.
+# Cost of routers' balancing biases: ranks keep counts of choices, which are summed over ranks.
 
 
 def counts_bytes(facts: ModelFacts) -> int:
-    """Return the bytes of a model's counts, or those of a part of it, which all ranks keep that
-    have the part."""
+    """Return the bytes of the routers' counts in a model or a part of it. All ranks with the part
+    keep them."""
     return sum(size for name, size in facts.buffers if name.endswith(f".{COUNTS}"))
 
 
 def summed(spec: Spec, plan: Plan, parts: Iterable[ModelFacts]) -> Iterator[Traffic]:
-    """Yield what a rank that has these parts of the model sends in a step: one all-reduce of all
-    counts, where there are any and other ranks have tokens of their own."""
+    """Yield the all-reduce of all counts that a rank with these parts of the model sends in a step.
+
+    There is none without counts, or if all ranks have the same tokens.
+    """
     size, step = sum(map(counts_bytes, parts)), plan.balance
     if step is not None and step.axes and size:
         calls = Calls(Collective.ALL_REDUCE, State.OTHER, Phase.UPDATE)
@@ -136,7 +144,10 @@ def summed(spec: Spec, plan: Plan, parts: Iterable[ModelFacts]) -> Iterator[Traf
 
 
 def sum_in_time(plan: Plan, tape: Tape, parts: Iterable[ModelFacts]) -> None:
-    """The same on a tape whose clock goes along. What is computed is a few hundred numbers."""
+    """Time the all-reduce of `summed` on a tape with a clock.
+
+    The compute on a few hundred numbers is not timed.
+    """
     size, step = sum(map(counts_bytes, parts)), plan.balance
     if tape.clock is not None and step is not None and step.axes and size:
         tape.clock.send(Collective.ALL_REDUCE, step.axes, size).wait()

@@ -1,4 +1,5 @@
-"""Why `exact` is not `paper`: one sentence for each thing that runs and that no theorem counts."""
+"""Explains differences between the columns `exact` and `paper`: a sentence for each effect that no
+theorem covers."""
 
 from __future__ import annotations
 
@@ -25,20 +26,28 @@ from ptrain.units import format_bytes
 def notes(
     ghost: Wrapping, facts: ModelFacts, traffic: Iterable[Traffic], schedule: Schedule
 ) -> Iterator[str]:
-    """`ghost` wraps the whole model, or a rank's part of it; `traffic` is the `exact` column's."""
+    """Yield the sentences for a spec.
+
+    Args:
+        ghost: The wrapping of the full model or of a rank's part of it.
+        facts: The full model.
+        traffic: The traffic of the `exact` column.
+        schedule: The pipeline schedule.
+    """
     spec, plan = ghost.wrapped.spec, ghost.wrapped.plan
     if plan.pipeline is not None:
-        yield from _of_stages(plan, facts, schedule)
+        yield from _stage_notes(plan, facts, schedule)
         return
     is_whole = ghost.wrapped.facts is facts
     yield from (ghost if is_whole else wrapping(spec, plan, facts)).notes()
-    yield from _whole_beside_slices(plan, facts, sum(itemsizes(spec).values()))
-    yield from _fewer_moments(spec, plan, facts)
-    yield from _copies(traffic)
+    yield from _replicated_notes(plan, facts, sum(itemsizes(spec).values()))
+    yield from _moment_notes(spec, plan, facts)
+    yield from _copy_notes(traffic)
 
 
-def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Iterator[str]:
-    """What tp leaves whole, where Theorem 1 divides all of |Θ|, |Ω| and |G|."""
+def _replicated_notes(plan: Plan, facts: ModelFacts, per_element: int) -> Iterator[str]:
+    """Yield a note on parameters that tp replicates, although Theorem 1 divides all of |Θ|, |Ω| and
+    |G|."""
     if (step := plan.tensor) is None:
         return
     cut = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
@@ -53,8 +62,9 @@ def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Ite
         )
 
 
-def _fewer_moments(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Where an optimizer keeps less of some tensors than the theorems' |Ω| has of each element."""
+def _moment_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    """Yield a note if the optimizer keeps fewer moments for some tensors than the theorems' |Ω|
+    counts."""
     if spec.optimizer.row.is_elementwise:
         return
     layout = plan.update.layout
@@ -82,7 +92,8 @@ _COPIES = {
 }
 
 
-def _copies(traffic: Iterable[Traffic]) -> Iterator[str]:
+def _copy_notes(traffic: Iterable[Traffic]) -> Iterator[str]:
+    """Yield a note on copies between memory tiers."""
     totals: dict[str, int] = {}
     for row in traffic:
         if row.key.collective in _COPIES and row.key.phase is not Phase.SETUP:
@@ -93,19 +104,20 @@ def _copies(traffic: Iterable[Traffic]) -> Iterator[str]:
         yield f"copies between memory tiers, which no theorem counts: {copies} per step and rank"
 
 
-# What a pipeline has and no theorem counts: a sentence each.
+# Effects of a pipeline that no theorem covers.
 
 
-def _of_stages(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[str]:
+def _stage_notes(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[str]:
     stages = plan.stages
-    yield from _unequal(facts, stages, schedule)
-    yield from _tied(facts, stages)
-    yield from _gathered(plan, schedule)
-    yield from _reduced(plan, stages, schedule)
+    yield from _unequal_notes(facts, stages, schedule)
+    yield from _tied_notes(facts, stages)
+    yield from _gather_notes(plan, schedule)
+    yield from _reduction_notes(plan, stages, schedule)
 
 
-def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
-    """Theorem 1 divides by pp; a rank has whole layers, and the ends more than layers."""
+def _unequal_notes(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
+    """Yield a note on unequal stages. Theorem 1 divides by pp, but a rank has full layers, and the
+    first and last stages have more than layers."""
     held = [
         sum(stages[index].numel for index in schedule.stages_of(r)) for r in range(schedule.ranks)
     ]
@@ -117,7 +129,8 @@ def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> 
         )
 
 
-def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
+def _tied_notes(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield a note for each tensor that the first and the last stage share."""
     for name in stages[0].shared:
         tensor = next(tensor for tensor in facts.tensors if tensor.name == name)
         where = f"{name} is on the first and the last stage, {tensor.numel:,} parameters twice"
@@ -125,8 +138,8 @@ def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
         yield where if tensor.is_frozen else f"{where}{summed}"
 
 
-def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
-    """Say how often a data axis gathers parameters by unit, where that is not once."""
+def _gather_notes(plan: Plan, schedule: Schedule) -> Iterator[str]:
+    """Yield a note on how often a data axis all-gathers a unit, if it is not once."""
     sync = plan.wrap.policy
     if sync is None or not plan.wrap.gathered_by_unit:
         return
@@ -148,8 +161,8 @@ def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
         )
 
 
-def _reduced(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
-    """Say what slices of gradients on a data axis cost: Theorem 2 has one reduction."""
+def _reduction_notes(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
+    """Yield a note on the cost of sharded gradients on a data axis. Theorem 2 has one reduction."""
     if (sync := plan.wrap.policy) is None or not plan.wrap.reduced_by_unit:
         return
     num = reductions(sync, schedule.microbatches)

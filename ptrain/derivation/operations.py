@@ -1,8 +1,9 @@
-"""Floating-point operations of a step of a built-in model: the matrix products of its blocks, read
-off the tables of blocks, and of its head. What a recomputation runs again is counted by itself:
-the matrix product whose result nothing in backward needs is not among it. Scores are counted as
-kernels are given them, masked or not; a rank with a slice of the tokens has those of the blocks
-that its queries meet.
+"""Floating-point operations of a step of a built-in model: the matrix products of its blocks, from
+the tables of blocks, and of its head.
+
+Recomputed products are counted separately. A recomputation does not run the product whose result
+backward does not need. Attention scores are counted as kernels receive them, masked or not. A rank
+with a shard of the tokens counts the scores of the blocks that its queries attend to.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ _PASSES = ("forward", "backward", "again")
 
 
 def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
-    """Return each rank's operations; none for a model that is not built in, or whose blocks have no
-    table."""
+    """Return the operations of each rank in a step.
+
+    Returns:
+        The operations by rank. Empty for models that are not built in and for blocks without a
+        table.
+    """
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return ()
     kept = spec.activations.of(shape.layers)
     if not all(blocks.is_known(shape, mode) for mode in kept):
         return ()
-    like: dict[int, int] = {}  # ranks of tp differ in their slices of the vocabulary alone
+    like: dict[int, int] = {}  # ranks of tp differ only in their vocabulary shards
     indices = [
-        like.setdefault(_words(setting_at(spec, plan, index)), index)
+        like.setdefault(_vocab_shard_size(setting_at(spec, plan, index)), index)
         for index in range(ranks_over(spec, plan.cutting_axes))
     ]
     settings = {
@@ -65,7 +70,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
         micro_batches = plan.accumulate.micro_batches
         row = {name: micro_batches * sums[name] for name in _PASSES}
         if plan.pipeline is None or plan.pipeline.stages - 1 in own:
-            for name, count in _of_head(spec, plan, settings[index]):
+            for name, count in _head_operations(spec, plan, settings[index]):
                 row[name] += count
         return Operations(rank=0, **row)
 
@@ -75,19 +80,21 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
     return rows_by_rank(keys, lambda key: [of_rank(*key)])
 
 
-def _words(setting: Setting) -> int:
-    """How many words of the vocabulary a rank has."""
+def _vocab_shard_size(setting: Setting) -> int:
+    """Return the size of a rank's shard of the vocabulary."""
     vocab = setting.shape.vocab_rows
     return setting.cut.slice_of(vocab) if setting.cut else vocab
 
 
-def _of_head(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, int]]:
-    """Logits of every token of a step, and the gradients of both factors. A loss by chunks computes
-    its logits again in backward, and of a backward pass in halves in each of them; so does torch's
-    fused one where it gives the loss of each token. That is one operator, which either half runs as
-    a whole, and torch counts what it computes within it as backward's the second time."""
+def _head_operations(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, int]]:
+    """Yield the operations of the logits of all tokens, and of the gradients of both factors.
+
+    A loss in chunks recomputes its logits in backward, and in each half of a backward pass in
+    halves. So does torch's fused loss if it returns the loss of each token. It is one operator,
+    which either half runs in full, and torch's counter attributes the second run to backward.
+    """
     shape, tokens = setting.shape, setting.batch * setting.sequence
-    product = 2 * tokens * shape.hidden * _words(setting)
+    product = 2 * tokens * shape.hidden * _vocab_shard_size(setting)
     micro_batches = plan.accumulate.micro_batches
     yield "forward", micro_batches * product
     yield "backward", 2 * micro_batches * product
@@ -104,9 +111,10 @@ def _of_head(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, in
 
 
 def setting_at(spec: Spec, plan: Plan, index: int) -> Setting:
-    """Return the setting of a built-in model's blocks, on the ranks at this place along tp."""
+    """Return the setting of a built-in model's blocks on the rank at this place along the cutting
+    axes."""
     setting = setting_of(spec, cut_of(spec, plan, index))
     shape = setting.shape
-    if is_by_operators(spec):  # backward has the scores, and multiplies once less
+    if is_by_operators(spec):  # backward has the scores, and saves a product
         shape = replace(shape, attention=Attention.EAGER)
     return setting if shape is setting.shape else replace(setting, shape=shape)

@@ -1,8 +1,8 @@
 """Theorems 1 and 2 as printed: the `paper` column.
 
 |X| is the layout's bytes per parameter times the number of parameters. s_unit (Definition 3, one
-layer) goes to `transient`, so that the sum of the states is the figure that the text prints.
-Nothing here is corrected: what a rank must send besides is in the `exact` column.
+layer) is counted as `transient`, so that the sum of the states equals the printed figure. Nothing
+is corrected: additional traffic of a real rank is in the `exact` column.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ _NO_PEAK = "Theorem 1 sums the states and does not model which of them exist at 
 
 
 def paper(spec: Spec, facts: ModelFacts) -> Estimate:
-    """Return what the paper says of `spec`, the same for every rank."""
-    placed = tuple(_placed(spec, facts))
+    """Return the estimate of the paper's theorems for a spec, which is equal for all ranks.
+
+    Quantities without a theorem are in `undefined`, with the reason.
+    """
+    placed = tuple(_placed_groups(spec, facts))
     undefined = {"activations": _NO_ACTIVATIONS, "peak": _NO_PEAK}
     homeless, reason, beyond = (
         _memory_is_undefined(spec),
@@ -72,17 +75,25 @@ _numel: NumelOf = attrgetter("numel")
 
 
 class Placed(NamedTuple):
-    """Tensors that are placed alike: the tuples by axis, bytes by state, and how many elements of
-    some units they are."""
+    """Tensors with the same placement.
+
+    Attributes:
+        factors: Degree and placement by axis.
+        sizes: Bytes by state.
+        numel_of: Returns how many of their elements a unit or a model has.
+    """
 
     factors: tuple[Factor, ...]
     sizes: dict[State, int]
     numel_of: NumelOf
 
 
-def _placed(spec: Spec, facts: ModelFacts) -> Iterator[Placed]:
-    """Yield all that is trained, with what is frozen beside it; or that by itself, of which there
-    is Theta alone, where it has other modes."""
+def _placed_groups(spec: Spec, facts: ModelFacts) -> Iterator[Placed]:
+    """Yield the groups of tensors with equal placement.
+
+    This is one group, unless frozen parameters have different modes: they are then a group of
+    parameters alone.
+    """
     sizes, theta = state_sizes(spec, facts), State.PARAMETERS
     if not places_frozen(spec):
         yield Placed(spec.factors, sizes, _numel)
@@ -98,12 +109,12 @@ def _frozen_numel(units: UnitFacts | ModelFacts) -> int:
 
 
 def _factors(spec: Spec) -> tuple[Factor, ...]:
-    """Return the tuples of all that is placed, what is frozen in a place of its own included."""
+    """Return all placements, including those of frozen parameters if they differ."""
     return (*spec.factors, *(frozen_factors(spec) if places_frozen(spec) else ()))
 
 
 def itemsizes(spec: Spec) -> dict[State, int]:
-    """Remark 1: bytes per parameter of each state, 2 + 12 + 2 for the paper's layout."""
+    """Return the bytes per parameter of each state (Remark 1: 2, 12 and 2)."""
     layout = spec.precision.effective
     return {
         State.PARAMETERS: layout.parameters.itemsize,
@@ -113,7 +124,7 @@ def itemsizes(spec: Spec) -> dict[State, int]:
 
 
 def state_sizes(spec: Spec, facts: ModelFacts) -> dict[State, int]:
-    """|X| in bytes: Ω and G are of what is trained."""
+    """Return |X| in bytes. Ω and G exist only for trained parameters."""
     numel = {State.PARAMETERS: facts.numel}
     return {
         state: size * numel.get(state, facts.trained_numel)
@@ -122,16 +133,20 @@ def state_sizes(spec: Spec, facts: ModelFacts) -> dict[State, int]:
 
 
 def reconstruction_unit(facts: ModelFacts, numel_of: NumelOf = _numel) -> int:
-    """Definition 3: parameters of the largest layer (of the whole model where it has none), or
-    those that `numel_of` counts."""
+    """Return the elements of the largest layer (Definition 3), or of a model without layers.
+
+    `numel_of` selects the elements to count. By default, all are counted.
+    """
     layers = [numel_of(unit) for unit in facts.units if unit.name] or [numel_of(facts)]
     return max(layers)
 
 
 def _memory(spec: Spec, placed: Sequence[Placed], facts: ModelFacts) -> ByRank[Footprint]:
-    """Theorem 1, equations (7) to (11); the share on the host is what (11) leaves out. A unit that
-    a data axis gathers is what the other axes leave of it (Definition 5), and pp leaves layers
-    whole."""
+    """Return the rows of Theorem 1, equations (7) to (11), with the host's share, which (11) omits.
+
+    A unit that a data axis all-gathers is sharded by the other axes (Definition 5), except pp,
+    which keeps layers full.
+    """
     apart = (*DATA_AXES, Axis.PP)
     other = (f for f in spec.factors if f.axis not in apart and f.placement.parameters == S)
     ranks, whole_units = prod(factor.degree for factor in other), 0
@@ -149,19 +164,22 @@ def _memory(spec: Spec, placed: Sequence[Placed], facts: ModelFacts) -> ByRank[F
 
 
 def _traffic(factors: Sequence[Factor], sizes: dict[State, int]) -> Iterator[Traffic]:
-    """Theorem 2 data axis by data axis, innermost first; an outer axis finds what the inner ones
-    leave, those of which it gives no volume included (Definition 5)."""
+    """Yield the traffic of Theorem 2 for each data axis, innermost first.
+
+    The sizes on an outer axis are those that all inner axes leave, including axes without a volume
+    in the theorem (Definition 5).
+    """
     inner = IDENTITY
     for factor in reversed(factors):
         if factor.axis in DATA_AXES:
-            yield from _of_axis(
+            yield from _axis_traffic(
                 factor, {state: inner[state].at_rest(sizes[state]) for state in sizes}
             )
         inner = compose(inner, lift(factor))
 
 
-def _of_axis(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
-    """What one data axis sends, of states of these sizes."""
+def _axis_traffic(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
+    """Yield the traffic of one data axis for states of these sizes."""
     group = Group((factor.axis,), factor.degree)
     if State.GRADIENTS in sizes:
         yield _synchronization(factor, sizes[State.GRADIENTS], group)
@@ -172,7 +190,7 @@ def _of_axis(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
 
 
 def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
-    """Equations (12) and (13)."""
+    """Return the traffic of gradients, equations (12) and (13)."""
     mode = factor.placement.gradients.distribution
     match mode:
         case Distribution.REPLICATED:
@@ -187,7 +205,7 @@ def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
 
 
 def _traffic_is_undefined(spec: Spec) -> str:
-    """Why Theorem 2 says nothing about this spec's data axes, or nothing at all."""
+    """Return the reason why Theorem 2 does not cover the data axes, or an empty text."""
     for factor in _factors(spec):
         for state, known in _SYNCHRONIZED.items():
             mode = factor.placement[state]
@@ -197,14 +215,14 @@ def _traffic_is_undefined(spec: Spec) -> str:
 
 
 def _other_axes_volume(spec: Spec) -> str:
-    """Why the rows are not all that is sent, or nothing."""
+    """Return the reason why the rows are not the full traffic, or an empty text."""
     others = [factor.axis for factor in spec.factors if factor.axis not in DATA_AXES]
     if not others:
         return ""
     return f"the paper gives no volume for the axis {' or '.join(others)}{left_to_others(spec)}"
 
 
-# Equations (12) to (14). Of optimizer state Theorem 2 says that its update is local.
+# Equations (12) to (14). By Theorem 2, the update of optimizer state is local.
 _SYNCHRONIZED = {
     State.PARAMETERS: (R, S, S_STAR),
     State.GRADIENTS: (R, S),
@@ -213,7 +231,10 @@ _SYNCHRONIZED = {
 
 
 def _memory_is_undefined(spec: Spec) -> str:
-    """Definition 2 has five modes; O is a slice in the host's memory or NVMe."""
+    """Return the reason why Definition 2 does not cover the memory, or an empty text.
+
+    It has five modes, of which O is sharded in host memory or on NVMe.
+    """
     for factor in _factors(spec):
         for state in MODEL_STATES:
             mode = factor.placement[state]

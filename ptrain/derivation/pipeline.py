@@ -1,11 +1,11 @@
-"""The stages in the exact column: each one's part of the model, what every rank holds of its
-stages, and what it sends for them and over their boundaries. Without pp the model is one stage.
+"""The pipeline stages in the `exact` column: the part of the model, the resident memory and the
+traffic of each. Without pp the model is one stage.
 
-A stage is a model like any other, with fewer layers: the data axes and the operators of tp derive
-its costs as they do a whole model's. A rank adds up its stages, each wrapped by itself and with
-buffers of its own; the step's tokens and targets and the loss are there once, on every rank.
+A stage is a smaller model: the data axes and the operators of tp derive its costs as for a full
+model. A rank sums its stages, each of which is wrapped separately, with separate buffers. The
+step's tokens, targets and loss exist once on every rank.
 
-What a step leaves in flight is `in_flight`'s.
+`in_flight` computes the memory of micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ptrain.steps.experts import ByLayer
 from ptrain.steps.step import Plan
 from ptrain.units import grouped
 
-# Gradients of tensors that the first and the last stage both have, summed over the two.
+# Gradients of tensors that the first and the last stage share are summed over both.
 
 
 _ENDS = 2  # ranks: the first stage's and the last one's
@@ -58,15 +58,22 @@ Rows = tuple[Traffic, ...]
 
 
 def tied_sums(ghost: Wrapping, stage: Stage) -> tuple[Rows, ...]:
-    """Return the calls of a rank with this part of a stage for shared tensors: one for each, of its
-    gradient as it is kept between reduction and update. There is a row of them for each shard where
-    their slices differ in size, else one for all; `ghost` wraps one rank's part of tp."""
+    """Return the all-reduces of gradients of tensors that the first and the last stage share.
+
+    Args:
+        ghost: The wrapping of one rank's part of tp.
+        stage: The stage.
+
+    Returns:
+        One row for each shared tensor, of its gradient as kept between reduction and update. There
+        is one tuple of rows for each shard if shards differ in size, else one for all.
+    """
     plan, part = ghost.wrapped.plan, ghost.wrapped.facts
     step = plan.pipeline
     if step is None or not stage.shared or step.rank_of[0] == step.rank_of[-1]:
         return ((),)
     units = [unit for unit in part.units if {t.name for t in unit.trained} & {*stage.shared}]
-    if not units:  # what is frozen has no gradient
+    if not units:  # frozen tensors have no gradients
         return ((),)
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     group, itemsize = Group((step.axis,), _ENDS), plan.update.layout.gradients.itemsize
@@ -81,15 +88,17 @@ _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
 def parts(spec: Spec, plan: Plan, part: ModelFacts) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
-    """Yield what the ranks have of one stage's part, each with the places along the cutting axes
-    that have it; `plan` is the stage's."""
+    """Yield each distinct part of a stage, with the places along the cutting axes that have it.
+
+    `plan` is the plan of the stage.
+    """
     for units, indices in tensor.units_by_place(spec, plan, part):
         local = replace(part, units=units)
         yield from ((local, own) for own in tensor.alike_in_context(spec, plan, indices))
 
 
 def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
-    """The plan as one stage sees it: of tp the roles of its own modules."""
+    """Return the plan of one stage, in which tp has only the roles of the stage's modules."""
     assert plan.pipeline is not None
     if plan.tensor is None:
         return plan
@@ -98,10 +107,18 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
 
 
 class StageParts(NamedTuple):
-    """One stage: the plan as it sees it, its facts, and what the ranks of tp have of it, each part
-    in its wrapping, with their places; where these were traced, the passes of each place, and as
-    formulas of where tokens go where that changes them. `like`:
-    the first stage that is equal to it but for its place, whose names stand in plan and facts."""
+    """One stage with the distinct parts that ranks have of it.
+
+    Attributes:
+        stage: The stage.
+        like: Index of the first equal stage, whose names `plan` and `facts` use.
+        plan: The plan of the stage.
+        facts: The part of the model.
+        parts: The distinct parts, each in its wrapping, with their places along the cutting axes.
+        passes: The traced passes of each place. Empty if the stage was not traced.
+        formulas: The traced passes of each place as functions of the rows that experts receive.
+            Empty if they do not depend on them.
+    """
 
     stage: Stage
     like: int
@@ -113,12 +130,19 @@ class StageParts(NamedTuple):
 
     @property
     def is_traced(self) -> bool:
-        """Whether traces tell what its passes allocate, with the rows that are sent to experts."""
+        """True if traces have the memory of the passes, for any rows sent to experts."""
         return bool(self.passes) and (self.plan.loads is None or bool(self.formulas))
 
     def micro_batches(self, index: int, loads: ByLayer | None) -> tuple[Passes, ...]:
-        """Return the passes of each micro-batch, on the rank at this place along the cutting axes
-        that sends and gets these rows; nothing where all have the same."""
+        """Return the passes of each micro-batch on a rank.
+
+        Args:
+            index: The rank's place along the cutting axes.
+            loads: The rows that the rank sends and receives, by layer.
+
+        Returns:
+            The passes of each micro-batch. Empty if all micro-batches have the same.
+        """
         if loads is None or not self.formulas:
             return ()
         formula = self.formulas[index]
@@ -131,18 +155,18 @@ class StageParts(NamedTuple):
         return tuple(micro_batches)
 
     def tied(self, index: int) -> Rows:
-        """Return the sums of tensors that the first and the last stage share, on the rank at this
-        place along tp and with the largest shard."""
+        """Return the all-reduces of shared tensors on the rank at this place, for its largest
+        shard."""
         sums = tied_sums(self.of(index)[0], self.stage)
         return max(sums, key=lambda rows: sum(row.payload_bytes for row in rows))
 
     def of(self, index: int) -> tuple[Wrapping, int]:
-        """Return what the rank at this place along tp has, and the first place that has it."""
+        """Return the part of the rank at this place, and the first place that has it."""
         return next((ghost, places[0]) for ghost, places in self.parts if index in places)
 
 
 def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
-    """The stages, first to last; of equal ones the first is taken apart for all."""
+    """Return the stages, first to last. Equal stages share the parts of the first of them."""
     if plan.pipeline is None:
         return (_whole_model(spec, plan, facts),)
     ends = chain_of(spec, facts).ends
@@ -160,7 +184,7 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
                 parts=[
                     (wrapping(spec, narrowed, local), alike)
                     for local, indices in parts(spec, narrowed, part)
-                    for alike in _of_equal_passes(indices, passes)
+                    for alike in _group_by_passes(indices, passes)
                 ],
                 passes=passes,
                 formulas=facts.stage_rows[stage.index] if facts.stage_rows else (),
@@ -170,7 +194,7 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
 
 
 def _whole_model(spec: Spec, plan: Plan, facts: ModelFacts) -> StageParts:
-    """The only stage of a model that is not cut into any."""
+    """Return the only stage of a model without pp."""
     passes = facts.stage_passes[0] if facts.stage_passes else ()
     if facts.timeline and not plan.cutting_axes:
         passes = (passes_of(facts.timeline, None, is_first=True, output=0, hidden=0),)
@@ -195,9 +219,11 @@ def _whole_model(spec: Spec, plan: Plan, facts: ModelFacts) -> StageParts:
 
 
 def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, int]:
-    """Return by place along pp who stands for it where the fullest rank is asked for: of those
-    with equal stages the first and the last, since from rank to rank there is more in flight, or
-    less."""
+    """Return the place along pp that represents each place in a search for the fullest rank.
+
+    Memory in flight grows or falls monotonically from rank to rank. Of ranks with equal stages, the
+    first and the last are therefore enough.
+    """
     groups = grouped(
         (tuple(stages[stage].like for stage in schedule.stages_of(place)), place)
         for place in range(schedule.ranks)
@@ -209,10 +235,10 @@ def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, in
     }
 
 
-def _of_equal_passes(
+def _group_by_passes(
     indices: tuple[int, ...], passes: Sequence[Passes]
 ) -> Sequence[tuple[int, ...]]:
-    """Return the places apart that have other passes of the same part."""
+    """Return the places grouped by equal passes."""
     if not passes:
         return (indices,)
     alike: list[tuple[int, ...]] = []
@@ -223,8 +249,11 @@ def _of_equal_passes(
 
 
 def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
-    """What a stage depends on but for its place: of built-in models in units of a block or less,
-    whose layers are alike, how many it has and how their activations are kept."""
+    """Return a key that is equal for equal stages.
+
+    Middle stages of built-in models, wrapped by block or finer, are equal if they have the same
+    number of layers and the same activation modes.
+    """
     if facts.stage_passes or stage.index in (0, stages - 1):
         return stage.index
     return alike(spec, stage.layers) or stage.index
@@ -233,9 +262,9 @@ def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
 def resident(
     spec: Spec, plan: Plan, stages: Sequence[StageParts], schedule: Schedule
 ) -> ByRank[Footprint]:
-    """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
+    """Return the rows of parameters, optimizer state, gradients and other memory by rank."""
     rows: list[tuple[Footprint, ...]] = []
-    of_part: dict[tuple[int, int], list[int]] = {}  # by shard an index into the rows
+    of_part: dict[tuple[int, int], list[int]] = {}  # an index into the rows by shard
     for taken in stages:
         for ghost, indices in taken.parts:
             if (taken.like, indices[0]) not in of_part:
@@ -254,7 +283,7 @@ def resident(
         for own in stages_of
     ]
     unlike = {(place, *map(id, own)): own for place, at in enumerate(lists_at) for own in at}
-    kinds_of = {  # by shard a kind of rank
+    kinds_of = {  # the kind of rank by shard
         key: [
             number_of.setdefault((key[0], *numbers), len(number_of))
             for numbers in zip(*lists, strict=True)
@@ -265,29 +294,37 @@ def resident(
     places = map(partial(positions, spec), ((Axis.PP,), plan.cutting_axes, plan.differing_axes))
     kind_of = [kinds_at[p][index][shard] for p, index, shard in zip(*places, strict=True)]
     kinds = [
-        _rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
+        _rank_rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
         for place, *numbers in number_of
     ]
     return ByRank((kinds, kind_of))
 
 
-def _rows(
+def _rank_rows(
     spec: Spec,
     stages: Sequence[StageParts],
     own: Sequence[int],
     held: Sequence[tuple[Footprint, ...]],
 ) -> tuple[Footprint, ...]:
-    """The rows of a rank that has these stages, of each of which it holds so much."""
+    """Return the rows of a rank with these stages.
+
+    Args:
+        spec: The spec.
+        stages: All stages.
+        own: Indices of the rank's stages.
+        held: The rows of each of them.
+    """
     buffers = tuple(row for stage in own for row in stages[stage].facts.buffers)
     other = other_bytes(spec, replace(stages[0].facts, buffers=buffers))
     rows = list(chain.from_iterable(held))
     return (
-        *(_sum(state, rows) for state in _PLACED),
+        *(_sum_rows(state, rows) for state in _PLACED),
         Footprint(state=State.OTHER, rank=0, device_bytes=other),
     )
 
 
-def _sum(state: State, rows: Iterable[Footprint]) -> Footprint:
+def _sum_rows(state: State, rows: Iterable[Footprint]) -> Footprint:
+    """Return the sum of the rows of a state."""
     held = [row for row in rows if row.state is state]
     return Footprint(
         state=state,
@@ -301,26 +338,31 @@ def _sum(state: State, rows: Iterable[Footprint]) -> Footprint:
 def accounts(
     spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[StageParts], schedule: Schedule
 ) -> tuple[tuple[Rows, ...], tuple[int, ...]]:
-    """Return what the ranks send in a step: over the boundaries, and of each stage what the data
-    axes, the operators of tp and the sums of its shared tensors send, and what goes to experts.
-    There is an account for each place along pp, and there along tp, for each shard and for the
-    tokens of a rank where these differ; the second tuple says by rank which is its own."""
+    """Return the traffic of the ranks in a step.
+
+    This is the traffic over stage boundaries, to experts, and, for each stage, of the data axes, of
+    tp's operators and of shared tensors.
+
+    Returns:
+        The distinct accounts, and by rank the index of its account. Accounts differ by place along
+        pp and tp, and by shard and tokens if the traffic depends on them.
+    """
     crossing, loads = transfers(schedule), plan.loads
     known: dict[Hashable, list[list[Rows]]] = {}
     operators_of: dict[int, Rows] = {}
     of_stage = []
     for taken in stages:
-        gathers = _gathers(plan, schedule, taken.stage.index)
+        gathers = _gather_counts(plan, schedule, taken.stage.index)
         if (taken.like, gathers) not in known:
-            known[taken.like, gathers] = _of_stage(spec, schedule, taken)
+            known[taken.like, gathers] = _stage_traffic(spec, schedule, taken)
         of_stage.append(known[taken.like, gathers])
         if taken.like not in operators_of:
             operators_of[taken.like] = (
                 *tensor.sent(spec, taken.plan, taken.facts),
-                *sent_over_context(spec, taken.plan, *_attention(spec, taken)),
+                *sent_over_context(spec, taken.plan, *_attention_modes(spec, taken)),
             )
-    place_of = _places(spec, plan, stages, of_stage)
-    ghost, _ = stages[0].parts[0]  # the norm is over all of them, whoever asks
+    place_of = _rank_places(spec, plan, stages, of_stage)
+    ghost, _ = stages[0].parts[0]  # the norm covers all stages, so any wrapping gives it
 
     def of_place(rank: int, index: int, shard: int, tokens: int) -> Rows:
         own = [stages[stage] for stage in schedule.stages_of(rank)]
@@ -329,7 +371,10 @@ def accounts(
         sent = [*norm(ghost), *sent_to_experts(spec, plan, layers, rows)]
         for taken in own:
             shards = of_stage[taken.stage.index][index]
-            sent += (*shards[shard if len(shards) > 1 else 0], *_kept(spec, taken, index, rows))
+            sent += (
+                *shards[shard if len(shards) > 1 else 0],
+                *_activation_traffic(spec, taken, index, rows),
+            )
         ordered = add_traffic(
             (
                 *sent,
@@ -338,7 +383,7 @@ def accounts(
                 *over_boundaries(spec, plan, facts, [t for t in crossing if t.rank == rank]),
             )
         )
-        if plan.pipeline is None:  # what operators alone send stands behind the rest
+        if plan.pipeline is None:  # rows that only operators have come last
             first = {row.key for row in sent}
             return tuple(sorted(ordered, key=lambda row: row.key not in first))
         return ordered
@@ -351,21 +396,23 @@ def accounts(
     )
 
 
-def _gathers(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
-    """How often a stage's units are gathered, and its root."""
+def _gather_counts(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
+    """Return the all-gathers per step of a stage's units and of its root, as a key."""
     if (sync := plan.wrap.policy) is None:
         return None
     return tuple(stage_gathers(schedule, stage, sync, is_root=is_root) for is_root in (False, True))
 
 
-def _places(
+def _rank_places(
     spec: Spec,
     plan: Plan,
     stages: Sequence[StageParts],
     of_stage: Sequence[list[list[Rows]]],
 ) -> list[tuple[int, int, int, int]]:
-    """Return by rank its place along pp, along tp, among the shards and that of its tokens; 0 where
-    all send the same."""
+    """Return the places of each rank along pp and tp, among the shards and among the tokens.
+
+    A place is 0 if it does not change the traffic.
+    """
     cut = plan.cutting_axes if any(len(stage_parts.parts) > 1 for stage_parts in stages) else ()
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
     shards = plan.differing_axes if is_uneven else ()
@@ -376,9 +423,11 @@ def _places(
 def over_boundaries(
     spec: Spec, plan: Plan, facts: ModelFacts, own: Sequence[Transfer]
 ) -> Iterator[Traffic]:
-    """Yield what a rank sends and receives by its own transfers: activations of each micro-batch to
-    the next stage and their gradients back, micro x sequence x hidden elements a call, of a slice
-    of the tokens where tp has those between the blocks."""
+    """Yield the traffic of a rank's transfers over stage boundaries.
+
+    Activations of each micro-batch go to the next stage and their gradients back. A call has micro
+    x sequence x hidden elements, or a shard of the tokens if tp shards tokens between blocks.
+    """
     if not own:
         return
     size, group = message_bytes(spec, plan, chain_of(spec, facts)), group_over(spec, (Axis.PP,))
@@ -388,14 +437,17 @@ def over_boundaries(
 
 
 def message_bytes(spec: Spec, plan: Plan, model: Chain) -> int:
-    """Return the bytes of what a stage gives to the next one, of a micro-batch."""
+    """Return the bytes of a micro-batch that a stage sends to the next one."""
     shape = model.sample_shape(spec.batch.sequence, plan.boundary_slices)
     return spec.batch.micro * math.prod(shape) * spec.precision.effective.parameters.itemsize
 
 
-def _of_stage(spec: Spec, schedule: Schedule, taken: StageParts) -> list[list[Rows]]:
-    """Return by index on tp what the data axes of the ranks there send for a stage, of each shard
-    where these differ."""
+def _stage_traffic(spec: Spec, schedule: Schedule, taken: StageParts) -> list[list[Rows]]:
+    """Return the traffic of the data axes for a stage, by place along the cutting axes and by
+    shard.
+
+    Places with equal shards have one entry.
+    """
     stage = taken.stage
     times = partial(stage_gathers, schedule, stage.index) if taken.plan.pipeline else None
     rows_of: dict[int, list[Rows]] = {}
@@ -406,11 +458,13 @@ def _of_stage(spec: Spec, schedule: Schedule, taken: StageParts) -> list[list[Ro
     return [rows_of[index] for index in sorted(rows_of)]
 
 
-def _attention(
+def _attention_modes(
     spec: Spec, stage_parts: StageParts
 ) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
-    """Return how the activations of the stage's layers are kept, and of a model that is not built
-    in whose attention goes over cp the heads of each."""
+    """Return the activation modes of the stage's layers, and the heads of each layer.
+
+    Heads are given only for models that are not built in and have attention over cp.
+    """
     stage, facts = stage_parts.stage, stage_parts.facts
     if isinstance(spec.model, ModelShape):
         kept = spec.activations.of(spec.model.layers)
@@ -420,19 +474,29 @@ def _attention(
     return own_kept(spec, facts.blocks, facts.attending, stage.layers)
 
 
-def _kept(spec: Spec, taken: StageParts, index: int, loads: ByLayer | None) -> Iterator[Traffic]:
-    """Yield what the modes of activations move and send again, on the rank at this place along tp
-    whose tokens send and get these rows."""
+def _activation_traffic(
+    spec: Spec, taken: StageParts, index: int, loads: ByLayer | None
+) -> Iterator[Traffic]:
+    """Yield the traffic that the activation modes add on a rank.
+
+    Args:
+        spec: The spec.
+        taken: The stage.
+        index: The rank's place along the cutting axes.
+        loads: The rows that its tokens send and receive.
+    """
     if micro_batches := taken.micro_batches(index, loads):
         for passes in micro_batches:
             yield from kept_traffic(spec, taken.plan, passes.moved, passes.repeated, 1)
         return
-    moved, repeated = taken.passes[index][-2:] if taken.passes else _tabulated(spec, taken, index)
+    moved, repeated = (
+        taken.passes[index][-2:] if taken.passes else _moved_from_tables(spec, taken, index)
+    )
     yield from kept_traffic(spec, taken.plan, moved, repeated)
 
 
-def _tabulated(spec: Spec, taken: StageParts, index: int) -> tuple[Pairs, Pairs]:
+def _moved_from_tables(spec: Spec, taken: StageParts, index: int) -> tuple[Pairs, Pairs]:
     is_plain = all(kept.is_plain for kept in spec.activations.modes)
     if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
-        return (), ()  # nothing, or not traced: then nothing is said of it
+        return (), ()  # no traffic, or unknown: the figure is then undefined
     return moved_and_repeated(spec, taken.stage, tensor.cut_of(spec, taken.plan, index))

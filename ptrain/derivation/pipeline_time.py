@@ -1,10 +1,10 @@
-"""The time of a step: what each pass takes on its rank, put into the schedule.
+"""The time of a step: the time of each pass on its rank, put into the schedule.
 
-A rank's passes are in its order, each as soon as what it needs has come. Where ranks send with the
-cores that compute, a message takes its sender's time, and who waits leaves its cores to the others;
-elsewhere a message is under way beside what is computed, and a host issues its passes while its
-device waits for other ranks. All ranks agree on the loss before any of
-them updates, so that updates begin when the last rank's passes are over.
+A rank executes its passes in order, each as soon as its inputs have arrived. If ranks communicate
+with the cores that compute, a message takes its sender's time, and waiting ranks leave their cores
+to the others. Otherwise messages overlap compute, and a host issues passes while its device waits.
+All ranks agree on the loss before any of them updates, so updates begin when the last rank's passes
+are done.
 """
 
 from __future__ import annotations
@@ -29,10 +29,21 @@ from ptrain.timeline import Kind
 
 
 class StepTiming(NamedTuple):
-    """What a step's time is made of: a clock, the work of a micro-batch by place along tp, the
-    names of the model's blocks, the schedule, and a message's bytes. `speed`: how much faster ranks
-    are of so many places alone, where they share cores; `assumed` is what is said of that.
-    `plays_all`: every block by itself, whatever stands for it else."""
+    """The inputs of a step's time.
+
+    Attributes:
+        spec: The spec.
+        clock: A clock, copied for each rank.
+        work: The work of a micro-batch, by place along tp.
+        blocks: The names of the model's blocks.
+        schedule: The pipeline schedule.
+        message: Bytes of a message between stages.
+        speed: The speed-up of ranks while this number of places computes and they share cores. None
+            without shared cores.
+        assumed: Sentences about assumptions of `speed`.
+        spans: A list to fill with activity. None records nothing.
+        plays_all: True to simulate every block, even if another block could represent it.
+    """
 
     spec: Spec
     clock: Clock
@@ -46,14 +57,16 @@ class StepTiming(NamedTuple):
     plays_all: bool = False
 
     def clock_of(self, index: int) -> Clock:
-        """Return the clock of a rank at this place along tp. Without a pipeline that of the first
-        notes its lanes."""
+        """Return the clock of a rank at this place along the cutting axes.
+
+        Without a pipeline, the clock of the first place records spans.
+        """
         clock = self.clock.another()
         clock.spans = self.spans if index == 0 and self.schedule.ranks == 1 else None
         return clock
 
     def simulated(self, seconds: Mapping[Action, float]) -> Simulation:
-        """Return when the actions start and end that take so long."""
+        """Return the start and end of actions that take these seconds."""
         overlaps = self.clock.pace.overlaps
         costs = ActionCosts(seconds=seconds, communication=self._message if overlaps else 0.0)
         if self.speed is None:
@@ -62,11 +75,18 @@ class StepTiming(NamedTuple):
 
     @property
     def _message(self) -> float:
+        """The transit seconds of a message between stages."""
         return self.clock.message_seconds(Axis.PP, self.message)
 
     def sends(self, tails: Mapping[Action, float]) -> dict[Action, float]:
-        """Return what each action's sender spends on its message, so long after its last
-        collective: nothing, where messages move beside what is computed."""
+        """Return the seconds that each action's sender spends on its message.
+
+        Args:
+            tails: Seconds from the last collective to the end of each action.
+
+        Returns:
+            Seconds by action. Empty if messages overlap compute.
+        """
         pace, rank_of = self.clock.pace, self.schedule.rank_of
         if pace.overlaps:
             return {}
@@ -86,9 +106,8 @@ class StepTiming(NamedTuple):
         units: Sequence[UnitFacts],
         passes: Passes,
     ) -> dict[Kind, PassScore]:
-        """Return what is computed when in the passes of a stage, on the ranks at this place along
-        tp."""
-        kinds = _kinds(self.schedule, stage.index)
+        """Return the compute of each kind of pass of a stage, on the ranks at this place."""
+        kinds = _pass_kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
         work, moved = self.work(index), passes.moved
@@ -96,8 +115,8 @@ class StepTiming(NamedTuple):
         return {kind: score(self.clock, kind, own, layers) for kind, own in items.items()}
 
 
-def _kinds(schedule: Schedule, stage: int) -> set[Kind]:
-    """Return the kinds of passes that a stage has. The first one's halves are the whole."""
+def _pass_kinds(schedule: Schedule, stage: int) -> set[Kind]:
+    """Return the kinds of passes of a stage. The first stage's backward is never in halves."""
     if stage == 0:
         return {Kind.FORWARD, Kind.BACKWARD}
     actions = (part for order in schedule.orders for step in order for part in step.parts)
@@ -105,9 +124,16 @@ def _kinds(schedule: Schedule, stage: int) -> set[Kind]:
 
 
 class RankTime(NamedTuple):
-    """Of a rank at one `place` along pp: the seconds of each of its actions, of these the `tails`
-    since the last collective, those of all its passes, those of reductions that are still `late`
-    behind its passes, and its clock when the step is over."""
+    """The time of a rank.
+
+    Attributes:
+        place: The place along pp.
+        seconds: Seconds of each action.
+        tails: Seconds from the last collective to the end of each action.
+        passes: Seconds of all passes.
+        late: Seconds of reductions after the passes.
+        clock: The clock at the end of the step.
+    """
 
     place: int
     seconds: Mapping[Action, float]
@@ -118,16 +144,19 @@ class RankTime(NamedTuple):
 
     @property
     def update(self) -> float:
-        """The seconds behind the passes and their reductions."""
+        """The seconds after the passes and their reductions."""
         return self.clock.seconds - self.passes - self.late
 
 
 def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming) -> StepTime:
-    """Return the time of a step on the rank that has most to do, its idle time up to the end of the
-    last one's step included; of ranks at one place along pp the slowest stands for all."""
+    """Return the time of a step on the busiest rank, including its idle time until the last rank
+    ends.
+
+    The slowest rank at a place along pp represents all ranks at that place.
+    """
     if schedule.ranks == 1:
         return max((rank.clock.step_time() for rank in ranks), key=attrgetter("seconds"))
-    slowest = _slowest(ranks)
+    slowest = _slowest_ranks(ranks)
     tails = {action: tail for rank in slowest.values() for action, tail in rank.tails.items()}
     sends = timing.sends(tails)
     seconds = {
@@ -138,13 +167,13 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     simulation = timing.simulated(seconds)
     reduced = max(simulation.timeline[place][-1].end + rank.late for place, rank in slowest.items())
     if timing.spans is not None:
-        timing.spans.extend(_spans(simulation, slowest.values(), reduced))
+        timing.spans.extend(_lane_spans(simulation, slowest.values(), reduced))
     over = reduced + max(rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
-    rows = [*busiest.clock.rows(), *_sent(busiest.seconds, sends)]
+    rows = [*busiest.clock.rows(), *_message_rows(busiest.seconds, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
     factor = simulation.busy[busiest.place] / alone if alone else 1.0
-    rows = [row if row.key.phase is Phase.UPDATE else _scaled(row, factor) for row in rows]
+    rows = [row if row.key.phase is Phase.UPDATE else _scale_row(row, factor) for row in rows]
     idle = max(over - sum(row.seconds for row in rows), 0.0)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
     launches = max(rank.clock.launches for rank in slowest.values())
@@ -153,8 +182,8 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     return StepTime(rows=with_stragglers(slowest_rows, timing.clock.network), assumed=assumed)
 
 
-def _slowest(ranks: Iterable[RankTime]) -> dict[int, RankTime]:
-    """Return by place along pp the rank that has most to do."""
+def _slowest_ranks(ranks: Iterable[RankTime]) -> dict[int, RankTime]:
+    """Return the slowest rank at each place along pp."""
     slowest: dict[int, RankTime] = {}
     for rank in ranks:
         other = slowest.setdefault(rank.place, rank)
@@ -166,8 +195,8 @@ Gaps = Mapping[Action, float]
 
 
 def idle_gaps(ranks: Iterable[RankTime], timing: StepTiming) -> dict[int, Gaps]:
-    """Return by place along pp how long a rank waits for others before each of its actions."""
-    slowest = _slowest(ranks)
+    """Return the seconds that a rank waits before each action, by place along pp."""
+    slowest = _slowest_ranks(ranks)
     seconds = {a: taken for rank in slowest.values() for a, taken in rank.seconds.items()}
     gaps: dict[int, Gaps] = {}
     for place, spans in enumerate(timing.simulated(seconds).timeline):
@@ -177,9 +206,13 @@ def idle_gaps(ranks: Iterable[RankTime], timing: StepTiming) -> dict[int, Gaps]:
     return gaps
 
 
-def _spans(simulation: Simulation, ranks: Iterable[RankTime], end: float) -> Iterator[LaneSpan]:
-    """Yield what each rank does when, each on a lane of its own; updates begin at the `end` of all
-    passes and their reductions."""
+def _lane_spans(
+    simulation: Simulation, ranks: Iterable[RankTime], end: float
+) -> Iterator[LaneSpan]:
+    """Yield the activity of each rank on a separate lane.
+
+    Updates begin at `end`, when all passes and their reductions are done.
+    """
     for place, spans in enumerate(simulation.timeline):
         for span in spans:
             is_forward = span.step.parts[0].kind is Kind.FORWARD
@@ -189,13 +222,13 @@ def _spans(simulation: Simulation, ranks: Iterable[RankTime], end: float) -> Ite
         yield LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
 
 
-def _scaled(row: TimeRow, factor: float) -> TimeRow:
-    """As long as it is where others leave their cores to the rank."""
+def _scale_row(row: TimeRow, factor: float) -> TimeRow:
+    """Return a row with its time scaled, for a rank that uses the cores of waiting ranks."""
     return replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
 
 
-def _sent(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:
-    """Yield what a rank with these actions spends on its messages, by phase."""
+def _message_rows(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:
+    """Yield the time that a rank with these actions spends on messages, by phase."""
     sums: dict[Phase, float] = {}
     for action in actions:
         if action in sends:

@@ -1,10 +1,10 @@
-"""The committed tables of the built-in families: what they depend on, and their values at the
-dimensions of a model, whole losses and losses in chunks included.
+"""The committed tables of the built-in families: their settings, and their values at the dimensions
+of a model, including losses of full logits and losses in chunks.
 
-A size is a coefficient times powers of batch, sequence and dimensions; an event is an allocation, a
-free, a boundary or a completed gradient. A loss in chunks replaces a whole one: the forward pass is
-the same up to the end of the last block, the backward pass from there on, of a whole model and of a
-last stage (`traces.work_tables` makes these tables).
+A size is a coefficient times powers of batch, sequence and dimensions. An event is an allocation, a
+free, a boundary or a completed gradient. A loss in chunks replaces the loss of full logits: forward
+is equal up to the end of the last block, backward from there on, for a full model and for a last
+stage. `traces.work_tables` makes these tables.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.timeline import Mark, Run, run
 
-# What the first number of a size says, as flags.
+# Flags in the first number of a size.
 IN_ELEMENTS, IS_STATISTICS = 1, 2
 
 MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
 
-# Ways of a table beside the kinds of cut (`Cut.kind`).
+# Ways of a table other than the kinds of sharded operators (`Cut.kind`).
 PLAIN, FUSED = "plain", "fused"
-GROUPED = "gqa"  # operators of blocks whose keys have fewer heads than their queries
+GROUPED = "gqa"  # operators of blocks with fewer heads of keys than of queries
 _GATHERED = "-gathered"
 _CUT, _SAVED, _NAIVE, _WHOLE = "cut", "saved", "naive", "whole"
 
@@ -47,7 +47,7 @@ _OF_A_BLOCK = (TablePart.BLOCK, TablePart.CONTEXT)
 
 
 class Place(StrEnum):
-    """What the layers of a table are: all of a model's, or those of a stage."""
+    """The position of a table's layers: a full model, or one of its stages."""
 
     ALONE = "alone"
     FIRST = "first"
@@ -57,10 +57,11 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A built-in model and how it runs; `sequence`: the tokens of a sample that a rank has between
-    its blocks, or all of them where tp cuts these. Where operators are `cut` it is one rank's part;
-    `context`: it attends to the tokens of others. `is_for_cuda`: a GPU drops out; `statistics`:
-    what its attention keeps beside its output."""
+    """A built-in model and the properties of a run that its tables depend on. `sequence` is the
+    number of tokens of a sample that a rank has between blocks, before tp shards them. `cut`
+    describes one rank's part of sharded operators, `context` attention to the tokens of other
+    ranks. `is_for_cuda` selects the dropout of GPUs. `statistics` is what attention keeps in
+    addition to its output."""
 
     shape: ModelShape
     batch: int
@@ -77,28 +78,28 @@ class Setting:
 
     @cached_property
     def _hash(self) -> int:
-        """Of all fields, which are many: what is derived of a setting is looked up often."""
+        """The hash of all fields, cached because settings are often used as keys."""
         return hash(tuple(getattr(self, of.name) for of in fields(self)))
 
     @property
     def without_context(self) -> Setting:
-        """Return the same where the rank attends to its own tokens."""
+        """The setting of a rank that attends only to its tokens."""
         return self if self.context is None else replace(self, context=None)
 
     @property
     def family(self) -> Family:
-        """Whose operators the model's blocks have."""
+        """The family whose operators the model's blocks have."""
         assert self.shape.tabulated is not None, "tables tell of families"
         return self.shape.tabulated
 
     @property
     def is_full(self) -> bool:
-        """Whether fp32 and fp64 do the same as its dtype."""
+        """True if the model computes in fp32 or fp64, whose operators are equal."""
         return self.compute in (DType.FP32, DType.FP64)
 
     @property
     def operators(self) -> str:
-        """Which operators a block has; what dropout keeps is another thing on a GPU."""
+        """The name of a block's operators. Dropout on a GPU keeps other tensors than on a CPU."""
         shape = self.shape
         if self.family is Family.LLAMA:
             return "mha" if shape.heads == shape.kv_heads else GROUPED
@@ -108,14 +109,15 @@ class Setting:
 
     @property
     def values(self) -> dict[str, int]:
-        """The value of every dimension that sizes are products of."""
+        """The value of every dimension that occurs in sizes."""
         dimensions_of = self.cut.dimensions if self.cut else dimensions
         values = dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
         return values if self.context is None else self.context.values(values)
 
     def name(self, part: TablePart) -> str:
-        """Return the name of its table. To a block it is nothing whether embedding and head are
-        tied, and to a loss what the blocks do; one sample's targets need no copy."""
+        """Return the name of the setting's table. A block does not depend on whether embedding and
+        head are tied, and a loss does not depend on the blocks. The targets of a single sample need
+        no copy."""
         return "-".join(
             (
                 self.family.value,
@@ -128,9 +130,9 @@ class Setting:
         )
 
     def way(self, part: TablePart) -> str:
-        """Return which way of its table's it is: how operators are cut, as far as the part sees it.
-        A block does not see how logits are, and computes the same where a cut is naive, though it
-        sends more; what it saves is nothing to the loss."""
+        """Return the setting's way of the table: how operators are sharded, as far as it affects
+        the part. A block is independent of sharded logits, and computes the same with a naive plan,
+        although it communicates more. A loss is independent of how activations are saved."""
         if self.cut is None:
             return FUSED if part is TablePart.LOSS and self.loss.fused else PLAIN
         kind = self.cut.kind
@@ -144,17 +146,16 @@ class Setting:
 
 
 class RankCut(NamedTuple):
-    """What a rank has of a layer, and of a sample: `tensor` of its operators, `context` of its
-    tokens; None of all of them."""
+    """A rank's part of a layer's operators (`tensor`) and of a sample (`context`). None is all."""
 
     tensor: Cut | None = None
     context: ContextPart | None = None
 
 
 def setting_of(spec: Spec, cut: RankCut) -> Setting:
-    """Return the setting of a spec's built-in model, on a rank that has so much of it."""
+    """Return the setting of a spec's built-in model on a rank with this part of it."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
-    # by one call of a kernel
+    # tokens that one kernel call attends to: Ulysses exchanges heads for all tokens of its group
     attended = spec.own_tokens * (cut.context.ulysses if cut.context else 1)
     return Setting(
         shape=spec.model,
@@ -170,8 +171,8 @@ def setting_of(spec: Spec, cut: RankCut) -> Setting:
 
 
 class Monomial(NamedTuple):
-    """`coefficient · Π symbol^exponent`, in elements of the compute dtype or in bytes.
-    `is_statistics`: it is what attention keeps beside its output, which depends on its kernel."""
+    """A size `coefficient · Π symbol^exponent`, in elements of the compute dtype or in bytes.
+    `is_statistics` marks the statistics of attention, which depend on its kernel."""
 
     in_elements: bool
     coefficient: int
@@ -179,7 +180,7 @@ class Monomial(NamedTuple):
     is_statistics: bool = False
 
     def bytes(self, values: Mapping[str, int], itemsize: int) -> int:
-        """The size at these dimensions, of a CPU's kernels."""
+        """Return the bytes at these dimensions, for CPU kernels."""
         size = self.coefficient * (itemsize if self.in_elements else 1)
         for symbol, exponent in self.exponents:
             size *= math.prod([values[symbol]] * exponent)
@@ -198,7 +199,8 @@ def evaluated(
     itemsize: int,
     statistics: Statistics | None = None,
 ) -> tuple[int, ...]:
-    """Return the bytes of each size; `statistics` are those of a GPU's attention."""
+    """Return the bytes of each size. `statistics` replaces those of attention with those of a GPU
+    kernel."""
     plain = ((size, size.bytes(values, itemsize)) for size in sizes)
     return tuple(
         statistics.of(count) if statistics and size.is_statistics else count
@@ -207,7 +209,7 @@ def evaluated(
 
 
 def monomials(table: dict[str, Any]) -> tuple[Monomial, ...]:
-    """The sizes of a table, in its order."""
+    """Return the sizes of a table, in order."""
     return tuple(
         Monomial(
             in_elements=bool(kind & IN_ELEMENTS),
@@ -220,7 +222,7 @@ def monomials(table: dict[str, Any]) -> tuple[Monomial, ...]:
 
 
 def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
-    """Return the value of every symbol."""
+    """Return the value of every symbol for a model without sharded operators."""
     return {
         "batch": batch,
         "sequence": sequence,
@@ -235,41 +237,42 @@ def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int
 
 
 def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
-    """Signed size numbers become runs; marks and completions stay as they are."""
+    """Yield events with consecutive allocations and frees merged into runs. Marks and completed
+    gradients are decoded."""
     deltas: list[int] = []
     for event in events:
         if isinstance(event, int):
             deltas.append(sizes[event - 1] if event > 0 else -sizes[-event - 1])
             continue
         if deltas:
-            yield from _flush(deltas)
+            yield from _merge_run(deltas)
             deltas = []
         if isinstance(event, str):
             yield (MARKS[event[0]], event[1:].replace("*", "blocks.*", 1))
         else:
             name, index, cloned = event
             yield (name, sizes[index], bool(cloned))
-    yield from _flush(deltas)
+    yield from _merge_run(deltas)
 
 
-def _flush(deltas: list[int]) -> Iterator[Run]:
+def _merge_run(deltas: list[int]) -> Iterator[Run]:
     if combined := run(deltas):
         yield combined
 
 
-Parts = tuple[int, ...]  # numbers of a table's parts, which follow each other
+Parts = tuple[int, ...]  # numbers of a table's parts, in order
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class EvaluatedTable:
-    """A table and the bytes of each of its sizes."""
+    """A table with the bytes of each of its sizes."""
 
     content: Mapping[str, Any]
     sizes: tuple[int, ...]
     known: dict[Parts, tuple[Any, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def events(self, *parts: int) -> list[Any]:
-        """Return the events of the parts with these numbers, one after the other."""
+        """Return the concatenated events of the parts with these numbers."""
         if parts not in self.known:
             written = self.content["parts"]
             events = (event for part in parts for event in written[part])
@@ -278,13 +281,13 @@ class EvaluatedTable:
 
 
 def content(part: TablePart, setting: Setting) -> archive.Table:
-    """Return a setting's table as it is written. Raises KeyError where there is none."""
+    """Return a setting's table as stored. Raises KeyError if there is none."""
     table: archive.Table = archive.read(part, setting.name(part), setting.way(part))
     return table
 
 
 def sizes(part: TablePart, setting: Setting) -> tuple[Monomial, ...]:
-    """Return the sizes of a setting's table, as they are written."""
+    """Return the sizes of a setting's table as monomials."""
     return _sizes(part, setting.name(part), setting.way(part))
 
 
@@ -296,8 +299,7 @@ def _sizes(part: TablePart, name: str, way: str) -> tuple[Monomial, ...]:
 def table(
     part: TablePart, setting: Setting, values: Mapping[str, int] | None = None
 ) -> EvaluatedTable:
-    """Return a setting's table at its dimensions, or at other `values`. Raises KeyError where there
-    is none."""
+    """Return a setting's table at its dimensions, or at `values`. Raises KeyError without one."""
     return EvaluatedTable(
         content(part, setting),
         evaluated(
@@ -314,8 +316,8 @@ _TOKENS = "sequence"
 
 
 class _Listed(NamedTuple):
-    """An operator or a collective as a table has it: `sizes` are numbers; no dtype means that in
-    which the model computes; `axis` and `is_whole` as of these."""
+    """An operator or a collective of a table. `sizes` are indices of sizes, `dtype` None is the
+    compute dtype. `axis` and `is_whole` are as in `InnerCollective` and `Operator`."""
 
     kind: OperatorKind | Collective
     dtype: DType | None
@@ -324,7 +326,7 @@ class _Listed(NamedTuple):
     is_whole: bool = False
 
     def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
-        """Return it where a table's sizes are these."""
+        """Return the operator or collective for these bytes of the table's sizes."""
         own = tuple([sizes[number] for number in self.sizes])
         if isinstance(self.kind, Collective):
             return InnerCollective(self.kind, own[0], axis=self.axis)
@@ -333,7 +335,7 @@ class _Listed(NamedTuple):
 
 
 class WorkTable(NamedTuple):
-    """A way of a table; `passes` are lists of operators by their numbers."""
+    """One way of a table of operators. `passes` are lists of operator numbers."""
 
     content: Mapping[str, Any]
     sizes: tuple[Monomial, ...]
@@ -342,7 +344,7 @@ class WorkTable(NamedTuple):
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> WorkTable:
-        """Return a table as it is written."""
+        """Decode a stored table."""
         return cls(
             content,
             monomials(dict(content)),
@@ -361,73 +363,74 @@ class WorkTable(NamedTuple):
 
 @cache
 def work_table(part: TablePart, name: str, way: str) -> WorkTable:
+    """Return the decoded operators of one way of a table."""
     return WorkTable.read(archive.read(part, name, way)["work"])
 
 
 class EvaluatedWork:
-    """A table at a setting's dimensions."""
+    """A table of operators at a setting's dimensions."""
 
     def __init__(self, part: TablePart, setting: Setting, values: Mapping[str, int]) -> None:
         self.table = work_table(part, setting.name(part), setting.way(part))
         self._compute, self._sequence = setting.compute, setting.sequence
         self._sizes = [size.bytes(values, self._compute.itemsize) for size in self.table.sizes]
-        # Of what is equal at these dimensions one object, so that a look at it is enough.
+        # Equal operators are one object, so that they can be compared by identity.
         self._distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
         self._known: dict[int, Operator | InnerCollective] = {}
         self._repeated: dict[tuple[int, int], Operator | InnerCollective] = {}
 
     def work(self, numbers: Mapping[str, int]) -> LayerWork:
-        """Return the passes with these numbers."""
+        """Return a layer's work from the pass numbers by name."""
         return LayerWork(**{name: self.of_pass([number]) for name, number in numbers.items()})
 
     def of_pass(self, numbers: Iterable[int]) -> PassWork:
-        """Return the operators of parts one after the other, equal ones in a row as one."""
+        """Return the concatenated operators of passes, with equal consecutive ones merged."""
         parts = (self.table.passes[number] for number in numbers)
         of_pass = (self.operator(operator) for part in parts for operator in part)
         runs = ([*alike] for _, alike in groupby(of_pass, id))
-        return tuple([self._times(run[0], len(run)) for run in runs])
+        return tuple([self._repeat(run[0], len(run)) for run in runs])
 
     def of_groups(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
-        """Return operators by number, how often each runs in a row and how many behind it run
-        before it is awaited; what is sent over an axis is so over so many neighbours."""
+        """Return a pass from groups of (operator number, repetitions, operators that run before it
+        is awaited). Collectives, except sends, run over `ranks` neighbours."""
 
         def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
             what = self.operator(number)
             if isinstance(what, Operator):
-                return self._times(what, times)
+                return self._repeat(what, times)
             own = ranks if what.collective is not Collective.SEND else 0
             return what._replace(times=times, beside=beside, ranks=own)
 
         return tuple([entry(*group) for group in groups])
 
     def operators(self, number: int) -> Iterator[Operator | InnerCollective]:
-        """Yield what the pass with this number computes and sends, one by one."""
+        """Yield the operators and collectives of the pass with this number."""
         return map(self.operator, self.table.passes[number])
 
     def flops(self, number: int, scores: int) -> int:
-        """Return the floating-point operations of the pass with this number, where so many `scores`
-        stand in the place of all tokens times all tokens."""
+        """Return the floating-point operations of a pass. `scores` replaces the square of the
+        tokens in products that are quadratic in them."""
         total = 0
         for own, times in Counter(self.table.passes[number]).items():
             flops = operator.flops if isinstance(operator := self.operator(own), Operator) else 0
-            if flops and self._powers(own) > 1:
+            if flops and self._token_powers(own) > 1:
                 flops = flops * scores // self._sequence**2
             total += times * flops
         return total
 
-    def _powers(self, operator: int) -> int:
-        """How many of an operator's dimensions are the tokens of a sample."""
+    def _token_powers(self, operator: int) -> int:
+        """Return the exponent of the tokens of a sample in an operator's dimensions."""
         sizes = (self.table.sizes[size] for size in self.table.operators[operator].sizes)
         return sum(dict(size.exponents).get(_TOKENS, 0) for size in sizes)
 
     def operator(self, number: int) -> Operator | InnerCollective:
-        """Return the operator with this number: of all in a table few are in a way to keep."""
+        """Return the operator with this number. A way uses few of a table's operators."""
         if number not in self._known:
             operator = self.table.operators[number].at(self._sizes, self._compute)
             self._known[number] = self._distinct.setdefault(operator, operator)
         return self._known[number]
 
-    def _times(
+    def _repeat(
         self, operator: Operator | InnerCollective, times: int
     ) -> Operator | InnerCollective:
         if times == 1:
@@ -438,31 +441,31 @@ class EvaluatedWork:
         return self._repeated[key]
 
 
-# Of sizes, in the order in which they are divided by: features; tokens of this rank between the
-# blocks, of a chunk and of what is left; the vocabulary, all of it and the rank's part.
+# Symbols of sizes, in the order of division: features; the rank's tokens between blocks, tokens of
+# a chunk and of the last, partial chunk; the full vocabulary, and the rank's shard of it.
 SYMBOLS = ("hidden", "tokens", "chunk", "rest", "vocab_all", "vocab", "tp")
 
 _BLOCK = "blocks.*"
 
 
 class LossHead(NamedTuple):
-    """As `tables.merged` gives it: what follows the last block in forward and precedes it in
-    backward; `output`, bytes of what a stage hands on."""
+    """A loss in chunks as events: `forward` follows the last block, `backward` precedes it.
+    `output` is the bytes of the stage's output."""
 
     forward: tuple[Any, ...]
     backward: tuple[Any, ...]
     output: int
 
     def around(self, phase: str, last: Sequence[Any]) -> list[Any]:
-        """The last block's part in `forward` or `backward`, with this behind it or before it."""
+        """Return the last block's `forward` or `backward` events with those of the loss."""
         if phase == "forward":
             return [*last[: last.index((Mark.LEAVE, _BLOCK)) + 1], *self.forward]
         return [*self.backward, *last[last.index((Mark.PRE_BACKWARD, _BLOCK)) :]]
 
 
 class Pieces(NamedTuple):
-    """Events of `least` chunks or more: `every` and `later` are there once more for each chunk that
-    is more."""
+    """The events of a loss with at least `least` chunks. `every` and `later` occur once more for
+    each further chunk."""
 
     least: int
     front: list[Any]
@@ -476,42 +479,42 @@ class Pieces(NamedTuple):
         return self.front, self.every, self.between, self.later, self.behind
 
     def fewest(self) -> Pieces:
-        """The same with the smallest number of chunks that it is true of."""
-        shorter = self._shorter()
+        """Return the equivalent pieces with the smallest `least`."""
+        shorter = self._shorten()
         return self if shorter is None or self.least == 1 else shorter.fewest()
 
-    def _shorter(self) -> Pieces | None:
-        front = _without(self.front, self.every)
-        behind = _without(self.behind[::-1], self.later[::-1])
+    def _shorten(self) -> Pieces | None:
+        front = _strip_end(self.front, self.every)
+        behind = _strip_end(self.behind[::-1], self.later[::-1])
         if front is None or behind is None:
             return None
         return self._replace(least=self.least - 1, front=front, behind=behind[::-1])
 
 
 def has_own_tables(kind: str) -> bool:
-    """Return whether this kind of cut has tables of its own."""
+    """Return True if this kind of sharding has separate tables."""
     return not kind.startswith(("saved", "naive"))
 
 
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
-    """Return whether a table tells what such a loss allocates where its operators are whole.
-    torch's fused one goes other ways in fp16, and with fewer words than features."""
+    """Return True if a table has the allocations of such a loss with unsharded operators. torch's
+    fused loss takes another path in fp16, and if the vocabulary is smaller than the features."""
     return not loss.fused or (compute is not DType.FP16 and shape.vocab_rows >= shape.hidden)
 
 
 def chunk_of(setting: Setting) -> int:
-    """Return the tokens of a chunk."""
+    """Return the number of tokens in a chunk."""
     assert setting.loss.chunk is not None, "a loss in chunks"
     return min(setting.loss.chunk, setting.batch * setting.sequence)
 
 
 def full_chunks(setting: Setting) -> int:
-    """Return how many chunks are full."""
+    """Return the number of full chunks."""
     return setting.batch * setting.sequence // chunk_of(setting)
 
 
 def values_of(setting: Setting) -> dict[str, int]:
-    """Return the values of SYMBOLS, on one rank."""
+    """Return the values of SYMBOLS on one rank."""
     shape, cut = setting.shape, setting.cut
     tokens = setting.batch * setting.sequence
     return {
@@ -526,8 +529,8 @@ def values_of(setting: Setting) -> dict[str, int]:
 
 
 def head_of(setting: Setting, place: Place) -> LossHead | None:
-    """Return the passes of a loss in chunks and the size of its output, at the end of a whole model
-    or of a last stage; None of a loss of whole logits."""
+    """Return the events of a loss in chunks at the end of a full model or a last stage. None for a
+    loss of full logits."""
     if setting.loss.chunk is None:
         return None
     values = values_of(setting)
@@ -543,7 +546,7 @@ def head_of(setting: Setting, place: Place) -> LossHead | None:
 
 
 def parts_of(listed: dict[str, list[int]], chunks: int) -> Iterator[int]:
-    """Yield the numbers of the parts that so many full chunks are, one after the other."""
+    """Yield the numbers of the parts that describe a loss with this number of full chunks."""
     few = listed["few"]
     if chunks <= len(few):
         yield few[chunks - 1]
@@ -553,8 +556,8 @@ def parts_of(listed: dict[str, list[int]], chunks: int) -> Iterator[int]:
     yield from (front, *[every] * more, between, *[later] * more, behind)
 
 
-def _without(events: list[Any], end: list[Any]) -> list[Any] | None:
-    """`events` up to this end of theirs; None where it is another."""
+def _strip_end(events: list[Any], end: list[Any]) -> list[Any] | None:
+    """Return events without this ending, or None if they end otherwise."""
     if not end:
         return events
     return events[: -len(end)] if events[-len(end) :] == end else None

@@ -1,5 +1,5 @@
-"""A rank's step as it happens: live bytes as they rise and fall, what is sent, and the time; and
-what every wrap says to a model's timeline."""
+"""Records a rank's step (live bytes, traffic and time), and defines the interface between wraps and
+a model's timeline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COPIES = {
 
 @dataclass(eq=False, repr=False, slots=True)
 class Account:
-    """Calls and copies of one step, for `times` units that do the same."""
+    """The traffic of one step, counted for `times` identical units."""
 
     spec: Spec
     times: int = 1
@@ -47,30 +47,39 @@ class Account:
         via: str | None,
         ranks: int | None = None,
     ) -> None:
-        """One collective over the group along `axes`, of a full tensor of `payload` bytes; or
-        over so many neighbours of it."""
+        """Count a collective over the group along `axes`, or over `ranks` neighbours of it, with a
+        full tensor of `payload` bytes."""
         calls = Calls(collective, state, phase, self.times, via)
         ordered = [factor.axis for factor in self.spec.factors if factor.axis in axes]
         group = group_over(self.spec, ordered)
         self.rows.append(calls.over(Group(group.axes, ranks or group.ranks), payload))
 
     def moved(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
-        """One copy of `size` bytes between two tiers."""
+        """Count a copy of `size` bytes between two tiers."""
         key = TrafficKey(axes=(), collective=_COPIES[source, target], state=state, phase=phase)
         times = self.times
         self.rows.append(Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=0))
 
 
 class TooLarge(Exception):
-    """The peak of a step is above the limit up to which it is played."""
+    """The peak of a step exceeds the limit of the simulation."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Tape:
-    """A rank's step as it happens. Of device memory: bytes above what lives for the whole step, and
-    their maximum by phase. Of what is sent: where there is an `account`; of time, where there is a
-    `clock`. `hooks` are what a room's collectives take of the host. Nothing is read unless
-    `is_reading`. A peak above `most` ends the step."""
+    """A record of a rank's step.
+
+    Attributes:
+        level: Device bytes above the memory that lives for the full step.
+        peak: Maximum of `level` in the current phase.
+        peaks: Maximum of `level` in each finished phase.
+        phase: The current phase.
+        account: Records traffic. None records none.
+        is_reading: False to ignore allocations, traffic and compute.
+        clock: Records time. None records none.
+        hooks: The hook that each collective runs on the host.
+        most: The highest allowed peak in bytes.
+    """
 
     level: int = 0
     peak: int = 0
@@ -83,8 +92,8 @@ class Tape:
     most: float = inf
 
     def enter(self, phase: Phase) -> None:
-        """What follows counts for `phase`, what lives already included. Raises TooLarge for a peak
-        above `most`."""
+        """Start a phase, whose peak includes live memory. Raises TooLarge if the last peak exceeds
+        `most`."""
         if self.peak > self.most:
             raise TooLarge
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.peak)
@@ -93,18 +102,18 @@ class Tape:
             self.clock.phase = phase
 
     def add(self, size: int) -> None:
-        """Allocates, or frees where `size` is negative."""
+        """Allocate bytes, or free them if `size` is negative."""
         self.level += size
         if self.level > self.peak:
             self.peak = self.level
 
     def spike(self, size: int) -> None:
-        """Allocates and frees at once."""
+        """Allocate bytes and free them at once."""
         if self.is_reading:
             self.peak = max(self.peak, self.level + size)
 
     def repeat(self, times: int, act: Callable[[], None]) -> None:
-        """Count what `act` allocates and frees so many times, one by one: it is done once."""
+        """Count the memory and time of `act` `times` times, but execute it once."""
         if times == 1:
             act()
             return
@@ -117,13 +126,14 @@ class Tape:
         self.peak = max(peak, level + rise + max(0, (times - 1) * net))
 
     def in_time(self, times: int, act: Callable[[], None]) -> None:
-        """Count what `act` takes of time, and nothing else, so many times: it is done once."""
+        """Count the time of `act` `times` times and its memory once. It is executed once."""
         if self.clock is None:
             act()
         else:
             self.clock.repeat(times, act)
 
     def allocated(self, size: int, tier: Tier) -> None:
+        """Count bytes that a room allocates on the device. Other tiers are ignored."""
         if tier is Tier.DEVICE and self.is_reading:
             self.add(size)
 
@@ -139,8 +149,12 @@ class Tape:
         is_awaited: bool = True,
         since: float | None = None,
     ) -> Arrival | None:
-        """Return what is on its way, where there is a clock and it is not awaited at once. It may
-        start from `since` on (`Clock`)."""
+        """Record a collective.
+
+        Returns:
+            The arrival, if there is a clock and the collective is not awaited at once. It starts no
+            earlier than `since`.
+        """
         if not self.is_reading:
             return None
         if self.account is not None and self.account.times:
@@ -157,6 +171,7 @@ class Tape:
         return arrival
 
     def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+        """Record a copy between two tiers, and wait for it."""
         if not self.is_reading:
             return
         if self.account is not None:
@@ -165,35 +180,36 @@ class Tape:
             self.clock.copy(_COPIES[source, target], size).wait()
 
     def hook(self, hook: Hook) -> None:
-        """A wrapper does one of its parts on the host."""
+        """Run a hook of a wrapper on the host."""
         if self.clock is not None and self.is_reading:
             self.clock.hook(hook)
 
     def computed(
         self, kind: OperatorKind, dtype: DType, size: int, spent: Spent = Spent.WRAPPERS
     ) -> None:
-        """An operator that is not the model's reads and writes `size` bytes."""
+        """Time an operator outside the model that reads and writes `size` bytes."""
         if self.clock is not None and self.is_reading:
             self.clock.operator(spent, kind, dtype, size)
 
     def computed_beside(self, kind: OperatorKind, dtype: DType, size: int) -> None:
-        """The same on a stream of its own, where there are any: it takes no time there."""
+        """Time an operator on a separate stream. It takes no time if the device overlaps
+        streams."""
         if self.clock is not None and not self.clock.pace.overlaps:
             self.computed(kind, dtype, size)
 
     def updated(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
-        """An optimizer steps on a room's tensors, where what is cast around it is cast by the
-        room."""
+        """Time an optimizer step on a room's tensors. The room times the casts around it
+        separately."""
         if self.clock is None or not self.is_reading:
             return
         if tier is not Tier.DEVICE and self.clock.pace.overlaps:
             self.clock.update_on_host(rule, dtype, shapes)
         else:
-            self.clock.update(rule, _uncast(dtype), shapes)
+            self.clock.update(rule, _uncast_layout(dtype), shapes)
 
 
-def _uncast(dtype: DType) -> Layout:
-    """A layout in which an update casts nothing."""
+def _uncast_layout(dtype: DType) -> Layout:
+    """Return a layout in which an update casts nothing."""
     return Layout(
         name=dtype.value,
         parameters=dtype,
@@ -205,25 +221,26 @@ def _uncast(dtype: DType) -> Layout:
 
 
 class Scene(NamedTuple):
-    """What every wrap is made from: the tape it writes to, and what it may read."""
+    """The inputs of every wrap: the tape to record on, and the model and plan to read.
+
+    `representatives` are the units that are simulated for equal ones. None simulates every unit.
+    """
 
     tape: Tape
     spec: Spec
     facts: ModelFacts
     plan: Plan
     timeline: Timeline
-    representatives: Representatives | None = (
-        None  # who is played, where that is not every unit by itself
-    )
+    representatives: Representatives | None = None
 
     @property
     def units(self) -> tuple[UnitFacts, ...]:
-        """The units that are played, by their places in the timeline."""
+        """The simulated units, by their places in the timeline."""
         return self.facts.units if self.representatives is None else self.representatives.units
 
     @property
     def times(self) -> tuple[int, ...]:
-        """How many equal units each of them stands for."""
+        """The number of equal units that each simulated unit represents."""
         return (
             (1,) * len(self.facts.units)
             if self.representatives is None
@@ -231,86 +248,93 @@ class Scene(NamedTuple):
         )
 
     def order(self, mark: Mark) -> tuple[int, ...]:
-        """The units in the order in which a forward pass comes by their `mark`."""
+        """Return the units in the order in which a forward pass reaches their `mark`."""
         marks = boundaries(self.timeline.forward)
         return tuple(dict.fromkeys(item.unit for item in marks if item.mark is mark))
 
     def unit_of(self) -> dict[str, int]:
-        """Parameter name -> index of its unit."""
+        """Return the index of each parameter's unit, by parameter name."""
         return {
             tensor.name: index for index, unit in enumerate(self.units) for tensor in unit.tensors
         }
 
 
 class Marks(Protocol):
-    """What acts at the marks of a model's timeline, and as gradients complete."""
+    """The callbacks at the marks of a model's timeline and at completed gradients."""
 
     def enter(self, unit: int) -> None:
-        """A unit's forward begins."""
+        """Begin a unit's forward pass."""
 
     def leave(self, unit: int) -> None:
-        """A unit's forward is over."""
+        """End a unit's forward pass."""
 
     def before_backward(self, unit: int) -> None:
-        """The gradient of a unit's output is there."""
+        """Begin a unit's backward pass: the gradient of its output is available."""
 
     def after_backward(self, unit: int) -> None:
-        """The gradient of a unit's input is there; for the root, backward is over."""
+        """End a unit's backward pass: the gradient of its input is available. The root ends
+        backward."""
 
     def complete(self, gradient: Complete) -> None:
-        """A parameter's gradient stands alive (`gradient.cloned`: is to be copied)."""
+        """Accept a parameter's gradient, to be kept, or copied if it is `cloned`."""
 
 
 class Wrap(Marks, Protocol):
-    """A wrap's own allocations at the boundaries of a model's timeline."""
+    """The simulation of a wrap along a model's timeline.
+
+    `updates_alike` is True if the update is equal on all ranks and leaves no state to simulate
+    another.
+    """
 
     scene: Scene
-    updates_alike: bool  # on all ranks; and an update leaves nothing to play another one with
+    updates_alike: bool
 
     def begin_passes(self) -> None:
-        """The passes of a step in a pipeline begin."""
+        """Begin the passes of a pipeline step."""
 
     def settle(self) -> None:
-        """One of them is over, and what it made is sent."""
+        """End one pass of a pipeline step, after its output is sent."""
 
     def end_passes(self) -> None:
-        """They are over."""
+        """End the passes of a pipeline step."""
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
 
     def gathered(self) -> int:
-        """Bytes of units that are gathered now."""
+        """Return the bytes of units that are all-gathered now."""
         ...
 
     def begin_half(self, kind: Kind) -> None:
-        """A half of a backward pass begins: of the gradients of inputs, or of weights."""
+        """Begin a half of a backward pass, for the gradients of inputs or of weights."""
 
     def end_half(self, kind: Kind) -> None:
-        """It is over."""
+        """End a half of a backward pass."""
 
     def lingering(self) -> int:
-        """Bytes that outlive a backward pass and are no gradients."""
+        """Return the bytes that outlive a backward pass and are not gradients."""
         ...
 
     def signature(self) -> Hashable:
-        """Return what a pass depends on: with equal ones it does the same."""
+        """Return the state that a pass depends on. Passes with equal state are equal."""
         ...
 
     def reduce(self) -> None:
-        """Reduce what is partial."""
+        """Reduce partial gradients."""
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return what the norm and the update of the rank with this shard depend on."""
+        """Return a key that is equal for shards with equal norm and update."""
         ...
 
     def clipped(self, shard: int) -> list[list[int]] | None:
-        """Elements of each gradient on the rank with this shard, in groups of which there is a norm
-        each; None where they are not on the device."""
+        """Return the elements of each gradient on the rank with this shard, by group of the norm.
+
+        The result is None if the gradients are not on the device.
+        """
         ...
 
     def update(self, shard: int) -> None:
-        """The optimizer, on the rank with this shard."""
+        """Run the optimizer on the rank with this shard."""
 
     def finish_update(self) -> None:
-        """Complete what the update left running."""
+        """Complete the work that the update left running."""

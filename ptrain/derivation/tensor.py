@@ -1,7 +1,7 @@
-"""The cutting axes in the exact column: each rank's own part of the model, and what tp sends.
+"""The cutting axes in the `exact` column: each rank's part of the model, and the traffic of tp.
 
-The part is a model like any other, smaller: the data axes derive its costs as they do a whole
-model's. What the operators send is counted here, call by call.
+The part is a smaller model: the data axes derive its costs as for a full model. The traffic of
+operators is counted here, call by call.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ptrain.units import ceil_div, grouped
 
 Units = tuple[UnitFacts, ...]
 
-_LOSS_SUMS = 3  # of a loss on cut logits: their maximum, their sum, the targets' logits
+_LOSS_SUMS = 3  # of a loss on sharded logits: the maximum, the sum, and the targets' logits
 
 
 def cut_of(spec: Spec, plan: Plan, index: int) -> RankCut:
-    """Return what the rank at this place along the cutting axes has of a layer and of a sample."""
+    """Return the rank's part of a layer and of a sample, at this place along the cutting axes."""
     step = plan.tensor
     tensor = None
     if step is not None:
@@ -44,22 +44,24 @@ def cut_of(spec: Spec, plan: Plan, index: int) -> RankCut:
 
 
 def fullest_place(spec: Spec, plan: Plan) -> int:
-    """Return the place along the cutting axes of a rank that none has more of or more to do than:
-    the first slices of operators, and of slices of the tokens the last."""
+    """Return the place along the cutting axes of a rank with the highest memory and work.
+
+    It has the first shards of operators, and the last shard of the tokens.
+    """
     if plan.context is None:
         return 0
     places = range(ranks_over(spec, plan.cutting_axes))
-    return max(places, key=lambda place: (_before(spec, plan, place), -place))
+    return max(places, key=lambda place: (_places_before(spec, plan, place), -place))
 
 
-def _before(spec: Spec, plan: Plan, place: int) -> int:
+def _places_before(spec: Spec, plan: Plan, place: int) -> int:
+    """Return the number of places whose tokens come before a rank's tokens."""
     part = context_part(spec, plan, place)
     return part.before if part else 0
 
 
 def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
-    """Return what the rank at this place along the cutting axes does in attention over cp; None
-    without slices of the tokens."""
+    """Return a rank's part of attention over cp, or None without shards of the tokens."""
     if (step := plan.context) is None:
         return None
     return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
@@ -68,8 +70,7 @@ def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
 def parts(
     spec: Spec, plan: Plan, facts: ModelFacts
 ) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
-    """Yield what the ranks have of the model by their places along the cutting axes, and of each
-    such part which of them have it."""
+    """Yield each distinct part of the model, with its places along the cutting axes."""
     if not plan.cutting_axes:
         yield facts, (0,)
         return
@@ -84,8 +85,10 @@ def parts(
 
 
 def alike_in_context(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield these places along the cutting axes by what they do in attention over cp, of places
-    that do alike first that which has most to do: the one with most tokens before its own."""
+    """Yield these places grouped by equal work in attention over cp.
+
+    The first place of a group has the most tokens before its shard, and so the most work.
+    """
     if plan.context is None:
         yield indices
         return
@@ -101,8 +104,7 @@ def _context_name(spec: Spec, plan: Plan, index: int) -> str:
 def units_by_place(
     spec: Spec, plan: Plan, facts: ModelFacts
 ) -> Iterator[tuple[Units, tuple[int, ...]]]:
-    """Yield the units of the ranks, and at which places along the cutting axes they have them
-    so."""
+    """Yield each distinct set of units, with the places along the cutting axes that have it."""
     axes, step = plan.cutting_axes, plan.tensor
     places = range(ranks_over(spec, axes))
     if plan.experts is not None:
@@ -116,8 +118,8 @@ def units_by_place(
 
 
 def _local_facts(spec: Spec, facts: ModelFacts, units: Units, index: int) -> ModelFacts:
-    """The part at a place along the cutting axes: its units, and where it was traced the timeline
-    of its micro-batch."""
+    """Return the facts of a place: its units and, if it was traced, the timeline of its
+    micro-batch."""
     traced = facts.stage_passes
     if layer_tables.is_tabulated(spec) and not facts.roles and not traced:
         return replace(facts, units=units)
@@ -130,12 +132,14 @@ UnitsByRanks = tuple[tuple[Units, tuple[int, ...]], ...]
 
 
 def local_units(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsByRanks:
-    """The units of each rank of tp, local shapes, and which ranks have them so: those whose slices
-    of every dimension that is cut are as large."""
+    """Return the units of each rank of tp with local shapes, and the ranks that have them.
+
+    Ranks share an entry if their shards of every sharded dimension have equal sizes.
+    """
     return _units_by_ranks(facts, Parallelize(axis=step.axis, roles=step.roles), degree)
 
 
-@lru_cache(maxsize=64)  # of a search's candidates, most have the same
+@lru_cache(maxsize=64)  # most candidates of a search have equal units
 def _units_by_ranks(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsByRanks:
     dims = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
     lengths = {tensor.shape[dims[tensor.name]] for tensor in facts.tensors if tensor.name in dims}
@@ -155,8 +159,14 @@ def _units_by_ranks(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsB
 def _local_units(
     facts: ModelFacts, axis: Axis, dims: Mapping[str, int], length: Mapping[int, int]
 ) -> tuple[UnitFacts, ...]:
-    """`dims` are the dimensions that are cut over an axis, `length` what a rank has of each of a
-    length."""
+    """Return the units with the local shapes of a rank.
+
+    Args:
+        facts: The model.
+        axis: The axis that shards tensors.
+        dims: The sharded dimension of each tensor.
+        length: The local size for each size of a sharded dimension.
+    """
 
     def local(tensor: TensorFacts) -> TensorFacts:
         dim, shape = dims.get(tensor.name), tensor.shape
@@ -173,33 +183,36 @@ def _local_units(
 
 
 def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
-    """Yield what the operators of `facts`, the whole model, send in a step: activations, their
-    gradients and the sums of what the ranks computed of their own tokens."""
+    """Yield the traffic of the operators of a full model or stage in a step.
+
+    This is the traffic of activations, of their gradients, and of the sums of gradients that each
+    rank computes from its tokens.
+    """
     if (step := plan.tensor) is None:
         return
     group = Group((step.axis,), spec.degree(step.axis))
     times = plan.accumulate.micro_batches
-    for collective, state, phase, number, payload in _calls(spec, plan, step, facts):
+    for collective, state, phase, number, payload in _operator_calls(spec, plan, step, facts):
         yield Calls(collective, state, phase, number * times).over(group, payload)
-    again = times + _halves(spec, plan)
-    for collective, state, phase, number, payload in _of_loss(spec, plan, step, facts):
+    again = times + _backward_halves(spec, plan)
+    for collective, state, phase, number, payload in _loss_calls(spec, plan, step, facts):
         passes = again if phase is Phase.BACKWARD else times
         yield Calls(collective, state, phase, number * passes).over(group, payload)
 
 
-def _halves(spec: Spec, plan: Plan) -> int:
-    """Return how many backward passes of the last stage are in halves, in a step."""
+def _backward_halves(spec: Spec, plan: Plan) -> int:
+    """Return the number of backward passes of the last stage that are in halves in a step."""
     return schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
 
 
-# Roles of weights that are stored inputs by outputs, as those of others.
+# Roles of weights that are stored as [inputs, outputs], with the equivalent transposed role.
 _STORED = {Role.TRANSPOSED_COLUMN: Role.COLUMN, Role.TRANSPOSED_ROW: Role.ROW}
 
 _Row = tuple[Collective, State, Phase, int, int]
 
 
-def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
-    """(collective, state, phase, calls in a micro-batch, payload of each)."""
+def _operator_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
+    """Yield (collective, state, phase, calls in a micro-batch, bytes of each call)."""
     itemsize = spec.precision.effective.parameters.itemsize
     tokens = spec.batch.micro * plan.tokens
     cut = _operators(step, facts)
@@ -208,30 +221,38 @@ def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iter
         (Phase.BACKWARD, cut.opens, cut.joined, cut.whole_opens, cut.begins),
     ):
         if step.is_sequence:
-            yield from _moved(Collective.REDUCE_SCATTER, phase, sums, tokens * itemsize)
-            yield from _moved(Collective.ALL_GATHER, phase, copies, tokens * itemsize)
-            yield from _moved(Collective.ALL_GATHER, phase, ends, tokens * itemsize)
+            yield from _activation_calls(Collective.REDUCE_SCATTER, phase, sums, tokens * itemsize)
+            yield from _activation_calls(Collective.ALL_GATHER, phase, copies, tokens * itemsize)
+            yield from _activation_calls(Collective.ALL_GATHER, phase, ends, tokens * itemsize)
         else:
-            yield from _moved(Collective.ALL_REDUCE, phase, sums, tokens * itemsize)
-            # slices of the tokens are routed, and what they become is made whole; so are gradients
-            yield from _moved(Collective.ALL_GATHER, phase, cut.routed, tokens * itemsize)
-        yield from _moved(Collective.REDUCE_SCATTER, phase, cut.of_slices, tokens * itemsize)
-        yield from _moved(Collective.ALL_GATHER, phase, cut.of_slices, tokens * itemsize)
-        yield from _moved(Collective.ALL_REDUCE, phase, alike, tokens * itemsize)
+            yield from _activation_calls(Collective.ALL_REDUCE, phase, sums, tokens * itemsize)
+            # token shards are routed, and the results all-gathered, as are the gradients
+            yield from _activation_calls(
+                Collective.ALL_GATHER, phase, cut.routed, tokens * itemsize
+            )
+        yield from _activation_calls(
+            Collective.REDUCE_SCATTER, phase, cut.of_slices, tokens * itemsize
+        )
+        yield from _activation_calls(Collective.ALL_GATHER, phase, cut.of_slices, tokens * itemsize)
+        yield from _activation_calls(Collective.ALL_REDUCE, phase, alike, tokens * itemsize)
     gather, backward = Collective.ALL_GATHER, Phase.BACKWARD
     if step.is_saved_cut:
-        yield from _moved(gather, backward, cut.whole_inputs, tokens * itemsize)
+        yield from _activation_calls(gather, backward, cut.whole_inputs, tokens * itemsize)
     if step.is_sequence:
-        # a gradient of vectors of positions is made whole for each stretch that was read
+        # a gradient of embedded positions is all-gathered for each contiguous range
         stretches = plan.context.chunks if plan.context else 1
-        yield from _moved(gather, backward, cut.positions * stretches, plan.tokens * itemsize)
+        yield from _activation_calls(
+            gather, backward, cut.positions * stretches, plan.tokens * itemsize
+        )
     for numel, number in cut.summed.items():
         yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, number, numel * itemsize
 
 
-def _of_loss(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
-    """Of logits that are cut. In chunks everything is sent once more in backward, which computes
-    them again."""
+def _loss_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
+    """Yield the calls of a loss on sharded logits.
+
+    A loss in chunks recomputes the logits in backward, and repeats all calls.
+    """
     if (vocab := _operators(step, facts).vocab) is None:
         return
     tokens, ranks = spec.batch.micro * plan.tokens, spec.degree(step.axis)
@@ -250,8 +271,10 @@ def _of_loss(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> It
                 yield Collective.ALL_GATHER, State.ACTIVATIONS, phase, number, size * token_bytes
 
 
-def _moved(collective: Collective, phase: Phase, features: list[int], size: int) -> Iterator[_Row]:
-    """A call for each number of features; `size` bytes are one feature of all tokens."""
+def _activation_calls(
+    collective: Collective, phase: Phase, features: list[int], size: int
+) -> Iterator[_Row]:
+    """Yield a call for each number of features. `size` is the bytes of a feature of all tokens."""
     for width, number in Counter(features).items():
         yield collective, State.ACTIVATIONS, phase, number, width * size
 
@@ -262,53 +285,66 @@ def _operators(step: Parallelize, facts: ModelFacts) -> _Operators:
 
 
 class _Operators:
-    """The operators of a model by what they send of each token, in features. `joins` are sums of
-    parts, into the residual stream, and `joined` those of them that have a gradient; `inputs` are
-    what parts begin with, `opens` those whose gradient is a sum of parts; `whole_joins` and
-    `whole_opens` those where ranks have all tokens, whatever they have between the blocks, `ends`
-    what is made whole behind these, and `begins` what is cut in front of them and has a
-    gradient. `routed` are sub-blocks that
-    take slices of the tokens, and `of_slices` operators within them, in pairs. `vocab` is the whole
-    vocabulary that logits are cut over, None where they are not. `summed`: of the tensors that
-    every rank has whole and uses on its tokens, or on its features, by elements how many there are;
-    of each the gradients are summed by themselves."""
+    """The operators of a model, by the features per token that they communicate.
+
+    Attributes:
+        joins: Partial sums that are reduced into the residual stream.
+        joined: Those of `joins` whose output has a gradient.
+        inputs: Inputs of sharded operators.
+        opens: Those of `inputs` whose gradient is a partial sum.
+        whole_joins: Like `joins`, where ranks have all tokens regardless of sequence parallelism.
+        whole_opens: Like `opens`, where ranks have all tokens.
+        ends: Outputs that are all-gathered after the blocks.
+        begins: Those of `ends` that are sharded again before the blocks and have a gradient.
+        routed: Sub-blocks that take shards of the tokens.
+        of_slices: Operators within them, in pairs.
+        positions: Features of embedded positions.
+        vocab: The full vocabulary of sharded logits, or None.
+        summed: Replicated tensors whose gradients are all-reduced one by one, counted by elements.
+    """
 
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
         self._roles, self._modules = step.roles, module_roles(step.roles)
         self._weights = self._by_role(facts)
-        # what is cut for slices of the tokens, whatever ranks have between the sub-blocks
+        # sharded operators on token shards, regardless of the tokens between sub-blocks
         self.of_slices = [
-            shape[0] for name, shape in self._of(Role.ROW).items() if self._is_of_slices(name)
+            shape[0]
+            for name, shape in self._weights_of(Role.ROW).items()
+            if self._is_of_slices(name)
         ]
-        stopped = self._stopped(facts)
+        stopped = self._stopped_modules(facts)
         of_rows = {
             name: shape[0]
-            for name, shape in self._of(Role.ROW).items()
+            for name, shape in self._weights_of(Role.ROW).items()
             if not self._is_of_slices(name)
         }
         rows = [*of_rows.values()]
         has_gradient = [width for name, width in of_rows.items() if name not in stopped]
-        of_tables = self._of(Role.VOCABULARY)
+        of_tables = self._weights_of(Role.VOCABULARY)
         tables = list(of_tables.values())
-        columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}
-        latents = {name: of[1] for name, of in self._of(Role.LATENT).items() if len(of) > 1}
-        inner = self._of(Role.INNER_ROW)
-        experts = self._inputs({name: shape[-2] for name, shape in inner.items()}, Role.EXPERTS)
+        columns = {name: shape[1] for name, shape in self._weights_of(Role.COLUMN).items()}
+        latents = {name: of[1] for name, of in self._weights_of(Role.LATENT).items() if len(of) > 1}
+        inner = self._weights_of(Role.INNER_ROW)
+        experts = self._shared_inputs(
+            {name: shape[-2] for name, shape in inner.items()}, Role.EXPERTS
+        )
         rows += experts.values()
         has_gradient += experts.values()
-        inputs = {} if step.is_naive else self._inputs(columns, Role.WHOLE_INPUT)
-        inputs |= self._inputs(latents, Role.LATENT_INPUT) | experts
-        alone = self._alone(columns, inputs)
-        heads = [shape[::-1] for shape in self._of(Role.HEAD).values()]
-        if self._has(Role.HEAD) and not heads:  # its weight is the embedding's
+        inputs = {} if step.is_naive else self._shared_inputs(columns, Role.WHOLE_INPUT)
+        inputs |= self._shared_inputs(latents, Role.LATENT_INPUT) | experts
+        alone = self._unshared_inputs(columns, inputs)
+        heads = [shape[::-1] for shape in self._weights_of(Role.HEAD).values()]
+        if self._has_role(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
-        last = [shape[0] for shape in self._of(Role.LAST_NORM).values()]
+        last = [shape[0] for shape in self._weights_of(Role.LAST_NORM).values()]
         self.whole_inputs = list(inputs.values())
         inputs = {name: width for name, width in inputs.items() if not self._is_of_slices(name)}
         self.routed = [
-            shape[1] for name, shape in self._of(Role.SHARED).items() if self._is_of_slices(name)
+            shape[1]
+            for name, shape in self._weights_of(Role.SHARED).items()
+            if self._is_of_slices(name)
         ]
-        self.positions = [shape[1] for shape in self._of(Role.POSITIONS).values()]
+        self.positions = [shape[1] for shape in self._weights_of(Role.POSITIONS).values()]
         joins = [shape[1] for shape in tables]
         inputs |= alone
         begun = [width for name, width in inputs.items() if name not in facts.stops]
@@ -323,7 +359,7 @@ class _Operators:
         self.ends = rows[-1:] if is_whole else []
         is_stopped = any(Role.FIRST_BLOCK in self._modules.roles(name) for name in facts.stops)
         self.begins = [] if is_stopped else self.ends
-        is_cut = self._has(Role.HEAD) or self._has(Role.LAST_NORM)
+        is_cut = self._has_role(Role.HEAD) or self._has_role(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None
         shared = {
@@ -345,8 +381,8 @@ class _Operators:
                     weights[stored][module] = tensor.shape if stored is role else tensor.shape[::-1]
         return weights
 
-    def _alone(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:
-        """Return the column operators that share their input with no other."""
+    def _unshared_inputs(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:
+        """Return the column operators that share their input with no other operator."""
         return {
             name: width
             for name, width in columns.items()
@@ -354,26 +390,27 @@ class _Operators:
         }
 
     @staticmethod
-    def _stopped(facts: ModelFacts) -> set[str]:
-        """Return the modules to whose outputs no gradient comes."""
+    def _stopped_modules(facts: ModelFacts) -> set[str]:
+        """Return the modules whose outputs have no gradient."""
         trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
         return {name for name in facts.stops if name not in trained}
 
     def _is_of_slices(self, name: str) -> bool:
-        """Return whether a module is of a sub-block that routes a rank's slice of the tokens."""
-        return self._has(Role.WHOLE_EXPERTS) and any(
+        """Return True if a module belongs to a sub-block that routes token shards."""
+        return self._has_role(Role.WHOLE_EXPERTS) and any(
             Role.WHOLE_EXPERTS in self._modules.roles(parent) for parent in prefixes(name)
         )
 
-    def _has(self, role: Role) -> bool:
+    def _has_role(self, role: Role) -> bool:
         return any(has is role for _, has in self._roles)
 
-    def _of(self, role: Role) -> dict[str, tuple[int, ...]]:
-        """The weights of the modules with a role."""
+    def _weights_of(self, role: Role) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights with a role, by module."""
         return self._weights[role]
 
-    def _inputs(self, columns: dict[str, int], role: Role) -> dict[str, int]:
-        """Return the features of what each sub-block of a role makes whole for its operators."""
+    def _shared_inputs(self, columns: dict[str, int], role: Role) -> dict[str, int]:
+        """Return the features of the input that each sub-block with a role shares among its
+        operators."""
         widths: dict[str, int] = {}
         for name, width in columns.items():
             for parent in prefixes(name.rpartition(".")[0]):

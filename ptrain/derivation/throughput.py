@@ -1,15 +1,14 @@
-"""Tokens per second, and what part of the devices' operations the model's are (MFU).
+"""Tokens per second, and model FLOPs utilization (MFU).
 
-A token costs 6N + 12·L·d·s operations, forward and backward: N parameters without those that are
-only looked up (the input embedding, positions), and of experts those that it goes to; L layers
-whose heads are d wide together (the mean of queries and values, where these differ), a sequence of
-s. That is attention `full`, whose scores count whole; `causal` counts the half that a mask leaves,
-6·L·d·s.
-What is recomputed does not count.
+A token costs 6N + 12·L·d·s operations in forward and backward. N is the number of parameters
+without those that are only looked up (input embedding, positions), and with only the experts that a
+token visits. L is the number of layers, d the width of all heads (the mean of queries and values if
+they differ), s the sequence length. This counts attention scores in full (`full`); `causal` counts
+the half that a causal mask leaves, 6·L·d·s. Recomputation does not count.
 
-Predicted times and MFUs are held against published ones: specs/step_times.yaml has, by family of
-specs, the interval in which collected steps lie, as multiples of their predictions, with the
-devices that ran them, and the best MFU of the collected steps by the peak of the device.
+specs/step_times.yaml compares predictions with published results. For each family of specs it has
+the interval of the collected steps as multiples of their predictions, with the devices that ran
+them, and the best MFU of the collected steps by peak FLOP/s of the device.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 
 _MODEL_AXES = (Axis.TP, Axis.PP)
-_ALIKE = 0.02  # of a device's memory: what torch reports differs a little between drivers
+_ALIKE = 0.02  # relative tolerance of device memory: torch's value varies with the driver
 _OF_A_PARAMETER, _FULL, _CAUSAL = 6, 12, 6
 
 
 class Throughput(NamedTuple):
-    """Tokens per second of the whole job. `mfu_full` and `mfu_causal`: None where the cluster says
-    no `flops`, or the model's shape is not known."""
+    """Throughput of the full job. The MFUs are None if the cluster has no `flops`, or for models
+    that are not built in."""
 
     tokens_per_second: float
     mfu_full: float | None = None
@@ -43,8 +42,8 @@ class Throughput(NamedTuple):
 
 
 def throughput(spec: Spec, facts: ModelFacts, step: StepTime) -> Throughput | None:
-    """Return what a step of this time processes; None of samples that are not tokens, and where a
-    step takes no time."""
+    """Return the throughput of a step. None if samples are not tokens, or if the step takes no
+    time."""
     if (number := step_tokens(spec, facts)) is None or not step.seconds:
         return None
     tokens = number / step.seconds
@@ -61,14 +60,14 @@ def throughput(spec: Spec, facts: ModelFacts, step: StepTime) -> Throughput | No
 
 
 def step_tokens(spec: Spec, facts: ModelFacts) -> int | None:
-    """Return the tokens of a step, of all ranks; None of samples that are not tokens."""
+    """Return the tokens of a step on all ranks, or None if samples are not tokens."""
     return spec.batch.tokens if facts.sample_bytes is None else None
 
 
 def token_operations(
     shape: ModelShape, facts: ModelFacts, sequence: int, *, is_causal: bool
 ) -> int:
-    """Return the operations of one token, forward and backward."""
+    """Return the floating-point operations of one token, forward and backward."""
     elements = sum(
         elements_met(shape, tensor.name, tensor.numel)
         for tensor in facts.tensors
@@ -78,19 +77,19 @@ def token_operations(
 
 
 def _scores(shape: ModelShape, sequence: int) -> int:
-    """Return the products of queries with keys of one token, over all layers and their width."""
+    """Return the sequence length times the width of the heads, summed over all layers."""
     return shape.layers * ((shape.query_width + shape.value_width) // 2) * sequence
 
 
 def _is_looked_up(shape: ModelShape, name: str) -> bool:
-    """Return whether a tensor multiplies nothing: an embedding that is not the head too."""
+    """Return True if a tensor is only looked up: positions, or an untied embedding."""
     module = name.split(".", maxsplit=1)[0]
     return module == "positions" or (module == "embed" and not shape.tied)
 
 
 def step_family(spec: Spec) -> str:
-    """Return the kind of specs whose step times are compared with each other; empty if no
-    published steps are of the kind."""
+    """Return the family of specs whose step times are comparable. Empty if no published step
+    belongs to it."""
     has_experts = isinstance(spec.model, ModelShape) and spec.model.experts is not None
     if not spec.is_for_cuda:
         return "" if has_experts else "CPU"
@@ -107,9 +106,13 @@ def step_family(spec: Spec) -> str:
 
 
 def published_steps(spec: Spec) -> Mapping[str, Any] | None:
-    """Return the interval of the collected steps of a spec's family, with `steps`, their name;
-    None if none of them ran on devices with the peak and memory of the spec's."""
-    known = _published("intervals").get(step_family(spec))
+    """Return the interval of the collected steps of a spec's family.
+
+    Returns:
+        The interval, with the family's name as `steps`. None if the family has no steps, or if none
+        of them ran on devices with the peak FLOP/s and memory of the spec's devices.
+    """
+    known = _published_rows("intervals").get(step_family(spec))
     if known is None or not spec.is_for_cuda or spec.cluster is None:
         return known
     flops, memory = spec.cluster.flops, spec.cluster.device_memory
@@ -121,21 +124,24 @@ def published_steps(spec: Spec) -> Mapping[str, Any] | None:
 
 
 def with_interval(spec: Spec, step: StepTime) -> StepTime:
-    """Return a step with the seconds between which nearly all collected steps of its kind lie."""
+    """Return a step with the interval in seconds that contains nearly all collected steps."""
     known = published_steps(spec)
     interval = (known["low"] * step.seconds, known["high"] * step.seconds) if known else None
     return step._replace(interval=interval)
 
 
 def best_collected_mfu(cluster: Cluster | None) -> tuple[float, str, str] | None:
-    """Return the best MFU of the collected PyTorch steps on devices with the peak of a cluster's,
-    attention counted in full, the device and the source; None if none is known."""
-    for flops, row in _published("best_mfu").items():
+    """Return the best MFU of the collected PyTorch steps, the device and the source.
+
+    Only devices with the peak FLOP/s of the cluster's devices count, with full attention scores.
+    The result is None if there are none.
+    """
+    for flops, row in _published_rows("best_mfu").items():
         if cluster is not None and float(flops) == cluster.flops:
             return row["mfu"], row["device"], row["source"]
     return None
 
 
-def _published(key: str) -> dict[Any, Any]:
+def _published_rows(key: str) -> dict[Any, Any]:
     rows: dict[Any, Any] = table_of("step_times.yaml")[key]
     return rows

@@ -1,13 +1,13 @@
-"""What a backend puts on the wire for the bytes that the ring model predicts (Theorem 2).
+"""Bytes that a backend sends for the bytes that the ring model predicts (Theorem 2).
 
-The ring model says what a collective must move; a backend may move more. The factors of gloo
-follow from its algorithms (torch 2.13): its reduce-scatter is executed as an all-reduce,
-2 (N - 1) / N of the tensor in place of (N - 1) / N, but for that of gradients between two ranks,
-who exchange halves (`rooms.comm`); every other call sends what the model says. A broadcast is a
-tree: the root sends more than the others and some send nothing, so figures are means over the
-ranks, which the model gives for a tree too, (N - 1) / N of the tensor.
+The ring model gives the bytes that a collective must move. A backend may send more. The factors of
+gloo follow from its algorithms (torch 2.13). It executes a reduce-scatter as an all-reduce, which
+sends 2 (N - 1) / N of the tensor instead of (N - 1) / N. An exception is the reduce-scatter of
+gradients between two ranks, which exchange halves (`rooms.comm`). All other calls send the bytes of
+the model. A broadcast is a tree in which ranks send different amounts, so figures are means over
+the ranks. The mean of a tree, (N - 1) / N of the tensor, equals the model's.
 
-Not in the prediction: gloo's headers, 48 bytes a message, which show in small tensors.
+gloo's headers, 48 bytes for each message, are not predicted. They are visible for small tensors.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fractions import Fraction
 
 from ptrain.cost import Collective, Estimate, Phase, State, Traffic
 
-# Sent by gloo / sent under the ring model; what is not named is 1.
+# Bytes that gloo sends over those of the ring model. The default is 1.
 GLOO = {Collective.REDUCE_SCATTER: Fraction(2)}
-TOLERANCE = 0.001  # of a step whose tensors are larger than 1 MiB
+TOLERANCE = 0.001  # relative, for steps whose tensors are larger than 1 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireRow:
-    """Bytes that a rank sends over `axes` in a steady step, the mean over the ranks."""
+    """The bytes that a rank sends over `axes` in a steady step, as the mean over the ranks."""
 
     axes: tuple[str, ...]
     predicted_bytes: int
@@ -34,10 +34,13 @@ class WireRow:
 
 
 def wire_rows(exact: Estimate, measured: Estimate) -> tuple[WireRow, ...]:
-    """A row for each set of axes that either side knows; none where nothing was measured."""
+    """Return a row for each set of axes that was predicted or measured. Empty without a
+    measurement."""
     if not measured.wire:
         return ()
-    known = [row.axes for row in measured.wire] + [row.key.axes for row in _steady(exact.traffic)]
+    known = [row.axes for row in measured.wire] + [
+        row.key.axes for row in _steady_rows(exact.traffic)
+    ]
     return tuple(
         WireRow(
             axes=axes,
@@ -53,30 +56,32 @@ def wire_rows(exact: Estimate, measured: Estimate) -> tuple[WireRow, ...]:
 
 
 def predicted_bytes(exact: Estimate, axes: tuple[str, ...]) -> int:
-    """Return the bytes that gloo sends over `axes`, mean over the ranks, rounded up."""
+    """Return the bytes that gloo sends over `axes`: the mean over ranks, rounded up."""
     kinds = exact.by_rank()
-    rows = [row for rows in kinds for row in _steady(rows) if row.key.axes == axes]
+    rows = [row for rows in kinds for row in _steady_rows(rows) if row.key.axes == axes]
     total = sum(row.sent_bytes * factor(row) for row in rows) / Fraction(len(kinds))
     return -int(-total // 1)
 
 
 def factor(row: Traffic) -> Fraction:
-    """Sent by gloo per byte of the ring model. A substitute (an exchange that stands for a
-    reduce-scatter) is a collective of its own, and moves what the model says."""
+    """Return the bytes that gloo sends per byte of the ring model.
+
+    A substitute, such as an exchange in place of a reduce-scatter, sends the bytes of the model.
+    """
     is_pair = 2 * row.sent_bytes <= row.payload_bytes + row.calls  # (N - 1) / N, rounded up
     if row.key.via or (is_pair and row.key.state is State.GRADIENTS):
         return Fraction(1)
     return GLOO.get(row.key.collective, Fraction(1))
 
 
-def _steady(rows: Iterable[Traffic]) -> Iterator[Traffic]:
-    """Calls between ranks (copies between tiers have no axes), those of every step."""
+def _steady_rows(rows: Iterable[Traffic]) -> Iterator[Traffic]:
+    """Yield the calls between ranks of every step. Copies between tiers have no axes."""
     return (row for row in rows if row.key.axes and row.key.phase is not Phase.SETUP)
 
 
 def _factor(exact: Estimate, axes: tuple[str, ...]) -> str:
     """Return a text like `gloo: reduce_scatter 2, all others 1; mean over ranks`."""
-    rows = [row for row in _steady(exact.traffic) if row.key.axes == axes]
+    rows = [row for row in _steady_rows(exact.traffic) if row.key.axes == axes]
     more = {str(row.key.collective): factor(row) for row in rows if factor(row) != 1}
     factors = [f"{name} {float(value):g}" for name, value in sorted(more.items())]
     trees = [tree for tree in rows if tree.key.collective is Collective.BROADCAST]

@@ -1,7 +1,7 @@
-"""What a rank computes of one micro-batch, operator by operator: of a built-in model from the
-committed tables (`traces.block_tables` makes them), of any other from its own traces.
+"""The operators that a rank computes in a micro-batch: from the committed tables for built-in
+models (`traces.block_tables` makes them), from traces for all others.
 
-Layers that are alike share one work, so that who adds up times adds up by kind of layer.
+Equal layers share one work object, so that times can be summed by kind of layer.
 """
 
 from __future__ import annotations
@@ -36,9 +36,18 @@ _NO_TABLE = "the operators of the model are unknown: there is no table and no tr
 
 
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
-    """Return what the rank at place `index` along the cutting axes computes of each layer of the
-    model, in front of them and behind them; None where `why_unknown` says why."""
-    if (traced := _traced(plan, facts, index)) is not None:
+    """Return the work of a rank: of each layer, before the layers and after them.
+
+    Args:
+        spec: The spec.
+        plan: The plan.
+        facts: The model.
+        index: The rank's place along the cutting axes.
+
+    Returns:
+        The work, or None for the reasons of `why_unknown`.
+    """
+    if (traced := _traced_work(plan, facts, index)) is not None:
         return traced.model
     if why_unknown(spec, plan, facts):
         return None
@@ -46,15 +55,15 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     setting = setting_at(spec, plan, index)
     activations, layers = spec.activations, spec.model.layers
     kept, modes = activations.of(layers), activations.distinct_of(layers)
-    # copies between tiers are no operators: whatever the tier, the layer computes the same
-    of_layer = {id(mode): _layer(setting, Kept(policy=mode.policy)) for mode in modes}
-    front, behind = _ends(setting.without_context, is_staged=plan.pipeline is not None)
+    # copies between tiers are not operators, so the tier does not change a layer's work
+    of_layer = {id(mode): _layer_work(setting, Kept(policy=mode.policy)) for mode in modes}
+    front, behind = _end_works(setting.without_context, is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[id(mode)] for mode in kept), behind=behind)
 
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
-    """Return why nobody knows which operators the model runs; empty where tables or traces tell."""
-    if _traced(plan, facts, 0) is not None:
+    """Return the reason why the model's operators are unknown. Empty if they are known."""
+    if _traced_work(plan, facts, 0) is not None:
         return ""
     shape = spec.model
     is_known = plan.context is None or is_tabulated(spec)
@@ -68,8 +77,8 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     return "" if all(blocks.is_known(shape, mode) for mode in modes) else _NO_TABLE
 
 
-def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
-    """What was traced of the ranks at this place along the cutting axes, if something was."""
+def _traced_work(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
+    """Return the traced work of the rank at this place along the cutting axes, or None."""
     if facts.part_works:
         return facts.part_works[index]
     is_cut = plan.cutting_axes or plan.pipeline is not None
@@ -77,9 +86,9 @@ def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
 
 
 @cache
-def _layer(setting: Setting, kept: Kept) -> LayerWork:
+def _layer_work(setting: Setting, kept: Kept) -> LayerWork:
     if setting.context is not None:
-        return _over_context(setting, setting.context, kept)
+        return _context_layer_work(setting, setting.context, kept)
     evaluated = blocks.work(setting)
     content, attention = evaluated.table.content, setting.shape.attention
     entry = content[attention.value][blocks.variant(kept)]
@@ -87,11 +96,13 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
     halves = content.get("halves", {}) if is_plain else {}
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
     work = evaluated.work({**entry, **in_parts})
-    return _each_by_itself(work, setting) if setting.cut and setting.cut.step.is_naive else work
+    return (
+        _sum_inputs_separately(work, setting) if setting.cut and setting.cut.step.is_naive else work
+    )
 
 
-def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
-    """A layer of a rank that attends to the tokens of others."""
+def _context_layer_work(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
+    """Return the work of a layer that attends to the tokens of other ranks."""
     evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
     entry = evaluated.table.content[blocks.variant(kept)]
     ranks = part.ring if part.kind is ContextKind.GATHER else part.ulysses
@@ -101,8 +112,11 @@ def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
 
 
 def unrolled(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int]]:
-    """Yield a pass with as many hops as there are places before its own and behind it: a table has
-    the fewest, and what each more puts in where; behind all others what only looks."""
+    """Yield the groups of a pass, with the hops of all places before and after the rank's.
+
+    A table has the smallest number of hops, and the groups that each further hop inserts by
+    position. The group of views is last.
+    """
     before, behind = (
         own - least for own, least in zip((part.before, part.behind), written["least"], strict=True)
     )
@@ -116,10 +130,13 @@ def unrolled(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int
     yield [number, views + before * more_before + behind * more_behind, 0]
 
 
-def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
-    """The layer's work where each column operator sums the gradient of its input by itself: of the
-    same operators and bytes, as often more as there are others in its sub-block: two of attention's
-    three, and the gate beside the MLP's first."""
+def _sum_inputs_separately(work: LayerWork, setting: Setting) -> LayerWork:
+    """Return a layer's work in which each column operator reduces the gradient of its input
+    separately.
+
+    The additional all-reduces have equal sizes: two for the other projections of attention, and one
+    for the gate of a gated MLP.
+    """
     more = 2 + setting.shape.activation.is_gated
     (hidden,) = {
         item._replace(times=1) for item in work.forward if isinstance(item, InnerCollective)
@@ -130,10 +147,12 @@ def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
 
 
 @cache
-def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
-    """What is in front of the layers and what is behind them. A stage has a head of its own,
-    whatever it is tied to. Nobody waits for the gradient of tokens: of the front the half of the
-    weights is the whole."""
+def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
+    """Return the work before the layers and after them.
+
+    A stage has a separate head, even if embedding and head are tied. Tokens have no gradient, so
+    the weights' half of the front's backward is all of it.
+    """
     if is_staged:
         setting = replace(setting, shape=replace(setting.shape, tied=False))
     evaluated = tables.EvaluatedWork(TablePart.PASSES, setting, setting.values)
@@ -144,13 +163,13 @@ def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
         behind = {**content.get("halves", {}), **behind}
     if setting.loss.chunk is None:
         return evaluated.work(front), evaluated.work(behind)
-    return evaluated.work(front), _in_chunks(setting)
+    return evaluated.work(front), _chunked_loss_work(setting)
 
 
-def _in_chunks(setting: Setting) -> LayerWork:
-    """What is behind the layers where the loss is in chunks."""
+def _chunked_loss_work(setting: Setting) -> LayerWork:
+    """Return the work after the layers for a loss in chunks."""
     values = tables.values_of(setting)
-    untied = replace(setting, shape=replace(setting.shape, tied=False))  # a tied one does the same
+    untied = replace(setting, shape=replace(setting.shape, tied=False))  # tied computes the same
     evaluated = tables.EvaluatedWork(TablePart.LOSS, untied, values)
     listed = evaluated.table.content["rest" if values["rest"] else "even"]
     chunks = tables.full_chunks(setting)

@@ -1,19 +1,22 @@
-"""What GPU kernels allocate inside an operator, beside the derived and simulated tensors; and for
-which GPUs the figures of activations are claimed.
+"""Workspaces of GPU kernels, and the GPUs for which activation figures are claimed.
 
-Sources: `CublasHandlePool.cpp` has a workspace per thread and stream, and a thread of autograd
-computes the backward pass; `flash_api.cpp` sums the gradient of the queries in fp32, in whole
-tiles, while that operator runs; `Reduce.cuh` leaves partial sums where many rows are summed.
-cuDNN's and efficient attention's are read off an H100. There, with torch 2.11, these are the bytes
-that the allocator held beside live tensors; no other GPU has confirmed them.
+Workspaces are allocated inside an operator, in addition to derived and simulated tensors. Sources:
 
-Tables and traces run a CPU's kernels. Without dropout a GPU's kernels save tensors of the same
-sizes, but for what attention keeps beside its output (`derivation.attention`), which depends on the
-compute capability. With dropout they do not: a CPU's masks are as wide as their input, a GPU's a
-byte an element, and a CPU's scaled_dot_product_attention then holds scores and probabilities. For
-GPUs, tables and traces have a GPU's masks (`models.kernels.kernels_of`), claimed where an H100 has
-confirmed them. Offloaded activations return on streams of their own there
-(`activations.run.apply`), so more of them is on the device at a time than is derived.
+- `CublasHandlePool.cpp`: one workspace per thread and stream. An autograd thread computes backward.
+- `flash_api.cpp`: the gradient of the queries is summed in fp32, in full tiles, while it runs.
+- `Reduce.cuh`: partial sums of reductions over many rows.
+- cuDNN and efficient attention: measured on an H100.
+
+With torch 2.11 on an H100, these are the bytes that the allocator held in addition to live tensors.
+No other GPU has confirmed them.
+
+Tables and traces run CPU kernels. Without dropout, GPU kernels save tensors of equal sizes, except
+for the statistics of attention (`derivation.attention`), which depend on the compute capability.
+With dropout they differ: a mask has the dtype of its input on a CPU and one byte per element on a
+GPU, and a CPU's scaled_dot_product_attention keeps scores and probabilities. For GPUs, tables and
+traces have the masks of GPUs (`models.kernels.kernels_of`), claimed where an H100 has confirmed
+them. Offloaded activations return on separate streams (`activations.run.apply`), so more of them
+are on the device at a time than derived.
 """
 
 from __future__ import annotations
@@ -59,39 +62,49 @@ _H100 = 90  # compute capability
 
 
 def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
-    """Why activations, peaks and traffic are not claimed, by kind of figure; empty where they
-    are."""
-    of_offloaded = dict(_of_offloaded(spec)) if spec.is_for_cuda else {}
+    """Return the reasons why activations, peaks and traffic are not claimed, by kind of figure.
+
+    The result is empty if all figures are claimed.
+    """
+    of_offloaded = dict(_offloaded_reasons(spec)) if spec.is_for_cuda else {}
     shape = spec.model
     drops = shape.drops if isinstance(shape, ModelShape) else facts.draws
-    why = _otherwise(spec, facts)
+    why = _unknown_kernel_reason(spec, facts)
     if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
     if not why:
         return of_offloaded
-    # Where they leave a GPU, other sizes are copied, too.
+    # If such activations leave a GPU, the sizes of copies differ too.
     moved = ("traffic",) if spec.is_for_cuda and leaves_device(spec) else ()
     return of_offloaded | dict.fromkeys(("activations", "peak", *moved), why)
 
 
 def takes_peak_of(spec: Spec, facts: ModelFacts) -> bool:
-    """Return whether a search goes by the peak on GPUs: it is claimed, or what a processor's kernel
-    keeps of attention over cp stands for it, as no GPU has shown another."""
+    """Return True if a search may rank by the peak on GPUs.
+
+    The peak must be claimed, or be unclaimed only because attention over cp was not measured on a
+    GPU.
+    """
     return unclaimed(spec, facts).get("peak", "") in ("", _OVER_CONTEXT)
 
 
 def _is_confirmed(spec: Spec) -> bool:
-    """Return whether a device has shown what dropout keeps: an H100, of whole built-in models with
-    fused attention (benchmarks/gpu.sh; tests/cuda)."""
+    """Return True if a device has confirmed the memory of dropout.
+
+    This is an H100, for unsharded built-in models with fused attention (benchmarks/gpu.sh;
+    tests/cuda).
+    """
     shape = spec.model
     is_fused = isinstance(shape, ModelShape) and shape.is_fused and shape.tabulated is not None
     is_whole = spec.degree(Axis.PP) == spec.degree(Axis.TP) == 1
     return spec.is_for_cuda and is_fused and is_whole and spec.sm == _H100
 
 
-def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:
-    """Yield what is not claimed of activations that leave GPUs. In fp32 attention's statistics
-    leave them too, and a kernel's may be more rows than there are tokens."""
+def _offloaded_reasons(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Yield the figures that are not claimed for activations offloaded from GPUs.
+
+    In fp32 the statistics of attention are offloaded too, and a kernel may pad their rows.
+    """
     if may_be_fused(spec) and leaves_device(spec):
         yield from ((figure, _LEFT) for figure in ("activations", "peak"))
         is_padded = spec.batch.sequence % most_rows() != 0
@@ -101,9 +114,8 @@ def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:
         yield "peak", _AHEAD
 
 
-def _otherwise(spec: Spec, facts: ModelFacts) -> str:
-    """Say why attention is none of the kernels that torch was asked for; nothing where it is
-    one."""
+def _unknown_kernel_reason(spec: Spec, facts: ModelFacts) -> str:
+    """Return why attention runs none of the kernels in the tables. Empty if it runs one of them."""
     if spec.is_for_cuda and spec.has_token_slices:
         return _OVER_CONTEXT
     what = facts.unknown_attention if spec.is_for_cuda else ""
@@ -117,7 +129,7 @@ def _otherwise(spec: Spec, facts: ModelFacts) -> str:
 def kernel_warnings(
     spec: Spec, unclaimed: Mapping[str, str], undefined: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a line that says whose the figures are that stand there all the same."""
+    """Yield a warning for each figure that is given but not claimed, with its source."""
     sm = spec.sm
     is_peak_known = "peak" not in undefined
     if spec.is_for_cuda and may_be_fused(spec) and sm not in capabilities() and is_peak_known:
@@ -136,47 +148,47 @@ def kernel_warnings(
 _KIB = 1024
 _MIB = 1024 * _KIB
 _CUBLAS = {80: (2 * 4096 + 8 * 16) * _KIB, 90: 8 * 4096 * _KIB}  # by compute capability
-_CUBLASLT = {90: _MIB}  # for products with a bias, of the thread that computes forward
-_THREADS = 2  # the one that computes forward, and autograd's
+_CUBLASLT = {90: _MIB}  # for products with a bias, on the forward thread
+_THREADS = 2  # the forward thread and autograd's
 _FP32 = 4
 _TILE = 128  # rows of queries
-_WIDTH, _WIDEST = 32, 256  # flash: the multiple of head_dim, and the widest that it takes
-_OF_EFFICIENT = 64  # of other widths its own workspace is the larger one
-_CUDNN = 256  # beside what grows with the rows
-# Reduce.cuh: threads of a block and of a warp, the values that a thread sums at least and at most
-# before a block more sums with it, and the threads that a processor has at a time.
+_WIDTH, _WIDEST = 32, 256  # flash: the multiple and the maximum of head_dim
+_OF_EFFICIENT = 64  # other widths use a larger workspace of the kernel, which is not modelled
+_CUDNN = 256  # constant bytes, in addition to those that grow with the rows
+# Reduce.cuh: threads of a block and of a warp; minimum values per thread, and maximum before
+# several blocks share a sum; resident threads of a processor.
 _BLOCK, _WARP, _FEWEST, _MOST, _RESIDENT = 512, 32, 16, 256, 2048
-_PROCESSORS = 132  # of an H100; other numbers matter to sums of thousands of columns alone
+_PROCESSORS = 132  # of an H100; the number matters only to sums of thousands of columns
 
 
 class Workspace(NamedTuple):
-    """`device_bytes` is None where nobody knows them."""
+    """The workspace of a kernel. `device_bytes` is None if the size is unknown."""
 
     what: str
     device_bytes: int | None
 
 
 def workspaces(spec: Spec) -> tuple[Workspace, ...]:
-    """Return what kernels of a spec's GPUs take within themselves, in bytes of one rank; nothing of
-    other devices."""
-    return tuple(_of_gpus(spec)) if spec.is_for_cuda else ()
+    """Return the workspaces of kernels on a rank of a spec's GPUs. Empty for other devices."""
+    return tuple(_gpu_workspaces(spec)) if spec.is_for_cuda else ()
 
 
 def products(spec: Spec) -> tuple[int, ...]:
-    """Return the bytes that products of matrices keep, one by one, from the first on, as far as
-    they are known."""
-    with_bias = _with_bias(spec)
-    return (*_without_bias(spec), *((with_bias,) if with_bias else ()))
+    """Return the bytes of each workspace that matrix products keep from their first run on, if
+    known."""
+    with_bias = _bias_workspace(spec)
+    return (*_cublas_workspaces(spec), *((with_bias,) if with_bias else ()))
 
 
-def _without_bias(spec: Spec) -> tuple[int, ...]:
-    # Deterministic products need a workspace that CUBLAS_WORKSPACE_CONFIG names.
+def _cublas_workspaces(spec: Spec) -> tuple[int, ...]:
+    """Return the workspaces of cuBLAS, one for each thread. Empty if unknown."""
+    # Deterministic products use the workspace of CUBLAS_WORKSPACE_CONFIG instead.
     of_thread = None if spec.deterministic else _CUBLAS.get(spec.sm or 0)
     return (of_thread,) * _THREADS if of_thread else ()
 
 
-def _with_bias(spec: Spec) -> int | None:
-    """None where nobody knows it, 0 where a model has no biases."""
+def _bias_workspace(spec: Spec) -> int | None:
+    """Return the workspace of products with a bias: None if unknown, 0 without biases."""
     shape = spec.model
     if isinstance(shape, ModelShape) and shape.bias is Bias.NONE and not shape.head_bias:
         return 0
@@ -186,10 +198,22 @@ def _with_bias(spec: Spec) -> int | None:
 def attention_backward(
     kernel: str | None, itemsize: int, *, batch: int, heads: int, sequence: int, head_dim: int
 ) -> tuple[int, ...]:
-    """Return the bytes that attention's backward pass takes while it runs, one by one, of operands
-    of so many bytes an element: the gradient of the queries in fp32 and a number a row. Nothing
-    where nobody knows them. Efficient attention multiplies output and gradient, and has two numbers
-    a row."""
+    """Return the bytes of each workspace of attention's backward pass, allocated while it runs.
+
+    These are the gradient of the queries in fp32 and one number per row. Efficient attention also
+    multiplies output and gradient, and has two numbers per row.
+
+    Args:
+        kernel: The kernel's name.
+        itemsize: Bytes per element of the operands.
+        batch: Samples.
+        heads: Heads on the rank.
+        sequence: Tokens of a sample.
+        head_dim: Elements per head.
+
+    Returns:
+        The bytes. Empty if unknown.
+    """
     of_rows = _FP32 * batch * heads * sequence
     if kernel == "cudnn":
         return (of_rows * (head_dim + 1) + _CUDNN,)
@@ -202,9 +226,12 @@ def attention_backward(
 
 
 def sum_of_rows(rows: int, columns: int) -> int:
-    """Return the bytes that the sum over `rows` of a matrix of at most 32 bits takes while it runs,
-    as the gradients of biases and of norms' weights are: the sums of parts, in fp32, where there
-    are so many rows that several blocks of threads sum a column."""
+    """Return the bytes of the workspace of a sum over the rows of a matrix, as in gradients of
+    biases.
+
+    If there are so many rows that several thread blocks sum a column, their partial sums are kept
+    in fp32. The elements have at most 32 bits.
+    """
     vector = next(width for width in (4, 2, 1) if columns % width == 0)
     threads = _BLOCK // vector
     across, down = (
@@ -226,26 +253,28 @@ def sum_of_rows(rows: int, columns: int) -> int:
     return _FP32 * columns * blocks * wide * vector if blocks > 1 else 0
 
 
-def _of_gpus(spec: Spec) -> Iterator[Workspace]:
-    yield Workspace("products (cuBLAS), permanent", sum(_without_bias(spec)) or None)
-    if (with_bias := _with_bias(spec)) != 0:
+def _gpu_workspaces(spec: Spec) -> Iterator[Workspace]:
+    yield Workspace("products (cuBLAS), permanent", sum(_cublas_workspaces(spec)) or None)
+    if (with_bias := _bias_workspace(spec)) != 0:
         yield Workspace("products with a bias (cuBLASLt), permanent", with_bias)
     if may_be_fused(spec):
         attention = attention_of(spec)
         kernel = attention.kernel(spec.sm) if attention else None
         name = f" ({kernel})" if kernel else ""
-        size = _of_attention(spec, kernel)
+        size = _attention_workspace(spec, kernel)
         yield Workspace(f"backward pass of attention{name}, while it runs", size)
     yield Workspace(
-        "sums over tokens (gradients of norms and biases), while they run", _of_sums(spec)
+        "sums over tokens (gradients of norms and biases), while they run", _sum_workspace(spec)
     )
     if spec.world_size > 1:
         yield Workspace("collectives (NCCL)", None)
 
 
-def _of_attention(spec: Spec, kernel: str | None) -> int | None:
-    """Where sums are deterministic there are as many of them as the GPU has processors for, which
-    nobody says."""
+def _attention_workspace(spec: Spec, kernel: str | None) -> int | None:
+    """Return the workspace of attention's backward pass, or None if unknown.
+
+    Deterministic sums need one workspace for each processor of the GPU, whose number is not known.
+    """
     shape = spec.model
     if not isinstance(shape, ModelShape) or spec.deterministic:
         return None
@@ -260,8 +289,12 @@ def _of_attention(spec: Spec, kernel: str | None) -> int | None:
     return sum(taken) or None
 
 
-def _of_sums(spec: Spec) -> int | None:
-    """Of whole tokens: sequence-parallel norms have fewer. LayerNorm's own kernel needs none."""
+def _sum_workspace(spec: Spec) -> int | None:
+    """Return the largest workspace of sums over tokens, or None if unknown.
+
+    It assumes all tokens: norms with sequence parallelism have fewer. LayerNorm's kernel needs
+    none.
+    """
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return None

@@ -1,18 +1,18 @@
-"""Attention over the context axis: which kind a spec has, which tokens of a sample a rank has, and
-which blocks of scores it computes.
+"""Attention over the context axis: its kind, the tokens of each rank, and the blocks of scores that
+a rank computes.
 
-Tokens: the ring's places have contiguous slices or, with zigzag, an early and a late chunk each (of
-2R chunks place r has r and 2R - 1 - r), so that all have equal work under a causal mask. The ranks
-of a Ulysses group share the tokens of their place, in order.
+Tokens: a place of the ring has a contiguous range. With zigzag it has an early and a late chunk (of
+2R chunks, place r has r and 2R - 1 - r), so that all places have equal work under a causal mask.
+The ranks of a Ulysses group share the tokens of their place, in order.
 
-Blocks: at hop h place p of R has the keys of place (p - h) mod R, and its queries attend to those
-that the causal mask of the whole sequence allows. With gathered keys and values there is one hop.
-The ranks of a Ulysses group compute the same blocks for their own heads.
+Blocks: at hop h, place p of R has the keys of place (p - h) mod R. Its queries attend to those that
+the causal mask of the full sequence allows. All-gathered keys and values take one hop. The ranks of
+a Ulysses group compute the same blocks for different heads.
 
-The tables of allocations tell ranks apart by the kind of attention and by how many places have
-tokens before and after their own. torch's ring template does the same at every hop but the first
-ones and the last, so a table holds a few hops, and the numbers of operators grow by a constant with
-each more (`traces.work_tables` checks that).
+The tables of allocations distinguish ranks by the kind of attention and by the number of places
+with earlier and later tokens. torch's ring template does the same at all hops except the first ones
+and the last. A table therefore has a few hops, and the operators grow by a constant for each
+further hop (`traces.work_tables` checks that).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ptrain.spec.placement import S_STAR, Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
 
-Span = tuple[int, int]  # first token, and the one behind the last
+Span = tuple[int, int]  # first token, and the end (exclusive)
 
 
 def place_spans(sequence: int, ring: int, place: int, *, is_balanced: bool) -> tuple[Span, ...]:
-    """Return the tokens of one of the ring's places, in the order in which it has them."""
+    """Return the tokens of one of the ring's places, in the place's order."""
     if not is_balanced:
         size = sequence // ring
         return ((place * size, (place + 1) * size),)
@@ -47,16 +47,18 @@ def place_spans(sequence: int, ring: int, place: int, *, is_balanced: bool) -> t
 def spans(
     sequence: int, *, ulysses: int, ring: int, index: int, is_balanced: bool
 ) -> tuple[Span, ...]:
-    """Return the tokens of rank `index` of `ulysses * ring`, of which the Ulysses groups are
-    neighbours, in the order in which it has them."""
+    """Return the tokens of rank `index` of `ulysses * ring` ranks, in the rank's order.
+
+    Consecutive ranks form a Ulysses group.
+    """
     place, member = divmod(index, ulysses)
     size = sequence // (ulysses * ring)
     whole = place_spans(sequence, ring, place, is_balanced=is_balanced)
-    return tuple(_within(whole, member * size, (member + 1) * size))
+    return tuple(_sub_spans(whole, member * size, (member + 1) * size))
 
 
-def _within(whole: tuple[Span, ...], start: int, end: int) -> Iterator[Span]:
-    """Yield the tokens from the `start`-th to before the `end`-th of these spans."""
+def _sub_spans(whole: tuple[Span, ...], start: int, end: int) -> Iterator[Span]:
+    """Yield the ranges of tokens at positions `start` to `end` (exclusive) of these spans."""
     passed = 0
     for first, behind in whole:
         low, high = max(start - passed, 0), min(end - passed, behind - first)
@@ -66,8 +68,8 @@ def _within(whole: tuple[Span, ...], start: int, end: int) -> Iterator[Span]:
 
 
 class MetBlock(NamedTuple):
-    """A stretch of queries of one of the ring's places meets a stretch of keys of `source`, behind
-    `hop` hops. A block on the diagonal is causal, any other one whole."""
+    """A block of scores: a range of queries of a place, and a range of keys of the place `source`,
+    which arrive after `hop` hops. Diagonal blocks are causal, all others are full."""
 
     hop: int
     source: int
@@ -76,86 +78,95 @@ class MetBlock(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a mask is within it."""
+        """True if the causal mask applies within the block."""
         return self.queries == self.keys
 
     @property
     def scores(self) -> int:
-        """How many of its scores the mask leaves, of one head."""
-        rows = _length(self.queries)
-        return rows * (rows + 1) // 2 if self.is_causal else rows * _length(self.keys)
+        """The number of scores of one head that the mask leaves."""
+        rows = _span_length(self.queries)
+        return rows * (rows + 1) // 2 if self.is_causal else rows * _span_length(self.keys)
 
 
 def source_at(step: ContextParallel, place: int, hop: int) -> int:
-    """Return whose keys a place of the ring has behind so many hops."""
+    """Return the place whose keys a place of the ring has after `hop` hops."""
     return (place - hop) % step.ring
 
 
 def blocks_of(step: ContextParallel, place: int) -> Iterator[MetBlock]:
-    """Yield the blocks that one of the ring's places computes, in their order."""
+    """Yield the blocks that one of the ring's places computes, in order."""
     for hop in range(step.ring):
         source = source_at(step, place, hop)
-        for queries in _spans(step, place):
-            for keys in _spans(step, source):
+        for queries in _spans_of_place(step, place):
+            for keys in _spans_of_place(step, source):
                 if keys[0] < queries[1]:
                     number = 0 if step.gathers else hop
                     yield MetBlock(hop=number, source=source, queries=queries, keys=keys)
 
 
-@lru_cache(maxsize=64)  # the variants of a search have few of them
+@lru_cache(maxsize=64)  # the candidates of a search have few distinct steps
 def multiplied(step: ContextParallel) -> tuple[int, ...]:
-    """Return by rank of cp how many scores, masked or not, its kernels compute of each head of the
-    model on average: a call for the keys of each place, of those queries and keys of which any
-    meet."""
-    return tuple(_multiplied(step, index // step.ulysses) for index in range(_ranks(step)))
+    """Return the scores that each rank of cp computes, masked or not, as a mean over the model's
+    heads.
+
+    A kernel is called for the keys of each place, with all queries and keys that occur in any
+    block.
+    """
+    return tuple(_computed_scores(step, index // step.ulysses) for index in range(_num_ranks(step)))
 
 
-def _multiplied(step: ContextParallel, place: int) -> int:
-    if step.gathers and step.has_documents:  # the mask is given to one call, of all keys
-        return _total(set(_spans(step, place))) * step.sequence
+def _computed_scores(step: ContextParallel, place: int) -> int:
+    if step.gathers and step.has_documents:  # one masked call on all keys
+        return _total_length(set(_spans_of_place(step, place))) * step.sequence
     calls: dict[int, tuple[set[Span], set[Span]]] = {}
     for block in blocks_of(step, place):
         queries, keys = calls.setdefault(block.source, (set(), set()))
         queries.add(block.queries)
         keys.add(block.keys)
-    return sum(_total(queries) * _total(keys) for queries, keys in calls.values()) // step.ulysses
+    return (
+        sum(_total_length(queries) * _total_length(keys) for queries, keys in calls.values())
+        // step.ulysses
+    )
 
 
 @lru_cache(maxsize=64)
 def balance(step: ContextParallel) -> tuple[float, ...]:
-    """Return by rank of cp the scores that the mask leaves it, over the mean of all ranks."""
+    """Return each cp rank's unmasked scores, relative to the mean of all ranks."""
     scores = [
         sum(block.scores for block in blocks_of(step, index // step.ulysses))
-        for index in range(_ranks(step))
+        for index in range(_num_ranks(step))
     ]
     return tuple(number * len(scores) / sum(scores) for number in scores)
 
 
-def _ranks(step: ContextParallel) -> int:
+def _num_ranks(step: ContextParallel) -> int:
     return step.ulysses * step.ring
 
 
-def _spans(step: ContextParallel, place: int) -> tuple[Span, ...]:
+def _spans_of_place(step: ContextParallel, place: int) -> tuple[Span, ...]:
     return place_spans(step.sequence, step.ring, place, is_balanced=step.is_balanced)
 
 
-def _length(span: Span) -> int:
+def _span_length(span: Span) -> int:
     first, behind = span
     return behind - first
 
 
-def _total(spans: set[Span]) -> int:
-    return sum(map(_length, spans))
+def _total_length(spans: set[Span]) -> int:
+    return sum(map(_span_length, spans))
 
 
 def factor_of(spec: Spec) -> Factor | None:
-    """The factor of cp; None where it has no two ranks."""
+    """Return the factor of cp, or None if it has fewer than two ranks."""
     return next((f for f in spec.factors if f.axis is Axis.CP and f.degree > 1), None)
 
 
 def attention_of(spec: Spec) -> ContextAttention | Hybrid:
-    """Return what is written. Else keys and values are gathered where A is S*, and where it is S
-    they go round, balanced if the tokens fall into two chunks a rank."""
+    """Return the attention of a spec.
+
+    The default is all-gather for activations S*, and a ring for S, which is zigzag if the tokens
+    divide into two chunks per rank.
+    """
     if spec.context is not None:
         return spec.context.attention
     factor = factor_of(spec)
@@ -166,7 +177,7 @@ def attention_of(spec: Spec) -> ContextAttention | Hybrid:
 
 
 def why(spec: Spec) -> str:
-    """Return why it is this attention."""
+    """Return the reason for the attention of a spec, for a plan."""
     if spec.context is not None:
         return "as written"
     tokens, degree = spec.batch.sequence, spec.degree(Axis.CP)
@@ -182,7 +193,7 @@ def why(spec: Spec) -> str:
 
 
 def degrees(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]:
-    """Return the degrees of Ulysses and of the ring on so many ranks of cp."""
+    """Return the degrees of Ulysses and of the ring on this number of ranks of cp."""
     match attention:
         case Hybrid():
             return attention.ulysses, attention.ring
@@ -195,13 +206,16 @@ def degrees(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]
 
 
 def repeats(ulysses: int, kv_heads: int) -> int:
-    """Return how often the ranks of a Ulysses group need each of so many heads of keys and values
-    (those that tp leaves a rank), so that all have as many: once where they divide them."""
+    """Return how often key-value heads are repeated, so that all ranks of a Ulysses group have as
+    many.
+
+    The result is 1 if the degree divides them. `kv_heads` are those of a rank of tp.
+    """
     return ulysses // gcd(ulysses, kv_heads)
 
 
 def context_of(spec: Spec) -> ContextParallel | None:
-    """Return the step that gives ranks of cp their tokens; None where cp has no two ranks."""
+    """Return the step that shards tokens over cp, or None if cp has fewer than two ranks."""
     if (factor := factor_of(spec)) is None:
         return None
     attention, shape = attention_of(spec), spec.model
@@ -218,7 +232,7 @@ def context_of(spec: Spec) -> ContextParallel | None:
 
 
 def spans_at(step: ContextParallel, index: int) -> tuple[Span, ...]:
-    """Return the tokens of the rank at this place along cp, in the order in which it has them."""
+    """Return the tokens of the rank at this place along cp, in the rank's order."""
     return spans(
         step.sequence,
         ulysses=step.ulysses,
@@ -229,29 +243,28 @@ def spans_at(step: ContextParallel, index: int) -> tuple[Span, ...]:
 
 
 def all_spans(step: ContextParallel) -> Iterator[tuple[Span, ...]]:
-    """Yield those of every rank, in their order along cp."""
+    """Yield the tokens of every rank, in order along cp."""
     return (spans_at(step, index) for index in range(step.ulysses * step.ring))
 
 
 def is_partition(step: ContextParallel) -> bool:
-    """Return whether the ranks' tokens are disjoint and cover the sample."""
+    """Return True if the ranks' tokens are disjoint and cover the sample."""
     spans = sorted(span for own in all_spans(step) for span in own)
     edges = [0, *(behind for _, behind in spans)]
     return edges == [*(first for first, _ in spans), step.sequence]
 
 
-# What a spec says of the context axis.
+# The context axis of a spec.
 
 
 def written_attention(spec: Spec) -> ContextAttention | Hybrid | None:
-    """Return the attention that a spec writes; None where it writes none, or no two ranks obey
-    it."""
+    """Return the attention that a spec states. None if it states none, or if cp has fewer than two
+    ranks."""
     return spec.context.attention if spec.context and spec.degree(Axis.CP) > 1 else None
 
 
 def left_to_others(spec: Spec) -> str:
-    """Return why the paper has no figure for what is sent over cp, behind a sentence that says that
-    it has none; nothing without cp."""
+    """Return a clause that explains why the paper has no volume for cp. Empty without cp."""
     if spec.degree(Axis.CP) == 1:
         return ""
     return (
@@ -261,8 +274,11 @@ def left_to_others(spec: Spec) -> str:
 
 
 def held_tokens(spec: Spec) -> int:
-    """Return how many tokens of a sample a rank holds: inputs and targets, which overlap but for
-    one where they are a whole sample's and all count."""
+    """Return how many tokens of a sample a rank stores, of inputs and targets together.
+
+    A rank with all tokens stores both as views of sequence + 1 tokens, unless some targets are
+    ignored.
+    """
     degree, sequence = spec.degree(Axis.CP), spec.batch.sequence
     if degree > 1:
         return 2 * (sequence // degree)
@@ -270,16 +286,16 @@ def held_tokens(spec: Spec) -> int:
 
 
 def held_buffers(spec: Spec, buffers: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Yield name and bytes of what a rank holds of a model's buffers: of a built-in one's tables of
-    angles the rows of its tokens."""
+    """Yield the name and bytes of each buffer on a rank. Tables of rotary angles of built-in models
+    have only the rows of the rank's tokens."""
     is_built_in = isinstance(spec.model, ModelShape)
     for name, size in buffers:
         is_cut = is_built_in and name.endswith(OF_TOKENS)
         yield name, size // spec.degree(Axis.CP) if is_cut else size
 
 
-_TOLD_APART = 3  # hops
-_ALIKE = 2  # hops from which on each more computes the same
+_TOLD_APART = 3  # hops with distinct allocations; further hops equal the last of them
+_ALIKE = 2  # hops with distinct operators; further hops equal the last of them
 
 
 class ContextKind(StrEnum):
@@ -292,12 +308,18 @@ class ContextKind(StrEnum):
     HYBRID = "hybrid"
 
 
-EXCHANGING = (ContextKind.ULYSSES, ContextKind.HYBRID)  # tokens for heads
+EXCHANGING = (ContextKind.ULYSSES, ContextKind.HYBRID)  # these exchange tokens for heads
 
 
 class ContextPart(NamedTuple):
-    """The rank at one of the ring's places. `before`: places whose tokens are before its own, or
-    whose early chunks are; `behind`: the others. `ulysses` neighbours share its heads."""
+    """The attention of the rank at one of the ring's places.
+
+    Attributes:
+        kind: The kind of attention.
+        ulysses: Ranks that share the heads of a place.
+        before: Places whose tokens, or whose early chunks, come before the rank's.
+        behind: All other places.
+    """
 
     kind: ContextKind
     ulysses: int = 1
@@ -306,30 +328,31 @@ class ContextPart(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of what it allocates in a table."""
+        """The name of its allocations in a table."""
         if self.kind is ContextKind.GATHER:
             return self.place
         return "-".join(str(min(hops, _TOLD_APART)) for hops in (self.before, self.behind))
 
     @property
     def place(self) -> str:
-        """The name of what it computes in a table."""
+        """The name of its operators in a table."""
         if self.kind is ContextKind.GATHER:
             return "later" if self.before else "first"
         return "-".join(str(min(hops, _ALIKE)) for hops in (self.before, self.behind))
 
     @property
     def ring(self) -> int:
-        """How many places there are."""
+        """The number of places."""
         return self.before + 1 + self.behind
 
     @property
     def halves(self) -> int:
-        """Into how many chunks, equal ones, kernels take a rank's tokens."""
+        """The number of equal chunks in which kernels process a rank's tokens."""
         return 2 if self.kind in (ContextKind.ZIGZAG, ContextKind.HYBRID) else 1
 
     def values(self, values: dict[str, int]) -> dict[str, int]:
-        """Return the value of every symbol of a table, of those of a model on as many tokens."""
+        """Return the value of every symbol of a table, from the values of a model on the rank's
+        tokens."""
         own = {**values, "sequence": values["sequence"] // self.halves}
         if self.kind in EXCHANGING:
             own |= {"kv_heads": own["kv_heads"] // self.ulysses, "ulysses": self.ulysses}
@@ -339,7 +362,7 @@ class ContextPart(NamedTuple):
 
 
 def kind_of(step: ContextParallel) -> ContextKind:
-    """Return how a step reaches the tokens of others."""
+    """Return the kind of attention of a step."""
     if step.gathers:
         return ContextKind.GATHER
     if step.ring == 1:
@@ -350,7 +373,7 @@ def kind_of(step: ContextParallel) -> ContextKind:
 
 
 def part_at(step: ContextParallel, index: int) -> ContextPart:
-    """Return what the rank at this place along the axis does."""
+    """Return the attention of the rank at this place along the axis."""
     before = index // step.ulysses
     return ContextPart(
         kind=kind_of(step),
@@ -361,14 +384,15 @@ def part_at(step: ContextParallel, index: int) -> ContextPart:
 
 
 def alike_by(step: ContextParallel, index: int) -> tuple[ContextPart, tuple[int, ...]]:
-    """Return what ranks along the axis have in common that allocate and compute the same: what they
-    do in attention, and how long the stretches are that their tokens are in."""
+    """Return a key that is equal for ranks with equal allocations and compute: their part of
+    attention, and the lengths of their contiguous ranges of tokens."""
     lengths = tuple(behind - first for first, behind in spans_at(step, index))
     return part_at(step, index), lengths
 
 
 def parts_told_apart(kind: ContextKind) -> Iterator[tuple[int, int]]:
-    """Yield of each name that a table of a ring has the fewest places before and behind."""
+    """Yield (before, behind) for each distinct name in a table of a ring, with the fewest
+    places."""
     if kind is ContextKind.ULYSSES:
         yield 0, 0
         return
@@ -376,14 +400,14 @@ def parts_told_apart(kind: ContextKind) -> Iterator[tuple[int, int]]:
         yield from ((before, behind) for behind in range(_TOLD_APART + 1) if before or behind)
 
 
-# What the context axis offers to a search: degrees that leave a rank a long stretch of a sample,
-# and every attention that is legal of so many ranks.
+# Candidates of a search: degrees that leave a rank many tokens of a sample, with every legal
+# attention.
 #
-# Theta, Omega and G are placed over cp as over the innermost data axis, so that both are one
-# group. Of fewer tokens a rank has too little to do while they travel: a search of shorter
-# samples is not made longer. A degree that is written is tried whatever it leaves.
+# Parameters, optimizer state and gradients have the same placement on cp as on the innermost data
+# axis, so that both axes form one group. With fewer tokens, compute cannot overlap the transit of
+# keys and values, so searches over short samples omit cp. Degrees in the spec are always tried.
 
-LEAST_TOKENS = 2**13  # of a sample, that a rank has
+LEAST_TOKENS = 2**13  # tokens of a sample on a rank
 _SLICES, _GATHERED = (
     Placement(parameters=R, optimizer=R, gradients=R, activations=activations)
     for activations in (S, S_STAR)
@@ -408,7 +432,8 @@ def _ways(spec: Spec, ranks: int) -> Iterator[Way]:
 
 
 def _attentions(spec: Spec, ranks: int) -> Iterator[ContextAttention | Hybrid]:
-    """A ring is balanced where the tokens let it be: contiguous it sends as much, and waits."""
+    """Yield the attentions to search. A ring is zigzag if the tokens divide: a contiguous ring has
+    the same traffic and waits longer."""
     is_even = spec.batch.sequence % (2 * ranks) == 0
     yield ContextAttention.ZIGZAG if is_even else ContextAttention.RING
     yield ContextAttention.ALL_GATHER

@@ -1,4 +1,4 @@
-"""What attention over cp sends, call by call."""
+"""Traffic of attention over cp, call by call."""
 
 from __future__ import annotations
 
@@ -25,20 +25,28 @@ _ACTIVATIONS = State.ACTIVATIONS
 def sent(
     spec: Spec, plan: Plan, kept: tuple[Kept, ...], own: tuple[AttentionHeads, ...] = ()
 ) -> Iterator[Traffic]:
-    """Yield what layers whose activations are `kept` so send over cp in a step; one that is
-    computed again sends again, but for what arrived and is kept. `own`: the heads of each, of a
-    model that is not built in."""
+    """Yield the traffic of attention over cp in a step.
+
+    A recomputed layer repeats its collectives, except those whose results are kept.
+
+    Args:
+        spec: The spec.
+        plan: The plan.
+        kept: How each layer keeps its activations.
+        own: The heads of each layer of a model that is not built in. Empty for built-in models.
+    """
     if (step := plan.context) is None:
         return
     times = plan.accumulate.micro_batches
-    yield from _documents(spec, step, times)
+    yield from _document_edges(spec, step, times)
     alike = grouped(zip(own or (_heads_of(spec),) * len(kept), kept, strict=True))
     for heads, modes in alike.items():
-        yield from _of_layers(_Exchange(spec, plan, step, heads), times, modes)
+        yield from _layer_traffic(_Exchange(spec, plan, step, heads), times, modes)
 
 
-def _documents(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:
-    """A byte a token says whether a document begins or ends with it."""
+def _document_edges(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:
+    """Yield the all-gather of document edges: one byte per token, set if a document begins or ends
+    there."""
     shape = spec.model
     if isinstance(shape, ModelShape) and shape.has_documents:
         calls = Calls(Collective.ALL_GATHER, _ACTIVATIONS, Phase.FORWARD, times, None)
@@ -49,8 +57,11 @@ def _documents(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffi
 def own_kept(
     spec: Spec, blocks: Sequence[str], attending: Attending, within: Sequence[str] | None = None
 ) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
-    """Return how the activations of each module that attends are kept, of a model that is not built
-    in, and its heads; of those alone that are `within` these layers."""
+    """Return the activation mode and the heads of each attention module of a model that is not
+    built in.
+
+    `within` restricts the modules to these layers.
+    """
     modes = dict(zip(blocks, spec.activations.of(len(blocks)), strict=True))
     kept, heads = [], []
     for module in attending.modules:
@@ -67,23 +78,25 @@ def _heads_of(spec: Spec) -> AttentionHeads:
     return AttentionHeads(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
 
 
-def _of_layers(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
-    """Of layers with the same heads, in so many micro-batches."""
+def _layer_traffic(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
+    """Yield the traffic of layers with equal heads in a step's micro-batches."""
     policies = (mode.policy for mode in kept if mode.policy is not None)
     scopes = Counter(policy.scope for policy in policies if Operators.COLLECTIVE not in policy.keep)
     attention = times * scopes[Scope.ATTENTION]
     again = times * scopes[Scope.BLOCK]
     yield from exchange.forward(Phase.FORWARD, times * len(kept))
     yield from exchange.forward(Phase.BACKWARD, again)
-    # torch computes no more again than backward needs: nothing within attention needs its output
+    # torch stops recomputing when backward has all it needs, before attention's output
     yield from exchange.forward(Phase.BACKWARD, attention, gives_back=False)
     yield from exchange.backward(times * len(kept))
 
 
 class _Exchange:
-    """A layer's attention, of so many `times`: `head` are bytes of one head of a rank's tokens,
-    `keys` those of its keys and values, as often as they are sent, `queries` those of its
-    queries."""
+    """The communication of a layer's attention.
+
+    `queries` and `keys` are the bytes of a rank's queries, and of its keys and values together as
+    they are sent. `gradients` are the bytes of the gradients of keys and values in a ring.
+    """
 
     def __init__(
         self, spec: Spec, plan: Plan, step: ContextParallel, heads: AttentionHeads
@@ -96,33 +109,43 @@ class _Exchange:
         kv_heads *= repeats(step.ulysses, kv_heads)
         self.queries, self.keys = head * heads.heads // cut, 2 * head * kv_heads
         wide = max(compute.itemsize, DType.FP32.itemsize)
-        self.gradients = self.keys // compute.itemsize * wide  # of keys and values, as they travel
+        self.gradients = self.keys // compute.itemsize * wide  # at least fp32
 
     def forward(self, phase: Phase, times: int, *, gives_back: bool = True) -> Iterator[Traffic]:
-        """`gives_back`: what was attended to is exchanged back."""
+        """Yield the traffic of `times` forward passes. Without `gives_back`, Ulysses does not
+        exchange the output back."""
         ring = self.step.ring
-        yield from self._ulysses(phase, times, gives_back=gives_back)
+        yield from self._ulysses_traffic(phase, times, gives_back=gives_back)
         if self.step.gathers:
-            yield from self._over(Collective.ALL_GATHER, phase, times, ring, ring * self.keys)
+            yield from self._collective_traffic(
+                Collective.ALL_GATHER, phase, times, ring, ring * self.keys
+            )
         else:
-            yield from self._hops(phase, times * (ring - 1), self.keys)
+            yield from self._hop_traffic(phase, times * (ring - 1), self.keys)
 
     def backward(self, times: int) -> Iterator[Traffic]:
+        """Yield the traffic of `times` backward passes."""
         ring, phase = self.step.ring, Phase.BACKWARD
-        yield from self._ulysses(phase, times)
+        yield from self._ulysses_traffic(phase, times)
         if self.step.gathers:
-            yield from self._over(Collective.REDUCE_SCATTER, phase, times, ring, ring * self.keys)
+            yield from self._collective_traffic(
+                Collective.REDUCE_SCATTER, phase, times, ring, ring * self.keys
+            )
         else:
-            yield from self._hops(phase, times * (ring - 1), self.keys)
-            yield from self._hops(phase, times * ring if ring > 1 else 0, self.gradients)
+            yield from self._hop_traffic(phase, times * (ring - 1), self.keys)
+            yield from self._hop_traffic(phase, times * ring if ring > 1 else 0, self.gradients)
 
-    def _ulysses(self, phase: Phase, times: int, *, gives_back: bool = True) -> Iterator[Traffic]:
-        """Queries, keys, values; then what was attended to."""
+    def _ulysses_traffic(
+        self, phase: Phase, times: int, *, gives_back: bool = True
+    ) -> Iterator[Traffic]:
+        """Yield the exchange of queries, keys and values, and that of the output."""
         back = (self.queries,) if gives_back else ()
         for size in (self.queries, self.keys // 2, self.keys // 2, *back):
-            yield from self._over(Collective.ALL_TO_ALL, phase, times, self.step.ulysses, size)
+            yield from self._collective_traffic(
+                Collective.ALL_TO_ALL, phase, times, self.step.ulysses, size
+            )
 
-    def _over(
+    def _collective_traffic(
         self, collective: Collective, phase: Phase, times: int, ranks: int, payload: int
     ) -> Iterator[Traffic]:
         if not times or ranks == 1:
@@ -133,8 +156,8 @@ class _Exchange:
         calls = Calls(collective, _ACTIVATIONS, phase, times, via)
         yield calls.over(Group((self.step.axis,), ranks), payload)
 
-    def _hops(self, phase: Phase, times: int, size: int) -> Iterator[Traffic]:
-        """Exchanges of which all goes to the next rank."""
+    def _hop_traffic(self, phase: Phase, times: int, size: int) -> Iterator[Traffic]:
+        """Yield exchanges in which all bytes go to the next rank."""
         if not times:
             return
         key = TrafficKey(

@@ -1,4 +1,4 @@
-"""Context parallelism as text: the step of cp, the tokens of each rank, and the balance."""
+"""The context axis as text: its step, the tokens of each rank, and their balance."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _FEW_RANKS = 8
 
 
 def step_text(step: ContextParallel) -> str:
-    """Return the line of the step in a plan."""
+    """Return a plan's line about the step."""
     is_alone = step.is_balanced and step.ulysses == 1
     kind = "an early and a late chunk" if is_alone else "one slice"
     return (
         f"shard every sample's tokens over {step.axis}: "
         f"{step.sequence // (step.ulysses * step.ring)} of {step.sequence} per rank, {kind}; "
-        f"{_exchange(step)}"
+        f"{_exchange_text(step)}"
     )
 
 
-def _exchange(step: ContextParallel) -> str:
+def _exchange_text(step: ContextParallel) -> str:
     ways = []
     if step.ulysses > 1:
         ways.append(f"{step.ulysses} neighbours exchange tokens for heads (Ulysses)")
@@ -37,7 +37,8 @@ def _exchange(step: ContextParallel) -> str:
 
 
 def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
-    """Yield why it is this attention, the tokens of each rank of cp, and who has most to do."""
+    """Yield the kind of attention with its reason, the tokens of each rank of cp, and the balance
+    of work."""
     yield f"context  {kind_text(step)}: {why(spec)}"
     for index, own in enumerate(islice(all_spans(step), _FEW_RANKS)):
         yield f"tokens   {step.axis} {index}: {spans_text(own)}"
@@ -47,7 +48,7 @@ def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
 
 
 def balance_text(step: ContextParallel) -> str:
-    """Return which rank computes most scores, in one sentence."""
+    """Return a sentence about the ranks with the most and the fewest scores."""
     of_mean = balance(step)
     most, least = max(of_mean), min(of_mean)
     if most == least:
@@ -60,7 +61,7 @@ def balance_text(step: ContextParallel) -> str:
 
 
 def balance_rows(step: ContextParallel) -> list[dict[str, object]]:
-    """Return the same as plain data: of each rank of the axis its scores over the mean."""
+    """Return the scores of each rank over the mean, as plain data."""
     axis = str(step.axis)
     return [
         {"axis": axis, "place": place, "scores_over_mean": float(share)}
@@ -69,7 +70,7 @@ def balance_rows(step: ContextParallel) -> list[dict[str, object]]:
 
 
 def kind_text(step: ContextParallel) -> str:
-    """Return which attention it is."""
+    """Return the name of the kind of attention."""
     if step.ulysses > 1:
         return "Ulysses and ring" if step.ring > 1 else "Ulysses"
     return _ring_name(step)
@@ -82,10 +83,10 @@ def _ring_name(step: ContextParallel) -> str:
 
 
 def spans_text(spans: Sequence[Span]) -> str:
-    """Return which tokens these are: `0-3, 12-15`."""
-    return ", ".join(map(_span, spans))
+    """Return tokens as text, for example `0-3, 12-15`."""
+    return ", ".join(map(_span_text, spans))
 
 
-def _span(span: Span) -> str:
+def _span_text(span: Span) -> str:
     first, behind = span
     return f"{first}-{behind - 1}" if behind - first > 1 else str(first)

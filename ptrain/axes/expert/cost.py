@@ -1,10 +1,10 @@
-"""What layers with experts send, call by call: ranks of ep to each other's experts, and ranks that
-have slices of the same samples to count what routers choose of all of their tokens.
+"""Traffic of layers with experts: the exchange of rows between ranks of ep, and the counts of
+router choices among ranks that have shards of the same samples.
 
-With a capacity every expert has as many places of every rank, and no size depends on data. Without
-one a rank sends what its tokens choose: as a histogram says, else as many rows to each expert, and
-of what they do not divide as many to the experts of each rank, its own first, so that all ranks get
-as many.
+With a capacity, every expert has a fixed number of places for each rank, and no size depends on
+data. Without one, a rank sends the rows that its tokens choose. The spec gives their number as a
+histogram; by default each expert gets an equal number. A remainder is spread over the ranks,
+starting with the sender, so that all ranks receive the same number of rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ptrain.spec.spec import Spec, ranks_over
 from ptrain.steps.experts import ByLayer, ExpertParallel, RankRows, even, layers_of
 from ptrain.steps.step import Plan
 
-_TRIPS = 2  # of rows to their experts, and of what these make of them back
+_TRIPS = 2  # rows to their experts, and results back
 _COUNT_BYTES = 8  # int64
 _NO_ROWS = RankRows(0, 0, 0)
 
@@ -36,21 +36,28 @@ def sent(
     within: Sequence[str] | None = None,
     loads: ByLayer | None = None,
 ) -> Iterator[Traffic]:
-    """Yield what layers with experts send in a step, those `within` some blocks alone; one that is
-    computed again sends again, but for what arrived and is kept. `loads` are the rows of a rank;
-    None: even ones."""
+    """Yield the traffic of layers with experts in a step.
+
+    A recomputed layer repeats its collectives, except those whose results are kept.
+
+    Args:
+        spec: The spec.
+        plan: The plan.
+        within: The blocks whose layers count. None counts all.
+        loads: The rows that a rank sends and receives, by layer. None is an even distribution.
+    """
     shape, step = spec.model, plan.experts
     kept = dict(plan.keep.blocks) if plan.keep else {}
     times = plan.accumulate.micro_batches
     once, again = _Exchanged(), _Exchanged()
-    for layer in _layers(spec, plan):
+    for layer in _expert_layers(spec, plan):
         if within is not None and not is_within(layer, within):
             continue
         rows = even(spec, step).times(times) if step else _NO_ROWS
         if loads is not None:
             rows = reduce(add, loads[layer])
         once.add(times, rows)
-        if any(_comes_again(mode) for block, mode in kept.items() if is_within(layer, (block,))):
+        if any(_is_repeated(mode) for block, mode in kept.items() if is_within(layer, (block,))):
             again.add(times, rows)
     if step is not None:
         exchange = _RowExchange(spec, step)
@@ -59,14 +66,16 @@ def sent(
         yield from exchange.trips(Phase.BACKWARD, once)
     slices = _token_slices(spec, plan)
     if slices is not None and isinstance(shape, ModelShape) and shape.experts is not None:
-        yield from _counted(spec, shape, slices, Phase.FORWARD, once.times)
-        if slices.group.axes != spec.folded_axes:  # else it is among what operators send again
-            yield from _counted(spec, shape, slices, Phase.BACKWARD, again.times)
+        yield from _count_traffic(spec, shape, slices, Phase.FORWARD, once.times)
+        if slices.group.axes != spec.folded_axes:  # else `repeated` of the blocks has it
+            yield from _count_traffic(spec, shape, slices, Phase.BACKWARD, again.times)
 
 
 def rows_bytes(spec: Spec, shape: ModelShape) -> int:
-    """Return the bytes of the rows that a rank sends to all experts of a layer in a micro-batch,
-    its own among them, where every expert gets as many."""
+    """Return the bytes of the rows that a rank sends to all experts of a layer in a micro-batch.
+
+    Rows for its local experts are included. All experts receive the same number of rows.
+    """
     assert shape.experts is not None, "nothing travels"
     rows = (
         shape.experts_per_token * spec.routed_tokens
@@ -76,9 +85,9 @@ def rows_bytes(spec: Spec, shape: ModelShape) -> int:
     return spec.batch.micro * rows * shape.hidden * spec.precision.effective.parameters.itemsize
 
 
-def _layers(spec: Spec, plan: Plan) -> Iterator[str]:
-    """Yield the layers with experts; of a built-in model those, too, of which every rank has
-    all."""
+def _expert_layers(spec: Spec, plan: Plan) -> Iterator[str]:
+    """Yield the layers with experts, including those of a built-in model whose experts are
+    replicated."""
     if plan.experts is not None:
         yield from layers_of(plan.experts)
     elif isinstance(spec.model, ModelShape) and spec.model.experts is not None:
@@ -87,15 +96,15 @@ def _layers(spec: Spec, plan: Plan) -> Iterator[str]:
 
 
 class _TokenSlices(NamedTuple):
-    """Ranks that have slices of the same samples, in so many stretches each."""
+    """Ranks that have shards of the same samples, each of so many contiguous ranges."""
 
     group: Group
     stretches: int
 
 
 def _token_slices(spec: Spec, plan: Plan) -> _TokenSlices | None:
-    """Return which ranks count over their slices what routers choose; None where a rank has all of
-    a sample's tokens."""
+    """Return the ranks that count router choices together. None if a rank has all tokens of a
+    sample."""
     experts, step = plan.experts, plan.context
     if experts is not None and experts.counting:
         group = Group(experts.counting, ranks_over(spec, experts.counting))
@@ -105,11 +114,14 @@ def _token_slices(spec: Spec, plan: Plan) -> _TokenSlices | None:
     return None
 
 
-def _counted(
+def _count_traffic(
     spec: Spec, shape: ModelShape, slices: _TokenSlices, phase: Phase, times: int
 ) -> Iterator[Traffic]:
-    """How often a sample's tokens choose each expert is summed where a loss balances them; where an
-    expert has places it is gathered too, by choice and by stretch of tokens."""
+    """Yield the collectives that count how often a sample's tokens choose each expert.
+
+    The counts are all-reduced for a balancing loss. With a capacity, they are also all-gathered, by
+    choice and by contiguous range of tokens.
+    """
     assert shape.experts is not None, "they are counted"
     group, numbers = slices.group, spec.batch.micro * shape.experts
     if shape.aux_loss and times:
@@ -122,7 +134,8 @@ def _counted(
         yield calls.over(group, numbers * _COUNT_BYTES)
 
 
-def _comes_again(mode: Kept) -> bool:
+def _is_repeated(mode: Kept) -> bool:
+    """Return True if backward repeats the collectives of a block that is kept so."""
     policy = mode.policy
     return policy is not None and (
         policy.scope is Scope.BLOCK and Operators.COLLECTIVE not in policy.keep
@@ -130,7 +143,7 @@ def _comes_again(mode: Kept) -> bool:
 
 
 class _Exchanged:
-    """What is exchanged: of how many layers and micro-batches, and all rows of these."""
+    """The number of exchanges, over layers and micro-batches, and the sum of their rows."""
 
     def __init__(self) -> None:
         self.times, self.rows = 0, _NO_ROWS
@@ -141,7 +154,7 @@ class _Exchanged:
 
 
 class _RowExchange:
-    """In bytes, which a row has so many of."""
+    """Converts exchanges of rows to traffic in bytes."""
 
     def __init__(self, spec: Spec, step: ExpertParallel) -> None:
         self.group = Group(spec.expert_axes, ranks_over(spec, spec.expert_axes))
@@ -149,15 +162,16 @@ class _RowExchange:
         self.row = step.features * spec.precision.effective.parameters.itemsize
 
     def forward(self, phase: Phase, exchanged: _Exchanged) -> Iterator[Traffic]:
-        """Whose sizes depend on data say first how many rows each expert gets."""
+        """Yield the exchange of rows. If sizes depend on data, the row counts are exchanged
+        first."""
         yield from self.trips(phase, exchanged)
         if self.counts and exchanged.times:
             calls = Calls(Collective.ALL_TO_ALL, State.ACTIVATIONS, phase, exchanged.times)
             yield calls.over(self.group, self.counts)
 
     def trips(self, phase: Phase, exchanged: _Exchanged) -> Iterator[Traffic]:
-        """There go the rows that a rank sends, back those that it got; those that it keeps leave
-        it neither way."""
+        """Yield the all-to-alls of rows to their experts and back. Rows for local experts are not
+        sent."""
         if not exchanged.times:
             return
         key = TrafficKey(

@@ -1,5 +1,5 @@
-"""The expert axis as text: which rank has which experts, what travels to them and back, and over
-which ranks gradients are summed."""
+"""The expert axis as text: the experts of each rank, the dispatched rows, and the axes over which
+gradients are summed."""
 
 from __future__ import annotations
 
@@ -16,43 +16,47 @@ _FEW_RANKS = 8
 
 
 def step_text(step: ExpertParallel) -> str:
-    """Return what the step does, in one line of a plan."""
+    """Return a plan's line about the step."""
     layers = counted(len(step.modules), "layer")
     slices = f", of a slice of the tokens on each of {step.folded[0]}" if step.folded else ""
     meanwhile = ", while shared experts compute," if step.overlaps else ""
     return (
-        f"distribute the experts of {layers} over {_named(step)}: each rank holds full experts "
+        f"distribute the experts of {layers} over {_axes_text(step)}: each rank holds full experts "
         f"with their Θ, Ω and G; tokens are dispatched to them{meanwhile} and combined{slices}"
     )
 
 
-def _named(step: ExpertParallel) -> str:
+def _axes_text(step: ExpertParallel) -> str:
     return " × ".join(step.axes)
 
 
 def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
-    """Yield the experts of each rank of the axis, what travels, and what is summed over which
-    axes; nothing where ranks have no experts of their own."""
+    """Yield the experts of each rank of the axis, the dispatched rows, and the axes that sum
+    gradients.
+
+    Yield nothing if experts are not sharded.
+    """
     if (step := plan.experts) is None:
         return
     ranks = ranks_over(spec, step.axes)
     own = step.number // ranks
     for rank in islice(range(ranks), _FEW_RANKS):
-        yield f"experts  {_named(step)} {rank}: {_span(rank * own, own)} of {step.number}"
+        yield f"experts  {_axes_text(step)} {rank}: {_span_text(rank * own, own)} of {step.number}"
     if ranks > _FEW_RANKS:
-        yield f"experts  … {ranks} ranks of {_named(step)}"
-    yield f"dispatch {_travels(spec, step, ranks)}"
+        yield f"experts  … {ranks} ranks of {_axes_text(step)}"
+    yield f"dispatch {_dispatch_text(spec, step, ranks)}"
     if plan.loads is not None:
-        yield f"routing  {_routing(spec, plan.loads)}"
-    yield f"reduced  {_summed(plan, step)}"
+        yield f"routing  {_routing_text(spec, plan.loads)}"
+    yield f"reduced  {_reduction_text(plan, step)}"
 
 
-def _span(first: int, number: int) -> str:
+def _span_text(first: int, number: int) -> str:
     return f"{first}-{first + number - 1}" if number > 1 else str(first)
 
 
-def _travels(spec: Spec, step: ExpertParallel, ranks: int) -> str:
-    """What two all-to-alls of forward and two of backward send, of each layer and micro-batch."""
+def _dispatch_text(spec: Spec, step: ExpertParallel, ranks: int) -> str:
+    """Return the size of an all-to-all. Each layer and micro-batch has two in forward and two in
+    backward."""
     micro, size = spec.batch.micro, step.features * spec.precision.effective.parameters.itemsize
     away = f"{ranks - 1}/{ranks} of it to other ranks"
     often = "to their experts and back, per layer and micro-batch, in forward and in backward"
@@ -69,8 +73,8 @@ def _travels(spec: Spec, step: ExpertParallel, ranks: int) -> str:
     )
 
 
-def _routing(spec: Spec, loads: Loads) -> str:
-    """What ranks get where rows go as the spec says."""
+def _routing_text(spec: Spec, loads: Loads) -> str:
+    """Return the range of rows that ranks receive under the spec's routing."""
     received = {
         rows.received
         for place in {*token_places(spec)}
@@ -82,7 +86,7 @@ def _routing(spec: Spec, loads: Loads) -> str:
     return f"{stated}: the experts of a rank get {least} to {counted(most, 'row')} per layer"
 
 
-def _summed(plan: Plan, step: ExpertParallel) -> str:
+def _reduction_text(plan: Plan, step: ExpertParallel) -> str:
     over = " × ".join(axis for axis in plan.summed_axes if axis is not step.axis)
     experts = f"over {over}" if over else "not reduced, because one rank has all their tokens"
     return (

@@ -1,4 +1,4 @@
-"""The spec's expert axis: its experts, their loads, and its part of a search."""
+"""The expert axis of a spec: its experts, their loads, and its part of a search."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from ptrain.spec.routing import FORM, Bound, Choices, Histogram
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.experts import BoundLoads, CountedLoads, ExpertParallel, Loads, Span
 
-# What a rank of ep has of a model: of a layer's experts some, of all else everything.
+# A rank of ep has some of a layer's experts, and all other tensors.
 
 
 @lru_cache(maxsize=64)
 def with_own_experts(facts: ModelFacts, step: ExpertParallel, ranks: int) -> ModelFacts:
-    """Return the facts with the experts that one rank has, which is as many as any other: of their
-    tensors an expert stands at every place of the first dimension."""
+    """Return the facts with only the experts of one rank; all ranks have the same number.
+
+    The first dimension of an expert tensor is the expert.
+    """
 
     def own(tensor: TensorFacts) -> TensorFacts:
         experts, *rest = tensor.shape
@@ -38,15 +40,25 @@ def with_own_experts(facts: ModelFacts, step: ExpertParallel, ranks: int) -> Mod
     return replace(facts, units=units)
 
 
-# Whether counts of what tokens choose are those of a spec's layers with experts.
+# Check of a histogram of router choices against a spec's layers with experts.
 
 
 def misfit(
     spec: Spec, histogram: Histogram, layers: Sequence[str], number: int, chosen: int
 ) -> str:
-    """Return what does not fit layers of so many experts, of which a token chooses so many
-    (`chosen`), with its place; empty where all does. It is one: what is wrong with counts in one
-    place mostly is in all of them."""
+    """Return the first mismatch between a histogram and a spec's layers with experts.
+
+    Args:
+        spec: The spec.
+        histogram: Counts of choices by layer, rank, micro-batch and expert.
+        layers: Names of the layers with experts.
+        number: Experts of a layer.
+        chosen: Experts that each token chooses.
+
+    Returns:
+        The mismatch with its position. Empty if the histogram fits. Only the first one is returned,
+        because the same error usually occurs in all counts.
+    """
     if missing := [layer for layer in layers if layer not in histogram.layers]:
         return f"no counts for {', '.join(missing)}"
     if others := [layer for layer in histogram.layers if layer not in layers]:
@@ -60,13 +72,13 @@ def misfit(
             if len(of_rank) != spec.batch.accumulate:
                 return f"{place}: {len(of_rank)} micro-batches; a step has {spec.batch.accumulate}"
             for index, of_experts in enumerate(of_rank):
-                if wrong := _misfit_of(spec, of_experts, number, chosen):
+                if wrong := _micro_batch_misfit(spec, of_experts, number, chosen):
                     return f"{place}, micro-batch {index}: {wrong}"
     return ""
 
 
-def _misfit_of(spec: Spec, of_experts: Choices, number: int, chosen: int) -> str:
-    """Return what does not fit in the counts of one micro-batch."""
+def _micro_batch_misfit(spec: Spec, of_experts: Choices, number: int, chosen: int) -> str:
+    """Return the mismatch of the counts of one micro-batch, or an empty text."""
     if len(of_experts) != number:
         return f"{len(of_experts)} experts; the layer has {number}"
     tokens = spec.batch.micro * spec.routed_tokens
@@ -80,27 +92,43 @@ def _misfit_of(spec: Spec, of_experts: Choices, number: int, chosen: int) -> str
 
 
 def factor_of(spec: Spec) -> Factor | None:
-    """The factor of ep, whose tuple is that of all tensors but the experts'; None where it has no
-    two ranks."""
+    """Return the factor of ep, or None if it has fewer than two ranks.
+
+    Its placement is that of all tensors except the experts'.
+    """
     return next((f for f in spec.factors if f.axis is Axis.EP and f.degree > 1), None)
 
 
 def own_places(spec: Spec, shape: ModelShape) -> int:
-    """Return the places of an expert that a rank lays out for the tokens that it routes of a
-    sample: as many as the expert takes of all of the sample's, and no more than these are."""
+    """Return the places of an expert that a rank lays out for the tokens of a sample that it
+    routes.
+
+    This is the capacity for the full sample, but at most the number of tokens that the rank routes.
+    """
     return min(shape.capacity(spec.batch.sequence), spec.routed_tokens)
 
 
 def experts_of(
     spec: Spec, units: Sequence[Sequence[str]], layers: ExpertLayers | None
 ) -> ExpertParallel | None:
-    """Return the step that gives ranks their experts of these layers, which are units; None where
-    ep has no two ranks, or nobody knows layers. Raises SpecError for layers that do not fit."""
+    """Return the step that shards experts over the ranks.
+
+    Args:
+        spec: The spec.
+        units: The modules of each unit. Experts are units.
+        layers: The layers with experts. None if unknown.
+
+    Returns:
+        The step. None without an ep axis of two or more ranks, or if `layers` is None.
+
+    Raises:
+        SpecError: The ranks do not divide the experts, or `routing` does not fit the layers.
+    """
     factor, shape = factor_of(spec), spec.model
     if factor is None or layers is None:
         return None
     if layers.number % factor.degree:
-        raise SpecError(_undivided(factor.degree, layers.number))
+        raise SpecError(_division_fault(factor.degree, layers.number))
     if wrong := unfit(spec, layers):
         raise SpecError(wrong)
     modules = [module for unit in units for module in unit]
@@ -118,11 +146,11 @@ def experts_of(
         overlaps=spec.overlap_shared_experts,
         folded=spec.folded_axes,
         counting=counting,
-        spans=tuple(_routed(spec, counting)) if counting else (),
+        spans=tuple(_routed_spans(spec, counting)) if counting else (),
     )
 
 
-def _undivided(degree: int, experts: int) -> Fault:
+def _division_fault(degree: int, experts: int) -> Fault:
     divide = [d for d in range(1, experts + 1) if experts % d == 0]
     return Fault(
         place="mesh.ep",
@@ -132,7 +160,7 @@ def _undivided(degree: int, experts: int) -> Fault:
 
 
 def unfit(spec: Spec, layers: ExpertLayers) -> Fault | None:
-    """Return the fault of counts that are not of these layers; None where there is none."""
+    """Return the fault of a histogram that does not fit these layers, or None."""
     if not isinstance(spec.routing, Histogram) or not is_by_routing(spec):
         return None
     named = [module.rpartition(".")[0] for module in layers.modules]
@@ -141,27 +169,31 @@ def unfit(spec: Spec, layers: ExpertLayers) -> Fault | None:
 
 
 def _counting_axes(spec: Spec) -> tuple[Axis, ...]:
-    """Return the axes along which ranks route other tokens of the same samples, the outermost
-    first, where some are folded."""
+    """Return the axes along which ranks route different tokens of the same samples, outermost
+    first.
+
+    The result is empty if no axis is folded into ep.
+    """
     axes = (*TOKEN_AXES, *spec.folded_axes) if spec.folded_axes else ()
     return tuple(f.axis for f in spec.factors if f.axis in axes and f.degree > 1)
 
 
-def _routed(spec: Spec, counting: Sequence[Axis]) -> Iterator[tuple[Span, ...]]:
-    """Yield the tokens of a sample that each rank along these axes routes: of those that it has,
-    one behind the other, an equal slice."""
+def _routed_spans(spec: Spec, counting: Sequence[Axis]) -> Iterator[tuple[Span, ...]]:
+    """Yield the tokens of a sample that each rank along these axes routes.
+
+    The ranks of folded axes share the tokens of a cp rank equally, in order.
+    """
     context = context_of(spec)
     held = [*all_spans(context)] if context else [((0, spec.batch.sequence),)]
     for place in range(ranks_over(spec, counting)):
         own = place_of(spec, counting, place)
         first = sum(own[axis] for axis in spec.folded_axes) * spec.routed_tokens
         of_rank = held[own[context.axis]] if context else held[0]
-        yield tuple(_within(of_rank, first, first + spec.routed_tokens))
+        yield tuple(_sub_spans(of_rank, first, first + spec.routed_tokens))
 
 
-def _within(spans: Sequence[Span], first: int, behind: int) -> Iterator[Span]:
-    """Yield the stretches of the tokens that stand at places from `first` on in these spans, up to
-    the one `behind`."""
+def _sub_spans(spans: Sequence[Span], first: int, behind: int) -> Iterator[Span]:
+    """Yield the ranges of tokens at positions `first` to `behind` (exclusive) of these spans."""
     for start, end in spans:
         length = end - start
         own = max(first, 0), min(behind, length)
@@ -171,16 +203,15 @@ def _within(spans: Sequence[Span], first: int, behind: int) -> Iterator[Span]:
 
 
 def is_by_routing(spec: Spec) -> bool:
-    """Return whether sizes depend on where tokens go: not where every expert has as many places, or
-    ranks have all experts."""
+    """Return True if sizes depend on the routing: experts are sharded, and have no capacity."""
     shape = spec.model
     has_places = isinstance(shape, ModelShape) and shape.capacity_factor is not None
     return factor_of(spec) is not None and not has_places
 
 
 def loads_of(spec: Spec, step: ExpertParallel | None) -> Loads | None:
-    """Return where rows go as the spec says it; None where they go evenly, or no size depends on
-    it."""
+    """Return the routing that the spec states. None if it states none, or if no size depends
+    on it."""
     routing = spec.routing
     if step is None or routing is None or not is_by_routing(spec):
         return None
@@ -190,8 +221,10 @@ def loads_of(spec: Spec, step: ExpertParallel | None) -> Loads | None:
 
 
 def assumed(spec: Spec) -> dict[str, str]:
-    """Return what figures of a spec assume of where tokens go, by their kinds: nothing where
-    they depend on nothing of the kind."""
+    """Return the figures that depend on assumptions about routing, with a sentence about each.
+
+    The result is empty if no figure depends on routing.
+    """
     if factor_of(spec) is None or not is_by_routing(spec):
         return {}
     where = {
@@ -209,11 +242,11 @@ def assumed(spec: Spec) -> dict[str, str]:
     return dict.fromkeys(("activations", "peak", exchanged), why)
 
 
-# What the expert axis offers to a search: degrees that divide a layer's experts. Without a capacity
-# a router decides how much a rank gets: what is ranked holds for the routing that the spec states.
+# Candidates of a search: degrees that divide a layer's experts. Without a capacity the router
+# decides how many rows a rank receives, so the ranking holds for the routing that the spec states.
 #
-# Theta, Omega and G of all but the experts are placed over ep as over the innermost data axis, so
-# that both are one group; of the experts there is one tuple.
+# All tensors except experts have the same placement on ep as on the innermost data axis, so that
+# both axes form one group. Experts have only one placement.
 
 _COPIES = Placement(parameters=R, optimizer=R, gradients=R)
 

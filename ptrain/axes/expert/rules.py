@@ -1,8 +1,8 @@
-"""Which tuples the expert axis takes, and which specs.
+"""Legality of the expert axis: which placements and specs it accepts.
 
-Of the experts a rank has some, whole: Theta, Omega, G and what it makes of tokens are S. Of all
-else ep is a data axis whose ranks hold different samples: any triple of Theta, Omega and G that is
-legal there, with A = R. That is 1 x 95 tuples.
+Experts are sharded: parameters, optimizer state, gradients and expert activations are S. For all
+other tensors ep is a data axis whose ranks have different samples. It accepts any legal placement
+of parameters, optimizer state and gradients there, with A = R. That is 1 x 95 placements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import ceil_div, counted
 
-_IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of transformers
+_IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of Transformers
 _FOLDS = "tensor.experts"
 _CUT = "tensor.experts=cut"
 _OVERLAP = "overlap_shared_experts"
@@ -60,13 +60,16 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="mesh.ep",
             finding=f"{ranks} ranks do not divide {shape.experts} experts",
-            remedy=f"Use {', or '.join(_divisible(shape.experts, factor.degree, beside))}.",
+            remedy=f"Use {', or '.join(_division_remedies(shape.experts, factor.degree, beside))}.",
         )
 
 
-def _divisible(experts: int, degree: int, beside: int) -> Iterator[str]:
-    """Yield what makes as many experts a rank, of so many ranks of tp beside one of ep."""
-    fewest = 1 if beside == 1 else 2  # nothing folds into one
+def _division_remedies(experts: int, degree: int, beside: int) -> Iterator[str]:
+    """Yield remedies that give each rank the same number of experts.
+
+    `beside` is the number of tp ranks for each rank of ep.
+    """
+    fewest = 1 if beside == 1 else 2  # tp does not fold into a single rank
     choices = [d for d in range(fewest, experts + 1) if experts % (d * beside) == 0]
     if choices:
         yield f"one of {', '.join(map(str, choices))} for `mesh.ep`"
@@ -77,8 +80,8 @@ def _divisible(experts: int, degree: int, beside: int) -> Iterator[str]:
 
 
 def _routing_fits(spec: Spec) -> Iterator[Fault]:
-    """Counts of a model that is not built in are looked at where its layers are known
-    (`form.experts_of`)."""
+    """Yield the faults of `routing`. For models that are not built in, `form.experts_of` checks
+    counts when the layers are known."""
     if spec.routing is None:
         return
     if not is_by_routing(spec):
@@ -115,7 +118,7 @@ def _folded_slices(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _folded_naively(spec: Spec) -> Iterator[Fault]:
+def _naive_with_folded(spec: Spec) -> Iterator[Fault]:
     if spec.folded_axes and spec.tensor.is_naive:
         yield Fault(
             place="tensor.plan",
@@ -148,7 +151,7 @@ def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _by_groups(spec: Spec) -> Iterator[Fault]:
+def _grouped_implementation(spec: Spec) -> Iterator[Fault]:
     model = spec.model
     if (
         factor_of(spec) is not None
@@ -162,7 +165,7 @@ def _by_groups(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _whole_on_tp(spec: Spec) -> Iterator[Fault]:
+def _ep_with_tp(spec: Spec) -> Iterator[Fault]:
     is_on_both = factor_of(spec) is not None and spec.degree(Axis.TP) > 1
     if is_on_both and not isinstance(spec.model, ModelShape):
         yield Fault(
@@ -184,7 +187,11 @@ EXPERT = AxisRules(
         SpecRule(name="tp joins ep", theorem="Definition 2", faults=_nothing_folds),
         SpecRule(name="routed shards are equal", theorem="Definition 2", faults=_folded_slices),
         SpecRule(name="counts match the layers", theorem="Definition 2", faults=_routing_fits),
-        SpecRule(name="experts use grouped products", theorem="Definition 2", faults=_by_groups),
+        SpecRule(
+            name="experts use grouped products",
+            theorem="Definition 2",
+            faults=_grouped_implementation,
+        ),
         SpecRule(
             name="shared experts overlap communication",
             theorem=REASON,
@@ -192,7 +199,7 @@ EXPERT = AxisRules(
         ),
     ),
     not_yet=(
-        SpecRule(name="experts are sharded over tp too", theorem="", faults=_whole_on_tp),
-        SpecRule(name="the naive plan shards experts", theorem="", faults=_folded_naively),
+        SpecRule(name="experts are sharded over tp too", theorem="", faults=_ep_with_tp),
+        SpecRule(name="the naive plan shards experts", theorem="", faults=_naive_with_folded),
     ),
 )

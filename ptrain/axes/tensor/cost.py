@@ -1,6 +1,5 @@
-"""What one rank of the tensor axis has of a model: the local shape of every tensor, and the local
-value of every dimension that a table of allocations is written in; and the axis's part of a search.
-"""
+"""One rank's part of a model on the tensor axis: local shapes of tensors, local values of the
+dimensions in tables of allocations, and the axis's part of a search."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from ptrain.units import ceil_div
 Shape = tuple[int, ...]
 
 _NUMBERS = re.compile(r"\d+")
-# The dimension along which a role cuts a weight, and that along which it cuts a bias.
+# The dimension along which a role shards a weight, and the one along which it shards a bias.
 _CUT_DIM = {
     Role.COLUMN: (0, 0),
     Role.TRANSPOSED_COLUMN: (1, 0),
@@ -32,27 +31,35 @@ _CUT_DIM = {
     Role.INNER_COLUMN: (-2, None),
     Role.INNER_ROW: (-1, None),
 }
-_MATRICES = (2, 3)  # dimensions of one, and of those of all experts
+_MATRICES = (2, 3)  # dimensions of a weight, and of the stacked weights of all experts
 
 
 def slices(size: int, degree: int) -> list[int]:
-    """Elements of each rank's slice of a dimension, as DTensor cuts: equal ones, rounded up, the
-    last shorter or empty."""
+    """Return the elements of each rank's shard of a dimension, as DTensor shards it.
+
+    Shards have equal sizes, rounded up; the last ones are shorter or empty.
+    """
     chunk = ceil_div(size, degree)
     return [max(0, min(size, (index + 1) * chunk) - index * chunk) for index in range(degree)]
 
 
 def shards_differ(size: int, degree: int, shards: int) -> bool:
-    """Return whether the slices of a tensor's rows are cut into shards of different heights: the
-    offsets that torch then computes for a DTensor that is cut twice are wrong (2.11 to 2.13). Or
-    whether only some slices have fewer rows than shards: these are cut along another dimension."""
+    """Return True if tp shards of a tensor's rows cannot be sharded further over `shards` ranks.
+
+    That is so if tp shards give further shards of different heights: torch then computes wrong
+    offsets for a DTensor that is sharded twice (2.11 to 2.13). It is also so if only some tp shards
+    have fewer rows than `shards`, because these are sharded along another dimension.
+    """
     heights = {(ceil_div(rows, shards), rows < shards) for rows in slices(size, degree)}
     return shards > 1 and len(heights) > 1
 
 
 def cut_sizes(shape: ModelShape, *, has_whole_experts: bool = False) -> dict[str, int]:
-    """Return by field what a degree must divide, so that every rank has as much of an operator; of
-    experts that are whole on a rank, those that are shared are cut all the same."""
+    """Return the sizes, by field, that a degree of tp must divide for equal shards of all
+    operators.
+
+    If experts are replicated (`has_whole_experts`), shared experts are still sharded.
+    """
     sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads}
     if shape.experts is None or shape.dense_layers:
         sizes["ffn"] = shape.ffn
@@ -62,7 +69,7 @@ def cut_sizes(shape: ModelShape, *, has_whole_experts: bool = False) -> dict[str
 
 
 class HowCut(Protocol):
-    """What a plan says of a model's operators (`steps.step.Parallelize`)."""
+    """How a plan shards a model's operators (`steps.step.Parallelize`)."""
 
     @property
     def roles(self) -> Roles: ...
@@ -77,17 +84,17 @@ class HowCut(Protocol):
 
 
 class ModuleRoles:
-    """The modules that roles are of: of a name in a model of many blocks it is known after the
-    first one."""
+    """The roles of a model's modules. They are cached, because the modules of all blocks usually
+    have equal roles."""
 
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
-        # a pattern without a digit means modules of any number
+        # patterns without digits match blocks of any number, so one block represents all
         self._by_number = any(map(str.isdigit, "".join(pattern for pattern, _ in roles)))
-        self._known: dict[str, tuple[Role, ...]] = {}  # by a module's name, of any block and of one
+        self._known: dict[str, tuple[Role, ...]] = {}  # by module name
 
     def roles(self, module: str) -> tuple[Role, ...]:
-        """All that a module has, in their order."""
+        """Return all roles of a module, in order."""
         if module not in self._known:
             key = module if self._by_number else _NUMBERS.sub("0", module)
             if key not in self._known:
@@ -96,20 +103,21 @@ class ModuleRoles:
         return self._known[module]
 
     def of_tensor(self, name: str) -> Role | None:
-        """The first role of the module that a tensor belongs to."""
+        """Return the first role of the module to which a tensor belongs, or None."""
         return next(iter(self.roles(name.rpartition(".")[0])), None)
 
 
 @lru_cache(maxsize=16)
 def module_roles(roles: Roles) -> ModuleRoles:
-    """Return what is known of the modules of models with these roles."""
+    """Return the cached `ModuleRoles` of these roles."""
     return ModuleRoles(roles)
 
 
 def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, int]:
-    """The dimension along which ranks have different slices of a tensor, by its name; those that
-    every rank has whole are left out. Equal slices, rounded up, the last one shorter, as DTensor
-    cuts."""
+    """Return the dimension along which each sharded tensor is sharded, by name.
+
+    Replicated tensors are left out. `slices` gives the sizes of the shards.
+    """
     modules = module_roles(step.roles)
     dims: dict[str, int] = {}
     for name, shape in tensors:
@@ -123,7 +131,7 @@ def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Rank `index` of `degree` ranks that share the operators of a model as `step` says."""
+    """Rank `index` of `degree` ranks, over which `step` shards a model's operators."""
 
     step: HowCut
     degree: int
@@ -131,7 +139,7 @@ class Cut:
 
     @property
     def kind(self) -> str:
-        """The name of the tables (`derivation.tables`) that hold what such a rank allocates."""
+        """The name of the tables (`derivation.tables`) with the allocations of such a rank."""
         step = self.step
         if step.is_naive:
             name = "naive"
@@ -142,11 +150,11 @@ class Cut:
         return name if step.loss_parallel else f"{name}-gathered"
 
     def slice_of(self, size: int) -> int:
-        """Elements of this rank's slice of a dimension."""
+        """Return the elements of this rank's shard of a dimension."""
         return slices(size, self.degree)[self.index]
 
     def dimensions(self, shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
-        """Return the value of every symbol of a table, on this rank."""
+        """Return the value of every symbol of a table on this rank."""
         degree = self.degree
         return {
             "tp": degree,
@@ -163,8 +171,8 @@ class Cut:
         }
 
 
-# What the tensor axis offers to a search: degrees that divide a model's operators, with
-# activations whole between the blocks, in slices of the tokens, or saved so too.
+# Candidates of a search: degrees that divide a model's operators. Activations between blocks are
+# replicated (R), sharded by tokens (S), or also saved as token shards (S*).
 
 _TUPLES = tuple(
     Placement(parameters=S, optimizer=S, gradients=S, activations=activations)
@@ -173,8 +181,8 @@ _TUPLES = tuple(
 
 
 def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
-    """Return the sizes within a node: every operator of a block waits for what they send. Larger
-    ones must be written."""
+    """Return the degrees to search: those within a node, because every operator of a block waits
+    for their collectives. Larger degrees must be written in the spec."""
     cluster, shape = spec.cluster, spec.model
     most = min(devices, cluster.devices_per_node) if cluster else devices
     common = gcd(*cut_sizes(shape).values()) if isinstance(shape, ModelShape) else most

@@ -1,4 +1,4 @@
-"""Clipping: the norms of all gradients, what they hold at once, and what is sent for them."""
+"""Gradient clipping: the norms of all gradients, their memory, and their traffic."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from ptrain.steps.step import LONG_NORM, NORM_ROW, Plan
 
 
 def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
-    """Return the elements of each tensor of which there is a norm, those apart that operator axes
-    cut (`Clip.groups`). What a stage has a copy of is counted on another one."""
+    """Return the elements of each tensor with a norm, by group of the norm (`Clip.groups`).
+
+    Copies on a stage are counted on another stage.
+    """
     clip = scene.plan.clip
     tensors = zip(numels, scene.facts.trained, strict=True)
     sizes = [(numel, tensor) for numel, tensor in tensors if not tensor.is_copy]
@@ -31,8 +33,12 @@ def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
 
 
 def norm_bytes(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> tuple[int, int]:
-    """Return the bytes of the norm over all wraps of a rank: at once, and those that stay until
-    the step is over. `clipped` is what each wrap says of its gradients."""
+    """Return the bytes of the norm over all wraps of a rank: the peak, and those that live until
+    the step ends.
+
+    `clipped` are the elements of each wrap's gradients by group. None if they are not on the
+    device.
+    """
     norms = [groups for groups in clipped if groups is not None]
     if scene.plan.clip is None or not norms:
         return 0, 0
@@ -41,18 +47,23 @@ def norm_bytes(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> tuple
 
 
 def clipping(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return bytes at once, and until the step is over: the norm of each group of tensors, of which
-    a scalar stays meanwhile, and one at last. `groups` are the elements of each tensor."""
+    """Return the bytes of the norm: the peak, and those that live until the step ends.
+
+    A scalar of each group of tensors stays until all norms are computed, and one scalar until the
+    step ends. `groups` are the elements of each tensor by group.
+    """
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
     is_cpu = not scene.spec.is_for_cuda
-    most = max(before + _norm(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
+    most = max(before + _norm_scalars(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
     return most * scalar, scalar
 
 
-def _norm(sizes: Sequence[int], *, is_cpu: bool) -> int:
-    """Return how many scalars there are at once: norms of short tensors and, on a processor, of the
-    ends of long ones, and all of them stacked; one per row of a long one; all of them joined, where
-    they are in several tensors, for the norm of all."""
+def _norm_scalars(sizes: Sequence[int], *, is_cpu: bool) -> int:
+    """Return the maximum number of scalars that exist at once in the norm of a group.
+
+    There is a norm of each short tensor and, on a CPU, of each row of a long tensor and of its
+    rest. Norms in several tensors are joined for the total norm.
+    """
     long = [numel for numel in sizes if is_cpu and numel > LONG_NORM]
     short = len(sizes) - len(long) + sum(1 for numel in long if numel % NORM_ROW)
     norms = short + sum(numel // NORM_ROW for numel in long)
@@ -61,8 +72,11 @@ def _norm(sizes: Sequence[int], *, is_cpu: bool) -> int:
 
 
 def norm(wrapping: Wrapping) -> Iterator[Traffic]:
-    """Yield one scalar per axis: the square of the norm, of at least fp32, and of a scaled loss
-    whether any gradient overflowed, in fp32; and their copies between tiers."""
+    """Yield the traffic of the norm.
+
+    Each axis reduces one scalar: the squared norm in at least fp32. With loss scaling it also
+    reduces an fp32 flag for overflow. Copies of scalars between tiers are included.
+    """
     spec, plan = wrapping.wrapped.spec, wrapping.wrapped.plan
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     yield from (calls.over(group_over(spec, (axis,)), size) for axis, size in _scalars(plan))
@@ -70,7 +84,7 @@ def norm(wrapping: Wrapping) -> Iterator[Traffic]:
 
 
 def _scalars(plan: Plan) -> Iterator[tuple[Axis, int]]:
-    """Yield the scalars that are summed: over which axis, and their bytes."""
+    """Yield the axis and the bytes of each scalar that is summed."""
     if plan.clip is not None:
         scalar = max(4, plan.update.layout.gradients.itemsize)
         yield from ((axis, scalar) for axis in plan.clip.reduced_axes)
@@ -78,8 +92,10 @@ def _scalars(plan: Plan) -> Iterator[tuple[Axis, int]]:
 
 
 def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
-    """The norm over all wraps of a rank, summed over the ranks, and the gradients scaled. Gradients
-    on the host are the rank's shard of all of them."""
+    """Time the norm over all wraps of a rank, its all-reduce, and the scaling of gradients.
+
+    Gradients on the host are the rank's shard of all gradients.
+    """
     plan, tape = scene.plan, scene.tape
     if tape.clock is None:
         return

@@ -1,9 +1,9 @@
-"""torch's DistributedDataParallel: buckets of gradients that live always, in the order in which
-gradients arrive, each summed when it is full.
+"""Simulates DistributedDataParallel: gradient buckets that always live, filled in the order in
+which gradients arrive, and all-reduced when full.
 
-`torch/csrc/distributed/c10d/reducer.cpp`: after a first backward pass the buckets are made anew in
-the order of arrival, which rank 0 broadcasts as indices and then as bucket sizes
-(`sync_bucket_indices`), once.
+`torch/csrc/distributed/c10d/reducer.cpp`: after the first backward pass the buckets are rebuilt
+once in the order of arrival, which rank 0 broadcasts as indices and then as bucket sizes
+(`sync_bucket_indices`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _INDEX_BYTES = 4  # int32
 
 
 class Replicas(InPlace):
-    """A model whose Theta and G are whole on all ranks."""
+    """A model whose parameters and gradients are replicated on all ranks."""
 
     def __init__(self, wrapped: Wrapped, step: Replicate) -> None:
         super().__init__(wrapped)
         self.step = step
 
     def buckets(self) -> list[int]:
-        """Return the bytes of the gradient buckets, in the order in which they are reduced."""
+        """Return the bytes of the gradient buckets, in the order of their reduction."""
         facts, itemsize = self.wrapped.facts, self.wrapped.plan.update.layout.gradients.itemsize
         numel = {tensor.name: tensor.numel for tensor in facts.tensors}
         return bucket_sizes(
@@ -66,8 +66,8 @@ class Replicas(InPlace):
 
 
 class Replicated(Local):
-    """Buckets live always. Where they are added to (K > 1) or copied into, autograd's own gradient
-    goes at once."""
+    """The wrap of DistributedDataParallel. With one micro-batch, gradients are copied into the
+    buckets; with several, they are added to them. autograd's gradient is then freed at once."""
 
     def __init__(self, scene: Scene, replicas: Replicas) -> None:
         super().__init__(scene, replicas)
@@ -75,13 +75,13 @@ class Replicated(Local):
         self.tape.add(scene.facts.trained_numel * scene.plan.update.layout.gradients.itemsize)
         self.copies = scene.plan.accumulate.micro_batches == 1
         self.root = len(scene.facts.units) - 1
-        self.due: list[int] = []  # bytes of buckets that are to be reduced
-        self.arrived = 0  # bytes of gradients that none of them has
+        self.due: list[int] = []  # bytes of buckets that are not reduced yet
+        self.arrived = 0  # bytes of arrived gradients whose bucket is not reduced yet
         self.reducing: list[Arrival] = []
 
     def rebuild_buckets(self) -> None:
-        """A run's first backward pass is over: the indices of all tensors and how many there are,
-        and then the sizes of the buckets."""
+        """Broadcast the bucket order after a run's first backward pass: the indices of all tensors
+        with their number, and then the bucket sizes."""
         tensors, buckets = len(self.scene.facts.trained), len(self.replicas.buckets())
         for count in (tensors + 1, buckets):
             self.tape.sent(Collective.BROADCAST, self.axes, State.OTHER, _INDEX_BYTES * count, "")
@@ -93,7 +93,8 @@ class Replicated(Local):
         self.arrived = 0
 
     def complete(self, gradient: Complete) -> None:
-        """A full bucket is reduced while the gradient that filled it still lives."""
+        """Accept a gradient. A full bucket is reduced while the gradient that filled it is still
+        alive."""
         if gradient.cloned and self.copies:
             self.tape.spike(autograd.rise(gradient))
         dtype = self.scene.plan.update.layout.gradients
@@ -108,13 +109,13 @@ class Replicated(Local):
         self.tape.add(autograd.added(gradient))
 
     def after_backward(self, unit: int) -> None:
-        """Reduce what is due still when the root's backward is over; in a pipeline when all passes
-        are."""
+        """Reduce the remaining buckets when the root's backward ends. In a pipeline, wait for all
+        passes."""
         if unit == self.root and self.scene.plan.pipeline is None:
             self.end_passes()
 
     def end_passes(self) -> None:
-        """Reduce one bucket after the other; then all of them are awaited."""
+        """Reduce the remaining buckets in order, and wait for all reductions."""
         while self.due:
             self._reduce()
         for arrival in self.reducing:
@@ -122,7 +123,7 @@ class Replicated(Local):
         self.reducing = []
 
     def _reduce(self) -> None:
-        """A bucket, in place."""
+        """All-reduce the next bucket in place."""
         size = self.due.pop(0)
         self.arrived -= size
         self.tape.hook(Hook.DDP_BUCKET)
@@ -138,7 +139,8 @@ class Replicated(Local):
             self.reducing.append(arrival)
 
     def clipped(self, shard: int) -> list[list[int]] | None:
-        """Return the buckets' elements, unless the norm asks what of them operator axes cut."""
+        """Return the elements of the buckets, or of each tensor if sharded operators have separate
+        norms."""
         clip, facts = self.scene.plan.clip, self.scene.facts
         is_cut = clip is not None and bool(clip.operator_axes)
         if is_cut or any(tensor.is_copy for tensor in facts.trained):
@@ -147,24 +149,24 @@ class Replicated(Local):
         return [[size // itemsize for size in self.replicas.buckets()]]
 
     def finish_update(self) -> None:
-        """Buckets that gradients are added to are zeroed for the next step."""
+        """Zero the buckets if gradients are added to them."""
         if not self.copies:
             layout = self.scene.plan.update.layout
             size = self.scene.facts.trained_numel * layout.gradients.itemsize
             self.tape.computed(OperatorKind.POINTWISE, layout.gradients, size)
 
 
-# torch's ZeroRedundancyOptimizer beside DistributedDataParallel: whole tensors are spread over the
-# replicas, and each owner broadcasts what it updated.
+# torch's ZeroRedundancyOptimizer with DistributedDataParallel: full tensors are distributed over
+# the replicas, and each owner broadcasts the parameters that it updated.
 #
-# `torch/distributed/optim/zero_redundancy_optimizer.py`: the largest tensor first, each to the
-# rank that has least so far (`_partition_parameters`, `axes.data.cost.spread`). With
-# `parameters_as_bucket_view` parameters are views of a bucket per owner, and a rank that owns
-# nothing has a bucket of one element of fp32 (`_build_param_buckets`).
+# `torch/distributed/optim/zero_redundancy_optimizer.py`: tensors are assigned largest first, each
+# to the rank with the fewest elements (`_partition_parameters`, `axes.data.cost.spread`). With
+# `parameters_as_bucket_view` parameters are views of a bucket per owner. A rank that owns no tensor
+# has a bucket of one fp32 element (`_build_param_buckets`).
 
 
 class SpreadUpdate(Replicas):
-    """A model whose Omega is spread over all ranks, tensor by tensor."""
+    """A replicated model whose optimizer state is distributed over the ranks by tensor."""
 
     @cached_property
     def owned(self) -> list[list[TensorFacts]]:
@@ -177,11 +179,11 @@ class SpreadUpdate(Replicas):
         return owned
 
     def largest(self, shard: int) -> TensorFacts | None:
-        """Return the largest tensor that the rank with this shard updates, if it updates any."""
+        """Return the largest tensor that the rank with this shard updates, or None."""
         return max(self.owned[shard], key=lambda tensor: tensor.numel, default=None)
 
     def parameter_buckets(self) -> list[int]:
-        """Return the bytes of the bucket that each owner sends."""
+        """Return the bytes of the bucket that each owner broadcasts."""
         itemsize = self.wrapped.plan.update.layout.parameters.itemsize
         return [
             sum(tensor.numel for tensor in tensors) * itemsize or DType.FP32.itemsize
@@ -189,7 +191,7 @@ class SpreadUpdate(Replicas):
         ]
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return the shard: each owns other tensors."""
+        """Return the shard: each one owns different tensors."""
         return shard
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
@@ -197,7 +199,7 @@ class SpreadUpdate(Replicas):
         shapes: dict[Shapes, int] = {}
         for tensor in self.owned[shard]:
             shapes[tensor.shape,] = shapes.get((tensor.shape,), 0) + 1
-        # every rule that is spread goes element by element: no tensor is another case
+        # all rules that may be distributed are elementwise, so no tensor is `hidden`
         optimizer = sum(times * self.played(case, [False]).kept for case, times in shapes.items())
         gradients = self.stored_gradients() * layout.gradients.itemsize
         frozen = (self.stored() - self.stored_gradients()) * layout.parameters.itemsize
@@ -216,23 +218,30 @@ class SpreadUpdate(Replicas):
 
 
 class SpreadReplicated(Replicated):
-    """The buckets of gradients, and after the update those of parameters."""
+    """The wrap of DistributedDataParallel with ZeroRedundancyOptimizer, which broadcasts parameter
+    buckets after the update."""
 
     def __init__(self, scene: Scene, spread_update: SpreadUpdate) -> None:
         super().__init__(scene, spread_update)
         self.spread_update = spread_update
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return whether the rank updates anything: gradients are whole, and an update has the same
-        beside any tensor; of an update that is not fused, the largest of its tensors."""
+        """Return True if the rank updates a tensor, or the shape of its largest tensor.
+
+        Gradients are replicated, and a fused update has equal memory for any tensors. If the update
+        is not fused, the largest tensor determines its memory.
+        """
         largest = self.spread_update.largest(shard)
         if largest is None or not self.scene.spec.optimizer.row.temporaries:
             return largest is not None
         return largest.shape
 
     def update(self, shard: int) -> None:
-        """The optimizer works on the parameters themselves: nothing is cast. All broadcasts are
-        issued before the first of them is awaited, and that of the owner with most comes last."""
+        """Update the owned parameters, which are not cast, and broadcast them.
+
+        All broadcasts are issued before the first of them is awaited. The time is that of the owner
+        with the most elements.
+        """
         if largest := self.spread_update.largest(shard):
             self.tape.spike(self.spread_update.played((largest.shape,), [False]).rise)
         update = self.scene.plan.update

@@ -1,4 +1,4 @@
-"""Flat units among the wraps: their life is ours, and played by `derivation.flat`."""
+"""The wrapping of flat units, which `derivation.flat` simulates."""
 
 from __future__ import annotations
 
@@ -21,37 +21,36 @@ from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
 from ptrain.units import grouped
 
-# What flat units keep and send in one steady step: one unit of each kind is played through it, and
-# what it keeps, sends and copies counts for all of its kind.
+# Memory and traffic of flat units in one steady step: one unit of each kind is simulated, and its
+# figures count for all units of its kind.
 
 
 Sizes = Counter[tuple[State, Tier]]
 
-_NOTHING = Timeline(forward=(), backward=())  # what a unit sends depends on no other's turn
+_NOTHING = Timeline(forward=(), backward=())  # a unit's traffic does not depend on others
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
 class FlatRows(NamedTuple):
-    """What flat units keep on rank 0, and so on every rank, for flat buffers are cut alike for all;
-    and what they send and copy between tiers."""
+    """The memory rows of flat units, which are equal on all ranks, and their traffic and copies."""
 
     footprints: tuple[Footprint, ...]
     sent: tuple[Traffic, ...]
 
 
 def flat_rows(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> FlatRows:
-    """Return them of all units, one of each kind of which is played."""
+    """Return the rows of all units, by simulating one unit of each kind."""
     sizes, sent = Sizes(), list[Traffic]()
-    for unit, times in _kinds(spec, plan, facts):
+    for unit, times in _unit_kinds(spec, plan, facts):
         account = Account(spec, times)
-        for key, size in _play(spec, plan, wrap, facts, unit, account).items():
+        for key, size in _play_unit(spec, plan, wrap, facts, unit, account).items():
             sizes[key] += times * size
         sent += account.rows
     return FlatRows(tuple(_footprints(sizes)), tuple(sent))
 
 
 def _footprints(sizes: Sizes) -> Iterator[Footprint]:
-    """Theta, Omega and G."""
+    """Yield the rows of parameters, optimizer state and gradients."""
     for state in _STATES:
         yield Footprint(
             state=state,
@@ -62,23 +61,23 @@ def _footprints(sizes: Sizes) -> Iterator[Footprint]:
         )
 
 
-def _kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
-    """One unit of each kind, and how many there are of it: they keep and send the same."""
+def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
+    """Yield one unit of each kind, with the number of equal units."""
     kinds = grouped(
-        ((_kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)), unit)
+        ((_unit_kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)), unit)
         for unit in joined(plan, facts.units)
         if unit.numel
     )
     return ((units[0], len(units)) for units in kinds.values())
 
 
-def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
+def _unit_kind(spec: Spec, unit: UnitFacts) -> Hashable:
     if spec.optimizer.row.is_elementwise:
         return (unit.is_root, unit.numel, unit.trained_numel)
     return (unit.is_root, unit.trained_shapes, unit.numel)
 
 
-def _play(
+def _play_unit(
     spec: Spec,
     plan: Plan,
     wrap: FlatUnits,
@@ -86,7 +85,10 @@ def _play(
     unit: UnitFacts,
     account: Account,
 ) -> Sizes:
-    """What a unit keeps: G when the last backward pass is over, the rest when the step is."""
+    """Simulate a step of a unit and return the bytes it keeps.
+
+    Gradients are counted at the end of the last backward pass, other states at the end of the step.
+    """
     tape = Tape(account=account)
     scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=_NOTHING)
     flat = Flat(scene, wrap, chosen=[unit])
@@ -103,16 +105,16 @@ def _play(
         flat.end()
         flat.end_passes()
     account.times = times
-    gradients = _sizes(pair for pair in flat.storages() if pair[0] is State.GRADIENTS)
+    gradients = _sum_storages(pair for pair in flat.storages() if pair[0] is State.GRADIENTS)
     tape.enter(Phase.UPDATE)
     flat.reduce()
     flat.update(0)
     flat.finish_update()
-    return gradients + _sizes(flat.storages())
+    return gradients + _sum_storages(flat.storages())
 
 
-def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
-    """Bytes of storages, each once."""
+def _sum_storages(held: Iterable[tuple[State, Ghost]]) -> Sizes:
+    """Return the bytes of storages by state and tier, each storage counted once."""
     storages = {id(ghost.storage): (state, ghost.storage) for state, ghost in held}
     sizes = Sizes()
     for state, storage in storages.values():
@@ -121,7 +123,10 @@ def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
 
 
 def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
-    """Elements of the units' flat buffers, padded for all the axes that cut any state."""
+    """Return the elements of the units' flat buffers, padded for all axes that shard any state.
+
+    Equal sizes are counted.
+    """
     buffers = Counter[int]()
     for unit in joined(plan, facts.units):
         step = flat_step_of(plan, unit)
@@ -132,30 +137,32 @@ def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
 
 
 def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
-    """Yield the copies of scalars that gradients on the host need: the norm goes to the device to
-    be reduced and comes back; whether a gradient overflowed goes there, and comes back with the
-    scale of the loss where the host clips or updates."""
+    """Yield the copies of scalars that gradients on the host need.
+
+    The norm is copied to the device to be reduced, and back. With loss scaling, the overflow flag
+    is copied to the device. It is copied back, with the loss scale, if the host clips or updates.
+    """
     layout, on_host = plan.update.layout, wrap.gradients_tier is not Tier.DEVICE
     if wrap.consumed:
         return
     if plan.clip is not None and plan.clip.reduced_axes and on_host:
         norm = max(SCALE_BYTES, layout.gradients.itemsize)
-        yield _copies(Collective.HOST_TO_DEVICE, 1, norm)
-        yield _copies(Collective.DEVICE_TO_HOST, 1, norm)
+        yield _scalar_copies(Collective.HOST_TO_DEVICE, 1, norm)
+        yield _scalar_copies(Collective.DEVICE_TO_HOST, 1, norm)
     if layout.scales_loss:
         if on_host:
-            yield _copies(Collective.HOST_TO_DEVICE, 1, SCALE_BYTES)
+            yield _scalar_copies(Collective.HOST_TO_DEVICE, 1, SCALE_BYTES)
         if wrap.update_tier is not Tier.DEVICE or (plan.clip is not None and on_host):
-            yield _copies(Collective.DEVICE_TO_HOST, 2, SCALE_BYTES)
+            yield _scalar_copies(Collective.DEVICE_TO_HOST, 2, SCALE_BYTES)
 
 
-def _copies(collective: Collective, calls: int, size: int) -> Traffic:
+def _scalar_copies(collective: Collective, calls: int, size: int) -> Traffic:
     key = TrafficKey(axes=(), collective=collective, state=State.GRADIENTS, phase=Phase.UPDATE)
     return Traffic(key=key, calls=calls, payload_bytes=calls * size, sent_bytes=0)
 
 
 class Units:
-    """A model of flat units."""
+    """A model that is wrapped in flat units."""
 
     reach: int | None
 
@@ -163,7 +170,7 @@ class Units:
         self.wrapped, self.step = wrapped, step
         units = wrapped.facts.units
         is_joined = len(places_of(wrapped.plan, units)) < len(units)
-        # the reduction of the unit before, and who is gathered ahead or, of files, read
+        # the previous unit's reduction, the prefetched units, and the unit read from a file
         self.reach = None if is_joined else 1 + step.prefetch + step.reads_files
 
     @cached_property
@@ -175,15 +182,18 @@ class Units:
         return Flat(scene, self.step)
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Flat buffers are cut alike for all ranks."""
+        """Return 0: flat buffers have equal shards on all ranks."""
         return 0
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         yield from self._rows.footprints
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
-        """`times` adds nothing: in a pipeline units are given back after every pass or after none
-        (`axes.pipeline.rules`), so that the order of passes does not count."""
+        """Yield the traffic of all units.
+
+        `times` has no effect: in a pipeline, units are freed after every pass or after none
+        (`axes.pipeline.rules`), so the order of passes does not matter.
+        """
         yield from self._rows.sent
 
     def scalars(self) -> Iterator[Traffic]:
@@ -199,14 +209,15 @@ class Units:
     def notes(self) -> Iterator[str]:
         yield from accumulation(self.wrapped)
         yield from kept_root(self.wrapped)
-        yield from self._update()
+        yield from self._update_notes()
         facts = self.wrapped.facts
         buffers = flat_buffers(self.wrapped.spec, self.wrapped.plan, facts)
         if more := sum(size * times for size, times in buffers.items()) - facts.numel:
             elements_more = f"{more} element{'' if more == 1 else 's'} more"
             yield f"flat units are padded: {elements_more} than in the model"
 
-    def _update(self) -> Iterator[str]:
+    def _update_notes(self) -> Iterator[str]:
+        """Yield notes on the traffic of the update."""
         wrap = self.step
         axes = [axis for axis in wrap.updated if axis not in wrap.parameters]
         if axes:

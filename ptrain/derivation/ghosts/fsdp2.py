@@ -1,8 +1,9 @@
-"""FSDP2 (`torch.distributed.fsdp.fully_shard`): what it allocates and sends, in torch's own order.
+"""Simulates FSDP2 (`torch.distributed.fsdp.fully_shard`): its allocations and traffic, in torch's
+order.
 
-torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` says when, `_fsdp_collectives.py` what.
-Gathers are `fsdp2_gathers`. A reduction's input lives until the next unit's begins, which waits for
-the reduction. What torch's versions do otherwise is `axes.data.fsdp2`.
+torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` has the order, `_fsdp_collectives.py`
+the operations. A reduction's input lives until the next unit's reduction begins, which waits for
+it. `axes.data.fsdp2` has the differences between torch versions.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries
 from ptrain.units import row_major
 
-# Over which ranks FSDP2 shards a unit: over the plan's, and experts over the fewer of them that
-# have the same ones.
+# The ranks over which FSDP2 shards a unit: those of the plan. Experts are sharded over the subset
+# of ranks that have the same experts.
 
 
 class UnitShards(NamedTuple):
-    """A unit's `ranks` over `axes`, of which each has a part of every tensor, and `replicas` around
-    them. Without axes nothing wraps the unit, and it is one shard."""
+    """How a unit is sharded: over `ranks` ranks of `axes`, with `replicas` of the shards over other
+    axes.
+
+    Without axes the unit is not wrapped, and is one shard.
+    """
 
     axes: tuple[Axis, ...]
     replicas: tuple[Axis, ...]
@@ -46,7 +50,7 @@ class UnitShards(NamedTuple):
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether FSDP2 knows of the unit."""
+        """True if FSDP2 wraps the unit."""
         return bool(self.axes)
 
     def dim(self, shape: Shape) -> int:
@@ -54,20 +58,20 @@ class UnitShards(NamedTuple):
         return shard_dim(shape, self.ranks, self.sync)
 
     def padded(self, shape: Shape) -> int:
-        """Return the elements of one rank's part of a tensor, padding included."""
+        """Return the elements of one rank's part of a tensor, including padding."""
         if self.dim(shape):
             return math.prod(shape) // self.ranks
         return padded_rows(shape, self.ranks)
 
     def part(self, shape: Shape, index: int) -> Shape:
-        """Return what the rank with this shard really has of a tensor."""
+        """Return the shape of the rank's part of a tensor, without padding."""
         if dim := self.dim(shape):
             return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
         return (local_rows(shape[:1], self.ranks, index), *shape[1:])
 
 
 def shards_of(spec: Spec, plan: Plan, unit: UnitFacts) -> UnitShards:
-    """Return how a unit is sharded."""
+    """Return the ranks and replicas over which a unit is sharded."""
     step = plan.wrap_of(unit.modules)
     axes = step.row_axes
     sync = step.policy or SyncPolicy()
@@ -75,30 +79,28 @@ def shards_of(spec: Spec, plan: Plan, unit: UnitFacts) -> UnitShards:
 
 
 def index_over(spec: Spec, plan: Plan, shards: UnitShards, shard: int) -> int:
-    """Return which shard of a unit the rank has whose place among all that are sharded over is
-    `shard`."""
+    """Return a rank's shard of a unit. `shard` is its place along all axes of the plan's wrap."""
     if shards.axes == plan.wrap.row_axes:
         return shard
     places = place_of(spec, plan.wrap.row_axes, shard)
     return row_major((places[f.axis], f.degree) for f in spec.factors if f.axis in shards.axes)
 
 
-# FSDP2's gathers: a unit's parameters from shards to whole tensors and back.
+# FSDP2's gathers: a unit's parameters from shards to full tensors and back.
 #
-# torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` says when, `_fsdp_collectives.py`
-# what. A gather is a buffer and then a tensor per parameter. In forward the buffer lives until the
-# next unit is gathered; in backward it goes at once, and the next unit's gather starts before this
-# unit's backward.
+# torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` has the order, `_fsdp_collectives.py`
+# the operations. A gather allocates a buffer and then a tensor per parameter. In forward the buffer
+# lives until the next unit is gathered. In backward it is freed at once, and the next unit's gather
+# starts before this unit's backward.
 #
-# On an accelerator the host is ahead of the device, so that a gather starts when the stream of the
-# gathers lets it. In forward that waits until the parameters of the unit before the one in use are
-# there (when the root begins: for all that was computed), in backward for those of the unit in use
-# (`wait_for_unshard`).
+# On an accelerator the host runs ahead of the device, so a gather starts when the all-gather stream
+# allows it. In forward this stream waits for the parameters of the unit before the one in use (at
+# the root: for all compute so far), in backward for those of the unit in use (`wait_for_unshard`).
 
 
 class Gathers:
-    """Theta of the units: sharded, on its way, gathered, or kept in the larger shards of smaller
-    groups between forward and backward."""
+    """The parameters of the units: sharded, being gathered, gathered, or kept in the larger shards
+    of smaller groups between forward and backward."""
 
     def __init__(
         self,
@@ -108,7 +110,15 @@ class Gathers:
         padded: Sequence[Sequence[int]],
         moved: Sequence[Sequence[bool]],
     ) -> None:
-        """`moved`: of each tensor, whether it is sharded along another dimension than its rows."""
+        """Prepare the units.
+
+        Args:
+            scene: The scene.
+            step: How FSDP2 wraps the model.
+            shards: How each unit is sharded.
+            padded: By unit, the padded elements of one rank's part of each tensor.
+            moved: By unit, True for each tensor that is not sharded by rows.
+        """
         self.tape, self.step, self.times = scene.tape, step, scene.times
         self.holds_buffer = habits().holds_buffer
         layout = scene.plan.update.layout
@@ -124,22 +134,26 @@ class Gathers:
         ]
         self.whole = [sum(sizes) for sizes in self.tensors]
         self.moved = [sum(compress(*pair)) for pair in zip(self.tensors, moved, strict=True)]
-        # a cast shard goes into the gather's buffer when it is complete
+        # a cast shard is copied into the gather's buffer once it is complete
         self.casts = step.materialized and layout.parameters is not layout.master
         self.shard = [size // own.ranks for size, own in zip(self.whole, shards, strict=True)]
         units = range(len(padded))
         self.is_gathered = [False for _ in units]
         self.is_pending = [False for _ in units]
         self.between = [0 for _ in units]
-        self.buffer = 0  # of the last gather in forward
+        self.buffer = 0  # bytes of the last gather's buffer in forward
         self.arrivals: list[Arrival | None] = [None for _ in units]
-        self.since: float | None = None  # when the stream of the gathers lets the next one start
-        self.there: float | None = None  # when the last one's parameters were
+        self.since: float | None = None  # earliest start of the next gather on its stream
+        self.there: float | None = None  # when the last gather's parameters were available
         self.root, self.dtype = len(padded) - 1, layout.parameters
-        self.forward, self.backward = self._ahead(scene)
+        self.forward, self.backward = self._prefetch_order(scene)
 
-    def _ahead(self, scene: Scene) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """The units that each unit gathers ahead; torch's own are those left just before."""
+    def _prefetch_order(self, scene: Scene) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """Return the units that each unit prefetches in forward and in backward.
+
+        By default, torch prefetches none in forward, and in backward the unit that forward left
+        before.
+        """
         used = [unit for unit in scene.order(Mark.ENTER) if self.whole[unit]]
         left = [unit for unit in scene.order(Mark.LEAVE) if self.whole[unit]][::-1]
         own = self.step.prefetch if self.step.overlaps else 0
@@ -150,21 +164,24 @@ class Gathers:
         )
 
     def enter(self, unit: int) -> None:
-        """A unit's forward begins."""
+        """Begin a unit's forward pass: gather it, and prefetch others."""
         if unit == self.root:
             self.since = self.there = self._now()
         if not self.whole[unit]:
             return
-        self._start(unit)
+        self._start_gather(unit)
         if self.is_pending[unit]:
             self._receive(unit)
             self.since, self.there = self.there, self._now()
         for other in self.forward[unit]:
-            self._start(other)
+            self._start_gather(other)
 
     def _receive(self, unit: int) -> None:
-        """The parameters are made of the buffer, which stays for the next one's copy to begin or
-        end; where nothing overlaps it goes."""
+        """Copy the parameters out of the gather's buffer.
+
+        The buffer lives until the copy of the next one begins or ends, or is freed at once without
+        overlap.
+        """
         if not self.holds_buffer:
             self.end_forward()
         self._copy_out(unit)
@@ -173,36 +190,36 @@ class Gathers:
         self.buffer = kept
 
     def leave(self, unit: int) -> None:
-        """A unit's forward is over."""
+        """End a unit's forward pass: free it, or keep its part in a smaller group."""
         if self.is_gathered[unit] and not self.stays[unit]:
             if 1 < self.kept_ranks[unit] < self.shards[unit].ranks:
-                self._keep(unit)
+                self._keep_part(unit)
             else:
                 self.reshard(unit)
 
     def end_forward(self) -> None:
-        """The buffer of the last gather goes."""
+        """Free the buffer of the last gather."""
         self.tape.add(-self.buffer)
         self.buffer = 0
 
     def before_backward(self, unit: int) -> None:
-        """The gradient of a unit's output is there."""
+        """Begin a unit's backward pass: gather it, and prefetch others."""
         if not self.whole[unit]:
             return
-        self._start(unit)
+        self._start_gather(unit)
         if self.is_pending[unit]:
             self._copy_out(unit)
             self.tape.add(-self.whole[unit])
             self.since = self.there = self._now()
         for other in self.backward[unit]:
-            self._start(other)
+            self._start_gather(other)
 
     def gather_ahead(self, unit: int) -> None:
-        """Another unit begins to gather it."""
-        self._start(unit)
+        """Prefetch a unit for another one."""
+        self._start_gather(unit)
 
     def end_backward(self) -> None:
-        """What was gathered ahead for nobody goes: of units that no gradient came to."""
+        """Free units that were prefetched but not used, because they received no gradient."""
         for unit, is_pending in enumerate(self.is_pending):
             if is_pending:
                 arrival, self.arrivals[unit] = self.arrivals[unit], None
@@ -212,12 +229,14 @@ class Gathers:
                 self.tape.add(-self.whole[unit])
 
     def reshard(self, unit: int) -> None:
+        """Free the gathered parameters of a unit."""
         if self.is_gathered[unit]:
             self.is_gathered[unit] = False
             self.tape.add(-self.whole[unit])
 
-    def _start(self, unit: int) -> None:
-        """Issues the gather: where shards are cast, of a cast copy that goes when it is issued."""
+    def _start_gather(self, unit: int) -> None:
+        """Issue a unit's gather. If shards are cast, the cast copy is freed as soon as the gather
+        is issued."""
         if self.is_gathered[unit] or self.is_pending[unit]:
             return
         self.is_pending[unit] = True
@@ -246,7 +265,7 @@ class Gathers:
         arrival, self.arrivals[unit] = self.arrivals[unit], None
         if arrival is not None:
             arrival.wait()
-        # The shards of what is not sharded by rows are copied once more, into the tensor's order.
+        # Shards along another dimension than rows are copied once more, into the tensor's order.
         moved = self.moved[unit]
         self.tape.computed(OperatorKind.COPY, self.dtype, 2 * (self.whole[unit] + moved))
         self.tape.add(self.whole[unit] + moved)
@@ -255,8 +274,8 @@ class Gathers:
         self.between[unit] = 0
         self.is_pending[unit], self.is_gathered[unit] = False, True
 
-    def _keep(self, unit: int) -> None:
-        """Each tensor's part is copied before the tensor goes."""
+    def _keep_part(self, unit: int) -> None:
+        """Keep a part of each tensor, which is copied before the tensor is freed."""
         self.is_gathered[unit] = False
         for size in self.tensors[unit]:
             self.tape.add(size // self.kept_ranks[unit])
@@ -264,13 +283,13 @@ class Gathers:
         self.between[unit] = self.whole[unit] // self.kept_ranks[unit]
 
     def now(self) -> int:
-        """Bytes of units that are gathered, or kept by a smaller group."""
+        """Return the bytes of units that are gathered or kept by a smaller group."""
         there = zip(self.whole, self.is_gathered, self.between, self.times, strict=True)
         return sum(times * (size * is_there + between) for size, is_there, between, times in there)
 
 
 class FullySharded(InPlaceUpdate):
-    """FSDP2 by unit: gathers, and G from autograd's gradients to shards."""
+    """The wrap of FSDP2: gathers of units, and the reduction of their gradients to shards."""
 
     updates_alike = False
 
@@ -278,10 +297,10 @@ class FullySharded(InPlaceUpdate):
         self.scene, self.tape, self.step, self.wrapping = scene, scene.tape, step, wrapping
         self.unwrapped = Local(scene, wrapping)
         self.shards = [shards_of(scene.spec, scene.plan, unit) for unit in scene.units]
-        self.listed = [_listed(unit) for unit in scene.units]
-        padded = _padded(self.listed, self.shards)
+        self.listed = [_list_tensors(unit) for unit in scene.units]
+        padded = _padded_sizes(self.listed, self.shards)
         trained = [[t for t in tensors if not t.is_frozen] for tensors in self.listed]
-        moved = _moved(self.listed, self.shards)
+        moved = _moved_tensors(self.listed, self.shards)
         self.gathers = Gathers(scene, step, self.shards, padded, moved)
         self.moved = [
             [tensor for tensor in compress(*pair) if not tensor.is_frozen]
@@ -292,7 +311,7 @@ class FullySharded(InPlaceUpdate):
         self.casts_before = layout.reduced is not layout.parameters
         self.casts_after = layout.reduced is not layout.gradients
         self.habits = habits()
-        totals = [sum(sizes) for sizes in _padded(trained, self.shards)]
+        totals = [sum(sizes) for sizes in _padded_sizes(trained, self.shards)]
         self.reduced = [size * layout.reduced.itemsize for size in totals]
         self.kept = [size * layout.gradients.itemsize for size in totals]
         self.unit_of = scene.unit_of()
@@ -303,15 +322,15 @@ class FullySharded(InPlaceUpdate):
         # autograd's gradients, by parameter
         self.fresh: list[dict[str, int]] = [{} for _ in range(num_units)]
         self.last_gradient = [0] * num_units
-        self.accumulates = [False] * num_units  # autograd adds to gradients of before
-        self.added = [0] * num_units  # the sum in another dtype than autograd's
+        self.accumulates = [False] * num_units  # autograd adds to earlier gradients
+        self.added = [0] * num_units  # bytes of the sum in the dtype of the reduction
         self.reduce_input = 0
         self.reducing: Arrival | None = None
         self.all_reducing: Arrival | None = None
         self.all_reduced = [0] * num_units
         self.reduces = self.is_last = True
         self.is_pipelined = scene.plan.pipeline is not None
-        self.is_over = True  # what outlives a backward pass goes at its end
+        self.is_over = True  # lingering memory is freed when backward ends
         backward = boundaries(scene.timeline.backward)
         self.num_ends = sum(item.mark is Mark.POST_BACKWARD for item in backward)
         self.ends_left = self.num_ends
@@ -320,7 +339,7 @@ class FullySharded(InPlaceUpdate):
         self.is_last = is_last
         self.unwrapped.begin(is_first=is_first, is_last=is_last)
         self.reduces = is_last or self.step.sync.gradients is GradientSync.EVERY
-        # between micro-batches in flight torch's root is told that backward is not over
+        # in a pipeline, torch's root does not finalize backward before the last micro-batch
         self.is_over = is_last or not self.is_pipelined
         self.ends_left = self.num_ends
 
@@ -336,13 +355,14 @@ class FullySharded(InPlaceUpdate):
         self.gathers.before_backward(unit)
 
     def begin_half(self, kind: Kind) -> None:
-        """No hook runs in the half of the weights, and in that of the inputs none reduces."""
+        """Begin a half of a backward pass. No hook runs in the half of the weights, and none
+        reduces in the half of the inputs."""
         self.reduces = self.is_over = False
         if kind is Kind.WEIGHT:
             self.accumulates = [bool(fresh) for fresh in self.fresh]
 
     def end_half(self, kind: Kind) -> None:
-        """What the hooks would do is called, if anything is due."""
+        """End a half, with the work of the hooks if it is due."""
         self.reduces = self.is_last or self.step.sync.gradients is GradientSync.EVERY
         if kind is Kind.WEIGHT and self.reduces:
             self.is_over, self.ends_left = True, len(self.reduced)
@@ -352,14 +372,16 @@ class FullySharded(InPlaceUpdate):
         self.accumulates = [bool(fresh) for fresh in self.fresh]
 
     def _after_backward_of(self, units: Iterable[int]) -> None:
-        """Of the units of a block, which take turns where blocks are repeated: a reduction frees
-        the input of the one before."""
+        """End the backward pass of a block's units, which take turns if blocks are repeated.
+
+        A reduction frees the input of the previous one.
+        """
         for unit in units:
             self.after_backward(unit)
 
     def complete(self, gradient: Complete) -> None:
         unit = self.unit_of[gradient.parameter]
-        if not self.shards[unit].axes:  # nothing wraps it
+        if not self.shards[unit].axes:  # not wrapped
             self.unwrapped.complete(gradient)
             return
         if self.accumulates[unit]:
@@ -380,8 +402,9 @@ class FullySharded(InPlaceUpdate):
             self.last_gradient[unit] = gradient.size
 
     def after_backward(self, unit: int) -> None:
+        """End a unit's backward pass: free its parameters and reduce its gradients."""
         if self.added[unit]:
-            self._drop_fresh(unit)  # they are in the sum
+            self._drop_fresh(unit)  # they were added to the sum
         if self.is_last or self.step.sync.reshard_after_backward:
             self.gathers.reshard(unit)
         has_input = self.gathers.whole if self.habits.waits_without_gradients else self.reduced
@@ -406,7 +429,7 @@ class FullySharded(InPlaceUpdate):
                 self.all_reducing = None
 
     def _wait_for_reduction(self) -> None:
-        """The one that was issued last."""
+        """Wait for the reduction that was issued last."""
         if self.reducing is not None:
             self.reducing.wait()
             self.reducing = None
@@ -416,8 +439,8 @@ class FullySharded(InPlaceUpdate):
         self.fresh[unit] = {}
 
     def _keep_in_reduced(self, unit: int) -> None:
-        """Unreduced gradients wait in the dtype of the reduction; torch casts them in the order of
-        the parameters, whatever order they came in."""
+        """Keep unreduced gradients in the dtype of the reduction. torch casts them in the order of
+        the parameters, not in the order of arrival."""
         fresh = self.fresh[unit]
         for tensor in self.listed[unit]:
             size = fresh.get(tensor.name, 0)
@@ -428,7 +451,8 @@ class FullySharded(InPlaceUpdate):
         self.fresh[unit] = {}
 
     def _reduce(self, unit: int) -> None:
-        """The last gradient may outlive the others: where torch's loop variable still names it."""
+        """Reduce a unit's gradients. The last gradient outlives the others if torch's loop variable
+        still refers to it."""
         whole, shard = self.reduced[unit] * self.shards[unit].ranks, self.reduced[unit]
         self.tape.add(-self.all_reduced[unit])
         self.all_reduced[unit] = 0
@@ -436,7 +460,7 @@ class FullySharded(InPlaceUpdate):
         if self.added[unit]:
             last = last // self.e_parameters * self.e_reduced
         gradients = sum(self.fresh[unit].values()) + self.added[unit]
-        if held := self._move(unit):
+        if held := self._copy_moved(unit):
             gradients += held
             if not last:
                 self.tape.add(-held)
@@ -446,17 +470,19 @@ class FullySharded(InPlaceUpdate):
         self.tape.add(whole)
         self.tape.add(last - gradients)
         self.tape.add(shard)
-        self._send(self.shards[unit], whole, shard)
+        self._reduce_scatter(self.shards[unit], whole, shard)
         self._accumulate(unit)
         self.tape.add(-last)
         self.reduce_input = whole
         self.fresh[unit], self.added[unit], self.last_gradient[unit] = {}, 0, 0
         self.accumulates[unit] = False
 
-    def _move(self, unit: int) -> int:
+    def _copy_moved(self, unit: int) -> int:
         """Copy the gradients of tensors that are not sharded by rows into the order of the shards.
-        Each goes when the next one is copied. Return the bytes of the last, which torch's loop
-        still names."""
+
+        Each gradient is freed when the next one is copied. Return the bytes of the last one, to
+        which torch's loop variable still refers.
+        """
         held = 0
         for tensor in self.moved[unit]:
             in_sum = tensor.numel * self.e_reduced if self.added[unit] else 0
@@ -468,8 +494,9 @@ class FullySharded(InPlaceUpdate):
                 held = size
         return held
 
-    def _send(self, shards: UnitShards, whole: int, shard: int) -> None:
-        """To shards, by exchange through a buffer more; and over replicas in place."""
+    def _reduce_scatter(self, shards: UnitShards, whole: int, shard: int) -> None:
+        """Reduce-scatter to shards, with one more buffer if it is an exchange, and all-reduce over
+        replicas."""
         step = self.step
         is_native = step.reduce_scatter is ReduceScatterVia.NATIVE
         received, via = (0, "") if is_native else (whole, step.reduce_scatter.value)
@@ -497,8 +524,11 @@ class FullySharded(InPlaceUpdate):
             )
 
     def _accumulate(self, unit: int) -> None:
-        """A reduced shard becomes G, or is added to it. What replicas all-reduced lives until
-        backward is over, or the unit is reduced again."""
+        """Keep a reduced shard as the gradient, or add it to the existing one.
+
+        The result of the all-reduce over replicas lives until backward ends or the unit is reduced
+        again.
+        """
         shard, was_there = self.reduced[unit], self.has_shard[unit]
         kept, dtype = self.kept[unit], self.scene.plan.update.layout.gradients
         self.has_shard[unit] = True
@@ -532,26 +562,26 @@ class FullySharded(InPlaceUpdate):
         )
 
 
-def _listed(unit: UnitFacts) -> list[TensorFacts]:
-    """Return a unit's tensors as FSDP2 lists them."""
+def _list_tensors(unit: UnitFacts) -> list[TensorFacts]:
+    """Return a unit's tensors in the order of FSDP2."""
     tensors = {tensor.name: tensor for tensor in unit.tensors}
     return [tensors[name] for name in listed(tuple(tensors))]
 
 
-def _moved(
+def _moved_tensors(
     units: Sequence[Sequence[TensorFacts]], shards: Sequence[UnitShards]
 ) -> list[list[bool]]:
-    """Return which tensors that FSDP2 shards are not sharded by rows, by unit."""
+    """Return True for each wrapped tensor that is not sharded by rows, by unit."""
     return [
         [own.dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
         for tensors, own in zip(units, shards, strict=True)
     ]
 
 
-def _padded(
+def _padded_sizes(
     units: Sequence[Sequence[TensorFacts]], shards: Sequence[UnitShards]
 ) -> list[list[int]]:
-    """Elements of one rank's padded part of every tensor that FSDP2 shards, by unit."""
+    """Return the elements of one rank's padded part of each wrapped tensor, by unit."""
     rows: dict[tuple[UnitShards, Shapes], list[int]] = {}
     padded: list[list[int]] = []
     for tensors, own in zip(units, shards, strict=True):

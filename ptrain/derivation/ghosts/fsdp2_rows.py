@@ -1,5 +1,5 @@
-"""What FSDP2 keeps and sends: rows of each tensor, padded to equal shards, or parts along a later
-dimension; and a unit of each kind played by its ghost (`fsdp2`)."""
+"""Memory and traffic of FSDP2. Tensors are sharded by rows, padded to equal shards, or along a
+later dimension. One unit of each kind is simulated by `fsdp2`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ptrain.timeline import Complete
 
 
 class Turn(Enum):
-    """What passes do to a unit: both use it, or forward alone; and then backward, where it is on
-    its way to the unit behind, may gather it all the same, for it is the next one."""
+    """How the passes use a unit: in forward and backward, or in forward only. In the second case,
+    backward may still prefetch the unit, because it is next in order."""
 
     BACK_AND_FORTH = auto()
     FORTH = auto()
@@ -38,13 +38,13 @@ class Turn(Enum):
 
 
 class Sharded(InPlace):
-    """A model of shards by rows, and replicas of them."""
+    """A model that FSDP2 shards by rows, with or without replicas."""
 
     def __init__(self, wrapped: Wrapped, step: FullyShard) -> None:
         super().__init__(wrapped)
         self.step, self.owns_master = step, step.materialized
         self.ranks = ranks_over(wrapped.spec, step.shard_axes)
-        # those gathered ahead, and the one before, whose gather's buffer or reduction's input goes
+        # prefetched units, and the previous one, whose gather buffer or reduction input is freed
         self.reach = 1 + (1 if step.prefetch is None else step.prefetch)
 
     def player(self, scene: Scene) -> FullySharded:
@@ -52,8 +52,7 @@ class Sharded(InPlace):
 
     @cached_property
     def _passed_by(self) -> tuple[UnitFacts, ...]:
-        """The units that backward passes by, first to last: of which nothing is trained, in front
-        of all that is."""
+        """The units that backward skips: frozen units before all trained ones."""
         facts = self.wrapped.facts
         return tuple(unit for unit in facts.units if facts.is_passed_by(unit))
 
@@ -67,13 +66,13 @@ class Sharded(InPlace):
     def _shards(self, unit: UnitFacts) -> UnitShards:
         return shards_of(self.wrapped.spec, self.wrapped.plan, unit)
 
-    def _index(self, shards: UnitShards, shard: int) -> int:
+    def _shard_index(self, shards: UnitShards, shard: int) -> int:
         return index_over(self.wrapped.spec, self.wrapped.plan, shards, shard)
 
     @cached_property
     def _heights(self) -> list[tuple[Shape, UnitShards]]:
-        """The numbers of rows that tensors have of which shards have not as many, each as a shape,
-        with what they are sharded over."""
+        """The numbers of rows that shards do not divide evenly, each as a shape, with the shards of
+        its unit."""
         shards = [(unit, self._shards(unit)) for unit, _ in self.kinds]
         heights = {
             (shape[:1], own) for unit, own in shards for shape in unit.shapes if not own.dim(shape)
@@ -82,15 +81,17 @@ class Sharded(InPlace):
         return sorted(uneven, key=lambda pair: (pair[0], pair[1].ranks))
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return the rows that the shard has of tensors of each such height."""
+        """Return the rows that the shard has of tensors of each uneven height."""
         return self._shard_kinds[shard]
 
     @cached_property
     def _shard_kinds(self) -> list[tuple[int, ...]]:
-        """By shard the rows that it has of tensors of each height."""
+        """By shard, the rows that it has of tensors of each uneven height."""
         rows = (
             [
-                local_rows(height, own.ranks, n if own.ranks == self.ranks else self._index(own, n))
+                local_rows(
+                    height, own.ranks, n if own.ranks == self.ranks else self._shard_index(own, n)
+                )
                 for n in range(self.ranks)
             ]
             for height, own in self._heights
@@ -99,14 +100,14 @@ class Sharded(InPlace):
 
     @cached_property
     def _stored(self) -> int:
-        return sum(times * self._padded(unit) for unit, times in self.kinds)
+        return sum(times * self._padded_elements(unit) for unit, times in self.kinds)
 
-    def _padded(self, unit: UnitFacts) -> int:
-        """Elements of one rank's part of a unit."""
+    def _padded_elements(self, unit: UnitFacts) -> int:
+        """Return the elements of one rank's part of a unit, including padding."""
         return sum(map(self._shards(unit).padded, unit.shapes))
 
     def stored(self) -> int:
-        """Padded rows of each tensor."""
+        """Return the elements of one rank's part of all tensors, including padding."""
         return self._stored
 
     @cached_property
@@ -117,12 +118,12 @@ class Sharded(InPlace):
         )
 
     def stored_gradients(self) -> int:
-        """Gradients are views of the padded reduction."""
+        """Return the elements of one rank's gradients, which are views of the padded reduction."""
         return self._stored_gradients
 
     def updated(self, unit: UnitFacts, shard: int) -> tuple[Shape, ...]:
         shards = self._shards(unit)
-        index = self._index(shards, shard)
+        index = self._shard_index(shards, shard)
         return tuple(shards.part(shape, index) for shape in unit.trained_shapes)
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
@@ -138,7 +139,7 @@ class Sharded(InPlace):
         yield from (sum(map(math.prod, self.updated(unit, shard))) for shard in range(self.ranks))
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
-        """A unit of each kind counts for all of its kind."""
+        """Yield the traffic, by simulating one unit of each kind."""
         for unit, number in self.kinds:
             if not unit.tensors:
                 continue
@@ -166,7 +167,9 @@ class Sharded(InPlace):
             )
         yield from kept_root(self.wrapped)
         numel = self.wrapped.facts.numel
-        padded = sum(n * self._shards(unit).ranks * self._padded(unit) for unit, n in self.kinds)
+        padded = sum(
+            n * self._shards(unit).ranks * self._padded_elements(unit) for unit, n in self.kinds
+        )
         if padded > numel:
             yield (
                 f"each tensor is sharded by rows, ceil(d0 / {self.ranks}) on every rank: "
@@ -175,14 +178,14 @@ class Sharded(InPlace):
 
 
 class _Alone:
-    """A step of one unit, which stands for as many as the account says."""
+    """A step of one unit, counted as often as the account specifies."""
 
     def __init__(self, player: FullySharded, unit: UnitFacts, account: Account, turn: Turn) -> None:
         self.player, self.unit, self.account, self.turn = player, unit, account, turn
         self.tape, self.units = player.tape, account.times
 
     def in_turn(self, count: int) -> None:
-        """Micro-batches go forward and backward one after the other."""
+        """Run micro-batches that go forward and backward one at a time."""
         for is_first, is_last, repeated in micro_batches(count):
             self.account.times = self.units * repeated
             self.player.begin(is_first=is_first, is_last=is_last)
@@ -191,11 +194,11 @@ class _Alone:
             self._reduce()
 
     def by_count(self, gathers: GatherCounts, reductions: int) -> None:
-        """Micro-batches are in flight together: each call as often as their schedule has it."""
+        """Run micro-batches in flight together. Each call runs as often as in their schedule."""
         self.account.times = self.units * gathers.forward
         self._forward()
         self.account.times = self.units * gathers.backward
-        self.player.gathers.reshard(0)  # another micro-batch has given it back
+        self.player.gathers.reshard(0)  # another micro-batch freed it
         self._gather_again()
         self.account.times = self.units * reductions
         self.player.begin(is_first=True, is_last=True)

@@ -1,6 +1,7 @@
-"""Play the update of tensors that stay in place, whoever wrapped them: the update that trains
-(`optimizers.update`) on ghosts, a unit of each kind once. One device has no wrapper: only
-autograd and the optimizer allocate.
+"""Simulates the update of tensors that stay in place, for any wrap.
+
+The training code of the update (`optimizers.update`) runs on ghost tensors, once for each kind of
+unit. A single device has no wrapper: only autograd and the optimizer allocate.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ Shapes = tuple[Shape, ...]
 
 
 class Cost(NamedTuple):
-    """Of one update: bytes of Omega that are kept, and those that come and go."""
+    """Bytes of optimizer state that an update keeps, and bytes that it allocates temporarily."""
 
     kept: int
     rise: int
 
 
 class InPlaceTarget:
-    """A tensor that is updated where and as it is kept, and its gradient."""
+    """A tensor that is updated where it is stored, and its gradient."""
 
     is_in_place = True
     is_frozen = False
@@ -45,7 +46,7 @@ class InPlaceTarget:
         self._value, self._gradient, self.owns_master = value, gradient, owns_master
 
     def lasting(self) -> Ghost | None:
-        """To leave something where it is costs as much as to bring it there: nothing."""
+        """Return None: the tensor is already in place."""
 
     def working_gradient(self) -> Ghost:
         return self._gradient
@@ -54,15 +55,18 @@ class InPlaceTarget:
         return self._value
 
     def store(self, value: Ghost) -> None:
-        """It is there, or is copied over what is there."""
+        """Do nothing: the value is already stored, or copied in place."""
 
     def slot(self, initial: Ghost) -> Slot[Ghost]:
         return Resident(initial)
 
 
 class InPlace:
-    """A wrapping whose tensors stay in place. Theta and G are as long as `stored`; Omega is what
-    the update keeps of the shapes that a rank `updated`."""
+    """A wrapping whose tensors stay in place.
+
+    Parameters have `stored` elements, gradients `stored_gradients`. The optimizer state is that of
+    the shapes in `updated`.
+    """
 
     owns_master = False
     reach: int | None = None
@@ -72,15 +76,15 @@ class InPlace:
         self._costs: dict[tuple[Shapes, bool], Cost] = {}
 
     def stored(self) -> int:
-        """Return the elements of Theta that every rank has, padding included."""
+        """Return the elements of parameters on every rank, including padding."""
         return self.wrapped.facts.numel
 
     def stored_gradients(self) -> int:
-        """Return those of G: what is frozen has none."""
+        """Return the elements of gradients on every rank. Frozen parameters have none."""
         return self.wrapped.facts.trained_numel
 
     def updated(self, unit: UnitFacts, shard: int) -> Shapes:
-        """Return the shapes of what the rank with this shard updates of a unit."""
+        """Return the shapes of a unit's tensors that the rank with this shard updates."""
         return unit.trained_shapes
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
@@ -90,7 +94,7 @@ class InPlace:
         return rows(parameters, self.optimizer_bytes(shard), gradients)
 
     def scalars(self) -> Iterator[Traffic]:
-        """Gradients are on the device, as scalars are."""
+        """Yield nothing: gradients and scalars are on the device."""
         yield from ()
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
@@ -101,8 +105,11 @@ class InPlace:
 
     @cached_property
     def kinds(self) -> list[tuple[UnitFacts, int]]:
-        """A unit of each kind, and how many there are: units of equal shapes keep and send the
-        same, but that Muon is for matrices outside the root alone."""
+        """One unit of each kind, with the number of equal units.
+
+        Units of equal shapes have equal memory and traffic, except that Muon updates only matrices
+        outside the root.
+        """
         kinds: dict[Hashable, list[UnitFacts]] = {}
         apart = self.wrapped.plan.is_apart
         for unit in self.wrapped.facts.units:
@@ -112,11 +119,11 @@ class InPlace:
         return [(units[0], len(units)) for units in kinds.values()]
 
     def turn_of(self, unit: UnitFacts) -> Hashable:
-        """Return what is done to a unit that depends on its place among others."""
+        """Return a key of the treatment that depends on a unit's place among others."""
         return None
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return what a rank keeps and updates depends on: nothing, where no tensor is cut."""
+        """Return 0: without sharded tensors all ranks are equal."""
         return 0
 
     def numels(self, shard: int) -> list[int]:
@@ -131,7 +138,7 @@ class InPlace:
         return numels
 
     def shapes_by_rule(self, shard: int) -> dict[str, list[Shape]]:
-        """Return the shapes of what the rank with this shard updates, by the rule that does."""
+        """Return the shapes that the rank with this shard updates, by update rule."""
         optimizer = self.wrapped.spec.optimizer
         needs = not optimizer.row.is_elementwise
         by_rule: dict[str, list[Shape]] = {}
@@ -142,17 +149,17 @@ class InPlace:
         return by_rule
 
     def optimizer_bytes(self, shard: int) -> int:
-        """Return the bytes of Omega on the rank with this shard."""
+        """Return the bytes of optimizer state on the rank with this shard."""
         return sum(
             times * self._cost(unit, self.updated(unit, shard)).kept for unit, times in self.kinds
         )
 
     def rises(self, shard: int) -> Iterator[int]:
-        """Yield the bytes that come and go while a unit of each kind is updated there."""
+        """Yield the temporary bytes of the update of each kind of unit."""
         yield from (self._cost(unit, self.updated(unit, shard)).rise for unit, _ in self.kinds)
 
     def _cost(self, unit: UnitFacts, shapes: Shapes) -> Cost:
-        """Shards of one size are many, and of different sizes few."""
+        """Return the cached cost of a unit's update."""
         key = shapes, unit.is_root
         if key not in self._costs:
             needs = not self.wrapped.spec.optimizer.row.is_elementwise
@@ -161,14 +168,15 @@ class InPlace:
         return self._costs[key]
 
     def played(self, shapes: Shapes, hidden: Sequence[bool]) -> Cost:
-        """Return the cost of updating tensors of these shapes at once; `hidden` are Muon's."""
+        """Return the cost of updating tensors of these shapes. `hidden` marks the matrices that
+        Muon updates."""
         spec, layout = self.wrapped.spec, self.wrapped.plan.update.layout
         own = spec.optimizer, layout, self.owns_master, spec.is_for_cuda
         return _cost_of(tuple(shapes), tuple(hidden), *own)
 
 
 class InPlaceUpdate:
-    """The end of a step of whoever plays a wrapping whose tensors stay in place."""
+    """The end of a step of a wrap whose tensors stay in place."""
 
     scene: Scene
     tape: Tape
@@ -178,7 +186,7 @@ class InPlaceUpdate:
         return self.wrapping.kind_of_shard(shard)
 
     def reduce(self) -> None:
-        """Nothing is partial. Whether a scaled gradient overflows is asked with a scale of 1."""
+        """Reduce nothing. The overflow check of scaled gradients allocates a scalar."""
         plan = self.scene.plan
         if plan.update.layout.scales_loss and plan.wrap.keeps_gradients_on_device:
             self.tape.spike(DType.FP32.itemsize)
@@ -194,25 +202,25 @@ class InPlaceUpdate:
                 self.tape.clock.update(rule, self.scene.plan.update.layout, shapes)
 
     def begin_passes(self) -> None:
-        """An update in place leaves nothing to them."""
+        """Do nothing: an update in place leaves no work to the passes."""
 
     def settle(self) -> None:
-        """A pass leaves nothing to the next one."""
+        """Do nothing: a pass leaves no work to the next one."""
 
     def end_passes(self) -> None:
-        """They leave nothing."""
+        """Do nothing: passes leave no work."""
 
     def finish_update(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no communication is in progress."""
 
 
 class OneDevice(InPlace):
-    """A model as it is."""
+    """The wrapping of a model without a wrapper."""
 
     reach: int | None = 0
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
-        """Nobody is there to be sent anything."""
+        """Yield nothing: there are no other ranks."""
         yield from ()
 
     def player(self, scene: Scene) -> Local:
@@ -220,7 +228,7 @@ class OneDevice(InPlace):
 
 
 class Local(InPlaceUpdate):
-    """autograd's gradients stay where they are; later ones are added to them."""
+    """The wrap that keeps autograd's gradients in place and adds later ones to them."""
 
     updates_alike = False
 
@@ -232,22 +240,22 @@ class Local(InPlaceUpdate):
         self.is_first = is_first
 
     def begin_half(self, kind: Kind) -> None:
-        """A gradient is where it is kept, whoever computed it."""
+        """Do nothing: gradients stay where they are."""
 
     def end_half(self, kind: Kind) -> None:
-        """Nothing is reduced."""
+        """Do nothing: gradients are not reduced."""
 
     def enter(self, unit: int) -> None:
-        """Nothing is gathered."""
+        """Do nothing: parameters are not gathered."""
 
     def leave(self, unit: int) -> None:
-        """Nothing is given back."""
+        """Do nothing: parameters are not freed."""
 
     def before_backward(self, unit: int) -> None:
-        """Nothing is gathered."""
+        """Do nothing: parameters are not gathered."""
 
     def after_backward(self, unit: int) -> None:
-        """Nothing is reduced."""
+        """Do nothing: gradients are not reduced."""
 
     def complete(self, gradient: Complete) -> None:
         dtype = self.scene.plan.update.layout.gradients
@@ -269,7 +277,7 @@ class Local(InPlaceUpdate):
         return self.is_first
 
 
-@lru_cache(maxsize=2**8)  # specs that differ elsewhere are derived by the dozen
+@lru_cache(maxsize=2**8)  # a search derives many specs with equal updates
 def _cost_of(
     shapes: Shapes,
     hidden: tuple[bool, ...],

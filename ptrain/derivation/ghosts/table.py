@@ -1,4 +1,4 @@
-"""Which ghost imitates a step of a plan: the one place that tells wraps apart by their kind."""
+"""Selects the simulation of a plan's wrap: the only place that distinguishes kinds of wraps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 
 
 def wrapping(spec: Spec, plan: Plan, facts: ModelFacts) -> Wrapping:
-    """Return the ghost of what wraps a model, or one stage's part of it."""
+    """Return the simulation of the wrap of a model, or of one stage's part of it."""
     wrapped = Wrapped(spec=spec, plan=plan, facts=facts)
     match plan.wrap:
         case LocalGradients():

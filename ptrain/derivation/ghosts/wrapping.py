@@ -1,8 +1,8 @@
-"""What every wrap of a model answers: its interface, in two halves. A `Wrapping` says what ranks
-keep and send, and makes the player (`derivation.tape.Wrap`) that allocates along a timeline.
+"""The interface of a model's wrap, in two halves. A `Wrapping` gives the memory and traffic of
+ranks, and creates the player (`derivation.tape.Wrap`) that allocates along a timeline.
 
-Each part of torch that wraps a model has a ghost in a module of its own, and so have flat units,
-which are ours; `ghosts.table` has them by step of a plan. Nobody else tells one from another.
+Each wrapper of torch has a simulation in a separate module, and so have flat units, which are part
+of ptrain. `ghosts.table` selects one by the step of a plan. No other module distinguishes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Mark, Timeline
 from ptrain.units import format_bytes
 
-# What a rank sends for one unit depends on no other's turn.
+# The traffic of a unit does not depend on other units.
 ALONE = Timeline(
     forward=(Boundary(Mark.ENTER, 0), Boundary(Mark.LEAVE, 0)),
     backward=(Boundary(Mark.PRE_BACKWARD, 0), Boundary(Mark.POST_BACKWARD, 0)),
@@ -28,8 +28,7 @@ ALONE = Timeline(
 
 
 class Times(Protocol):
-    """How often a unit is gathered in a step, where micro-batches do not go forward and backward
-    one after the other."""
+    """A function that returns how often a unit is all-gathered in a step of a pipeline schedule."""
 
     def __call__(self, sync: SyncPolicy, *, is_root: bool) -> GatherCounts: ...
 
@@ -42,51 +41,54 @@ class Wrapped(NamedTuple):
     facts: ModelFacts
 
     def scene(self, units: tuple[UnitFacts, ...], account: Account) -> Scene:
-        """Return a scene of some of its units, whose sends go to an account."""
+        """Return a scene of some units, whose traffic is recorded in an account."""
         facts = ModelFacts(units=units, buffers=self.facts.buffers)
         tape = Tape(account=account)
         return Scene(tape=tape, spec=self.spec, facts=facts, plan=self.plan, timeline=ALONE)
 
 
 class Wrapping(Protocol):
-    """How a plan wraps a model. A shard is a rank's place along the axes on which ranks differ
-    (`Plan.differing_axes`)."""
+    """How a plan wraps a model. A shard is a rank's place along `Plan.differing_axes`.
+
+    `reach` is how many neighbouring units a unit affects. None is unknown.
+    """
 
     wrapped: Wrapped
-    reach: int | None  # how many units next to a unit it acts on; None where nobody says
+    reach: int | None
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return what a rank keeps depends on: with equal ones ranks keep the same."""
+        """Return a key that is equal for ranks with equal memory."""
         ...
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
-        """Yield Theta, Omega and G of the rank with this shard, as rank 0's: bytes by tier."""
+        """Yield the rows of parameters, optimizer state and gradients of the rank with this shard,
+        as rank 0."""
         ...
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
-        """Yield what every rank sends and copies for its units: once (setup) and in each step."""
+        """Yield the traffic and copies of every rank for its units, at setup and in each step."""
         ...
 
     def scalars(self) -> Iterator[Traffic]:
-        """Yield the copies between tiers that the norm and the scale of a loss need."""
+        """Yield the copies between tiers that the norm and the loss scale need."""
         ...
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
-        """Yield the elements of a unit's gradients as they are kept between reduction and update,
-        on each shard; one number where all have as many."""
+        """Yield the elements of a unit's gradients between reduction and update, by shard. One
+        number if all shards have as many."""
         ...
 
     def notes(self) -> Iterator[str]:
-        """Yield a sentence for each thing that the wrap does and no theorem counts."""
+        """Yield a sentence for each effect of the wrap that no theorem covers."""
         ...
 
     def player(self, scene: Scene) -> Wrap:
-        """Return what allocates and sends along the scene's timeline."""
+        """Return the wrap that allocates and communicates along the scene's timeline."""
         ...
 
 
 def rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Footprint]:
-    """Yield these device bytes as rows of rank 0."""
+    """Yield rows of these device bytes for rank 0."""
     sizes = {
         State.PARAMETERS: parameters,
         State.OPTIMIZER: optimizer,
@@ -97,8 +99,8 @@ def rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Footprint]
 
 
 def micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
-    """Yield (is first, is last, how many like this): after the first, all are alike but the
-    last."""
+    """Yield (is first, is last, number of equal ones). All between the first and the last are
+    equal."""
     yield True, count == 1, 1
     if count > 2:
         yield False, False, count - 2
@@ -106,11 +108,11 @@ def micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
         yield False, True, 1
 
 
-# Notes on what is gathered and reduced by unit, whoever does it.
+# Notes on gathers and reductions by unit, for any wrap.
 
 
 def accumulation(wrapped: Wrapped) -> Iterator[str]:
-    """Yield the factor per kind of call, where a step's micro-batches repeat what Theorem 2 has
+    """Yield notes on collectives that a step's micro-batches repeat, while Theorem 2 counts them
     once."""
     plan, step = wrapped.plan, wrapped.plan.wrap
     num_micro, sync = plan.accumulate.micro_batches, step.policy
@@ -137,7 +139,7 @@ def accumulation(wrapped: Wrapped) -> Iterator[str]:
 
 
 def kept_root(wrapped: Wrapped) -> Iterator[str]:
-    """Yield how often a root comes that stays gathered."""
+    """Yield a note on how often a root that stays all-gathered is gathered."""
     sync = wrapped.plan.wrap.policy
     if sync is not None and sync.reshard_after_forward is Reshard.NON_ROOT:
         times = gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)

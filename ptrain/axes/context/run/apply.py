@@ -1,15 +1,15 @@
-"""Apply a placement on the context axis to a model: attention reaches the tokens of other ranks,
-and positions are those of the rank's tokens in the whole sequence.
+"""Applies the context axis to a model: attention reaches the tokens of other ranks, and positions
+are those of the rank's tokens in the full sequence.
+
+Keys and values are sent without repeating heads for kernels.
 
 Ulysses (Jacobs et al. 2023): ranks exchange their tokens of all heads for all tokens of their
 heads, attend, and exchange back. Key-value heads that the degree does not divide are repeated
-first: up to the degree, where it is a multiple of their number.
+first: up to the degree, if it is a multiple of their number.
 
 Legend of shape suffixes: B samples, H heads of all ranks, T tokens of a rank, D elements per head,
 N ranks, h heads of a rank, S tokens of all of them; in a core H heads, G key-value heads and T
 tokens of a rank.
-
-Keys and values travel with as many heads as they have; a kernel repeats none.
 """
 
 from __future__ import annotations
@@ -54,16 +54,9 @@ from ptrain.rooms.comm import Mesh, Registry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.steps.step import ContextParallel
 
-# Ulysses (Jacobs et al. 2023): ranks exchange their tokens of all heads for all tokens of their
-# heads, attend, and exchange back. Where they do not divide the heads of keys and values these are
-# repeated first, as often as each rank then has as many: to the degree, where it is a multiple.
-#
-# Legend of shape suffixes: B samples, H heads of all ranks, T tokens of a rank, D elements per
-# head, N ranks, h heads of a rank, S tokens of all of them.
-
 
 class UlyssesCore(nn.Module):
-    """`inner` attends, to all tokens that the group has."""
+    """Attention over a Ulysses group. `inner` attends to all tokens of the group."""
 
     def __init__(self, group: dist.ProcessGroup, inner: nn.Module) -> None:
         super().__init__()
@@ -94,19 +87,23 @@ class UlyssesCore(nn.Module):
 
 
 def own_spans(step: ContextParallel, mesh: Mesh) -> tuple[Span, ...]:
-    """Return the tokens of this rank, in the order in which it has them."""
+    """Return the tokens of this rank, in the rank's order."""
     return spans_at(step, mesh.coordinate(step.axis))
 
 
 def own_tokens(step: ContextParallel, mesh: Mesh) -> Callable[[StepBatch], StepBatch]:
-    """Return what takes this rank's tokens of a batch."""
+    """Return a function that selects this rank's tokens of a batch."""
     return partial(sliced, spans=own_spans(step, mesh))
 
 
 class ContextGroups:
-    """The ranks that exchange tokens for heads, and those that keys and values go round; made once,
-    in the same order on every rank. None where there is one of them. `attending`: the modules of a
-    model that is not built in whose attention goes over them. `masks` are those of dropout."""
+    """The process groups of attention: `ulysses` exchanges tokens for heads, and `ring` circulates
+    keys and values. They are created once, in the same order on every rank. A group is None if it
+    would have one rank.
+
+    `attending` describes the attention modules of a model that is not built in. `masks` are the
+    dropout masks of the rank's tokens.
+    """
 
     def __init__(
         self,
@@ -139,11 +136,20 @@ def parallelize_context(
     groups: ContextGroups,
     via: ReduceScatterVia,
 ) -> None:
-    """Let the layers of `model`, or of a stage of it, attend over `step.axis`. Its tensors may be
-    on meta."""
-    core_over = partial(_reaching, step=step, mesh=mesh, groups=groups, via=via)
+    """Let the layers of a model, or of a stage of it, attend over `step.axis`.
+
+    Tensors may be on meta.
+
+    Args:
+        model: The model or stage, modified in place.
+        step: How tokens are sharded.
+        mesh: The mesh.
+        groups: The process groups.
+        via: The collective that sums gradients of all-gathered keys and values.
+    """
+    core_over = partial(_core_over_context, step=step, mesh=mesh, groups=groups, via=via)
     spans = groups.masks.spans
-    groups.masks.around(_dropping(model, groups.attending))
+    groups.masks.around(_dropout_modules(model, groups.attending))
     if isinstance(model, Transformer):
         model.place_tokens(spans)
         group, registry = mesh.group((step.axis,)), mesh.registry
@@ -160,13 +166,16 @@ def parallelize_context(
     assert attending is not None, "the facts of another model have what attends"
     give_positions(model, attending.positions, spans)
     for own in attending.modules:
-        if own.name in known:  # else it is another stage's
+        if own.name in known:  # else another stage has it
             reach(known[own.name], core_over)
 
 
-def _dropping(model: nn.Module, attending: Attending | None) -> Iterator[nn.Module]:
-    """Yield the modules whose own code drops out something: of a model that is not built in those
-    that were seen to, which may be another stage's."""
+def _dropout_modules(model: nn.Module, attending: Attending | None) -> Iterator[nn.Module]:
+    """Yield the modules whose code applies dropout.
+
+    For models that are not built in, these are the observed ones, of which other stages may have
+    some.
+    """
     known = dict(model.named_modules())
     if attending is None:
         names = [name.rpartition(".")[0] for name, _ in dropouts(model)]
@@ -175,7 +184,7 @@ def _dropping(model: nn.Module, attending: Attending | None) -> Iterator[nn.Modu
     yield from (known[name] for name in dict.fromkeys(names))
 
 
-def _reaching(
+def _core_over_context(
     core: nn.Module,
     scale: float | None,
     *,
@@ -184,7 +193,7 @@ def _reaching(
     groups: ContextGroups,
     via: ReduceScatterVia,
 ) -> nn.Module:
-    """Return what attends over cp; `core` attends to all tokens."""
+    """Return a core that attends over cp. `core` attends to all tokens it receives."""
     inner = core
     if groups.ring is not None:
         if step.gathers:
@@ -195,8 +204,11 @@ def _reaching(
 
 
 class RingCore(nn.Module):
-    """Keys and values go round (Liu et al. 2023), by torch's templates; their gradients travel on
-    with them and home in one hop more. `is_balanced`: zigzag."""
+    """Ring attention (Liu et al. 2023) with torch's templates.
+
+    Keys and values circulate. Their gradients circulate with them, and reach their rank with one
+    more hop. `is_balanced` is zigzag.
+    """
 
     def __init__(self, group: dist.ProcessGroup, scale: float | None, *, is_balanced: bool) -> None:
         super().__init__()
@@ -205,8 +217,11 @@ class RingCore(nn.Module):
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents_BS: Tensor | None = None
     ) -> Tensor:
-        """`documents_BS`: the number of every token's document, rank by rank; None where a sample
-        is one. Legality keeps windows out of a ring."""
+        """Return the attention output.
+
+        `documents_BS` is the document number of every token, ordered by rank. None if a sample is
+        one document. The rules exclude sliding windows.
+        """
         y_BHTD: Tensor = _Ring.apply(q_BHTD, k_BGTD, v_BGTD, documents_BS, self)
         return y_BHTD
 
@@ -230,7 +245,7 @@ class _Ring(torch.autograd.Function):
             **kernel.given,
         )
         ctx.save_for_backward(q_BHTD, k_BGTD, v_BGTD, y_BHTD, sums_BHT, documents_BS)
-        ctx.core, ctx.others = core, _of_backward(others)
+        ctx.core, ctx.others = core, _backward_arguments(others)
         return y_BHTD
 
     @staticmethod
@@ -251,7 +266,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _kernel_of_ring(query: Tensor, documents_BS: Tensor | None, core: RingCore) -> Kernel:
-    """Return the kernel of one pass, with a mask for each hop where samples are of documents."""
+    """Return the kernel of one pass, with a mask for each hop if there are documents."""
     kernel = kernel_of(query, core.scale, is_masked=documents_BS is not None)
     if documents_BS is None:
         return kernel
@@ -260,7 +275,7 @@ def _kernel_of_ring(query: Tensor, documents_BS: Tensor | None, core: RingCore) 
 
 
 def _kernel_of_gathered(query: Tensor, mask_B1TS: Tensor | None, core: GatheredCore) -> Kernel:
-    """Return the kernel of one pass, whose calls are given the mask where there is one."""
+    """Return the kernel of one pass, with the mask if there is one."""
     kernel = kernel_of(query, core.scale, is_masked=mask_B1TS is not None)
     if mask_B1TS is None:
         return kernel
@@ -268,9 +283,11 @@ def _kernel_of_gathered(query: Tensor, mask_B1TS: Tensor | None, core: GatheredC
 
 
 class GatheredCore(nn.Module):
-    """Keys and values of all ranks are gathered, in one call, and kept until backward, whose
-    gradients are summed home in one (Llama 3, section 3.3.2). Slices are contiguous: a rank attends
-    to all that is before its own, and causally to its own."""
+    """Attention on all-gathered keys and values (Llama 3, section 3.3.2).
+
+    One call gathers keys and values, which are kept until backward. One call sums their gradients.
+    Shards are contiguous: a rank attends to all tokens before its shard, and causally to its shard.
+    """
 
     def __init__(
         self,
@@ -285,7 +302,10 @@ class GatheredCore(nn.Module):
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
-        """`mask_TT`: that of documents, of the rank's queries and all keys [B, 1, T, S]."""
+        """Return the attention output.
+
+        `mask_TT` is the mask of documents for the rank's queries and all keys [B, 1, T, S].
+        """
         y_BHTD: Tensor = _Gathered.apply(q_BHTD, k_BGTD, v_BGTD, mask_TT, self)
         return y_BHTD
 
@@ -294,19 +314,19 @@ class GatheredCore(nn.Module):
         own = torch.stack((k_BGTD, v_BGTD))  # [2, B, G, T, D]
         self.registry.tag(own, State.ACTIVATIONS)
         parts = all_gathered(own[None], self.group)  # [N, 2, B, G, T, D]
-        k_BGSD, v_BGSD = parts.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # a copy, in their order
+        k_BGSD, v_BGSD = parts.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # a copy, in rank order
         return k_BGSD, v_BGSD
 
     def summed(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ranks' sum of these gradients of keys and values, of this rank's tokens."""
+        """Return the gradients of this rank's keys and values, summed over all ranks."""
         both = torch.stack((k_BGSD, v_BGSD)).unflatten(3, (self.group.size(), -1))
         parts = both.permute(3, 0, 1, 2, 4, 5).contiguous()  # [N, 2, B, G, T, D]
         del both
-        k_BGTD, v_BGTD = self._own_sum(parts)
+        k_BGTD, v_BGTD = self._reduce_own_part(parts)
         return k_BGTD, v_BGTD
 
-    def _own_sum(self, parts: Tensor) -> Tensor:
-        """Return the ranks' sum of these parts [N, ...], of which each has one."""
+    def _reduce_own_part(self, parts: Tensor) -> Tensor:
+        """Return this rank's part of [N, ...], summed over all ranks."""
         match self.via:
             case ReduceScatterVia.NATIVE:
                 self.registry.tag(parts, State.ACTIVATIONS)
@@ -339,7 +359,7 @@ class _Gathered(torch.autograd.Function):
                     q_BHTD, k_BGSD[..., part, :], v_BGSD[..., part, :], is_causal=is_causal,
                     **kernel.given,
                 )  # fmt: skip
-                others.append(_of_backward(rest))
+                others.append(_backward_arguments(rest))
                 yield y_BHTD, sums_BHT
 
         y_BHTD, sums_BHT = merged(blocks(), q_BHTD.dtype)
@@ -369,8 +389,10 @@ class _Gathered(torch.autograd.Function):
 def _blocks(
     num_before: int, num_own: int, mask_B1TS: Tensor | None
 ) -> Iterator[tuple[slice, bool]]:
-    """Yield the keys that a rank's queries attend to, and whether causally: its own, and those
-    before; all at once where a mask says which."""
+    """Yield the keys that a rank's queries attend to, and whether the block is causal.
+
+    These are the rank's keys and all earlier ones. With a mask, all keys are one block.
+    """
     if mask_B1TS is not None:
         yield slice(None), False
         return
@@ -382,7 +404,10 @@ def _blocks(
 _OF_CUDA = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 
 
-def _of_backward(others: list[Any]) -> dict[str, Any]:
-    """Return by name what a kernel's backward pass is given of what its forward pass returned
-    beside outputs and sums: of flash on CUDA, all but its mask of dropout."""
+def _backward_arguments(others: list[Any]) -> dict[str, Any]:
+    """Return the further arguments of a kernel's backward pass, by name.
+
+    They are outputs of its forward pass after output and log-sum-exp. Flash attention on CUDA also
+    returns its dropout mask, which backward does not take.
+    """
     return dict(zip(_OF_CUDA, others[: len(_OF_CUDA)], strict=True)) if others else {}

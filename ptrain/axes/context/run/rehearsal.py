@@ -1,15 +1,15 @@
-"""Check in one process that a model that is not built in computes the same on slices of the tokens
-as on the full sequence.
+"""Checks in one process that a model that is not built in gives equal results on shards of the
+tokens and on the full sequence.
 
-A few tokens go through the full model. Then each rank's slice goes through it with its own
-positions. The tensors that a module hands to attention must be the slice of those it handed over
-before, and attention returns the slice of its earlier result: so nothing but attention may mix
-tokens, and positions must be those that the model is given. A difference is named after the first
-module that shows it. A model with dropout runs once more under equal random numbers: the random
-numbers of a slice must be the slice of those of the full sequence.
+A few tokens go through the full model. Then each rank's shard goes through it with its positions.
+The tensors that a module passes to attention must be the shard of those it passed before, and
+attention returns the shard of its earlier result. This proves that only attention mixes tokens, and
+that positions are the given ones. A difference is reported for the first module that shows it. A
+model with dropout runs once more with equal random numbers: those of a shard must be the shard of
+those of the full sequence.
 
-The same replacement trains such a model: it is given the positions of its tokens, and the heads of
-its attention go to a core that reaches the tokens of other ranks.
+Training such a model uses the same replacement: it receives the positions of its tokens, and the
+heads of its attention go to a core that reaches the tokens of other ranks.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
 from ptrain.units import counted
 
-CoreOver = Callable[[nn.Module, float | None], nn.Module]  # of a core of all tokens, and a scale
+# (core for all tokens, scale) -> core over cp
+CoreOver = Callable[[nn.Module, float | None], nn.Module]
 
 
 class TorchCore(nn.Module):
-    """torch's own attention to all tokens; `is_grouped`: it is told that keys may have fewer heads
-    than queries."""
+    """torch's attention to all tokens. `is_grouped` is True if keys may have fewer heads than
+    queries."""
 
     def __init__(self, scale: float | None, *, is_grouped: bool) -> None:
         super().__init__()
@@ -85,15 +86,22 @@ class TorchCore(nn.Module):
 
 
 class _Cores:
-    """Cores over cp by what calls say, made when one first says it."""
+    """Cores over cp by the arguments of calls, created on first use."""
 
     def __init__(self, core_over: CoreOver) -> None:
         self._core_over = core_over
         self._known: dict[tuple[float | None, bool], nn.Module] = {}
 
     def attend(self, attend: Callable[..., Tensor], call: AttendingCall) -> Tensor:
-        """Return what the queries of a call attend to. `attend` is torch's own function. Raises
-        SpecError for a call that is not plainly causal."""
+        """Return the attention output of a call.
+
+        Args:
+            attend: torch's original function.
+            call: The call.
+
+        Raises:
+            SpecError: The call is not plainly causal.
+        """
         if call.fault:
             raise refused(
                 "model",
@@ -110,8 +118,8 @@ class _Cores:
 
 
 class Reaching(nn.Module):
-    """A class over that of a module that attends: while its forward runs, in backward again too,
-    torch's attention is that of a core."""
+    """A mixin for the class of an attention module. During its forward, including recomputation,
+    torch's attention function is replaced by a core over cp."""
 
     _cores: _Cores
 
@@ -122,15 +130,17 @@ class Reaching(nn.Module):
 
 
 def reach(module: nn.Module, core_over: CoreOver) -> None:
-    """Let a module attend over cp, in place."""
+    """Let a module attend over cp, by changing its class in place."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (Reaching, kind), {"__module__": kind.__module__})
     vars(module)["_cores"] = _Cores(core_over)
 
 
 def give_positions(model: nn.Module, argument: str, spans: tuple[Span, ...]) -> None:
-    """Let every forward pass of a model have the positions of its tokens, those of `spans`, by the
-    argument of this name; nothing where it has none."""
+    """Pass the positions of `spans` to every forward pass of a model, in this argument.
+
+    An empty `argument` changes nothing.
+    """
     if argument:
         hook = partial(_with_positions, argument=argument, spans=spans)
         model.register_forward_pre_hook(hook, with_kwargs=True)
@@ -149,17 +159,17 @@ def positions_of(spans: tuple[Span, ...], device: torch.device) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
 
-# What a forward pass draws, by dropout and by whatever else takes random numbers; and whether a
-# rank's pass, of its tokens, draws the slice of what the pass of all tokens drew.
+# Draws of random numbers in a forward pass, by dropout or otherwise. A rank's pass must draw the
+# shard of the numbers that the pass of all tokens drew.
 
 
 _DROPOUT = "dropout"
-_ATTENTION = "_scaled_dot_product"  # over cp it drops nothing, and draws nothing
+_ATTENTION = "_scaled_dot_product"  # over cp attention has no dropout
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Random numbers of this shape, which the code of `module` takes by an operator."""
+    """A draw of random numbers of this shape by an operator in the code of `module`."""
 
     module: str
     operator: str
@@ -173,7 +183,7 @@ def drawing(
     drop: Callable[[Draw, DropoutCall], Tensor],
     meet: Callable[[Draw], None],
 ) -> Iterator[None]:
-    """Within it `drop` is given each dropout, and `meet` each other draw."""
+    """Temporarily pass each dropout to `drop`, and each other draw to `meet`."""
     draws = _Draws(watch, meet)
 
     def dropped(call: DropoutCall) -> Tensor:
@@ -186,9 +196,15 @@ def drawing(
 
 
 class SlicedDraws:
-    """A rank's draws, one after another, beside those of all tokens, which came `before`. Raises
-    what `refuse` makes of one that is no slice by `masks`, and of why. `in_training`: the masks of
-    a micro-batch, by which something of as many elements is taken for the rank's tokens."""
+    """A check of a rank's draws against those of all tokens, in order.
+
+    Args:
+        before: The draws of all tokens.
+        masks: The dropout masks of the rank's tokens.
+        in_training: The masks of a training micro-batch, which must not confuse other sizes with
+            the rank's tokens.
+        refuse: Returns the error for a draw that is not the shard of the earlier one, and a reason.
+    """
 
     def __init__(
         self,
@@ -201,56 +217,56 @@ class SlicedDraws:
         self._refuse = refuse
 
     def around(self, watch: AttentionWatch) -> AbstractContextManager[None]:
-        """Return a context of the rank's pass."""
-        return drawing(watch, drop=self._drop, meet=self._meet)
+        """Return a context for the rank's pass."""
+        return drawing(watch, drop=self._check_dropout, meet=self._meet)
 
     def require_all(self) -> None:
-        """Behind the pass: raises for what was drawn of all tokens alone."""
+        """Raise for draws of all tokens that the rank's pass did not make."""
         if self._before:
             raise self._refuse(self._before[0], "draws random numbers that ranks of cp do not draw")
 
-    def _drop(self, draw: Draw, call: DropoutCall) -> Tensor:
-        before = self._next(draw)
-        if draw.shape == before.shape:  # of no token: all ranks draw it alike
-            if self._is_confused(draw.shape):
+    def _check_dropout(self, draw: Draw, call: DropoutCall) -> Tensor:
+        before = self._next_draw(draw)
+        if draw.shape == before.shape:  # not of tokens: all ranks draw equal numbers
+            if self._is_ambiguous(draw.shape):
                 what = (
-                    f"applies dropout to {_text(draw.shape)}, which has the size of the "
+                    f"applies dropout to {_shape_text(draw.shape)}, which has the size of the "
                     "local tokens but does not contain tokens"
                 )
                 raise self._refuse(draw, what)
             return call.by_before()
         if not self._masks.are_of(draw.shape) or self._masks.of_all(draw.shape) != before.shape:
             what = (
-                f"applies dropout to {_text(before.shape)}, and with the local tokens to "
-                f"{_text(draw.shape)}; "
+                f"applies dropout to {_shape_text(before.shape)}, and with the local tokens to "
+                f"{_shape_text(draw.shape)}; "
             )
             raise self._refuse(draw, f"{what}only masks [samples, tokens, …] can be sharded")
         return self._masks.drop(call)
 
-    def _is_confused(self, shape: Sequence[int]) -> bool:
+    def _is_ambiguous(self, shape: Sequence[int]) -> bool:
         first = self._in_training.samples if shape[0] == self._masks.samples else shape[0]
         return self._in_training.are_of((first, *shape[1:]))
 
     def _meet(self, draw: Draw) -> None:
-        if draw.shape != self._next(draw).shape:
+        if draw.shape != self._next_draw(draw).shape:
             what = (
                 f"draws random numbers itself ({draw.operator}), with different shapes for local "
             )
             raise self._refuse(draw, f"{what}and for all tokens")
 
-    def _next(self, draw: Draw) -> Draw:
+    def _next_draw(self, draw: Draw) -> Draw:
         before = self._before.popleft() if self._before else None
         if before is None or (before.module, before.operator) != (draw.module, draw.operator):
             raise self._refuse(draw, "draws random numbers that a single device does not draw")
         return before
 
 
-def _text(shape: Sequence[int]) -> str:
+def _shape_text(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
 class _Draws(OperatorMode):
-    """Sees operators that draw."""
+    """Observes operators that draw random numbers."""
 
     def __init__(self, watch: AttentionWatch, meet: Callable[[Draw], None]) -> None:
         super().__init__()
@@ -258,7 +274,7 @@ class _Draws(OperatorMode):
         self._is_hidden = False
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Within it none is met."""
+        """Temporarily ignore draws."""
         return replaced(self, _is_hidden=True)
 
     def ran(
@@ -275,28 +291,37 @@ Spans = tuple[Span, ...]
 Around: TypeAlias = "Callable[[AttentionWatch], AbstractContextManager[None]]"
 
 _TOKENS = 1  # the dimension of inputs and logits
-_OF_HEADS = 2  # that of heads [B, H, T, D]
-_CHUNK = 2  # tokens of a chunk at least, of as many chunks as the spec's
-_MOST_TOKENS = 4096  # whose attention to one another is no more work than the rest
+_OF_HEADS = 2  # the dimension of tokens in heads [B, H, T, D]
+_CHUNK = 2  # minimum tokens of a chunk; the number of chunks is the spec's
+_MOST_TOKENS = 4096  # at most, attention is no more work than the other operators
 _BY_DROPOUT = "Apply dropout to [samples, tokens, …] with torch.nn.functional.dropout, "
 _BY_DROPOUT += "as nn.Dropout does"
-_OPERATIONS = 10**9  # of a forward pass: less than a second
+_OPERATIONS = 10**9  # maximum of a forward pass, for less than a second
 
 
 def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) -> None:
-    """Raises SpecError for a model that is not on slices of the tokens what it is on all, and for
-    heads that Ulysses cannot divide. Costs forward passes of a few tokens: two of the whole, and
-    one for each of two ranks. On fake tensors, which have no values, nothing is compared."""
+    """Check that a model gives equal results on shards of the tokens and on all tokens.
+
+    This costs forward passes of a few tokens: three of the full model, and one or two for each of
+    two ranks. On fake tensors, which have no values, results are not compared.
+
+    Raises:
+        SpecError: Results differ, attention is not plainly causal, or Ulysses cannot divide the
+            heads.
+    """
     if (step := context_of(spec)) is None or attending is None:
         return
     _require_heads(spec, attending)
     _require_plain(model, spec, attending)
     if detect_fake_mode() is None:
-        _Rehearsal(model, spec, attending, _shortened(model, step)).require_alike()
+        _Rehearsal(model, spec, attending, _shorten_sequence(model, step)).require_alike()
 
 
-def _shortened(model: nn.Module, step: ContextParallel) -> ContextParallel:
-    """Return the step of a sequence that goes through the model in no time: whole, if it may."""
+def _shorten_sequence(model: nn.Module, step: ContextParallel) -> ContextParallel:
+    """Return the step for a sequence that goes through the model in less than a second.
+
+    It is the full sequence if that is short enough.
+    """
     chunks = step.ulysses * step.ring * (2 if step.is_balanced else 1)
     weights = sum(parameter.numel() for parameter in model.parameters())
     tokens = min(_MOST_TOKENS, _OPERATIONS // (2 * weights))
@@ -305,9 +330,12 @@ def _shortened(model: nn.Module, step: ContextParallel) -> ContextParallel:
 
 
 def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
-    """Raises SpecError where attention to all of a sample's tokens is more than plainly causal: a
-    rank's pass has fewer, of which that may not be so. Costs nothing: tensors have no values. Of
-    code that needs them a rank's own calls tell."""
+    """Raise SpecError if attention to all of a sample's tokens is not plainly causal.
+
+    The rehearsal has fewer tokens, on which attention may differ. The check runs on meta tensors,
+    which have no values. If the model's code needs values, it is skipped: calls are checked when
+    they run.
+    """
     place, name = named_in_spec(model, spec)
 
     def meet(module: str, call: AttendingCall) -> Tensor:
@@ -317,7 +345,7 @@ def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
 
     positions = positions_of(((0, spec.batch.sequence),), torch.device("meta"))
     with without_modes(), forked(), suppress(CodeRaised, *READ):
-        with forward_of(model, positions, spec):  # its own code may not be copied
+        with forward_of(model, positions, spec):  # the model's code may be impossible to copy
             bare = on_meta(model)
         with AttentionWatch(bare, meet).watching():
             logits_at(bare, positions, attending.positions, spec)
@@ -337,26 +365,26 @@ def _require_heads(spec: Spec, attending: Attending) -> None:
             raise SpecError(*faults)
 
 
-def _cut(spec: Spec) -> MicroBatchCut:
+def _micro_batch_cut(spec: Spec) -> MicroBatchCut:
     is_cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
     slices = spec.degree(Axis.CP) * (spec.degree(Axis.TP) if is_cut else 1)
     return MicroBatchCut(samples=spec.batch.micro, slices=slices)
 
 
-def _nothing(_: AttentionWatch) -> AbstractContextManager[None]:
+def _no_context(_: AttentionWatch) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class _Attended:
-    """What a module handed to attention, and what it was given."""
+    """A module's call of attention, and its result."""
 
     call: AttendingCall
     output: Tensor
 
 
 class _Rehearsal:
-    """A model's forward passes of the tokens of `step`, as few as they are."""
+    """The forward passes of a model on the tokens of `step`."""
 
     def __init__(
         self, model: nn.Module, spec: Spec, attending: Attending, step: ContextParallel
@@ -369,22 +397,25 @@ class _Rehearsal:
         self._torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
 
     def require_alike(self) -> None:
-        """Raises SpecError for the first mismatch: in training mode without dropout, or in
-        evaluation mode where the model still draws random numbers."""
+        """Raise SpecError for the first mismatch.
+
+        The model runs in training mode without dropout, or in evaluation mode if it still draws
+        random numbers.
+        """
         ends, every = {0, self.step.ulysses * self.step.ring - 1}, ((0, self.step.sequence),)
         with copied_buffers(self.model), forked(), without_dropout(self.model):
             before = drawn_state()
             with in_mode(self.model, training=True):
-                self._run(every, self._note)
+                self._run(every, self._record_attention)
             with in_mode(self.model, training=drawn_state() == before):
-                whole = self._run(every, self._note)
+                whole = self._run(every, self._record_attention)
                 for index in sorted(ends):
                     self._require_rank(spans_at(self.step, index), whole)
         with copied_buffers(self.model), forked(), in_mode(self.model, training=True):
             self._require_draws(every, sorted(ends))
 
     def _require_draws(self, every: Spans, ends: Sequence[int]) -> None:
-        """Raises SpecError for random numbers that are not the slice of those of all tokens."""
+        """Raise SpecError for draws that are not the shard of those of all tokens."""
         before: list[Draw] = []
 
         def note(draw: Draw, call: DropoutCall) -> Tensor:
@@ -393,7 +424,9 @@ class _Rehearsal:
 
         self._is_drawing = True
         reseed(0)
-        whole = self._run(every, self._note, partial(drawing, drop=note, meet=before.append))
+        whole = self._run(
+            every, self._record_attention, partial(drawing, drop=note, meet=before.append)
+        )
         in_training = context_of(self.spec)
         assert in_training is not None, "the model is cut over cp"
         for index in ends if before else ():
@@ -402,13 +435,13 @@ class _Rehearsal:
                 index,
                 MicroBatchCut(samples=1, slices=self.step.ulysses * self.step.ring),
             )
-            known = masks_at(in_training, index, _cut(self.spec))
-            draws = SlicedDraws(before, masks, known, self._draws_otherwise)
+            known = masks_at(in_training, index, _micro_batch_cut(self.spec))
+            draws = SlicedDraws(before, masks, known, self._draw_error)
             reseed(0)
             self._require_rank(spans_at(self.step, index), whole, draws.around)
             draws.require_all()
 
-    def _draws_otherwise(self, draw: Draw, what: str) -> SpecError:
+    def _draw_error(self, draw: Draw, what: str) -> SpecError:
         return refused(
             self.place, f"{draw.module or self.name} {what}", f"{_BY_DROPOUT}, or remove `mesh.cp`."
         )
@@ -417,33 +450,37 @@ class _Rehearsal:
         self,
         spans: Spans,
         attend: Callable[[str, AttendingCall], Tensor],
-        around: Around = _nothing,
+        around: Around = _no_context,
     ) -> Tensor:
         positions = positions_of(spans, next(self.model.parameters()).device)
         watch = AttentionWatch(self.model, attend)
         with watch.watching(), around(watch):
             return logits_at(self.model, positions, self.positions, self.spec).detach()
 
-    def _note(self, module: str, call: AttendingCall) -> Tensor:
+    def _record_attention(self, module: str, call: AttendingCall) -> Tensor:
         output = call.by_torch(self._torchs)
         self.whole[module] = _Attended(call, output)
         return output
 
-    def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _nothing) -> None:
-        logits = self._run(spans, partial(self._replayed, spans), around)
-        if not _is_alike(logits, _taken(whole, spans, _TOKENS)):
-            raise self._departs(spans, self.name, "returns different logits")
+    def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _no_context) -> None:
+        logits = self._run(spans, partial(self._replay_attention, spans), around)
+        if not _is_alike(logits, _take_spans(whole, spans, _TOKENS)):
+            raise self._difference_error(spans, self.name, "returns different logits")
 
-    def _replayed(self, spans: Spans, module: str, call: AttendingCall) -> Tensor:
+    def _replay_attention(self, spans: Spans, module: str, call: AttendingCall) -> Tensor:
         if (before := self.whole.get(module)) is None or call.fault:
-            raise self._departs(spans, module, call.fault or "computes attention where it did not")
+            raise self._difference_error(
+                spans, module, call.fault or "computes attention where it did not"
+            )
         for what in ("query", "key", "value"):
-            given = _taken(getattr(before.call, what), spans, _OF_HEADS)
+            given = _take_spans(getattr(before.call, what), spans, _OF_HEADS)
             if not _is_alike(getattr(call, what), given):
-                raise self._departs(spans, module, f"passes a different {what} to attention")
-        return _taken(before.output, spans, _OF_HEADS)
+                raise self._difference_error(
+                    spans, module, f"passes a different {what} to attention"
+                )
+        return _take_spans(before.output, spans, _OF_HEADS)
 
-    def _departs(self, spans: Spans, module: str, what: str) -> SpecError:
+    def _difference_error(self, spans: Spans, module: str, what: str) -> SpecError:
         finding = f"{module or self.name}, given only tokens {spans_text(spans)} of "
         finding += f"{self.step.sequence}, "
         finding += f"{what} than with all tokens: "
@@ -463,13 +500,16 @@ class _Rehearsal:
         return refused(self.place, finding, f"{remedy}; or remove `mesh.cp`.")
 
 
-def _taken(x: Tensor, spans: Spans, dim: int) -> Tensor:
+def _take_spans(x: Tensor, spans: Spans, dim: int) -> Tensor:
     return torch.cat([x.narrow(dim, first, behind - first) for first, behind in spans], dim)
 
 
 def _is_alike(own: Tensor, whole: Tensor) -> bool:
-    """But for rounding: products of other sizes sum in another order. What is computed of other
-    positions differs by as much as the numbers themselves."""
+    """Return True if two tensors are equal except for rounding.
+
+    Products of other sizes sum in another order. Results at wrong positions differ by the magnitude
+    of the values.
+    """
     if own.shape != whole.shape or own.dtype != whole.dtype:
         return False
     bound = torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().nan_to_num().max().item()

@@ -1,18 +1,18 @@
-"""A rank's slice of the tokens of a batch, with the documents, random numbers and routers' choices
-that reach beyond it.
+"""A rank's shard of a batch's tokens, and the state that reaches beyond it: documents, random
+numbers and router choices.
 
-Documents: a rank has a slice of a sample's tokens, so the edges of documents are all-gathered.
+Documents: a rank has a shard of a sample's tokens, so the edges of documents are all-gathered.
 
 Dropout outside attention: the mask of a token follows from its place in the full sequence. Ranks of
-cp draw the same mask of all tokens, as one device draws it, and each keeps its part. No generator
-can be set to the middle of a mask. This costs the mask of all tokens while it is drawn (on a CPU in
-the dtype of the input), and nothing afterwards.
+cp draw the same mask for all tokens, like a single device, and each keeps its part. No generator
+can be set to the middle of a mask. This needs the memory of the full mask while it is drawn (on a
+CPU in the dtype of the input), and nothing afterwards.
 
-Routers: each rank has a slice of the tokens, so their choices are counted over all ranks.
+Routers: each rank has a shard of the tokens, so their choices are counted over all ranks.
 
 Legend of shape suffixes: B samples, H heads, G key-value heads, T tokens of a rank (of a ring's
-place, in its hops), D elements per head, N ranks, S tokens of all of them, L stretches of a rank's
-tokens, K choices of a token, E experts.
+place, in its hops), D elements per head, N ranks, S tokens of all of them, L contiguous ranges of a
+rank's tokens, K choices of a token, E experts.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ from ptrain.steps.step import ContextParallel
 
 
 def route_slices(model: nn.Module, tokens: SampleSlices, parts: int) -> None:
-    """Let the routers of `model` choose for slices of the tokens as they would for all of them: an
-    expert has its places, and a loss its mean, over the whole sample. A slice is one in so many
-    `parts` of what was routed before, so that its mean is as large a share of that."""
+    """Let the routers of a model choose for shards of the tokens as they would for all tokens.
+
+    Capacities and mean losses then refer to the full sample. A shard is one of `parts` equal parts
+    of the tokens, so the weight of its mean loss is 1 / `parts`.
+    """
     weigh(model, 1.0 / parts)
     for module in model.modules():
         if isinstance(module, (Balance, ExpertPlaces)):
@@ -51,14 +53,19 @@ def route_slices(model: nn.Module, tokens: SampleSlices, parts: int) -> None:
 
 
 class SampleSlices(SampleTokens):
-    """The tokens of samples of which each rank of `group` has those in its spans. What is counted
-    is an integer, of which there is no gradient."""
+    """The tokens of samples, sharded over the ranks of `group` by spans.
+
+    Counts are integers and have no gradient.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, registry: Registry, spans: Sequence[Sequence[Span]]
     ) -> None:
-        """`spans` are those of every rank, in order; of a rank with fewer than others some are
-        empty."""
+        """Prepare the order of all ranks' spans.
+
+        `spans` are those of every rank, in order. Ranks with fewer spans than others are padded
+        with empty ones.
+        """
         self.group, self.registry, self.slices = group, registry, len(spans)
         most = max(map(len, spans))
         padded = [[*own, *[(0, 0)] * (most - len(own))] for own in spans]
@@ -69,40 +76,49 @@ class SampleSlices(SampleTokens):
         self._lengths = [behind - first for first, behind in padded[group.rank()]]
 
     def summed(self, counts_BE: Tensor) -> Tensor:
+        """Return the counts [B, E], summed over all ranks."""
         self.registry.tag(counts_BE, State.ACTIVATIONS)
         return all_summed(counts_BE, self.group)
 
     def before(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
+        """Return for each choice how many earlier choices its expert has, over all ranks [B, K, T].
+
+        `before_BKT` has the earlier choices on this rank.
+        """
         parts = chosen_BKT.split(self._lengths, dim=-1)
-        counts_LBKE = torch.stack([_counts(part, num_experts) for part in parts])
+        counts_LBKE = torch.stack([_count_choices(part, num_experts) for part in parts])
         self.registry.tag(counts_LBKE, State.ACTIVATIONS)
         all_ = all_gathered(counts_LBKE, self.group)  # [N * L, B, K, E], by rank
         in_order = torch.stack([all_[place] for place in self._order], dim=2)  # [B, K, N * L, E]
-        elsewhere_BKLE = _ahead(in_order)[:, :, self._own] - _ahead(counts_LBKE.movedim(0, 2))
+        elsewhere_BKLE = _count_before(in_order)[:, :, self._own] - _count_before(
+            counts_LBKE.movedim(0, 2)
+        )
         ahead = [
             elsewhere_BKLE[:, :, stretch].gather(-1, part) for stretch, part in enumerate(parts)
         ]
         return before_BKT + torch.cat(ahead, dim=-1)
 
 
-def _counts(chosen_BKT: Tensor, num_experts: int) -> Tensor:
+def _count_choices(chosen_BKT: Tensor, num_experts: int) -> Tensor:
     """Return how many tokens chose each expert first, second and so on [B, K, E]."""
     zeros_BKE = chosen_BKT.new_zeros(*chosen_BKT.shape[:-1], num_experts)
     return zeros_BKE.scatter_add(-1, chosen_BKT, torch.ones_like(chosen_BKT))
 
 
-def _ahead(counts_BKLE: Tensor) -> Tensor:
-    """Return how many choices come before the first of each count: all of lower ones, and of equal
-    ones those of earlier stretches."""
+def _count_before(counts_BKLE: Tensor) -> Tensor:
+    """Return how many choices come before each count: all with a lower K, and with equal K those of
+    earlier ranges."""
     flat = counts_BKLE.flatten(1, 2)
     return (flat.cumsum(1) - flat).unflatten(1, counts_BKLE.shape[1:3])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedTokens:
-    """Of every sample of a data rank's share of a step the tokens that one rank has: `inputs` and
-    `targets` are int64 [K · micro, sequence / ranks]. Losses are divided by the targets of the
-    whole global batch that count, of all ranks."""
+    """One rank's tokens of every sample of a data rank's share of a step.
+
+    `inputs` and `targets` are int64 [K · micro, sequence / ranks]. Losses are divided by the
+    targets of the full global batch that are not ignored, over all ranks.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -115,12 +131,12 @@ class SlicedTokens:
         return [self.inputs, self.targets]
 
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
-        """Views of `micro` samples each."""
+        """Yield views of `micro` samples each."""
         pairs = zip(self.inputs.split(micro), self.targets.split(micro), strict=True)
         yield from (SampleBatch(TokenPair(*pair)) for pair in pairs)
 
     def shape_for(self, rows: int, sequence: int) -> list[int]:
-        """Return the shape that its inputs should have, of a rank's tokens of a sample."""
+        """Return the expected shape of inputs for a rank's tokens of a sample."""
         return [rows, sequence]
 
     def to(self, device: torch.device) -> SlicedTokens:
@@ -128,7 +144,7 @@ class SlicedTokens:
 
 
 def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
-    """Return the tokens in these spans of a share of tokens, copied."""
+    """Return a copy of the tokens in these spans of a data rank's share of a step."""
     (whole,) = batch.micro_batches(len(batch.tensors[0]))
     pair = token_slices(whole, spans).data
     return SlicedTokens(
@@ -141,17 +157,17 @@ def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
 
 
 def token_slices(whole: SampleBatch, spans: Sequence[Span]) -> SampleBatch:
-    """Return inputs and targets in these spans of whole samples of tokens, copied."""
+    """Return copies of inputs and targets in these spans of full samples of tokens."""
     return SampleBatch(TokenPair(taken(whole.inputs, spans), taken(whole.targets, spans)))
 
 
 def taken(whole: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Return what is in these spans of a tensor [samples, tokens, ...], copied."""
+    """Return a copy of these spans of a tensor [samples, tokens, ...]."""
     return torch.cat([whole[:, first:behind] for first, behind in spans], dim=1)
 
 
-# The kernels of attention that give the logarithm of the sums, which blocks of keys are joined by,
-# and take fewer heads of keys and values than of queries.
+# Attention kernels that return the log-sum-exp, by which blocks of keys are merged, and accept
+# fewer key-value heads than query heads.
 
 
 _ATEN = torch.ops.aten
@@ -159,7 +175,8 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`forward` and `backward` as torch's ring calls them, and what both are given beside."""
+    """An attention kernel. `forward` and `backward` have the signatures that torch's ring calls,
+    and `given` are further arguments of both."""
 
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, ...]]
@@ -167,8 +184,16 @@ class Kernel:
 
 
 def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) -> Kernel:
-    """Return the kernel for queries like these; `is_masked`: each call is given an `attn_mask` too.
-    Raises SpecError where there is none."""
+    """Return the attention kernel for queries like these.
+
+    Args:
+        query: The queries, for their device and dtype.
+        scale: The scale of scores. None is the default of torch.
+        is_masked: True if each call also receives an `attn_mask`.
+
+    Raises:
+        SpecError: There is no such kernel.
+    """
     given: dict[str, Any] = {"dropout_p": 0.0, "scale": scale}
     if not query.is_cuda:
         return Kernel(
@@ -198,7 +223,7 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
 
 
 class SlicedDocuments(Documents):
-    """The documents of samples whose tokens the ranks of `group` have as `step` says."""
+    """The documents of samples whose tokens are sharded over `group` as in `step`."""
 
     def __init__(
         self,
@@ -212,11 +237,15 @@ class SlicedDocuments(Documents):
         self._stretches = [span for spans in all_spans(step) for span in spans]  # rank by rank
 
     def forward(self, tokens_BT: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the mask of the rank's own queries and all keys [B, 1, T, S] where these are
-        gathered, and of all tokens [B, 1, S, S] with Ulysses. Of a ring it is the number of every
-        token's document [B, S], rank by rank, of which hops make masks of their own: one of all
-        keys would take as much as all of them."""
-        documents_BS = self.numbered(self._edges(tokens_BT))
+        """Return the mask of documents for this rank's attention.
+
+        Returns:
+            With all-gathered keys, the mask of the rank's queries and all keys [B, 1, T, S]. With
+            Ulysses, that of all tokens [B, 1, S, S]. With a ring, the document number of every
+            token [B, S], ordered by rank, from which each hop makes a mask. A mask of all keys
+            would need the memory of all hops.
+        """
+        documents_BS = self.numbered(self._gather_edges(tokens_BT))
         if self.step.gathers:
             num_tokens = tokens_BT.shape[1]
             first = self.group.rank() * num_tokens
@@ -226,8 +255,8 @@ class SlicedDocuments(Documents):
             return added_mask(documents_BS, documents_BS, dtype)
         return taken(documents_BS, self._stretches)
 
-    def _edges(self, tokens_BT: Tensor) -> Tensor:
-        """Return which tokens of whole samples are edges, in the samples' order."""
+    def _gather_edges(self, tokens_BT: Tensor) -> Tensor:
+        """Return the document edges of full samples, in the order of tokens."""
         own_BT = (tokens_BT == self.edge).to(torch.uint8)
         whole = own_BT.new_empty(self.group.size() * own_BT.numel())
         self.registry.tag(whole, State.ACTIVATIONS)
@@ -237,21 +266,21 @@ class SlicedDocuments(Documents):
             return by_rank_BS
         lengths = [behind - first for first, behind in self._stretches]
         parts = zip(self._stretches, by_rank_BS.split(lengths, dim=1), strict=True)
-        return torch.cat([part for _, part in sorted(parts, key=_first)], dim=1)
+        return torch.cat([part for _, part in sorted(parts, key=_span_start)], dim=1)
 
 
-def _first(part: tuple[tuple[int, int], Tensor]) -> int:
+def _span_start(part: tuple[tuple[int, int], Tensor]) -> int:
     (first, _), _ = part
     return first
 
 
 class HopKernel:
-    """A kernel as torch's ring calls it in one pass, hop by hop, with a mask for each: tokens
-    attend to their own document alone. What is causal in a hop, torch's ring says.
+    """A kernel for torch's ring that masks documents in each hop: tokens attend only to their
+    document. torch's ring decides if a hop is causal.
 
-    Behind h hops a place has the keys of the one h before it. Hops whose keys are all to come are
-    left out; of contiguous slices these are the last ones, and of early and late chunks there is
-    none, so that the h-th call is the h-th hop's.
+    After h hops a place has the keys of the h-th place before it. Hops whose keys are all later are
+    skipped. With contiguous shards these are the last hops, and with zigzag there are none, so the
+    h-th call always belongs to the h-th hop.
     """
 
     def __init__(self, kernel: Kernel, documents_BS: Tensor, group: dist.ProcessGroup) -> None:
@@ -262,8 +291,11 @@ class HopKernel:
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, **given: Any
     ) -> tuple[Tensor, ...]:
-        """Return what the kernel does. Of a query all of whose keys are of other documents the sum
-        is 0, whose logarithm the kernel gives as 0: another hop's would be joined with it."""
+        """Return the outputs of the kernel.
+
+        If all keys of a query belong to other documents, the log-sum-exp must be -inf. The kernel
+        returns 0, which would count when hops are merged, so it is replaced.
+        """
         apart_BTT = self._are_apart(q_BHTD, k_BGTD)
         has_none_B1T = apart_BTT.all(-1).unsqueeze(1)
         mask_B1TT = hiding(apart_BTT, q_BHTD.dtype)
@@ -279,21 +311,24 @@ class HopKernel:
         return self._kernel.backward(query=query, key=key, attn_mask=mask_B1TT, **given)
 
     def _are_apart(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return it of the next hop. Queries are all of the place's own or its late chunk, keys all
-        of another's or its early chunk."""
+        """Return True for each query and key of the next hop in different documents.
+
+        torch passes either all queries of the place or its late chunk, and either all keys of the
+        source or its early chunk.
+        """
         source_BT = self._places[(self._place - self._hop) % len(self._places)]
         self._hop += 1
         own_BT = self._places[self._place][:, -queries.shape[-2] :]
         return are_apart(own_BT, source_BT[:, : keys.shape[-2]])
 
 
-_TOKENS = 1  # the dimension of tokens, behind that of samples
+_TOKENS = 1  # the dimension of tokens, after that of samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCut:
-    """How many `samples` a micro-batch has, and into how many `slices` their tokens are cut between
-    the blocks, over other axes too."""
+    """The `samples` of a micro-batch, and the number of `slices` into which their tokens are
+    sharded between blocks, over all axes."""
 
     samples: int
     slices: int
@@ -301,8 +336,14 @@ class MicroBatchCut:
 
 @dataclass(frozen=True, slots=True)
 class SlicedMasks:
-    """The masks of the tokens in `spans` of so many `samples`, those of the `index`-th of `ranks`;
-    a rank has `between` tokens of a sample between the blocks, fewer where another axis cuts them.
+    """The dropout masks of one rank's tokens.
+
+    Attributes:
+        spans: The rank's tokens.
+        index: The rank's place along cp.
+        ranks: Ranks of cp.
+        samples: Samples of a micro-batch.
+        between: The rank's tokens of a sample between blocks. Fewer than all if tp shards them too.
     """
 
     spans: tuple[Span, ...]
@@ -313,16 +354,19 @@ class SlicedMasks:
 
     @property
     def tokens(self) -> int:
-        """How many tokens of a sample the rank has."""
+        """The number of tokens of a sample on the rank."""
         return sum(behind - first for first, behind in self.spans)
 
     def are_of(self, shape: Sequence[int]) -> bool:
-        """Whether something of this shape, [samples, tokens, ...] or [samples · tokens, ...], is of
-        the rank's tokens; samples may be one, with what is alike in all of them behind."""
+        """Return True if a tensor of this shape has the rank's tokens.
+
+        Its shape is then [samples, tokens, ...] or [samples · tokens, ...]. The number of samples
+        may be 1, for a tensor that all samples share.
+        """
         return self._has_dimension(shape) or self._flat_samples(shape) > 0
 
     def of_all(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of what all ranks have."""
+        """Return the shape of the tensor with the tokens of all ranks."""
         before = shape[:_TOKENS] if self._has_dimension(shape) else ()
         tokens, *others = shape[len(before) :]
         return (*before, tokens * self.ranks, *others)
@@ -332,21 +376,24 @@ class SlicedMasks:
         return is_long and shape[_TOKENS] in (self.tokens, self.between)
 
     def _flat_samples(self, shape: Sequence[int]) -> int:
-        """Return how many samples' tokens are one dimension, the first; 0 where none are."""
+        """Return the number of samples whose tokens form the first dimension, or 0 if it has other
+        elements."""
         ways = product((self.tokens, self.between), (1, self.samples))
         return next((count for tokens, count in ways if shape[0] == count * tokens), 0)
 
     def around(self, modules: Iterable[nn.Module]) -> None:
-        """Let what these drop out by their own code have such masks, in backward again too."""
+        """Let the dropout of these modules' code use the masks, including recomputation in
+        backward."""
         for module in modules:
             entered = _Entered(self)
             module.register_forward_pre_hook(entered.enter)
             module.register_forward_hook(entered.leave, always_call=True)
 
     def drop(self, call: DropoutCall) -> Tensor:
-        """Return what is left of the rank's tokens; of anything else what all ranks draw alike."""
+        """Apply dropout to the rank's tokens. For any other tensor, all ranks draw the same
+        mask."""
         x = call.input
-        if isinstance(x, DTensor):  # its slice of the tokens over tp, if it has one
+        if isinstance(x, DTensor):  # tokens may be sharded over tp too
             own = self.drop(replace(call, input=x.to_local()))
             return DTensor.from_local(
                 own, x.device_mesh, x.placements, shape=x.shape, stride=x.stride()
@@ -358,25 +405,32 @@ class SlicedMasks:
             return self.drop(replace(call, input=by_samples)).flatten(0, 1)
         if x.is_cuda and not call.is_in_place:
             return self.masked(x, call.rate)
-        kept = self._noise(x, call.rate)
+        kept = self._draw_noise(x, call.rate)
         return x.mul_(kept) if call.is_in_place else x * kept
 
-    def _noise(self, x: Tensor, rate: float) -> Tensor:
-        """Return what at::dropout multiplies by on a processor: 0, or 1 / (1 - rate)."""
+    def _draw_noise(self, x: Tensor, rate: float) -> Tensor:
+        """Return the factors of at::dropout on a CPU: 0 or 1 / (1 - rate)."""
         own = self._own(x.new_empty(self.of_all(x.shape)).bernoulli_(1 - rate))
         return own.div_(1 - rate)
 
     def masked(self, x: Tensor, rate: float) -> Tensor:
-        """Return what at::dropout gives on a GPU, where it is one kernel, whose mask is a byte an
-        element: by this mask its backward pass does to a gradient what it does to its input."""
+        """Return the result of at::dropout on a GPU, which is one kernel with a mask of a byte per
+        element.
+
+        The kernel's backward applies a given mask to a gradient, and is used here to apply it to
+        the input.
+        """
         _, mask = torch.native_dropout(x.new_empty(self.of_all(x.shape)), rate, True)
         own = self._own(mask)
         left: Tensor = torch.ops.aten.native_dropout_backward(x, own, 1 / (1 - rate))
         return left
 
     def _own(self, mask: Tensor) -> Tensor:
-        """Return a copy of the rank's part of the mask of all tokens. Of slices over another axis
-        any that no other rank has will do, since ranks of that axis draw apart."""
+        """Return a copy of the rank's part of the mask of all tokens.
+
+        If another axis shards the tokens too, any part that no other rank of cp uses is correct,
+        because ranks of that axis draw separately.
+        """
         tokens = mask.shape[_TOKENS] // self.ranks
         if tokens == self.tokens:
             return taken(mask, self.spans)
@@ -384,7 +438,7 @@ class SlicedMasks:
 
 
 def masks_at(step: ContextParallel, index: int, cut: MicroBatchCut) -> SlicedMasks:
-    """Return the masks of one of the ranks of cp."""
+    """Return the masks of the rank at this place along cp."""
     return SlicedMasks(
         spans=spans_at(step, index),
         index=index,
@@ -395,7 +449,7 @@ def masks_at(step: ContextParallel, index: int, cut: MicroBatchCut) -> SlicedMas
 
 
 class _Entered:
-    """Forward passes of a module that are under way: one may be within another."""
+    """The running forward passes of a module, which may be nested."""
 
     def __init__(self, masks: SlicedMasks) -> None:
         self._masks = masks
@@ -407,5 +461,5 @@ class _Entered:
         self._passes.append(stack)
 
     def leave(self, *_: object) -> None:
-        if self._passes:  # else a hook before ours has raised
+        if self._passes:  # empty if an earlier pre-hook raised
             self._passes.pop().close()

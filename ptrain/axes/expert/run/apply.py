@@ -1,5 +1,5 @@
-"""What the expert axis does to a module: of the experts' tensors a rank has its own, and rows
-travel to the ranks of theirs."""
+"""Applies the expert axis to a module: each rank keeps its experts' shard of tensors, and rows are
+dispatched to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ from ptrain.steps.experts import ExpertParallel, Loads
 
 
 def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> None:
-    """Give this rank its experts of `model`, or of a stage of it. Its tensors may be on meta, and
-    those whose features are cut over another axis are cut over both; where that axis is folded its
-    ranks have slices of the tokens, and count together what is chosen."""
+    """Shard the experts of a model, or of a stage of it, over this rank's group.
+
+    Tensors may be on meta. Tensors whose features another axis shards are then sharded over both
+    axes. If that axis is folded, its ranks have shards of the tokens, and count choices together.
+
+    Args:
+        model: The model or stage, modified in place.
+        step: How experts are sharded.
+        mesh: The mesh.
+    """
     group = mesh.group(step.axes)
     own = [(name, module) for name, module in model.named_modules() if name in step.modules]
     if not any(isinstance(module, MoE) for module in model.modules()):
@@ -36,18 +43,18 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
             module.journey = Travels(group, step.overlaps)
     for _, experts in own:
         if isinstance(experts, RoutedRows):
-            _give_rows(experts, step, mesh)
+            _shard_custom_experts(experts, step, mesh)
             continue
         for projection in experts.children():
-            _give_own(projection, mesh.ordered(step.axes), mesh)
+            _shard_projection(projection, mesh.ordered(step.axes), mesh)
     if step.folded:
         tokens = SampleSlices(mesh.group(step.counting), mesh.registry, step.spans)
         route_slices(model, tokens, mesh.size(step.folded))
 
 
 def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
-    """On fake ranks, from now on rows of each layer with experts go as `routing` says of the
-    layer's name."""
+    """Set the routing of rows on fake ranks. `routing` returns the assumption for a layer's
+    name."""
     for name, module in model.named_modules():
         if isinstance(module, (MoE, RoutedRows)):
             assert isinstance(module.journey, Travels), "it has experts of other ranks"
@@ -55,34 +62,37 @@ def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
             module.journey.assumed = routing(name if is_layer else name.rpartition(".")[0])
 
 
-def _give_own(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
-    """Cut the weight of all experts, which its module reads."""
-    is_read = isinstance(projection.get_parameter("weight"), DTensor)  # of another axis
-    _cut(projection, axes, mesh)
+def _shard_projection(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
+    """Shard the weight of all experts, and let its module read the local shard."""
+    # a weight that another axis shards: its module reads the local shard already
+    is_read = isinstance(projection.get_parameter("weight"), DTensor)
+    _shard_experts(projection, axes, mesh)
     if not is_read:
         OwnSlices().put_on(projection, mesh.submesh(axes))
 
 
-def _give_rows(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
-    """Cut all tensors of a module that is not built in, and say how many experts it has now."""
+def _shard_custom_experts(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
+    """Shard all tensors of a module that is not built in, and set its number of local experts."""
     for module in experts.modules():
-        _cut(module, mesh.ordered(step.axes), mesh)
-    experts.reading = _own_slices
+        _shard_experts(module, mesh.ordered(step.axes), mesh)
+    experts.reading = _local_tensors
     if isinstance(getattr(experts, NUMBER, None), int):
         setattr(experts, NUMBER, step.number // mesh.size(step.axes))
 
 
 @contextmanager
-def _own_slices(experts: nn.Module) -> Iterator[None]:
-    """Within it the tensors of a module and those in it are what the rank has of them, whoever
-    holds them. Backward has what it makes of them behind it before the module's inputs, in front of
-    which FSDP2 reduces: hooks of the module itself would come too early for that."""
+def _local_tensors(experts: nn.Module) -> Iterator[None]:
+    """Temporarily replace the tensors of a module and its children by their local shards.
+
+    This is not done by hooks of the module. Backward must run the conversion's backward before that
+    of the module's inputs, where FSDP2 reduces; hooks of the module would run too early.
+    """
     held = [
         (module, name, tensor)
         for module in experts.modules()
         for name, tensor in module.named_parameters(recurse=False)
     ]
-    for module, name, tensor in held:  # before nn.Module looks among its parameters, it looks here
+    for module, name, tensor in held:  # instance attributes precede nn.Module.__getattr__
         vars(module)[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     try:
         yield
@@ -91,13 +101,14 @@ def _own_slices(experts: nn.Module) -> Iterator[None]:
             vars(module).pop(name, None)
 
 
-def _cut(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
-    """Cut a module's own tensors of all experts by their first dimension."""
-    remake(module, lambda _, weight: _own(weight, axes, mesh))
+def _shard_experts(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
+    """Shard a module's tensors by their first dimension, the experts."""
+    remake(module, lambda _, weight: _shard_tensor(weight, axes, mesh))
 
 
 @torch.no_grad()
-def _own(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
+def _shard_tensor(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
+    """Return the rank's shard of an expert tensor as a DTensor."""
     held, meshes = weight, [mesh.submesh((axis,)) for axis in axes]
     placements: list[Placement] = [Shard(0)] * len(axes)
     if isinstance(weight, DTensor):
@@ -114,25 +125,27 @@ def _own(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
     )
 
 
-# Routing as a spec states it, on a fake rank that nobody answers.
+# Routing as the spec states it, for a fake rank without peers.
 
 
 class StatedRouting:
-    """Of the rank with the tokens of this place. It is told which micro-batch runs, as an observer
-    of a program."""
+    """The routing that a spec states, for the fake rank at one place of the tokens.
+
+    It observes the program to follow the current micro-batch.
+    """
 
     def __init__(self, loads: Loads, place: int) -> None:
         self._loads, self._place, self._micro_batch = loads, place, 0
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """The program enters a pass of a micro-batch."""
+        """Note that the program enters a pass of a micro-batch."""
         self._micro_batch = micro_batch
 
     def lead(self, model: nn.Module) -> None:
-        """From now on rows of the model's layers go as stated."""
-        assume(model, lambda layer: partial(self._routed, layer))
+        """Route the rows of the model's layers as stated from now on."""
+        assume(model, lambda layer: partial(self._routed_rows, layer))
 
-    def _routed(self, layer: str, rows: int, ranks: int, own: int, rank: int) -> Routed:
+    def _routed_rows(self, layer: str, rows: int, ranks: int, own: int, rank: int) -> Routed:
         chosen = [
             self._loads.choices(layer, source)[self._micro_batch]
             for source in self._loads.group(self._place)

@@ -1,13 +1,12 @@
-"""Exchange rows with the ranks that have their experts: an all-to-all there and one back, and the
-same two in backward for gradients.
+"""Exchanges rows with the ranks that have their experts: an all-to-all to them and one back, and
+the same two in backward for gradients.
 
-An exchange can be in flight while something else is computed, in forward and in backward. torch's
-own functional all-to-all waits for its gradient where it starts, so nothing would run beside it in
-backward.
+An exchange can overlap other compute, in forward and in backward. torch's functional all-to-all
+waits for its gradient where it starts, which leaves nothing to overlap in backward.
 
 Legend of shape suffixes: N ranks, E experts of all ranks, e experts of a rank, S places that an
 expert has of one rank's samples, T places of all ranks, M rows of a rank's tokens, R rows that its
-experts get, C hidden.
+experts receive, C hidden.
 """
 
 from __future__ import annotations
@@ -28,48 +27,48 @@ from ptrain.internals.functional_collectives import (
 )
 from ptrain.models.moe import Journey
 
-# An exchange that is under way while something else is computed, in forward and in backward.
-#
-# torch's own functional all-to-all awaits its gradient where it is begun, so that in backward
-# nothing would run beside it.
-
 
 class Transit:
-    """Rows of this rank that leave for the others of `group`, so many for each, and so many that
-    arrive."""
+    """An exchange of rows over `group` in which this rank sends `left` and receives `arrived` rows,
+    by rank."""
 
     def __init__(
         self, left: Sequence[int], arrived: Sequence[int], group: dist.ProcessGroup
     ) -> None:
         self._left, self._arrived, self._group = left, arrived, group
-        self._leaving: Tensor | None = None  # the backend reads it until all is there
+        self._leaving: Tensor | None = None  # keeps the tensor alive while the backend reads it
         self._coming: Tensor | None = None
 
     def around(self, x: Tensor, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the rows [arrived, ...] for which those of `x` [left, ...] are exchanged, and what
-        is computed meanwhile. In backward the gradient of the latter is computed while that of the
-        rows is under way: autograd runs first what forward ran last, and this was run between."""
+        """Exchange rows while something else is computed.
+
+        Backward also overlaps: autograd runs nodes in reverse order of forward, and so runs the
+        backward of `compute` between the two ends of the exchange.
+
+        Returns:
+            The received rows [arrived, ...], and the result of `compute`.
+        """
         x = _Departure.apply(x, self)
         result = compute()
         return _Arrival.apply(x, self), result
 
     def differ(self, x: Tensor) -> Tensor:
-        """Begin the exchange, and return what nobody may read until it has arrived."""
+        """Start the exchange. The result must not be read before `arrive`."""
         self._leaving = x
         return all_to_all(x, self._arrived, self._left, self._group)
 
     def arrive(self, x: Tensor) -> Tensor:
-        """End it."""
+        """Wait for the exchange, and return the received rows."""
         x, self._leaving = awaited(x), None
         return x
 
     def depart_back(self, gradient: Tensor) -> None:
-        """Begin that of gradients."""
+        """Start the exchange of gradients."""
         self._leaving = gradient.contiguous()
         self._coming = all_to_all(self._leaving, self._left, self._arrived, self._group)
 
     def arrive_back(self) -> Tensor:
-        """End it, and return those of the rows that left."""
+        """Wait for the gradients, and return those of the rows that were sent."""
         assert self._coming is not None, "they have differed"
         gradient, self._leaving, self._coming = awaited(self._coming), None, None
         return gradient
@@ -87,7 +86,8 @@ class _Departure(torch.autograd.Function):
 
 
 class _Arrival(torch.autograd.Function):
-    """Of gradients it hands on those that leave: autograd wants as many rows as came."""
+    """The end of an exchange. Its backward returns its input as a placeholder, because autograd
+    requires a gradient with the number of received rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, transit: Transit) -> Tensor:
@@ -100,20 +100,26 @@ class _Arrival(torch.autograd.Function):
         return gradient, None
 
 
-Counts: TypeAlias = Sequence[Sequence[int]]  # rows, by rank and by expert of one rank
+Counts: TypeAlias = Sequence[Sequence[int]]  # rows, by rank and expert of the rank
 
 
 class Assumption(Protocol):
-    """Says where rows go, on fake ranks: of `rows` of each of so many `ranks`, which have `own`
-    experts each, those that `rank` sends and gets."""
+    """A function that gives the routing on fake ranks.
+
+    Args:
+        rows: Rows of each rank.
+        ranks: Ranks of the group.
+        own: Experts of each rank.
+        rank: The rank whose sent and received rows to return.
+    """
 
     def __call__(self, rows: int, ranks: int, own: int, rank: int) -> Routed: ...
 
 
 class JourneyOverRanks(Journey):
-    """The way of one forward pass over the ranks of `group`, each of which has as many experts: the
-    first those that come first. Where these are fake, rows go as is `assumed`; None: evenly. Where
-    it `overlaps`, what may be computed beside is while rows travel to their experts."""
+    """The dispatch of one forward pass over the ranks of `group`, which have equal numbers of
+    experts in order. `assumed` gives the routing on fake ranks; None is an even one. With
+    `overlaps`, other work may be computed while rows are sent to their experts."""
 
     def __init__(
         self,
@@ -134,13 +140,14 @@ class JourneyOverRanks(Journey):
         counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
         received_Ne = exchanged(counts_Ne, self.group)
         self._routed = self._routing(len(x_MC), counts_Ne, received_Ne)
-        x_RC = self._there(x_MC, self._routed.sent, self._routed.received)
+        x_RC = self._send_to_experts(x_MC, self._routed.sent, self._routed.received)
         del x_MC
         x_RC = self._routed.by_expert(x_RC)
         return x_RC, received_Ne.sum(0).cumsum(0, dtype=torch.int32)
 
     def _routing(self, rows: int, counts_Ne: Tensor, received_Ne: Tensor) -> Routed:
-        """Where nobody answers it is what is assumed, and what arrived is filled in."""
+        """Return the routing. On a fake group it is the assumption, and the received counts are
+        filled in."""
         both = torch.stack([counts_Ne, received_Ne])
         if dist.get_backend(self.group) != "fake":
             return Routed(*both.tolist())
@@ -158,7 +165,7 @@ class JourneyOverRanks(Journey):
 
     def places_there(self, x_ESC: Tensor) -> Tensor:
         places = self._places_of(x_ESC)
-        x_NeSC = self._by_rank(self._there(x_ESC, places, places))
+        x_NeSC = self._by_rank(self._send_to_experts(x_ESC, places, places))
         del x_ESC
         return x_NeSC.movedim(0, 1).flatten(1, 2)
 
@@ -175,20 +182,23 @@ class JourneyOverRanks(Journey):
         ranks = self.group.size()
         return [[len(x_ESC) // ranks]] * ranks
 
-    def _there(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
+    def _send_to_experts(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
         if not self._overlaps or self._beside is None:
             return self._travelled(x, left, arrived)
-        transit = Transit(_sums(left), _sums(arrived), self.group)
+        transit = Transit(_sum_by_rank(left), _sum_by_rank(arrived), self.group)
         x, self._computed = transit.around(x, self._beside)
         return x
 
     def _travelled(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
-        return awaited(all_to_all_single_autograd(x, _sums(arrived), _sums(left), self.group))
+        return awaited(
+            all_to_all_single_autograd(x, _sum_by_rank(arrived), _sum_by_rank(left), self.group)
+        )
 
 
 @dataclass
 class Travels:
-    """Makes the journeys of a layer, over the ranks of `group`; all else as theirs."""
+    """A factory of a layer's journeys over the ranks of `group`, with the arguments of
+    `JourneyOverRanks`."""
 
     group: dist.ProcessGroup
     overlaps: bool
@@ -199,23 +209,23 @@ class Travels:
 
 
 class Routed:
-    """How many rows go to each expert of each rank, and how many come from each rank for each of
-    this one's."""
+    """The rows sent to each expert of each rank, and those received from each rank for each local
+    expert."""
 
     def __init__(self, sent: Counts, received: Counts) -> None:
         self.sent, self.received = sent, received
 
     def by_expert(self, x_RC: Tensor) -> Tensor:
-        """Return rows that lie as they came, by rank, by expert."""
-        return _transposed(x_RC, self.received)
+        """Return received rows, ordered by rank and expert, reordered by expert and rank."""
+        return _regroup_rows(x_RC, self.received)
 
     def by_rank(self, y_RC: Tensor) -> Tensor:
-        """Return rows that lie by expert by rank, as they go back."""
-        return _transposed(y_RC, [*zip(*self.received, strict=True)])
+        """Return rows ordered by expert and rank, reordered by rank and expert to be sent back."""
+        return _regroup_rows(y_RC, [*zip(*self.received, strict=True)])
 
 
 def heavier(rows: int, ranks: int, own: int, rank: int, *, more: int) -> Routed:
-    """Return the same where this rank's experts get so many more, whoever sends them."""
+    """Return an even routing in which this rank's experts receive `more` additional rows."""
     routed = balanced(rows, ranks, own, rank)
     received = [[*numbers] for numbers in routed.received]
     received[(rank + 1) % ranks][0] += more
@@ -223,9 +233,18 @@ def heavier(rows: int, ranks: int, own: int, rank: int, *, more: int) -> Routed:
 
 
 def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:
-    """Return what nothing but sizes is known of: of `rows` rows of every rank each expert gets as
-    many; a rank has `own` experts. Of what they do not divide a rank gives a row to an expert of
-    its own, then to one of the rank behind it, and so on: so all ranks get as many."""
+    """Return an even routing, for ranks without data.
+
+    Each expert receives an equal number of rows from each rank. A rank sends the remaining rows one
+    by one to an expert of its own rank, then of the next rank, and so on, so that all ranks receive
+    the same number of rows.
+
+    Args:
+        rows: Rows of each rank.
+        ranks: Ranks of the group.
+        own: Experts of each rank.
+        rank: The rank whose rows to return.
+    """
     share, more = divmod(rows, ranks * own)
 
     def between(source: int, target: int) -> list[int]:
@@ -238,20 +257,21 @@ def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:
     )
 
 
-def _transposed(x_RC: Tensor, counts: Counts) -> Tensor:
-    """Return rows that lie in groups of groups of these sizes so that what was inner is outer."""
+def _regroup_rows(x_RC: Tensor, counts: Counts) -> Tensor:
+    """Return rows that are grouped by (outer, inner) of these sizes, regrouped by (inner,
+    outer)."""
     if len(counts) == 1 or len(counts[0]) == 1:
         return x_RC
-    # of pieces, not by an index: nothing is kept for backward
+    # split and cat save nothing for backward; indexing would save the index
     pieces = x_RC.split([count for group in counts for count in group])
     inner = len(counts[0])
     return torch.cat([piece for place in range(inner) for piece in pieces[place::inner]])
 
 
-def _sums(counts: Counts) -> list[int]:
+def _sum_by_rank(counts: Counts) -> list[int]:
     return [sum(of_rank) for of_rank in counts]
 
 
 def _counts_of(ends_E: Tensor) -> Tensor:
-    """Return the rows of each expert."""
+    """Return the number of rows of each expert."""
     return ends_E.to(torch.int64).diff(prepend=ends_E.new_zeros(1, dtype=torch.int64))
