@@ -31,7 +31,8 @@ from ptrain.units import format_count, grouped, parse_count
 from ptrain.wording import Worded
 
 # Largest ratio of estimated to exact bytes and seconds. Candidates this close to a bound are
-# derived, and the exact figure decides. `benchmarks/selection.py` fails if a sampled ratio is larger.
+# derived, and the exact figure decides. `benchmarks/selection.py` fails if one of its sampled
+# ratios is larger.
 SLACK, TIME_SLACK = 1.1, 1.15
 
 
