@@ -24,8 +24,8 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51500,
-    "ptrain/activations": 340,
+    "ptrain": 51810,
+    "ptrain/activations": 390,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1180,
@@ -36,29 +36,29 @@ BUDGETS: dict[str, int] = {
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
     "ptrain/cli": 1780,
-    "ptrain/convert": 420,
+    "ptrain/convert": 430,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5110,
-    "ptrain/facts": 790,
-    "ptrain/internals": 390,
+    "ptrain/derivation": 5130,
+    "ptrain/facts": 800,
+    "ptrain/internals": 440,
     "ptrain/interpreter": 1060,
     "ptrain/meters": 1480,
-    "ptrain/models": 4890,
+    "ptrain/models": 5000,
     "ptrain/optimizers": 500,
-    "ptrain/plan": 470,
+    "ptrain/plan": 480,
     "ptrain/rates": 360,
     "ptrain/report": 2480,
     "ptrain/rooms": 980,
-    "ptrain/selection": 2880,
-    "ptrain/simulation": 1040,
-    "ptrain/spec": 4090,
-    "ptrain/steps": 450,
-    "ptrain/traces": 2200,
+    "ptrain/selection": 2890,
+    "ptrain/simulation": 1050,
+    "ptrain/spec": 4110,
+    "ptrain/steps": 460,
+    "ptrain/traces": 2220,
     "ptrain/train": 3140,
     "ptrain/verification": 6190,
 }
-ONE_IMPORTER = 54  # modules that exactly one other imports
-SMALL_MODULES = 49  # modules with fewer lines than SMALL
+ONE_IMPORTER = 53  # modules that exactly one other imports
+SMALL_MODULES = 48  # modules with fewer lines than SMALL
 # end
 
 

@@ -13,9 +13,9 @@ from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
 from ptrain.spec.activations import Kept, Scope
-from ptrain.spec.dials import UnitKind
+from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
-from ptrain.spec.placement import Axis, R, Tier
+from ptrain.spec.placement import Axis, Distribution, R, Tier
 from ptrain.spec.spec import Spec
 
 _ONCE = "Theorem 3, gradient integrity"
@@ -183,6 +183,59 @@ def _naive_blocks(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _compiled_blocks(spec: Spec) -> Iterator[Fault]:
+    if spec.compile is Compiled.NONE:
+        return
+    for place, finding, remedy in _not_compiled(spec):
+        yield Fault(
+            place=place,
+            finding=f"not supported yet with compile=block: {finding}",
+            remedy=f"{remedy}, or use `compile=none`.",
+        )
+
+
+def _not_compiled(spec: Spec) -> Iterator[tuple[str, str, str]]:
+    """Yield place, finding and remedy of what torch does not compile as one program, or compiles
+    into one that sends or saves something else than the plan says."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape):
+        yield "model", "blocks of a model that is not built in", "Use a built-in model"
+        return
+    if shape.experts is not None:
+        finding = "mixtures of experts, whose routers count tokens outside of the program"
+        yield "model.experts", finding, "Use a model without experts"
+    if shape.attention is Attention.FLEX:
+        yield "attention", "flex, which is a program of its own", "Use `attention=sdpa`"
+    if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec):
+        finding = "units within a block, whose hooks would be in the program"
+        yield "unit", finding, "Use `unit=block`"
+    if offloads(spec):
+        finding = "offloaded activations: what a program saves is moved after its end"
+        yield _place(spec), finding, f"Use `{_place(spec)}=R` or `{_place(spec)}=M`"
+    if any(kept.policy and kept.policy.scope is Scope.ATTENTION for kept in modes(spec)):
+        finding = "policy attention, with which torch makes a program for every layer"
+        yield "recompute", finding, "Use `recompute=full` or `recompute=selective`"
+    if spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves:
+        finding = f"{spec.pipeline.schedule}, which splits the backward pass of a block"
+        yield "pipeline.schedule", finding, "Use `pipeline.schedule=1f1b`"
+    yield from _not_compiled_over_tp(spec, shape)
+
+
+def _not_compiled_over_tp(spec: Spec, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
+    factor = next((f for f in spec.factors if f.axis is Axis.TP and f.degree > 1), None)
+    if factor is None:
+        return
+    if factor.placement.activations.distribution is Distribution.GATHERED:
+        finding = "inputs that are saved as shards (S*), by hooks within a block"
+        yield "placement.tp.activations", finding, "Use `placement.tp.activations=S`"
+    if shape.drops:
+        finding = "dropout over tp, whose generators are switched within a block"
+        yield "model.dropout", finding, "Use `model.dropout=0`"
+    if recomputes(spec):
+        finding = "recomputed blocks over tp, whose saved tensors torch does not take apart"
+        yield _place(spec), finding, f"Use `{_place(spec)}=R`"
+
+
 def _rule(name: str, theorem: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
     return SpecRule(name=name, theorem=theorem, faults=faults)
 
@@ -199,4 +252,5 @@ NOT_YET = (
     _rule("a budget's peaks are predicted", "", _budget_of_others),
     _rule("recomputed units are gathered", "", _parts_of_blocks),
     _rule("the naive plan keeps saved activations", "", _naive_blocks),
+    _rule("a block is one program", "", _compiled_blocks),
 )

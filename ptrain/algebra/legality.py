@@ -117,6 +117,30 @@ def _fused_faults(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _vocab_padding_faults(spec: Spec) -> Iterator[Fault]:
+    shape, function = spec.model, spec.loss.user_function
+    if not isinstance(shape, ModelShape) or shape.vocab_rows == shape.vocab:
+        return
+    if spec.loss.fused:
+        yield Fault(
+            place="loss.fused",
+            finding=(
+                "torch's linear_cross_entropy would predict the padding of "
+                f"{shape.vocab} tokens to {shape.vocab_rows} rows"
+            ),
+            remedy="Remove `loss.fused`: a chunked loss leaves the padding out.",
+        )
+    if function is not None:
+        yield Fault(
+            place="model.vocab_multiple",
+            finding=(
+                f"{function.target} would receive {shape.vocab_rows} logits per token, "
+                f"of which {shape.vocab} are of tokens"
+            ),
+            remedy="Use `model.vocab_multiple=1`.",
+        )
+
+
 def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
     (size, key), data = spec.model.vocabulary, spec.data
     if size is None:
@@ -226,6 +250,11 @@ _PRODUCT_RULES = (
     SpecRule(name="heads divide", theorem="Definition 1", faults=_shape_faults),
     SpecRule(
         name="the loss kernel supports the logits", theorem="Definition 1", faults=_fused_faults
+    ),
+    SpecRule(
+        name="the loss leaves the padding out",
+        theorem="Definition 1",
+        faults=_vocab_padding_faults,
     ),
     SpecRule(
         name="every token has an embedding row", theorem="Definition 1", faults=_vocabulary_faults

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.convert.saved import SavedModel, token_origin
 from ptrain.errors import PtrainError, SpecError, library, refused
+from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.models.initialize import StoredParts, holds_buffers, kept_buffers, stored_rows
 from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder, config_of_class, unreal
 from ptrain.models.published_config import StoredTensor, stored
@@ -131,7 +132,9 @@ def _refused(finding: str) -> SpecError:
 
 
 # What a training does beside what the model computes afterwards, in the words of a shape.
-_OF_TRAINING = ("aux_loss", "z_loss", "capacity_factor", "document_start", "document_end")
+_OF_TRAINING = (
+    "vocab_multiple", "aux_loss", "z_loss", "capacity_factor", "document_start", "document_end",
+)  # fmt: skip
 _DROPOUTS = ("dropout", "embedding_dropout", "attention_dropout", "hidden_dropout")
 
 
@@ -171,7 +174,7 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
             size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
             longest = 0 if kind == "gpt2" else int(before.get(size, 0))  # of what it began with
             config[size] = max(sequence, longest)
-            unsaid = tuple(name for name in _OF_TRAINING[2:] if getattr(model, name) is not None)
+            unsaid = tuple(name for name in _OF_TRAINING[3:] if getattr(model, name) is not None)
             return PublishedConfig(kind=kind, config=config, unsaid=unsaid)
     raise refused(
         "model",
@@ -233,6 +236,7 @@ class FileForm:
         stored: Returns the form of a parameter in files, by its name.
         buffers: Buffers of the pretrained files, which checkpoints do not contain.
         unsaid: Keys of the spec that the config cannot express.
+        rows: The number of rows to write of a parameter, by its name; its other rows are padding.
     """
 
     architecture: str
@@ -240,6 +244,7 @@ class FileForm:
     stored: Callable[[str], Stored]
     buffers: dict[str, Tensor] = field(default_factory=dict)
     unsaid: tuple[str, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
 
 
 def form_of(saved: SavedModel, *, allow_import: bool) -> FileForm:
@@ -257,6 +262,7 @@ def form_of(saved: SavedModel, *, allow_import: bool) -> FileForm:
                 config=published.config,
                 stored=partial(stored, published.kind, shape=shape),
                 unsaid=published.unsaid,
+                rows=dict.fromkeys(OF_VOCABULARY, shape.vocab),
             )
         case ExternalModel() as model:
             return FileForm(
@@ -418,7 +424,9 @@ def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int,
     size, dtypes = 0, set[torch.dtype]()
     for number, group in enumerate(files, 1):
         name = WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = _published(saved.load(ours for ours, _ in group), group)
+        loaded = saved.load(ours for ours, _ in group)
+        own = {name: tensor[: form.rows.get(name)] for name, tensor in loaded.items()}
+        tensors = _published(own, group)
         dtypes |= {tensor.dtype for tensor in tensors.values()}
         tensors |= form.buffers if number == 1 else {}
         _write_tensors(to / name, tensors)

@@ -269,7 +269,8 @@ class Writer:
         window = torch.tensor([*tokens][-self.spec.batch.sequence :])
         with torch.no_grad():
             logits_BTV: Tensor = self._model(window[None])
-        return logits_BTV[0].float()
+        size, _ = self.spec.model.vocabulary  # the logits behind it are of padding
+        return logits_BTV[0, :, :size].float()
 
     def _require_known(self, tokens: Sequence[int]) -> None:
         """Raise SpecError if a token is beyond the vocabulary of the model."""

@@ -38,10 +38,12 @@ from ptrain.derivation.throughput import with_interval
 from ptrain.derivation.workspaces import kernel_warnings, unclaimed
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
+from ptrain.installed import torch_minor
 from ptrain.plan.lower import lower, own_facts
 from ptrain.rates.pace import UnknownRate
+from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import CUTTING_AXES, Tier
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -54,6 +56,10 @@ _NOT_TRACED_BY_STAGE = f"these facts have no trace of the stages' activations: {
 _NOT_TRACED = f"these facts have no trace of the model's activations: {_HOW_TO_TRACE}"
 _NOT_PLAYED = "its step depends on the activations of the model, which are unknown"
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
+_CUT_PROGRAMS = "compiled programs whose operators or tokens are sharded are not predicted yet"
+PROGRAMS_OF_GPUS = "compiled programs of GPUs are not predicted yet, which Triton makes"
+_PROVEN = ("2.13",)  # versions of torch whose programs were seen to allocate what was predicted
+_UNPROVEN = f"compiled programs are predicted with torch {', '.join(_PROVEN)} only, and this is"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
 
 
@@ -241,11 +247,18 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
     if not isinstance(spec.model, ModelShape) or spec.data.function is not None:
         return None
     facts = own_facts(spec)
-    return facts if is_tabulated(spec) or _not_traceable(spec.model) else None
+    return facts if is_tabulated(spec) or _not_traceable(spec, spec.model) else None
 
 
-def _not_traceable(shape: ModelShape) -> str:
-    """Return why a built-in model cannot be traced; empty if it can."""
+def _not_traceable(spec: Spec, shape: ModelShape) -> str:
+    """Return why a built-in model cannot be traced as the spec runs it; empty if it can."""
+    if spec.compile is not Compiled.NONE:
+        if spec.is_cut_over(CUTTING_AXES):
+            return _CUT_PROGRAMS
+        if spec.is_for_cuda:
+            return PROGRAMS_OF_GPUS
+        if torch_minor() not in _PROVEN:
+            return f"{_UNPROVEN} {torch_minor()}"
     return _NOT_ON_CPU if shape.attention is Attention.FLEX else ""
 
 
@@ -254,7 +267,7 @@ def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     is not known what the modes of activations move and send again."""
     cause = facts.untraced
     if isinstance(spec.model, ModelShape) and not facts.roles:
-        cause = _not_traceable(spec.model)
+        cause = _not_traceable(spec, spec.model) or cause
     figures = ("activations", "peak", *(() if blocks.are_known(spec) else ("traffic",)))
     return dict.fromkeys(figures, cause or reason)
 

@@ -37,7 +37,7 @@ from ptrain.derivation.tables import (
 from ptrain.facts.model import Passes, UnitFacts, of_first_stage, of_later_stage
 from ptrain.facts.stages import Stage
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.dials import UnitKind
+from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
@@ -362,6 +362,8 @@ def is_tabulated(spec: Spec) -> bool:
     """Return whether the committed tables tell what a micro-batch allocates; else it is traced."""
     shape = spec.model
     if not isinstance(shape, ModelShape) or shape.tabulated is None:
+        return False
+    if spec.compile is not Compiled.NONE:  # what torch fuses and saves is up to its version
         return False
     # each sample of several has one target: a loss need not copy what it copies in the tables
     is_column = spec.batch.sequence == 1 and spec.batch.micro > 1

@@ -77,7 +77,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
 
 def _words(setting: Setting) -> int:
     """How many words of the vocabulary a rank has."""
-    vocab = setting.shape.vocab
+    vocab = setting.shape.vocab_rows
     return setting.cut.slice_of(vocab) if setting.cut else vocab
 
 

@@ -230,7 +230,7 @@ def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int
         "head_dim": shape.head_dim,
         "pairs": shape.head_dim // 2,
         "ffn": shape.ffn,
-        "vocab": shape.vocab,
+        "vocab": shape.vocab_rows,
     }
 
 
@@ -496,7 +496,7 @@ def has_own_tables(kind: str) -> bool:
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
     """Return whether a table tells what such a loss allocates where its operators are whole.
     torch's fused one goes other ways in fp16, and with fewer words than features."""
-    return not loss.fused or (compute is not DType.FP16 and shape.vocab >= shape.hidden)
+    return not loss.fused or (compute is not DType.FP16 and shape.vocab_rows >= shape.hidden)
 
 
 def chunk_of(setting: Setting) -> int:
@@ -519,8 +519,8 @@ def values_of(setting: Setting) -> dict[str, int]:
         "tokens": tokens // (cut.degree if cut and cut.step.is_sequence else 1),
         "chunk": chunk_of(setting),
         "rest": tokens % chunk_of(setting),
-        "vocab_all": shape.vocab,
-        "vocab": cut.slice_of(shape.vocab) if cut else shape.vocab,
+        "vocab_all": shape.vocab_rows,
+        "vocab": cut.slice_of(shape.vocab_rows) if cut else shape.vocab_rows,
         "tp": cut.degree if cut else 1,
     }
 

@@ -272,5 +272,5 @@ def _of_sums(spec: Spec) -> int | None:
     if shape.bias is Bias.ALL:
         widths.append(shape.ffn // degree)
     if shape.head_bias:
-        widths.append(ceil_div(shape.vocab, degree))
+        widths.append(ceil_div(shape.vocab_rows, degree))
     return sum_of_rows(spec.batch.micro * spec.batch.sequence, max(widths, default=shape.hidden))

@@ -37,6 +37,7 @@ from ptrain.codec import decode, encode
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
+from ptrain.spec.dials import Compiled
 from ptrain.spec.function import UserFunction
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import Spec
@@ -239,12 +240,24 @@ def _cache_path(spec: Spec) -> Path | None:
         part = to_mapping(traced_part(spec), sync_is_written=False)
         hub = os.environ.get("USE_HUB_KERNELS")
         origins = [_module_origins(function) for function in spec.user_functions]
+        compiler = None if spec.compile is Compiled.NONE else _compiler_settings()
         # The compute kernels of a CPU, and so the traced allocations, depend on its architecture.
-        depends = [part, versions, kernels, hub, platform.machine(), _sources(), origins]
+        depends = [part, versions, kernels, hub, platform.machine(), _sources(), origins, compiler]
         home = folder()
     except (RuntimeError, OSError, metadata.PackageNotFoundError):
         return None  # a user without a home, files that cannot be read, code without a version
     return home / f"{hashlib.sha256(repr(depends).encode()).hexdigest()[:32]}{_SUFFIX}"
+
+
+def _compiler_settings() -> list[object]:
+    """Return the processor's instruction sets and inductor's environment variables, on which the
+    programs of torch.compile depend."""
+    info = Path("/proc/cpuinfo")
+    flags = re.search(
+        r"^(?:flags|Features)\s*:.*$", info.read_text() if info.exists() else "", re.M
+    )
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("TORCHINDUCTOR_"))
+    return [flags and flags[0], settings]
 
 
 def _module_origins(function: UserFunction) -> list[str | None]:

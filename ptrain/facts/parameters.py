@@ -270,17 +270,16 @@ def _linear_tensors(name: str, outputs: int, inputs: int, *, has_bias: bool) -> 
 
 def _root_tensors(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
     """Return the tensors before the blocks and after them."""
-    hidden = shape.hidden
-    front: Table = (("embed.weight", (shape.vocab, hidden)),)
+    hidden, rows = shape.hidden, shape.vocab_rows
+    front: Table = (("embed.weight", (rows, hidden)),)
     if shape.positions is Positions.LEARNED:
         front = (*front, ("positions.weight", (sequence, hidden)))
     # A tied head has no tensor: `named_parameters` yields a shared tensor once, by its first name.
-    head = (
-        () if shape.tied else _linear_tensors("head", shape.vocab, hidden, has_bias=shape.head_bias)
-    )
+    head = () if shape.tied else _linear_tensors("head", rows, hidden, has_bias=shape.head_bias)
     return front, (*_norm_tensors(shape, "norm", hidden), *head)
 
 
+OF_VOCABULARY = ("embed.weight", "head.weight", "head.bias")  # with `vocab_rows` rows each
 OF_TOKENS = "_TK"  # suffix of tables with a row for each token
 BIAS, COUNTS = (
     "bias_E",

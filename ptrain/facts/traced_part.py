@@ -41,6 +41,7 @@ def traced_part(spec: Spec) -> Spec:
         overlap_shared_experts=spec.overlap_shared_experts,
         activations=spec.activations,
         loss=spec.loss,
+        compile=spec.compile,
         data=spec.data if spec.data.function else DataSpec(),
         device="cuda" if spec.is_for_cuda else "cpu",
         cluster=_minimal_cluster(spec.cluster, math.prod(factor.degree for factor in cutting))

@@ -29,6 +29,7 @@ from ptrain.errors import BrokenPlan
 from ptrain.interpreter.construction import Balancing, Construction, Workpiece, cut_into_stages
 from ptrain.interpreter.look import Filling
 from ptrain.interpreter.loss import Clipping, Enter, InTurn, Loss, LossScale, StepLoss
+from ptrain.models.compiled import compile_blocks
 from ptrain.models.moe import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
@@ -42,6 +43,7 @@ from ptrain.steps.step import (
     BalanceExperts,
     ChunkedLoss,
     Clip,
+    Compile,
     ContextParallel,
     CreateMesh,
     Keep,
@@ -145,7 +147,17 @@ def _keep_less(step: Keep, piece: Workpiece, rank: Construction) -> None:
         step,
         "units are already wrapped, so recomputation in backward would repeat the hooks of a block",
     )
-    keep(piece.module, step, Tiers(rank.world.device, rank.mesh.registry, step.path))
+    tiers = Tiers(rank.world.device, rank.mesh.registry, step.path)
+    keep(piece.module, step, tiers, is_compiled=piece.plan.compiled is not None)
+
+
+def _compile(step: Compile, piece: Workpiece, _: Construction) -> None:
+    _require(
+        piece.wrapped is None,
+        step,
+        "units are already wrapped, so a block's program would include their hooks",
+    )
+    compile_blocks(piece.module, step.blocks)
 
 
 def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
@@ -245,6 +257,7 @@ OF_PIECES: dict[type[PlanStep], Callable[[Any, Workpiece, Construction], None]] 
     ContextParallel: _slice_tokens,
     ExpertParallel: _give_experts,
     Keep: _keep_less,
+    Compile: _compile,
     LocalGradients: _wrap_units,
     Replicate: _wrap_units,
     FullyShard: _wrap_units,

@@ -583,5 +583,5 @@ def planned(
         stages=seen.stages,
         weights=seen.weights,
         whole_because=seen.whole_because,
-        loss=Loss(objective_of(spec.loss)),
+        loss=Loss(objective_of(spec)),
     )

@@ -154,6 +154,11 @@ class MemoryMeter(Ledger):
             self._communicated.update(map(storage_of, tensors))
         return result
 
+    def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._settle()
+        self._let_go()
+        return super().higher_order(function, args, kwargs)
+
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
         self._settle()
         self._pause_after_collective()

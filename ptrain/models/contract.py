@@ -133,7 +133,7 @@ def outcome_of(model: nn.Module, samples: SampleBatch, spec: Spec) -> Tensor:
     """
     if spec.loss.user_function is None:
         return logits_of(model, samples.inputs, spec)
-    return loss_of(model, samples, objective_of(spec.loss), spec)
+    return loss_of(model, samples, objective_of(spec), spec)
 
 
 def forward_once(model: nn.Module, spec: Spec) -> int | None:
@@ -148,7 +148,7 @@ def forward_once(model: nn.Module, spec: Spec) -> int | None:
     samples = sample_batch(spec)
     if spec.loss.user_function is None:
         return logits_of(model, samples.inputs, spec).shape[-1]
-    loss_of(model, samples, objective_of(spec.loss), spec)
+    loss_of(model, samples, objective_of(spec), spec)
     return None
 
 
@@ -310,7 +310,7 @@ class OnePass:
             yield partial(torch.func.functional_call, self._module, copies, (self.samples.inputs,))
             return
         try:
-            yield partial(objective_of(self._spec.loss).run, self._module, self.samples)
+            yield partial(objective_of(self._spec).run, self._module, self.samples)
         finally:
             for name, buffer in self._module.named_buffers():
                 buffer.copy_(copies[name])

@@ -13,6 +13,7 @@ Shapes: N tokens, V words of this rank.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +29,11 @@ from ptrain.units import ceil_div
 IGNORED = -100  # a target that counts for nothing
 
 
-def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor, padding: int = 0) -> Tensor:
     """Return the sum of the tokens' cross entropies in nats, in at least fp32; a plain tensor, of
-    logits that are cut over the vocabulary too."""
+    logits that are cut over the vocabulary too. The last `padding` logits are of no token."""
     group, first = None, 0
+    tokens = logits_BTV.shape[-1] - padding
     if isinstance(logits_BTV, DTensor):
         mesh, vocabulary = logits_BTV.device_mesh, logits_BTV.shape[-1]
         (placement,) = logits_BTV.placements
@@ -39,7 +41,7 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         group, first = mesh.get_group(), ceil_div(vocabulary, mesh.size()) * mesh.get_local_rank()
         logits_BTV = logits_BTV.to_local()
     loss: Tensor = _CrossEntropySum.apply(
-        logits_BTV.flatten(0, 1), targets_BT.flatten(), group, first
+        logits_BTV.flatten(0, 1), targets_BT.flatten(), group, first, max(0, tokens - first)
     )
     return loss
 
@@ -65,19 +67,27 @@ def _targets(
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Of logits [N, V] whose first word is the vocabulary's number `first`."""
+    """Of logits [N, V] whose first word is the vocabulary's number `first`; the first `words` of
+    them are of tokens, at least one, and the others padding."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None, first: int
+        ctx: Any,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        group: dist.ProcessGroup | None,
+        first: int,
+        words: int,
     ) -> Tensor:
-        largest_N1 = widen(logits_NV.amax(-1, keepdim=True))
+        largest_N1 = widen(logits_NV[:, :words].amax(-1, keepdim=True))
         if group is not None:
             largest_N1 = all_largest(largest_N1, group)
         if logits_NV.dtype is largest_N1.dtype:
             buffer_NV = logits_NV - largest_N1
         else:  # in one step a processor would copy the logits a second time
             buffer_NV = widen(logits_NV).sub_(largest_N1)
+        if words < logits_NV.shape[1]:
+            buffer_NV[:, words:] = -math.inf  # whose exponentials and gradients are 0
         ignored, elsewhere, places = _targets(targets_N, logits_NV.shape[1], group, first)
         of_targets_N1 = buffer_NV.gather(1, places).masked_fill_(elsewhere, 0)
         sums_N1 = buffer_NV.exp_().sum(-1, keepdim=True)
@@ -97,4 +107,4 @@ class _CrossEntropySum(torch.autograd.Function):
         buffer_NV.mul_((gradient / sums_N1).masked_fill_(targets.ignored, 0))
         less_N1 = (-gradient).expand_as(sums_N1).masked_fill(targets.elsewhere, 0)
         buffer_NV.scatter_add_(1, targets.places, less_N1)
-        return buffer_NV.to(ctx.dtype), None, None, None
+        return buffer_NV.to(ctx.dtype), None, None, None, None

@@ -50,6 +50,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.errors import SpecError, refused
+from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
 from ptrain.models.drawn import DrawnWeights
 from ptrain.models.external import build_external
@@ -414,12 +415,16 @@ def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Te
         return torch.full(shape, weight, device="cpu")
     if name.endswith("bias"):
         return torch.zeros(*shape, device="cpu")
-    drawn = torch.empty(*shape, device="cpu", dtype=torch.float32)
+    drawn = torch.zeros(*shape, device="cpu", dtype=torch.float32)
     num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream
     std = STD / math.sqrt(num_residual) if name.endswith(_RESIDUAL) else STD
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
-    return drawn.normal_(0.0, std, generator=generator)
+    # The rows of tokens are drawn as without padding, which is zero.
+    drawn[: module.shape.vocab if name in OF_VOCABULARY else None].normal_(
+        0.0, std, generator=generator
+    )
+    return drawn
 
 
 def initialize(module: nn.Module, seed: int) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ptrain.internals.compiled import is_higher_order, is_tracing, seen_buffers
+from ptrain.internals.compiled import is_buffer, is_higher_order, is_tracing, seen_buffers
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.internals.part import replaced
 from ptrain.spec.placement import Tier
@@ -161,7 +161,8 @@ class Ledger(OperatorMode):
         self.died(key, self.sizes.pop(key))
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._followed(function, args, kwargs, function._schema.name)
+        name = "inductor::buffer" if is_buffer() else function._schema.name
+        return self._followed(function, args, kwargs, name)
 
     def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it, and follow its results as those of one operator."""
@@ -181,6 +182,8 @@ class Ledger(OperatorMode):
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
         assert self._resize is not None
+        if is_tracing():  # the compiler's own
+            return self._resize(storage, size)
         if self._follow(storage):
             self.existing(storage._cdata, storage)
         key = storage._cdata

@@ -49,7 +49,7 @@ from ptrain.models.numerics import TORCH_DTYPES, widen
 from ptrain.models.transformer import Transformer
 from ptrain.models.watch import watching
 from ptrain.spec.function import UserFunction
-from ptrain.spec.spec import LossSpec, Spec
+from ptrain.spec.spec import Spec
 from ptrain.steps.step import ChunkedLoss
 
 
@@ -272,7 +272,11 @@ AROUND_CALLS = "parameters are all-gathered, and gradients reduced, around calls
 
 class Objective:
     """The loss of one micro-batch (0-d), which a global batch's `divisor` divides: the cross
-    entropies of the next tokens, in nats, summed over the tokens."""
+    entropies of the next tokens, in nats, summed over the tokens. The last `padding` logits belong
+    to no token."""
+
+    def __init__(self, padding: int = 0) -> None:
+        self.padding = padding
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Run the model forward; return the loss."""
@@ -281,7 +285,7 @@ class Objective:
 
     def of(self, output: Any, samples: SampleBatch) -> Tensor:
         """Return the loss of what the model returned."""
-        return token_loss_sum(output, samples.targets)
+        return token_loss_sum(output, samples.targets, self.padding)
 
     def forward(self, model: Any, samples: SampleBatch) -> Tensor:
         """Run what a stage of a pipeline runs of it, with `model` to call: return what the model
@@ -306,6 +310,7 @@ class OfOutput(Objective):
     given = ("output", "batch")
 
     def __init__(self, function: UserFunction) -> None:
+        super().__init__()
         self.function = function
         self._call: Any = resolved(function, *self.given)
 
@@ -346,11 +351,15 @@ class OfModel(OfOutput):
         return self.of(model, samples)
 
 
-def objective_of(loss: LossSpec) -> Objective:
-    """Return what a spec minimises. Raises SpecError for a function that cannot be called so."""
+def objective_of(spec: Spec) -> Objective:
+    """Return the objective that a spec minimises. Raises SpecError for a function with other
+    arguments."""
+    loss = spec.loss
     if loss.step is not None:
         return OfModel(loss.step)
-    return Objective() if loss.function is None else OfOutput(loss.function)
+    if loss.function is not None:
+        return OfOutput(loss.function)
+    return Objective(spec.vocab_padding)
 
 
 def _require_loss(loss: object, function: UserFunction) -> Tensor:
@@ -366,7 +375,8 @@ def _require_loss(loss: object, function: UserFunction) -> Tensor:
 
 
 Make = Callable[[Tensor], Tensor]  # logits of hidden states
-LossOf = Callable[[Tensor, Tensor], Tensor]  # of logits and targets, summed over the tokens
+# Returns the loss of logits and targets, summed over the tokens, of which the last logits pad.
+LossOf = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class LossInside:
@@ -419,7 +429,8 @@ class LossInside:
         goes in as one sample: a head is used to samples."""
 
         def loss(x_NC: Tensor, targets_N: Tensor) -> Tensor:
-            return self.loss(make(x_NC.unsqueeze(0)), targets_N.unsqueeze(0))
+            logits_1NV = make(x_NC.unsqueeze(0))
+            return self.loss(logits_1NV, targets_N.unsqueeze(0), self.step.padding)
 
         if not torch.is_grad_enabled():
             return loss(x_NC, targets_N)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import Fault, SpecError, refused
+from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.internals.part import replaced
 from ptrain.models.boundary import boundary
@@ -505,6 +506,8 @@ class PretrainedWeights:
                 expected = _expected(shape, of_files)
                 if name == POSITIONS:
                     expected = self._longer(theirs, expected)
+                elif name in OF_VOCABULARY:  # files have no padding
+                    expected = (self._shape.vocab, *expected[1:])
                 self._folder.require(theirs, expected)
         self._folder.refuse(self._folder.file_of.keys() - used - {"lm_head.weight"})
 
@@ -512,7 +515,15 @@ class PretrainedWeights:
         self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
     ) -> None:
         """Write a window of a parameter, by ptrain's name, of this shape, to `part`, rounded to
-        `dtype`. Of positions those of a sample are the first: the others are not trained."""
+        `dtype`. Of positions those of a sample are the first: the others are not trained. Rows that
+        pad the vocabulary are zero."""
+        if name in OF_VOCABULARY:
+            (first, rows), *others = window
+            count = min(max(self._shape.vocab - first, 0), rows)
+            part[count:] = 0
+            if not count:
+                return
+            window, part = ((first, count), *others), part[:count]
         for piece in self._stored(name).pieces(part, window):
             self._folder.read(piece._replace(name=self._called(piece.name)), dtype)
 

@@ -346,7 +346,7 @@ class Transformer(nn.Module):
         self.spans: Spans = ()  # of its tables of angles; without: from 0
         scale, rate = shape.embedding_scale, shape.dropouts.embedding
         is_learned = shape.positions is Positions.LEARNED
-        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.embed = nn.Embedding(shape.vocab_rows, shape.hidden)
         self.scale = nn.Identity() if scale is None else EmbeddingScale(scale)
         self.positions = LearnedPositions(sequence, shape.hidden) if is_learned else nn.Identity()
         self.dropout = nn.Dropout(rate) if rate else nn.Identity()
@@ -361,7 +361,7 @@ class Transformer(nn.Module):
     def new_head(self, **where: Any) -> nn.Linear:
         """Return a layer to the vocabulary; `where` as of nn.Linear, device and dtype."""
         shape, cap = self.shape, self.shape.logit_soft_cap
-        sizes = (shape.hidden, shape.vocab)
+        sizes = (shape.hidden, shape.vocab_rows)
         if cap is None:
             return nn.Linear(*sizes, bias=shape.head_bias, **where)
         return CappedHead(*sizes, cap, bias=shape.head_bias, **where)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,6 +23,11 @@ Before = Callable[[str, nn.Module, Any, Any], Any]  # path, module, args and kwa
 After = Callable[[str, nn.Module, Any, Any], Any]  # path, module, args and output
 
 
+# Modules within a compiled block: a hook on one would be part of the block's program, and the
+# program another one.
+IN_PROGRAMS: WeakSet[nn.Module] = WeakSet()
+
+
 @contextmanager
 def watching(
     modules: Iterable[tuple[str, nn.Module]],
@@ -30,7 +36,8 @@ def watching(
     after: After | None = None,
     is_first: bool = False,
 ) -> Iterator[list[str]]:
-    """Give the paths of the modules that run, outermost first. `before` is told what a module is
+    """Give the paths of the modules that run, outermost first, but of none within a compiled block,
+    which is one module. `before` is told what a module is
     given, and `after` what it gave; what they return stands in the place of that, unless it is
     None. `is_first`: ahead of the hooks that a module has."""
     running: list[str] = []
@@ -44,6 +51,8 @@ def watching(
 
     with ExitStack() as stack:
         for path, module in modules:
+            if module in IN_PROGRAMS:
+                continue
             begun = module.register_forward_pre_hook(
                 partial(begins, path), with_kwargs=True, prepend=is_first
             )

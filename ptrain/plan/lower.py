@@ -21,6 +21,7 @@ from ptrain.axes.data.form import (
     places_frozen,
     reduces_in_backward,
     tier_of,
+    units_ahead,
     when_gathered,
     whole_axes,
 )
@@ -34,6 +35,7 @@ from ptrain.facts.parameters import expert_layers, expert_modules
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
+from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Tier
 from ptrain.spec.role import Fusions, Roles
@@ -41,6 +43,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import (
     Accumulate,
     Clip,
+    Compile,
     CreateMesh,
     Keep,
     Parallelize,
@@ -120,6 +123,7 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
         context_of(spec),  # attention over cp is of the heads that tp leaves
         own,
         _keep(spec, facts.blocks),  # what wraps do before a block runs is then done once
+        _compile(spec),  # recomputation is part of the program, hooks of wraps are not
         wrap,
         chunked_loss(spec),  # whose head the wrap has gathered
         _accumulate(spec),
@@ -196,7 +200,7 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         consumed=consumed,
         gathered_gradients=tuple(axis for axis in gathered if axis not in updated),
         overlaps=reduces_in_backward(spec, Form.FLAT, keeps_parts=bool(gradients)),
-        prefetch=spec.prefetch or 0,
+        prefetch=units_ahead(spec, Form.FLAT) or 0,
         gather_after_update=when_gathered(spec),
         path=spec.offload.path,
         frozen=_frozen(frozen_factors(spec)) if places_frozen(spec) else None,
@@ -249,6 +253,12 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     named = zip(blocks, spec.activations.of(len(blocks)), strict=True)
     kept = tuple((name, mode) for name, mode in named if not mode.is_plain)
     return Keep(blocks=kept, path=spec.offload.path)
+
+
+def _compile(spec: Spec) -> Compile | None:
+    if spec.compile is Compiled.NONE or not isinstance(spec.model, ModelShape):
+        return None
+    return Compile(blocks=tuple(f"blocks.{index}" for index in range(spec.model.layers)))
 
 
 def _parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | None:

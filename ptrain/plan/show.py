@@ -38,6 +38,7 @@ from ptrain.steps.step import (
     BalanceExperts,
     ChunkedLoss,
     Clip,
+    Compile,
     ContextParallel,
     CreateMesh,
     Keep,
@@ -367,6 +368,10 @@ def keep_text(step: Keep) -> str:
     return "; ".join([*texts, *files])
 
 
+def _compiled(step: Compile) -> str:
+    return f"compile the forward pass of {_blocks(step.blocks)}, one program per distinct block"
+
+
 def loss_text(step: ChunkedLoss) -> str:
     how = "by torch's linear_cross_entropy" if step.fused else "again in backward"
     tokens = f"{step.tokens} token{'' if step.tokens == 1 else 's'}"
@@ -454,6 +459,7 @@ _TEXTS: Mapping[type[PlanStep], Callable[[Any], str]] = {
     ContextParallel: step_text,
     ExpertParallel: expert_text,
     Keep: keep_text,
+    Compile: _compiled,
     ChunkedLoss: loss_text,
     LocalGradients: _local,
     Replicate: _replicate,

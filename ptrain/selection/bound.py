@@ -20,6 +20,7 @@ from ptrain.axes.data.form import (
     joins_units,
     reduces_in_backward,
     tier_of,
+    units_ahead,
     when_gathered,
 )
 from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule, size_of, stages_of
@@ -69,7 +70,7 @@ class DataWay:
             for state in (_THETA, _OMEGA, _GRADS)
         }
         is_brought = any(cut[_THETA]) or has(factors, _THETA, Distribution.MATERIALIZED)
-        ahead = (spec.prefetch or 0) if form is Form.FLAT else int(is_brought)
+        ahead = (units_ahead(spec, form) or 0) if form is Form.FLAT else int(is_brought)
         return cls(
             choice=choice,
             spec=spec,

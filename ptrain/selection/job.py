@@ -24,6 +24,7 @@ from ptrain.facts.parameters import facts
 from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.selection.where import Where
 from ptrain.spec.activations import Kept
+from ptrain.spec.extras import require_eager
 from ptrain.spec.keys import Offload, dials
 from ptrain.spec.leaf import nearest
 from ptrain.spec.load import load, written
@@ -229,7 +230,7 @@ def stand_in(shape: ModelShape) -> ModelShape:
         heads=heads,
         kv_heads=gcd(heads, shape.kv_heads) if is_gated else heads,
         ffn=step,
-        vocab=shape.vocab,
+        vocab=shape.vocab_rows,
         attention=shape.attention,
         tied=shape.tied,
         dropout=0.0 if is_gated else max(shape.dropouts),
@@ -397,6 +398,7 @@ def searched_job(
     else:
         job = _of_spec(source, words, where)
     base = job.base
+    require_eager(base, "select")
     if base.cluster is None:
         raise refused(
             "--cluster",

@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ptrain.algebra.legality import Located
+from ptrain.axes.data.form import form_of, units_ahead
 from ptrain.axes.data.rules import DATA
 from ptrain.cost import PLACED, Estimate, Spent, StepTime
 from ptrain.derivation.estimate import facts_from_shape, fullest_alone, step_seconds
@@ -33,6 +34,7 @@ from ptrain.spec.activations import FULL
 from ptrain.spec.dials import GradientSync
 from ptrain.spec.keys import dials
 from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing, strategy
 from ptrain.spec.placement import CUT, DATA_AXES, S_STAR, Axis, Mode, Placement, R, S
 from ptrain.spec.precision import LAYOUTS
@@ -79,8 +81,9 @@ def _activation_places(spec: Spec) -> list[str]:
 
 
 def faster_overrides(spec: Spec, step: StepTime, part: float) -> Iterator[Overrides]:
-    """Yield single dials that may save more than `part` of a step: less recomputation, and more
-    overlap, fewer collectives or a shorter bubble where these take long enough."""
+    """Yield single dials that may save more than `part` of a step: less recomputation, more
+    overlap, fewer collectives or a shorter bubble where these take long enough, and a padded
+    vocabulary."""
     written = [*(["recompute=none"] if "recompute" in spec.resolved else [])]
     if any(kept.policy is not None for kept in spec.activations.modes):
         selective = next(recompute_overrides(spec))
@@ -97,6 +100,8 @@ def faster_overrides(spec: Spec, step: StepTime, part: float) -> Iterator[Overri
             yield (f"batch.micro={micro}", f"batch.accumulate={number}")
     if step.spent(Spent.BUBBLE) > part * step.seconds:
         yield ("pipeline.schedule=zero-bubble",)
+    if isinstance(spec.model, ModelShape) and spec.model.vocab_rows % _TILE:
+        yield (f"model.vocab_multiple={_TILE}",)
 
 
 def loss_overrides(spec: Spec) -> Iterator[Overrides]:
@@ -136,7 +141,7 @@ def slices_overrides(spec: Spec) -> Iterator[Overrides]:
 def sharding_overrides(spec: Spec) -> Iterator[Overrides]:
     """Yield dials that keep less, and placements that shard more: over the ranks of `dp_shard`, of
     a node, and of all data axes."""
-    if spec.prefetch:
+    if units_ahead(spec, form_of(spec)):
         yield ("prefetch=0",)
     if spec.sync.reshard_after_forward is not True:
         yield ("sync.reshard_after_forward=true",)
@@ -243,6 +248,9 @@ def _says_activations(spec: Spec, axis: Axis) -> bool:
 
 
 _OFFERED = 3
+# GPUs multiply matrices at full speed if their columns are a multiple: NVIDIA's "Matrix
+# Multiplication Background User's Guide" recommends 128 bytes for 16-bit numbers.
+_TILE = 64
 _FASTER, _MENTIONED = 0.05, 2  # minimum speedup of a dial, and number of dials that are named
 
 _peak, _missing = attrgetter("fit.peak_bytes"), attrgetter("missing_bytes")

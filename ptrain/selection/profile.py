@@ -122,13 +122,15 @@ _MICRO_BATCHES = 2 * _RANKS
 _FEW, _MANY = 256, 512
 
 
-_STAGED, _ALL_FIRST = (
-    AxisChoice(
+def _in_stages(schedule: ScheduleName) -> AxisChoice:
+    """Return a pipeline of four stages, split by layers."""
+    return AxisChoice(
         factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=_STAGES),),
         changes=(("pipeline", PipelineSpec(schedule=schedule, split=SplitBy.LAYERS)),),
     )
-    for schedule in (ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE)
-)
+
+
+_STAGED, _ALL_FIRST = _in_stages(ScheduleName.ONE_F_ONE_B), _in_stages(ScheduleName.GPIPE)
 
 
 def activity_of(spec: Spec, kept: Kept) -> Activity | None:

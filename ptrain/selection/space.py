@@ -212,9 +212,10 @@ class Legality:
         if isinstance(model, ModelShape):
             vocab, ffn, width = (
                 -(-rows // _ROWS) * _ROWS
-                for rows in (model.vocab, model.ffn, model.width_of_expert)
+                for rows in (model.vocab_rows, model.ffn, model.width_of_expert)
             )
-            model = replace(model, vocab=vocab, ffn=ffn, expert_ffn=model.expert_ffn and width)
+            model = replace(model, vocab=vocab, vocab_multiple=1, ffn=ffn)
+            model = replace(model, expert_ffn=model.expert_ffn and width)
         return replace(self._roomy, model=model)
 
     def _tall(

@@ -17,7 +17,7 @@ from typing import Any
 
 from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.candidates import OVERLAPS, UNITS
-from ptrain.axes.data.form import form_of, joins_units
+from ptrain.axes.data.form import form_of, joins_units, units_ahead
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
@@ -155,7 +155,7 @@ QUANTITIES: dict[str, Quantity] = {
         of=lambda spec: _overlap(spec.overlap),
         words=tuple(_overlap(overlap) for overlap in OVERLAPS),
     ),
-    "prefetch": Quantity(part=Aspect.DATA, of=lambda spec: spec.prefetch or 0),
+    "prefetch": Quantity(part=Aspect.DATA, of=lambda spec: units_ahead(spec, form_of(spec)) or 0),
     "sync.gradients": Quantity(
         part=Aspect.DATA, of=lambda spec: str(spec.sync.gradients), words=tuple(GradientSync)
     ),

@@ -45,6 +45,7 @@ from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
 from ptrain.simulation.living import LivingMeter, named
 from ptrain.simulation.replay import StepRecord, replayed
+from ptrain.spec.extras import require_eager
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
@@ -264,6 +265,7 @@ def simulate(
         PtrainError: If this version of torch is not supported, or the program cannot be built.
     """
     require_ranks(spec, [str(rank)])
+    require_eager(spec, "simulate")
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
     # A histogram states the loads of each layer, so its blocks are not equal.
@@ -463,8 +465,8 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
 def _vocabulary_size(spec: Spec) -> int | None:
     """Return the size of the vocabulary; None for a model that only its code describes."""
     match spec.model:
-        case ModelShape(vocab=vocab):
-            return vocab
+        case ModelShape(vocab_rows=rows):
+            return rows
         case HuggingFaceModel(config=config):
             size = config.get("vocab_size")
             return size if isinstance(size, int) else None

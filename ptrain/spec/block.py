@@ -288,6 +288,16 @@ class BlockOptions(ExpertOptions):
             aka=("tie_word_embeddings",),
         ),
     ] = False
+    vocab_multiple: Annotated[
+        int,
+        Whole(
+            "Pad the embedding and the output head with zero rows to a multiple of this number. "
+            "Padding is never predicted, has no gradient, and is not exported. Default: 1.",
+            1,
+            2**16,
+            aka=("pad_to_multiple_of", "make_vocab_size_divisible_by"),
+        ),
+    ] = 1
     norm: Annotated[
         Norm,
         Choice(

@@ -96,6 +96,16 @@ class SyncPolicy:
         return self.reshard_after_forward
 
 
+class Compiled(MeantWord):
+    """What torch.compile makes a program of."""
+
+    NONE = "none", "nothing: operators run one by one"
+    BLOCK = (
+        "block",
+        "the forward pass of each block, recomputation included; hooks of the wrapper run outside",
+    )
+
+
 class ReduceScatterVia(Word):
     """`native`: the backend's own (on gloo an all-reduce; between two ranks an exchange of halves);
     `all_to_all`: an exchange and a local sum, a true reduce-scatter between any ranks on gloo."""

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from ptrain.cost import PLACED
 from ptrain.errors import SpecError, refused
+from ptrain.spec.dials import Compiled
 from ptrain.spec.function import UserFunction
 from ptrain.spec.model import HuggingFaceModel, ModelSpec
 from ptrain.spec.placement import Tier
@@ -27,6 +28,16 @@ def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
             function.place,
             f"the code of {function.target} is not imported",
             "Add `--allow-import`; in Python, pass `allow_import=True`.",
+        )
+
+
+def require_eager(spec: Spec, command: str) -> None:
+    """Raises SpecError where blocks are compiled, which `command` knows nothing of."""
+    if spec.compile is not Compiled.NONE:
+        raise refused(
+            "compile",
+            f"not supported yet: ptrain {command} with compile={spec.compile}",
+            "Use `compile=none`; `ptrain predict` derives compiled blocks.",
         )
 
 

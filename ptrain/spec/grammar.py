@@ -23,7 +23,6 @@ from ptrain.spec.leaf import (
     ModeText,
     Section,
     Text,
-    Truth,
     Whole,
     declared,
     meanings,
@@ -252,6 +251,3 @@ class SpecRaw(Keys, _Head):
     reshard: Annotated[
         bool | int | str | None, replace(RESHARD, about="Alias of `sync.reshard_after_forward`.")
     ] = None
-    compile: Annotated[bool, Truth("Compile the blocks with torch.compile.", executed=(False,))] = (
-        False
-    )

@@ -12,6 +12,7 @@ from ptrain.spec.context import ContextSpec
 from ptrain.spec.dials import (
     STOCK_BUCKET_BYTES,
     WHOLE_BUCKET,
+    Compiled,
     GatherAfterUpdate,
     Overlap,
     ReduceScatterVia,
@@ -239,6 +240,12 @@ def _via(written: str | bool) -> ReduceScatterVia:
     return ReduceScatterVia.NATIVE if written == "stock" else ReduceScatterVia(written)
 
 
+def _compiled(written: str | bool) -> Compiled:
+    if isinstance(written, bool):
+        return Compiled.BLOCK if written else Compiled.NONE
+    return Compiled(written)
+
+
 def _on_data_axes(mode: object, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mode of frozen parameters on every data axis of the mesh; dp_shard stands for
     none."""
@@ -333,6 +340,18 @@ class Keys:
     deterministic: Annotated[
         bool, Truth("Use only deterministic algorithms.", aka=("use_deterministic_algorithms",))
     ] = False
+    compile: Annotated[
+        Compiled,
+        Either(
+            "What torch.compile makes a program of.",
+            "none or block",
+            (
+                Choice("", words_of(Compiled)),
+                Truth("true: block"),
+            ),
+            read=_compiled,
+        ),
+    ] = Compiled.NONE
 
     reduce_scatter: Annotated[
         ReduceScatterVia,
@@ -420,8 +439,9 @@ class Keys:
     prefetch: Annotated[
         int | None,
         Whole(
-            "Number of units that are gathered ahead of their use. Default: 0; for fully_shard,"
-            " torch's own prefetching (the next unit in backward).",
+            "Number of units that are gathered ahead of their use. Default: 1 for flat units, but 0"
+            " in a pipeline or without overlap; for fully_shard, torch's own prefetching (the next"
+            " unit in backward).",
             0,
             10_000,
             null=True,

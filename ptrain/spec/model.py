@@ -170,6 +170,16 @@ class ModelShape(BlockOptions):
     def vocabulary(self) -> Vocabulary:
         return self.vocab, "model.vocab"
 
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding, and of the output head: those of tokens, and the padding."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def vocab_padding(self) -> int:
+        """Rows of the embedding, and of the output head, that belong to no token."""
+        return self.vocab_rows - self.vocab
+
     def without_dropout(self) -> "ModelShape":
         """Return the shape that drops nothing out."""
         return replace(
@@ -199,7 +209,7 @@ def _has_operators_of(shape: ModelShape, family: Family) -> bool:
 _FIXED = tuple(
     (option.name, option.default)
     for option in fields(BlockOptions)
-    if option.name not in (*OF_VALUES, "tied", "activation", "own_head_dim")
+    if option.name not in (*OF_VALUES, "tied", "activation", "own_head_dim", "vocab_multiple")
     and not option.name.endswith("dropout")
 )
 

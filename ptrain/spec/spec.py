@@ -17,7 +17,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.function import UserFunction
 from ptrain.spec.keys import Keys
-from ptrain.spec.model import ExternalModel, ModelSpec
+from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec
 from ptrain.spec.placement import (
     EXPERT_AXES,
     REDUCED_AXES,
@@ -120,6 +120,11 @@ class Spec(Keys, Worded):
     def unit_size(self) -> UnitSize:
         """Return what is wrapped together: where nothing is said, a block."""
         return self.unit or UnitSize()
+
+    @property
+    def vocab_padding(self) -> int:
+        """Logits per token that belong to no token: the last ones."""
+        return self.model.vocab_padding if isinstance(self.model, ModelShape) else 0
 
     @property
     def log_every(self) -> int:

@@ -250,19 +250,29 @@ class Keep(PlanStep):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compile(PlanStep):
+    """The forward pass of each of `blocks` (names of modules) is one program of torch.compile, with
+    what recomputation repeats in it. Hooks of wraps, which come later, stay outside."""
+
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLoss(PlanStep):
     """Logits and loss of `tokens` tokens at a time, so that all logits are never there at once:
-    computed again in backward, or (`fused`) by torch's linear_cross_entropy."""
+    computed again in backward, or (`fused`) by torch's linear_cross_entropy. The last `padding`
+    logits are of no token."""
 
     tokens: int
     fused: bool = False
+    padding: int = 0
 
 
 def chunked_loss(spec: Spec) -> ChunkedLoss | None:
     """None where the logits are whole."""
     if spec.loss.chunk is None:
         return None
-    return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused)
+    return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused, padding=spec.vocab_padding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +325,10 @@ class Update(PlanStep):
 
 
 Cut = Pipeline | Parallelize | ContextParallel | ExpertParallel
-Step = CreateMesh | Cut | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update | BalanceExperts
+OfBlocks = Keep | Compile
+Step = (
+    CreateMesh | Cut | OfBlocks | Wrap | ChunkedLoss | Accumulate | Clip | Update | BalanceExperts
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -343,6 +356,7 @@ class Plan(PlanAxes, Worded):
     experts: ExpertParallel | None = field(init=False, compare=False)
     pipeline: Pipeline | None = field(init=False, compare=False)
     keep: Keep | None = field(init=False, compare=False)
+    compiled: Compile | None = field(init=False, compare=False)
     loss: ChunkedLoss | None = field(init=False, compare=False)
     balance: BalanceExperts | None = field(init=False, compare=False)
 
@@ -390,6 +404,7 @@ _NAMES: dict[type[PlanStep], str] = {
     ContextParallel: "context",
     ExpertParallel: "experts",
     Keep: "keep",
+    Compile: "compiled",
     **dict.fromkeys((LocalGradients, Replicate, FullyShard, FlatUnits), "wrap"),
     ChunkedLoss: "loss",
     Accumulate: "accumulate",

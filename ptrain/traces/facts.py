@@ -22,14 +22,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ptrain.activations.run.apply import keep_traced
-from ptrain.derivation.estimate import facts_from_shape
+from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
+from ptrain.internals.compiled import silent_programs
 from ptrain.internals.fakes import READ
 from ptrain.interpreter.construction import stages_of_module
 from ptrain.interpreter.look import why_built_whole
 from ptrain.models.attention import is_trainable
 from ptrain.models.boundary import CodeRaised
+from ptrain.models.compiled import compile_blocks
 from ptrain.models.contract import (
     forward_of,
     forward_once,
@@ -54,8 +56,9 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import LossInside, SampleBatch, objective_of, sample_batch
 from ptrain.models.trace import BOUNDS, Extent, Selected
 from ptrain.models.watch import watching
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import lower, own_facts
 from ptrain.rooms.world import fake_tensors
+from ptrain.spec.dials import Compiled
 from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.placement import CUTTING_AXES, Axis
@@ -64,7 +67,7 @@ from ptrain.steps.step import chunked_loss
 from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
-from ptrain.traces.record import record
+from ptrain.traces.record import record, run_unrecorded
 from ptrain.traces.stage_parts import (
     hidden_bytes,
     stage_formulas,
@@ -285,6 +288,9 @@ def read_facts(
     if model is not None:
         return _facts_of_given(model, spec)
     require_leave(spec, allow_import=allow_import)
+    is_compiled = spec.compile is not Compiled.NONE
+    if is_compiled and spec.may_be_on_cuda and torch.cuda.is_available():
+        return replace(own_facts(spec), untraced=PROGRAMS_OF_GPUS)
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     fake = fake_model(spec, allow_import=allow_import)
     facts = _read_own(reader, fake, runs_fakes=runs_fakes, progress=progress)
@@ -428,7 +434,9 @@ class _Reader:
 
     @contextmanager
     def _running(self) -> Iterator[UnknownKernels]:
-        with self.around(), kernels_for(self.spec) as unknown:
+        is_plain = self.spec.compile is Compiled.NONE
+        silent = nullcontext() if is_plain else silent_programs()
+        with self.around(), kernels_for(self.spec) as unknown, silent:
             yield unknown
 
 
@@ -445,8 +453,12 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     ran = EqualLayers.of(spec, known.blocks)
     units = running_units(known.unit_modules, known.blocks, ran.ran)
     samples = sample_batch(spec)
-    if not spec.is_cut_over((*CUTTING_AXES, Axis.PP)):
-        keep_traced(model, lower(spec, known).keep)
+    plan = lower(spec, known)
+    is_whole = not spec.is_cut_over((*CUTTING_AXES, Axis.PP))
+    if is_whole:
+        keep_traced(model, plan.keep, is_compiled=plan.compiled is not None)
+    if is_whole and plan.compiled is not None:
+        compile_blocks(model, plan.compiled.blocks)
     with (
         torch.random.fork_rng(devices=[]),
         only(model, known.blocks, ran.ran),
@@ -457,6 +469,8 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
             run = partial(record, model, units, lambda: loss(samples) / samples.rows)
             return TracedLayers(run(*samples.tensors, extent=extent), ran, units)
 
+        if is_whole and plan.compiled is not None:  # a program is made where it runs first
+            run_unrecorded(model, units, lambda: loss(samples) / samples.rows)
         before = torch.get_rng_state()
         with stops_of(model) as stops:
             layers = traced(samples)
@@ -483,14 +497,14 @@ class _Loss:
     def __call__(self, samples: SampleBatch) -> Tensor:
         logits_BTV = logits_of(self.model, samples.inputs, self.spec)
         self.vocabulary = logits_BTV.shape[-1]
-        return token_loss_sum(logits_BTV, samples.targets)
+        return token_loss_sum(logits_BTV, samples.targets, self.spec.vocab_padding)
 
 
 class _UserLoss(_Loss):
     """A micro-batch's loss by a function of the user's."""
 
     def __call__(self, samples: SampleBatch) -> Tensor:
-        return loss_of(self.model, samples, objective_of(self.spec.loss), self.spec)
+        return loss_of(self.model, samples, objective_of(self.spec), self.spec)
 
 
 class _ChunkedLoss(_Loss):

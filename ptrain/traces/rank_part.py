@@ -34,6 +34,7 @@ from ptrain.derivation.layers import BlockKind, Places, alike, instantiate, plac
 from ptrain.facts.model import Attending, RowsSize, RowsTimeline, StorageEvents, WorkByKind
 from ptrain.facts.stages import Chain, Stage, is_within
 from ptrain.interpreter.loss import Loss
+from ptrain.models.compiled import compile_blocks
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
 from ptrain.models.trace import Event, Extent, Recording, sent_again, to_timeline
 from ptrain.models.units import ROOT
@@ -42,7 +43,7 @@ from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import ChunkedLoss, ContextParallel, Keep, Parallelize
+from ptrain.steps.step import ChunkedLoss, Compile, ContextParallel, Keep, Parallelize
 from ptrain.timeline import Boundary, Complete, Item, Mark, Timeline
 from ptrain.traces.layer_works import work_of
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
@@ -345,6 +346,7 @@ class RankPart:
     experts: Callable[[nn.Module], None] | None = None
     slices: int = 1
     keep: Keep | None = None
+    compiled: Compile | None = None
     loss: ChunkedLoss | None = None
     head: str = ROOT
     spec: Spec | None = None  # whose samples and loss they are, where these are not ours
@@ -436,7 +438,7 @@ class RankPart:
         """What happens when torch has learnt what each operator is cut to: it computes that on
         tensors, the first time. `learn` runs the same operators, within `few` as many layers as it
         takes."""
-        if (self.mesh or self.experts) and not self.has_learnt:
+        if (self.mesh or self.experts or self.compiled) and not self.has_learnt:
             with few():
                 learn()
         return run()
@@ -450,9 +452,11 @@ class RankPart:
             self.context.apply(module)
         if self.experts is not None:
             self.experts(module)
-        keep_traced(module, self.keep)
+        keep_traced(module, self.keep, is_compiled=self.compiled is not None)
+        if self.compiled is not None:
+            compile_blocks(module, self.compiled.blocks)
         is_inside = has_loss and self.loss is not None
-        objective = objective_of(self.spec.loss) if self.spec else None
+        objective = objective_of(self.spec) if self.spec else None
         inside = loss_inside(self.loss, self.tensor) if is_inside and self.loss else None
         loss = Loss(objective, inside)
         loss.attach(module, self.head)

@@ -184,6 +184,7 @@ def rank_part(
         else None,
         slices=plan.boundary_slices,
         keep=plan.keep,
+        compiled=plan.compiled,
         loss=plan.loss,
         head=head_of(module, spec) if plan.loss else ROOT,
         spec=spec,

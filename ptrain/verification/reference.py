@@ -208,7 +208,7 @@ class ReferenceTraining:
         self.module = _module(spec)
         self.updater = Updater(self.module, spec)
         self.source = corpus(spec.data)
-        self.objective = objective_of(spec.loss)
+        self.objective = objective_of(spec)
         self.sample_offset = 0  # as a program's
 
     @property

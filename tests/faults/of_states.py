@@ -153,7 +153,7 @@ FAULTS = (
         plant=stale_parameters,
         subjects=(Subject.PARAMETERS,),
         axis="dp_replicate",
-        factor="stale",
+        factor="differs after",
     ),
     Fault(
         name="stale shard after an update",
@@ -161,7 +161,7 @@ FAULTS = (
         plant=stale_shard,
         subjects=(Subject.PARAMETERS,),
         axis="dp_shard",
-        factor="stale",
+        factor="differs after",
         place=ONE_TENSOR,
     ),
     Fault(
@@ -176,7 +176,7 @@ FAULTS = (
         setting=ZERO16,
         plant=stale_copies,
         subjects=(Subject.PARAMETERS,),
-        factor="stale",
+        factor="differs after",
     ),
     *(
         Fault(
@@ -202,14 +202,14 @@ FAULTS = (
         setting=ZERO3,
         plant=flipped(-4),
         subjects=(Subject.PARAMETERS,),
-        factor="written after",
+        factor="differs after",
     ),
     Fault(
         name="a flipped bit in sharded optimizer state: exponent",
         setting=ZERO3,
         plant=flipped(-4, optimizer=True),
         subjects=(Subject.OPTIMIZER,),
-        factor="written after",
+        factor="differs after",
     ),
     Fault(
         name="a flipped bit in sharded parameters: lowest bit, bf16",

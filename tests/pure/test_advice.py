@@ -45,7 +45,7 @@ def require_true(variant: Variant, name: str, *words: str) -> None:
 def test_recomputation_is_the_first_advice_for_a_model_that_is_a_little_too_large():
     first, *_ = variants = advice_for("zero3", *LLAMA_8B).variants
     assert first.overrides[0] == "activations=M" and first.kinds == (ChangeKind.RECOMPUTE,)
-    assert [*variants[-1].kinds] == [ChangeKind.OFFLOAD] and len(variants) == 3
+    assert [*variants[-1].kinds] == [ChangeKind.LAYOUT] and len(variants) == 3
     for variant in variants:
         time = "unknown" if variant.seconds is None else format_seconds(variant.seconds)
         assert variant.fit.fits and (variant.seconds or ChangeKind.OFFLOAD in variant.kinds)
@@ -176,3 +176,11 @@ def test_no_change_adds_an_override_that_is_not_needed():
 def test_no_change_is_advised_if_the_reserve_is_all_the_memory(ptrain):
     said = ptrain("predict", "8b-zero3", "cluster.reserve=90GiB")
     assert "Does not fit" in said and "closest" not in said
+
+
+def test_a_vocabulary_that_is_not_aligned_is_advised_to_be_padded(ptrain):
+    job = ["--cluster", "h100-8", "--devices", "8", "batch.micro=32", "batch.sequence=1024"]
+    words = ["gpt2-124m", *job, "batch.global=512"]
+    advised = "model.vocab_multiple=64"
+    assert f"{advised} would be " in ptrain("predict", *words)
+    assert f"{advised} would be " not in ptrain("predict", *words, advised)

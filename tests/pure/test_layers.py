@@ -77,6 +77,7 @@ LAZY = {
     "ptrain.cli.arguments",
     "ptrain.cli.predict",
     "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
+    "ptrain.internals.compiled",  # inductor, which starts worker processes when imported
     "ptrain.derivation.archive",
     "ptrain.spec.resolve_sections",
     "ptrain.spec.pipeline",  # csv, for schedules in files

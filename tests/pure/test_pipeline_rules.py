@@ -13,11 +13,12 @@ from ptrain.axes.pipeline.catalogue import pipeline_of, takes_any_stages
 from ptrain.axes.pipeline.rules import PIPELINE
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
+from ptrain.plan.lower import lower
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import MODES, Placement
-from ptrain.steps.wraps import Form
+from ptrain.steps.wraps import FlatUnits, Form
 from tests.pure.piped import FULLY, SHAPE, spec
 from tests.pure.pipelines import VEES
 
@@ -343,7 +344,10 @@ def test_flat_units_that_are_gathered_ahead_wait():
     tuples = {"pp": "S,S,S,R", "dp_shard": "S*,O,S,R"}
     ahead = spec({"pp": 2, "dp_shard": 2}, placement=tuples, prefetch=1)
     assert [fault.place for fault in executed(ahead)] == ["prefetch"]
-    assert not executed(spec({"pp": 2, "dp_shard": 2}, placement=tuples))
+    by_default = spec({"pp": 2, "dp_shard": 2}, placement=tuples)
+    assert not executed(by_default)
+    wrap = lower(by_default).wrap
+    assert isinstance(wrap, FlatUnits) and not wrap.prefetch
     assert not executed(spec({"pp": 2, "dp_shard": 2}, prefetch=1))  # FSDP2's own
 
 

@@ -30,8 +30,8 @@ def exact(axis: str, modes: str, precision: dict[str, str], **changes: Any) -> E
 @pytest.mark.parametrize(
     ("axis", "modes", "size"),
     [
-        ("", "", 78636),
-        ("dp_replicate", "R,R,R,R", 87868),
+        ("", "", 74156),
+        ("dp_replicate", "R,R,R,R", 81724),
         ("dp_shard", "S*,S,S,R", 52748),
         ("dp_shard", "R,S,S,R", 53976),
     ],

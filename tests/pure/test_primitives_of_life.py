@@ -66,7 +66,9 @@ def test_zero_2_reduces_what_each_unit_gave_and_gathers_in_place():
 
 @followed
 def test_what_is_on_the_host_comes_in_the_dtype_of_use_and_is_updated_there():
-    forward, backward, reduction, update = asked(on_two(tuple_of("O,O,S"), layout=ZERO16))
+    forward, backward, reduction, update = asked(
+        on_two(tuple_of("O,O,S"), layout=ZERO16), prefetch=0
+    )
     brought = ["18 on device as parameters", "gather awaited"]
     assert forward == 2 * brought
     assert backward == [
@@ -92,7 +94,7 @@ def test_what_is_on_the_host_comes_in_the_dtype_of_use_and_is_updated_there():
 @followed
 def test_files_are_read_added_to_and_written_by_way_of_the_host():
     spec = on_two(tuple_of("S*@file,S@file,S@file"), accumulate=2)
-    first, backward, second, later, reduction, update = asked(spec)
+    first, backward, second, later, reduction, update = asked(spec, prefetch=0)
     brought = ["36 on host as parameters", "36 on device as parameters", "gather awaited"]
     # the unit that follows in this direction is announced
     assert first == second == [*brought, "ahead 36 on file", *brought]
@@ -193,7 +195,8 @@ def test_halves_of_a_pass_open_units_and_reduce_all_of_them_after_the_second():
 def test_every_optimizer_gets_the_learning_rate_and_the_scale(placement, monkeypatch):
     seen = []
     monkeypatch.setattr(GhostFused, "step", lambda rule, lr, scalars: seen.append((lr, scalars)))
-    _, flat = opened(on_two(tuple_of(placement), layout=ZERO16), consumed=False)
+    spec = replace(on_two(tuple_of(placement), layout=ZERO16), prefetch=0)
+    _, flat = opened(spec, consumed=False)
     for unit in flat.units.all:
         unit.before_backward()
     flat.end()
@@ -245,6 +248,23 @@ def test_without_prefetch_and_overlap_everything_is_awaited():
     for modes in ("S*,R,S", "R,S,S", "R,S,R", "S*@host,S*,R"):
         for calls in calls_of(replace(on_two(tuple_of(modes)), overlap=Overlap.NONE)):
             assert all(call.endswith("awaited") for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("modes", "dials", "ahead"),
+    [
+        ("S*,R,S", {}, 1),
+        ("O,O,S", {}, 1),
+        ("R,S,S", {}, 0),
+        ("S*,R,S", {"overlap": Overlap.NONE}, 0),
+        ("S*,R,S", {"prefetch": 0}, 0),
+        ("S*,R,S", {"prefetch": 3}, 3),
+    ],
+)
+def test_the_next_unit_comes_ahead_where_the_spec_does_not_say(modes, dials, ahead):
+    wrap = lower(replace(on_two(tuple_of(modes)), **dials), FACTS).wrap
+    assert isinstance(wrap, FlatUnits)
+    assert wrap.prefetch == ahead
 
 
 @followed

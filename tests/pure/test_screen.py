@@ -68,8 +68,8 @@ def test_no_line_is_wider_than_the_screen_and_the_last_is_a_command(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (("8b-zero3",), "Fits: 39.49 GiB of 74.12 GiB per GPU · 4.01 s/step · 65.4k tokens/s"),
-        (("8b-ddp",), "Does not fit by 17.72 GiB: 91.85 GiB of 74.12 GiB per GPU"),
+        (("8b-zero3",), "Fits: 38.52 GiB of 74.12 GiB per GPU · 4.00 s/step · 65.5k tokens/s"),
+        (("8b-ddp",), "Does not fit by 14.79 GiB: 88.91 GiB of 74.12 GiB per GPU"),
         (("zero3",), "Fits: 19.46 MiB of 11.71 GiB per rank"),
         (("70b-3d",), "Fits: 64.81 GiB of 74.12 GiB per GPU"),
     ],

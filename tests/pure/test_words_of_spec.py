@@ -200,13 +200,11 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         tensor={"asynchronous": True},
         expert={"a": 1},
         attention="flash",
-        compile=True,
     )
     assert {place: fault.remedy for place, fault in found.items()} == {
         "tensor.asynchronous": "Supported: asynchronous=false.",
         "expert": "Remove `expert`.",
         "attention": "Supported: attention=sdpa or eager or flex or math.",
-        "compile": "Supported: compile=false.",
     }
     plain = {place: fault.finding.partition(" is reserved")
              for place, fault in found.items()}  # fmt: skip
@@ -214,7 +212,6 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         "tensor.asynchronous": "not supported yet: asynchronous true",
         "expert": "not supported yet: expert",
         "attention": "not supported yet: attention flash",
-        "compile": "not supported yet: compile true",
     }
     why = {place: reason for place, (_, _, reason) in plain.items() if reason}
     assert list(why) == ["tensor.asynchronous", "attention"]

@@ -124,3 +124,13 @@ def peaks_of(recording: Recording) -> list[int]:
             highest = max(highest, now)
         peaks.append(highest)
     return peaks
+
+
+def test_padding_has_no_part_in_the_loss_and_no_gradient() -> None:
+    logits, targets = drawn(torch.float64)
+    padded = torch.cat([logits.detach(), torch.full_like(logits, 9.0)[..., :3]], -1)
+    padded.requires_grad_()
+    loss, expected = token_loss_sum(padded, targets, 3), token_loss_sum(logits, targets)
+    assert torch.equal(loss, expected)
+    (gradient,), (other,) = torch.autograd.grad(loss, padded), torch.autograd.grad(expected, logits)
+    assert not gradient[..., -3:].any() and torch.equal(gradient[..., :-3], other)

@@ -82,6 +82,24 @@ def test_a_published_folder_is_read_and_exported_as_it_was(case: str, tmp_path: 
     assert torch.equal(logits(tmp_path / "out"), expected)
 
 
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_padding_of_the_vocabulary_is_neither_read_nor_exported(case: str, tmp_path: Path) -> None:
+    folder = saved(case, tmp_path / "in")
+    spec = spec_of(folder, beside=", vocab_multiple: 64")
+    module = build(spec.model, sequence=SEQUENCE)
+    initialize(module, seed=0)
+    rows = module.embed.weight
+    assert len(rows) == 320 and not rows[259:].any()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            module(tokens())[..., :259], logits(folder), rtol=1e-5, atol=1e-5
+        )
+    run = run_of(folder, tmp_path / "run", beside=", vocab_multiple: 64")
+    export(run, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 259
+    assert torch.equal(logits(tmp_path / "out"), logits(folder))
+
+
 def test_files_of_an_index_are_read_and_written(tmp_path: Path, monkeypatch: Any) -> None:
     folder = saved("qwen3_moe", tmp_path / "in", max_shard_size="40KB")
     assert len([*folder.glob("*.safetensors")]) > 2

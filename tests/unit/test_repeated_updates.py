@@ -262,7 +262,7 @@ def test_state_that_is_written_after_the_step_is_told_from_state_before_it() -> 
 
     verdict = ptrain.verify(job(copy.deepcopy(net), False), job(net, True), rows(1))
     assert verdict.root_cause is not None
-    assert verdict.root_cause.factor == "written after the update"
+    assert verdict.root_cause.factor == "differs after the update"
     assert verdict.root_cause.certainty is Certainty.PROVEN
 
 

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as checkpoint_function
 
 from ptrain.cost import State
 from ptrain.errors import refused
@@ -78,14 +80,24 @@ _NAMES = {
 }
 
 
-def recompute(module: nn.Module, policy: Policy, *, draws: bool) -> None:
+def recompute(module: nn.Module, policy: Policy, *, draws: bool, is_compiled: bool = False) -> None:
     """Make `module`'s forward pass run again in backward, until all that was not kept is there.
-    With `draws` it may draw random numbers, which are then the same."""
+    With `draws` it may draw random numbers, which are then the same. `is_compiled`: the compiler
+    is to plan it, which reads the function, and no hooks of a composable checkpoint."""
     options: dict[str, Any] = {"preserve_rng_state": draws}
     if policy.keep:
-        kept = list(dict.fromkeys(operator for kind in policy.keep for operator in operators(kind)))
-        options["context_fn"] = partial(_contexts, frozenset(kept))
-    checkpoint(module, **options)
+        options["context_fn"] = _contexts_of(policy.keep)
+    if is_compiled:
+        options["use_reentrant"] = False
+        module.forward = partial(checkpoint_function, module.forward, **options)
+    else:
+        checkpoint(module, **options)
+
+
+@cache
+def _contexts_of(kinds: tuple[Operators, ...]) -> Any:
+    """One for all modules: a compiled program is of this very object."""
+    return partial(_contexts, frozenset(chain.from_iterable(map(operators, kinds))))
 
 
 def _contexts(kept: frozenset[Any]) -> Any:
@@ -420,9 +432,10 @@ class _Streams:
 _CORE = "attention.core"  # of a block of the built-in families
 
 
-def keep(module: nn.Module, step: Keep, tiers: Tiers) -> None:
-    """`module` is a model, or a stage's part of one, which has some of the blocks. Raises SpecError
-    where the attention alone is to be computed again and is no module."""
+def keep(module: nn.Module, step: Keep, tiers: Tiers, *, is_compiled: bool = False) -> None:
+    """`module` is a model, or a stage's part of one, which has some of the blocks. `is_compiled`:
+    their forward passes are going to be. Raises SpecError where the attention alone is to be
+    computed again and is no module."""
     known = dict(module.named_modules())
     offload: OffloadHooks | None = None
     for name, kept in step.blocks:
@@ -433,13 +446,15 @@ def keep(module: nn.Module, step: Keep, tiers: Tiers) -> None:
             offload = offload or OffloadHooks(module, tiers)
             offload.around(inner, kept.tier)  # first, so that it is around a checkpoint's inputs
         if kept.policy is not None:
-            recompute(inner, kept.policy, draws=_draws(module, known[name]))
+            draws = _draws(module, known[name])
+            recompute(inner, kept.policy, draws=draws, is_compiled=is_compiled)
 
 
-def keep_traced(module: nn.Module, step: Keep | None) -> None:
+def keep_traced(module: nn.Module, step: Keep | None, *, is_compiled: bool = False) -> None:
     """The same where nothing but sizes counts: on a processor, and no file is made."""
     if step is not None:
-        keep(module, step, _WithoutFiles(torch.device("cpu"), Registry()))
+        tiers = _WithoutFiles(torch.device("cpu"), Registry())
+        keep(module, step, tiers, is_compiled=is_compiled)
 
 
 class _WithoutFiles(Tiers):

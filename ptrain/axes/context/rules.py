@@ -19,6 +19,7 @@ from ptrain.errors import Fault
 from ptrain.spec.batch import PADDED, token_multiple
 from ptrain.spec.block import Positions
 from ptrain.spec.context import ContextAttention, Hybrid
+from ptrain.spec.dials import Compiled
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
@@ -343,6 +344,30 @@ def _stretches(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _compiled(spec: Spec) -> Iterator[Fault]:
+    factor, attention = factor_of(spec), attention_of(spec)
+    if factor is None or spec.compile is Compiled.NONE:
+        return
+    if degrees(attention, factor.degree)[1] > 1:
+        yield Fault(
+            place="context.attention",
+            finding=(
+                f"not supported yet with compile=block: {attention}, whose passes along the ring "
+                "torch.compile does not read"
+            ),
+            remedy="Use `context.attention=ulysses`, or use `compile=none`.",
+        )
+    elif isinstance(spec.model, ModelShape) and spec.model.drops:
+        yield Fault(
+            place="model.dropout",
+            finding=(
+                "not supported yet with compile=block: dropout over cp, whose masks are sliced "
+                "by hooks within a block"
+            ),
+            remedy="Use `model.dropout=0`, or use `compile=none`.",
+        )
+
+
 def _own_kernels(spec: Spec) -> Iterator[Fault]:
     """What else attention of a model that is not built in must be, the model itself shows."""
     model = spec.model
@@ -402,5 +427,6 @@ CONTEXT = AxisRules(
         SpecRule(name="flash attention accepts no mask", theorem="", faults=_documents),
         SpecRule(name="keys and values have equal dimensions", theorem="", faults=_latents),
         SpecRule(name="ranks have equal numbers of chunks", theorem="", faults=_stretches),
+        SpecRule(name="attention is part of a program", theorem="", faults=_compiled),
     ),
 )

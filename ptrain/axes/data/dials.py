@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from ptrain.axes.data.form import (
+    comes_by_unit,
     data_factors,
     form_of,
     frozen_factors,
@@ -81,7 +82,7 @@ def _prefetch_faults(spec: Spec) -> Iterator[Fault]:
     """Reject `prefetch` without all-gathers or without overlap."""
     if not data_factors(spec) or not spec.prefetch:
         return
-    if not _brings_units(spec):
+    if not comes_by_unit(spec):
         yield Fault(
             place="prefetch",
             finding="has no effect: parameters are R on the device and are never all-gathered",
@@ -93,13 +94,6 @@ def _prefetch_faults(spec: Spec) -> Iterator[Fault]:
             finding="prefetch needs overlap, but overlap is none",
             remedy="Remove one of the two.",
         )
-
-
-def _brings_units(spec: Spec) -> bool:
-    """Return True if parameters are all-gathered, cast or loaded by unit for their use."""
-    factors = (*data_factors(spec), *frozen_factors(spec))
-    brought = has(factors, State.PARAMETERS, *CUT, Distribution.MATERIALIZED)
-    return brought or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE
 
 
 def _gather_after_update(spec: Spec) -> Iterator[Fault]:
@@ -241,7 +235,7 @@ def _unit_faults(spec: Spec) -> Iterator[Fault]:
 
 def _freeing_faults(spec: Spec) -> Iterator[Fault]:
     """Reject options for freeing units that are never all-gathered."""
-    if not data_factors(spec) or _brings_units(spec):
+    if not data_factors(spec) or comes_by_unit(spec):
         return
     kept = {
         "sync.reshard_after_forward": spec.sync.reshard_after_forward,
@@ -262,7 +256,7 @@ def _freeing_faults(spec: Spec) -> Iterator[Fault]:
 def _reshard_faults(spec: Spec) -> Iterator[Fault]:
     """Reject smaller shards without fully_shard, or of a size that does not divide the ranks."""
     shards, factors = spec.sync.reshard_after_forward, data_factors(spec)
-    if isinstance(shards, bool | Reshard) or not factors or not _brings_units(spec):
+    if isinstance(shards, bool | Reshard) or not factors or not comes_by_unit(spec):
         return
     place = "sync.reshard_after_forward"
     if form_of(spec) not in BY_TENSOR:

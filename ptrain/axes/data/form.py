@@ -80,6 +80,23 @@ def when_gathered(spec: Spec) -> GatherAfterUpdate:
     return GatherAfterUpdate.DURING_UPDATE
 
 
+def units_ahead(spec: Spec, form: Form) -> int | None:
+    """Return how many units are gathered ahead of their use; None for what torch's part does by
+    itself. Where the spec does not say, flat units that come by unit bring the next one beside what
+    is computed; but in a pipeline, whose passes they do not outlive."""
+    if spec.prefetch is not None or form is not Form.FLAT:
+        return spec.prefetch
+    is_alone = spec.overlap is Overlap.NONE or spec.degree(Axis.PP) > 1
+    return int(comes_by_unit(spec) and not is_alone)
+
+
+def comes_by_unit(spec: Spec) -> bool:
+    """Whether parameters are brought to the device, or made, by unit for their use."""
+    factors = (*data_factors(spec), *frozen_factors(spec))
+    brought = has(factors, State.PARAMETERS, *CUT, Distribution.MATERIALIZED)
+    return brought or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE
+
+
 def _is_gathered_in_place(factors: tuple[Factor, ...]) -> bool:
     """Return True if updated shards are in the device's parameters, in the order of their group."""
     theta, omega, gradients = (_axes_with(factors, state, *CUT) for state in MODEL_STATES)

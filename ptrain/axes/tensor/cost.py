@@ -158,8 +158,8 @@ class Cut:
             "head_dim": shape.head_dim,
             "pairs": shape.head_dim // 2,
             "ffn": shape.ffn // degree,
-            "vocab": self.slice_of(shape.vocab),
-            "vocab_all": shape.vocab,
+            "vocab": self.slice_of(shape.vocab_rows),
+            "vocab_all": shape.vocab_rows,
         }
 
 

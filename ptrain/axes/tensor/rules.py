@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import gcd, prod
+from math import gcd, lcm, prod
 
 from ptrain.axes.data.form import data_factors, form_of
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
@@ -102,10 +102,18 @@ def _other_width(name: str, width: int, degree: int) -> str:
     return f", or `model.{name}={f'` or `model.{name}='.join(map(str, near))}`"
 
 
+def _even_rows(shape: ModelShape, degree: int) -> str:
+    """Return the setting with which every rank has as many rows of the vocabulary."""
+    return f"`model.vocab_multiple={lcm(degree, shape.vocab_multiple)}`"
+
+
 def _rows(spec: Spec) -> Iterator[Fault]:
     degree, shape = spec.degree(Axis.TP), spec.model
-    if isinstance(shape, ModelShape) and not min(slices(shape.vocab, degree)):
-        even = degree * ceil_div(shape.vocab, degree)
+    if not isinstance(shape, ModelShape):
+        return
+    last = slices(shape.vocab_rows, degree)[-1]
+    if shape.vocab_rows - last >= shape.vocab:  # it has no row, or padding alone
+        even = degree * ceil_div(shape.vocab_rows, degree)
         yield Fault(
             place="mesh.tp",
             finding=f"tp={degree} leaves ranks without a row of the vocabulary of {shape.vocab}",
@@ -118,16 +126,15 @@ def _shards_of_rows(spec: Spec) -> Iterator[Fault]:
     if not isinstance(shape, ModelShape) or form_of(spec) not in BY_TENSOR:
         return
     shards = prod(f.degree for f in data_factors(spec) if f.placement.parameters != R)
-    if shards_differ(shape.vocab, degree, shards):
-        even = degree * ceil_div(shape.vocab, degree)
+    if shards_differ(shape.vocab_rows, degree, shards):
+        sizes = sorted({*slices(shape.vocab_rows, degree)}, reverse=True)
         yield Fault(
             place="mesh.tp",
             finding=(
-                f"not supported yet: a vocabulary of {shape.vocab} in tp shards of "
-                f"{' and '.join(map(str, sorted(set(slices(shape.vocab, degree)), reverse=True)))} "
-                f"rows, each split into {shards} uneven shards"
+                f"not supported yet: a vocabulary of {shape.vocab_rows} in tp shards of "
+                f"{' and '.join(map(str, sizes))} rows, each split into {shards} uneven shards"
             ),
-            remedy=f"Use `model.vocab={even}`, or parameters R on the data axes.",
+            remedy=f"Use {_even_rows(shape, degree)}, or parameters R on the data axes.",
         )
 
 
@@ -160,15 +167,13 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
 
 def _logits(spec: Spec) -> Iterator[Fault]:
     degree, shape = spec.degree(Axis.TP), spec.model
-    if not spec.tensor.loss_parallel and isinstance(shape, ModelShape) and shape.vocab % degree:
+    if spec.tensor.loss_parallel or not isinstance(shape, ModelShape):
+        return
+    if (rows := shape.vocab_rows) % degree:
         yield Fault(
             place="tensor.loss_parallel",
-            finding=(
-                f"false needs equal shards, but the vocabulary of {shape.vocab} is split unevenly"
-            ),
-            remedy=(
-                f"Use `tensor.loss_parallel=true`, or a vocabulary that is a multiple of {degree}."
-            ),
+            finding=f"false needs equal shards, but the vocabulary of {rows} is split unevenly",
+            remedy=f"Use `tensor.loss_parallel=true`, or {_even_rows(shape, degree)}.",
         )
 
 

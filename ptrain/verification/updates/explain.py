@@ -395,7 +395,7 @@ class UpdateExplainer:
         is_state = all(its.subject is Subject.OPTIMIZER for its in self.mismatches)
         state = Subject.OPTIMIZER if is_state else Subject.PARAMETERS
         return self._proven(
-            state, "written after the update",
+            state, "differs after the update",
             f"The optimizer's step is right, but {'its state' if is_state else 'the parameter'} "
             "differs at the end of the step.",
             "Do the same after optimizer.step() as the reference (a gather, a broadcast, a copy, "

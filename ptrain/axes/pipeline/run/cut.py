@@ -409,7 +409,7 @@ def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec:
         SpecError: They differ.
     """
     samples = probe(model, spec)
-    forward = partial(objective_of(spec.loss).forward, samples=samples)
+    forward = partial(objective_of(spec).forward, samples=samples)
     with torch.no_grad(), forked(), without_dropout(model):
         draws = _draws_random_numbers(model, forward)
         with in_mode(model, training=not draws):

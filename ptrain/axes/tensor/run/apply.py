@@ -424,7 +424,11 @@ def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInside:
     stay cut over the vocabulary, those of a slice are made whole."""
     if tensor is None or tensor.loss_parallel:
         return LossInside(step)
-    return LossInside(step, lambda logits, targets: token_loss_sum(_gathered(logits), targets))
+
+    def whole_loss(logits: torch.Tensor, targets: torch.Tensor, padding: int) -> torch.Tensor:
+        return token_loss_sum(_gathered(logits), targets, padding)
+
+    return LossInside(step, whole_loss)
 
 
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from ptrain.cost import State
 from ptrain.internals.autograd import Hooks, saving_hooks
+from ptrain.models.compiled import ReadThrough
 from ptrain.models.moe import weigh
 from ptrain.models.watch import with_first
 from ptrain.rooms.comm import Registry
@@ -48,20 +50,7 @@ class _ReadThrough(ParallelStyle):
 
     def put_on(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Return the module, which reads its parameters so from now on."""
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-
-        def enter(module: nn.Module, _: object) -> None:
-            for name in names:  # before nn.Module looks among its parameters, it looks here
-                held = module._parameters[name]
-                assert held is not None
-                module.__dict__[name] = self.through(held, device_mesh)
-
-        def leave(module: nn.Module, *_: object) -> None:
-            for name in names:
-                module.__dict__.pop(name, None)
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+        ReadThrough(module, partial(self.through, device_mesh=device_mesh))
         return module
 
 

@@ -1,0 +1,127 @@
+"""Compile the forward pass of a model's blocks with torch.compile: one program per distinct block,
+shared by all blocks that are equal, whose parameters are inputs of it.
+
+What is compiled is the block's own `forward`, so the hooks of whoever wraps the block (DDP,
+fully_shard, flat units) run outside. Without gradients, as in an evaluation, operators run one by
+one: a second program would be compiled for a pass that saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptrain.errors import refused
+from ptrain.internals.compiled import compile_whole, is_compiling
+from ptrain.internals.functional_collectives import AsyncCollectiveTensor
+from ptrain.models.modes import drops_out
+from ptrain.models.watch import IN_PROGRAMS
+
+BACKEND = "inductor"
+
+
+def compile_blocks(module: nn.Module, names: Iterable[str]) -> None:
+    """Compile those of the blocks that `module`, a model or a stage's part of one, has."""
+    known = dict(module.named_modules())
+    for name in names:
+        block = known.get(name)
+        if block is not None and next(block.parameters(), None) is not None:
+            block.forward = CompiledForward(block)
+            IN_PROGRAMS.update(set(block.modules()) - {block})
+
+
+class ReadThrough:
+    """Hooks by which a module reads its own parameters, while it runs, as what `through` makes of
+    them, whoever holds them."""
+
+    def __init__(self, module: nn.Module, through: Callable[[Tensor], Any]) -> None:
+        self.names = [name for name, _ in module.named_parameters(recurse=False)]
+        self._through = through
+        self._hooks = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+        )
+
+    def tensors(self, module: nn.Module) -> list[Tensor]:
+        """Return what the module is to read now."""
+        return [self._through(module.get_parameter(name)) for name in self.names]
+
+    def remove(self) -> None:
+        """Take the hooks off: whoever runs the module gives it these tensors."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        # Before nn.Module looks among its parameters, it looks here.
+        module.__dict__.update(zip(self.names, self.tensors(module), strict=True))
+
+    def _leave(self, module: nn.Module, *_: object) -> None:
+        for name in self.names:
+            module.__dict__.pop(name, None)
+
+
+class CompiledForward:
+    """A block's forward pass as a program of torch.compile.
+
+    What its modules read through functions is an input: Dynamo does not see what shadows a
+    parameter, and what the functions send in backward stays outside of the program.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._forward = block.forward
+        self._readers = [*_readers(block)]
+        for _, reader in self._readers:
+            reader.remove()
+        self._program = compile_whole(self._traced, BACKEND, draws=drops_out(block))
+
+    def __call__(self, x: Tensor, *given: Any) -> Any:
+        read = [reader.tensors(module) for module, reader in self._readers]
+        if not torch.is_grad_enabled():
+            return self._run(read, x, *given)
+        if isinstance(x, AsyncCollectiveTensor):
+            x = _Awaited.apply(x)
+        return self._program(read, x, *given)
+
+    def _traced(self, read: list[list[Tensor]], x: Tensor, *given: Any) -> Any:
+        if not is_compiling():
+            raise refused(
+                "compile",
+                "torch ran a block operator by operator in place of its compiled program",
+                "Unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or use `compile=none`.",
+            )
+        return self._run(read, x, *given)
+
+    def _run(self, read: list[list[Tensor]], x: Tensor, *given: Any) -> Any:
+        held = []
+        for (module, reader), tensors in zip(self._readers, read, strict=True):
+            for name, tensor in zip(reader.names, tensors, strict=True):
+                held.append((module, name, module._parameters[name]))
+                module._parameters[name] = tensor
+        output = self._forward(x, *given)
+        for module, name, parameter in held:
+            module._parameters[name] = parameter
+        return output
+
+
+def _readers(block: nn.Module) -> Iterator[tuple[nn.Module, ReadThrough]]:
+    for module in block.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(reader := getattr(hook, "__self__", None), ReadThrough):
+                yield module, reader
+
+
+class _Awaited(torch.autograd.Function):
+    """The result of a collective, when it has arrived. torch 2.13 gives a compiled program's input
+    no gradient while it is wrapped: it is a view whose base needs none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
+        arrived: Tensor = x.trigger_wait()
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -1,0 +1,81 @@
+"""Blocks that are compiled: the step of the plan, what is rejected by name with a fix, and what is
+said of bytes that are not predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.algebra.legality import check, executed
+from ptrain.derivation import estimate
+from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.errors import SpecError
+from ptrain.plan.lower import lower
+from ptrain.plan.show import show
+from ptrain.selection.job import searched_job
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import Compile, Keep
+
+REFUSED = [
+    ("cp-ring", [], "context.attention", "whose passes along the ring"),
+    ("cp-all-gather", [], "context.attention", "whose passes along the ring"),
+    ("cp-ulysses", ["model.dropout=0.1", "model.attention_dropout=0"], "model.dropout", "masks"),
+    ("ep", [], "model.experts", "routers"),
+    ("zero3", ["unit=sub-block"], "unit", "hooks"),
+    ("zero3", ["activations=O"], "activations", "offloaded"),
+    ("zero3", ["activations=M", "recompute=attention"], "recompute", "every layer"),
+    ("pp-zero-bubble", [], "pipeline.schedule", "splits the backward pass"),
+    ("tp-saved", [], "placement.tp.activations", "saved as shards"),
+    ("tp", ["model.dropout=0.1"], "model.dropout", "generators"),
+    ("tp", ["activations=M"], "activations", "recomputed blocks over tp"),
+]
+
+
+def compiled(name: str, *overrides: str) -> Spec:
+    return load(name, [*overrides, "compile=block"]).spec
+
+
+@pytest.mark.parametrize(("name", "overrides", "place", "finding"), REFUSED)
+def test_what_is_not_compiled_yet_is_rejected_by_name(name, overrides, place, finding):
+    spec = compiled(name, *overrides)
+    assert not check(spec)
+    (fault,) = executed(spec)
+    assert fault.place == place and finding in fault.finding
+    assert fault.finding.startswith("not supported yet with compile=block: ")
+    assert fault.remedy is not None and fault.remedy.endswith("or use `compile=none`.")
+    assert not executed(load(name, [*overrides, "compile=none"]).spec)
+
+
+def test_commands_that_know_eager_blocks_alone_say_so():
+    with pytest.raises(SpecError, match="ptrain select with compile=block"):
+        searched_job("zero3", ["compile=block", "mesh=auto"])
+
+
+def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():
+    spec = compiled("zero3", "activations=M")
+    plan = lower(spec)
+    kinds = [type(step) for step in plan.steps]
+    assert kinds.index(Keep) + 1 == kinds.index(Compile) == kinds.index(type(plan.wrap)) - 1
+    assert "compile the forward pass of blocks 0-3, one program per distinct block" in show(
+        spec, plan
+    )
+    assert lower(load("zero3").spec).compiled is None
+
+
+def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(monkeypatch):
+    spec = compiled("tp")
+    facts = facts_from_shape(spec)
+    assert facts is not None
+    exact, plain = derive(spec, facts).exact, derive(load("tp").spec).exact
+    assert {"activations", "peak"} <= exact.undefined.keys()
+    assert "sharded are not predicted yet" in exact.undefined["peak"]
+    assert not exact.peak and exact.traffic == plain.traffic
+    states = {row.state: row for row in plain.memory if not row.rank}
+    assert all(states[row.state] == row for row in exact.memory if not row.rank)
+    on_gpus = facts_from_shape(compiled("ddp", "device=cuda"))
+    assert on_gpus is not None
+    assert "GPUs" in derive(compiled("ddp", "device=cuda"), on_gpus).exact.undefined["peak"]
+    monkeypatch.setattr(estimate, "torch_minor", lambda: "2.12")
+    unproven = facts_from_shape(compiled("ddp"))
+    assert unproven is not None
+    assert "2.12" in derive(compiled("ddp"), unproven).exact.undefined["peak"]
