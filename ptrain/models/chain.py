@@ -409,8 +409,8 @@ def _names(plan: object) -> tuple[str, ...]:
 
 
 def _their_names(module: nn.Module) -> Iterator[str]:
-    """Yield the module names of transformers' plans: those in the base model's config, with that
-    model's prefix, then those that the class adds (the head)."""
+    """Yield the module names of transformers' plans: from the base model's config, with that
+    model's prefix, then the names that the class adds (the head)."""
     base = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
     if not base:
         return
@@ -452,7 +452,7 @@ def _require_whole_units(module: nn.Module, layers: _Layers, spec: Spec) -> None
 
 
 def _flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec: Spec) -> Flow:
-    """Run the model forward in training mode, and again with other seeds if it draws random numbers
+    """Run the model forward in training mode, and repeat the pass if it draws random numbers
     outside of its layers. Raise SpecError if its code raises, or if the layers are not a chain."""
     watch = FlowWatch(module, layers.names)
     with in_mode(module, training=True):

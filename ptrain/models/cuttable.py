@@ -64,8 +64,8 @@ class _AllTokens:
 class _Part:
     """A pass over one shard of the tokens.
 
-    It compares each tensor that would be all-gathered with the same shard of the full pass, then
-    continues with the full tensor. `problem` describes the first difference.
+    It compares each tensor that would be all-gathered with the matching shard of the full pass,
+    then continues with the full tensor. `problem` describes the first difference.
     """
 
     whole: _AllTokens

@@ -1,8 +1,8 @@
 """Temporary changes of a model's modes during an inspection: training, evaluation, dropout, buffers
 and random generators.
 
-Generators are those that model code on the host draws from: torch's and Python's. Dropout is found
-by the modules' attributes, and torch's dropout function can be replaced.
+Generators are torch's and Python's, from which model code on the host draws. Dropout is found by
+the modules' attributes, and torch's dropout function can be replaced.
 """
 
 from __future__ import annotations

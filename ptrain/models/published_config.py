@@ -3,8 +3,8 @@
 A config is either some fields of the class, or a full published config.json, which is recognized by
 `architectures` or `model_type`. From a full file the class gets all fields that it declares or that
 its code reads. Fields that ptrain sets and fields that nothing reads are left out. They are
-reported, except those that `specs/published.yaml` lists as silent. A field name that nearly matches
-a missing field is rejected as a likely typo. All faults of a config are reported at once.
+reported, unless `specs/published.yaml` lists them as silent. A field name that nearly matches a
+missing field is rejected as a likely typo. All faults of a config are reported at once.
 
 If a spec does not choose an implementation of MoE layers, transformers' default is used: torch's
 grouped product, whose sizes depend on no token. Where torch has none (in fp64, and for rows that do

@@ -4,8 +4,8 @@ They come from the spec's `tensor.plan`, else from the module's `tp_plan` (of th
 of transformers), else from a table by transformers model type. If a user's function returns a
 built-in model, it has the roles of its family.
 
-A plan maps patterns of module names to roles, in ptrain's words or in those of transformers.
-Modules without a role are replicated.
+A plan maps patterns of module names to roles, in ptrain's or transformers' words. Modules without a
+role are replicated.
 """
 
 from __future__ import annotations

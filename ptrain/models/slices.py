@@ -1,4 +1,4 @@
-"""Track feature shards through one forward pass of a full model, in which every tensor stands for
+"""Track feature shards through one forward pass of a full model, in which every tensor represents
 its counterpart on a tensor-parallel rank.
 
 A column layer returns a shard, and so does everything computed from it until a row layer sums it.

@@ -582,9 +582,9 @@ def _passes(share: RankShare, sums: PassSums) -> tuple[float, ...]:
 
 
 def _moving(share: RankShare, sums: PassSums) -> float:
-    """Return the seconds per micro-batch that a rank waits for offloaded activations. Those of the
-    last block come back after all have left; those of each earlier block during the backward pass
-    of the next one."""
+    """Return the seconds per micro-batch that a rank waits for offloaded activations. The last
+    block's come back after all have left; each earlier block's during the backward pass of the next
+    one."""
     out, back = sums.moved
     layers, stages = share.layers, share.stages
     between = share.behind * sum(sums.behind[:2]) + (layers - stages) * sums.block[0]

@@ -285,11 +285,11 @@ def select(
     read: ReadFacts = read_or_kept,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlacementRanking:
-    """Search all legal placements of a model on a cluster, the best first.
+    """Search all legal placements of a model on a cluster, and rank the best ones.
 
     Args:
         source: A model name or file, or a spec in which `auto` or missing values are searched.
-        overrides: Overrides as on the command line; what they set is not searched.
+        overrides: Overrides as on the command line; the values that they set are not searched.
         cluster: The name or file of a cluster. Default: the cluster of the spec.
         devices: The number of devices. Default: all devices of the cluster.
         objective: `time` per step, `memory`, `devices` or `cost`.
@@ -302,7 +302,7 @@ def select(
         margin: The part of a GPU's memory that a placement leaves free. Default: 0.05, or 0 if
             `where` limits `memory`. If nothing leaves the margin, placements without it are ranked.
         read: Reads the facts of models that must be traced.
-        watch: Called with the number of candidates that are derived and of those that are wanted.
+        watch: Called with the numbers of derived and of wanted candidates.
 
     Returns:
         The ranking; `best` is its first row, and `spec` the best placement as a spec.

@@ -374,10 +374,10 @@ class Deriver:
     ) -> Iterator[Scored]:
         """Yield the candidates to derive.
 
-        - For a traced model, those of a few parts.
-        - Of candidates with equal steps, the first.
-        - Of those that differ only in placements and dials, the first `_ALIKE` not known to be too
-          large; the rest come last.
+        - For a traced model: candidates of a few parts.
+        - Of candidates with equal steps: the first.
+        - Of candidates that differ only in placements and dials: the first `_ALIKE` not known to be
+          too large; the rest come last.
         - Pipelines with at most `_WORK` plain steps of work per wanted candidate; the rest come
           last, if needed.
         """

@@ -99,7 +99,7 @@ class Fit(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """True if it depends on data whether the peak fits."""
+        """True if the answer depends on data."""
         has_bounds = self.lower_bytes is not None and self.device_memory is not None
         return has_bounds and self.fits is None and self.spare_bytes < 0
 
@@ -114,7 +114,7 @@ class Fit(NamedTuple):
 
     @property
     def unknown(self) -> str:
-        """The reason why the peak, or whether it fits, is unknown; else empty."""
+        """The reason why the peak or the answer is unknown; else empty."""
         if self.peak_bytes is None or self.is_open:
             return self.why
         is_unknown = self.fits is None and self.is_host_unknown

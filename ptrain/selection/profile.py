@@ -137,7 +137,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity | None:
     """Return the bytes of activations, from predicted peaks; None if no peaks are predicted.
 
     Two models with different numbers of layers, whose blocks set the peak, give the bytes of a
-    block. A pipeline of four ranks with one layer each gives those of stages, if its peaks are
+    block. A pipeline of four ranks with one layer each gives the bytes of stages, if its peaks are
     predicted. `spec` has only axes within a block.
     """
     few, many = (_predicted(spec, kept, None, layers) for layers in (_FEW, _MANY))

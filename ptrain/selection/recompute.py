@@ -220,8 +220,8 @@ def _name(spec: Spec) -> str:
 def with_largest_micro(spec: Spec) -> Spec:
     """Return the spec with the largest micro-batch that fits.
 
-    If none fits, it gets the smallest legal one, so that the usual message reports what does not
-    fit. If none is legal, the spec is returned unchanged, and its faults give the reason.
+    If none fits, it gets the smallest legal one, so that the usual message reports the excess. If
+    none is legal, the spec is returned unchanged, and its faults give the reason.
 
     Raises:
         SpecError: The device memory or the peaks are unknown.

@@ -37,8 +37,8 @@ from ptrain.traces.settings import Make
 
 
 def kernels_for(spec: Spec) -> AbstractContextManager[UnknownKernels]:
-    """Return a context in which a CPU allocates as the spec's devices do, as far as the table
-    knows."""
+    """Return a context in which a CPU allocates as the spec's devices do, if the table has their
+    kernels."""
     return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_Kept(capability(spec)))
 
 
@@ -46,8 +46,8 @@ def kernels_for(spec: Spec) -> AbstractContextManager[UnknownKernels]:
 class _Kept:
     """The attention facts for GPUs of compute capability `sm`.
 
-    Without one, attention saves what a CPU's does, and a warning names the bytes that are not
-    counted.
+    Without one, attention saves the tensors of the CPU kernel, and a warning names the bytes that
+    are not counted.
     """
 
     sm: int | None
@@ -179,7 +179,7 @@ def table() -> Table:
 
 
 def _beside_others(key: str, answer: object, kernels: dict[str, list[int]]) -> dict[str, object]:
-    """Return this torch version's answer together with those of archived versions.
+    """Return this torch version's answer together with the answers of archived versions.
 
     All versions must save the same bytes per kernel.
     """

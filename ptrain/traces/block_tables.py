@@ -408,7 +408,7 @@ def _moved(trace: CodedTrace) -> Coded:
 def _saved_of_block(trace: CodedTrace) -> Coded:
     """Return the storages that the first block leaves on the device, by operator and size.
 
-    Its output, the input of the next block, stands for its input.
+    Its output, the input of the next block, is counted in place of its input.
     """
     alive, events = set(trace.recording.saved), trace.recording.forward
     end = events.index(Boundary(Mark.LEAVE, trace.units.index(("blocks.0",))))

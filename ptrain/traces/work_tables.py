@@ -243,8 +243,7 @@ def _shape(family: Family, kind: CutKind | None, *, tied: bool) -> ModelShape:
 
 
 def repeating(less: Coded, more: Coded) -> Pieces:
-    """Return the pieces that occur once and those that repeat per chunk, for as few chunks as
-    possible."""
+    """Return the pieces that occur once and the pieces per chunk, for as few chunks as possible."""
     split = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
     assert split is not None, "the chunks do not repeat"
     assert not any(isinstance(e, str | list) for e in (*split.every, *split.later)), "a boundary"
@@ -275,7 +274,7 @@ def _common(one: Coded, other: Coded) -> int:
 def _listed(
     writer: TableWriter, pieces: Mapping[str, Pieces], few: Sequence[Mapping[str, Coded]]
 ) -> dict[str, object]:
-    """Return the part numbers for few chunks and those of the pieces, by pass."""
+    """Return the part numbers for few chunks and of the pieces, by pass."""
     return {
         name: {
             "few": [writer.part(code[name]) for code in few[: of.least - 1]],
@@ -378,7 +377,7 @@ class ContextTable:
         return entry, self._work([operators for _, operators in traces])
 
     def _differing(self, base: Segments, own: Segments) -> dict[str, int]:
-        """Return the segments that replace those of the base, by index."""
+        """Return the segments that replace segments of the base, by index."""
         assert [of[0] for of in base] == [of[0] for of in own], "the gradients of a block differ"
         pairs = enumerate(zip(base, own, strict=True))
         return {str(n): self.writer.part(mine) for n, (of_base, mine) in pairs if mine != of_base}
