@@ -1,7 +1,7 @@
-"""Definition 5: the product of placements, as a fold over the factors of a mesh.
+"""The product of placements (Definition 5), as a fold over the factors of a mesh.
 
-A factor says, for each state, how one axis divides, copies or moves what the axes inside it hold.
-Products form a monoid: an axis of degree 1 is the identity, and the product is associative.
+For each state, a factor describes how one axis shards, replicates or moves the shares of the inner
+axes. Products form a monoid: an axis of degree 1 is the identity, and the product is associative.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ptrain.units import ceil_div
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank holds of one state: one of `parts`, which `copies` ranks hold alike.
+    """The share of one state on a rank: one of `parts` shards, with `copies` replicas each.
 
-    `parts * copies` is the number of ranks. A gathered share is made whole, unit by unit, for its
-    use; a materialized one holds nothing between uses.
+    `parts * copies` is the number of ranks. A `gathered` share is all-gathered unit by unit for
+    use; a `materialized` one stores nothing between uses.
     """
 
     parts: int = 1
@@ -31,16 +31,16 @@ class Share:
     tier: Tier = Tier.DEVICE
 
     def at_rest(self, size: int) -> int:
-        """Theorem 1 without s_unit: bytes held between uses, on whatever tier they lie."""
+        """Return the bytes stored between uses on any tier (Theorem 1 without s_unit)."""
         return 0 if self.materialized else ceil_div(size, self.parts)
 
     def on(self, tier: Tier, size: int) -> int:
-        """Bytes held between uses on `tier`."""
+        """Return the bytes stored between uses on `tier`."""
         return self.at_rest(size) if tier is self.tier else 0
 
     @property
     def needs_unit(self) -> bool:
-        """Whether Theorem 1 adds s_unit."""
+        """True if Theorem 1 adds s_unit, the memory of one full unit."""
         return self.gathered or self.materialized
 
 
@@ -63,21 +63,21 @@ IDENTITY = Product()
 
 
 def product(factors: Iterable[Factor]) -> Product:
-    """All factors of a mesh, outermost first as in a spec, folded from the innermost outwards."""
+    """Compose all factors of a mesh, given outermost first as in a spec."""
     return reduce(compose, (lift(factor) for factor in reversed(tuple(factors))), IDENTITY)
 
 
 def compose(inner: Product, outer: Product) -> Product:
-    """`inner` within each group, `outer` across the groups."""
+    """Return the product with `inner` within each group and `outer` across the groups."""
     shares = {state.value: _compose_shares(inner[state], outer[state]) for state in PLACED}
     return Product(ranks=inner.ranks * outer.ranks, **shares)
 
 
 def lift(factor: Factor) -> Product:
-    """One factor as a product."""
+    """Return one factor as a product."""
     if factor.degree == 1:
         return IDENTITY
-    shares = {state.value: _share(factor.placement[state], factor.degree) for state in PLACED}
+    shares = {state.value: _make_share(factor.placement[state], factor.degree) for state in PLACED}
     return Product(ranks=factor.degree, **shares)
 
 
@@ -91,7 +91,7 @@ def _compose_shares(inner: Share, outer: Share) -> Share:
     )
 
 
-def _share(mode: Mode, degree: int) -> Share:
+def _make_share(mode: Mode, degree: int) -> Share:
     match mode.distribution:
         case Distribution.REPLICATED:
             return Share(copies=degree, tier=mode.tier)

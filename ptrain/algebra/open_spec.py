@@ -1,8 +1,8 @@
-"""Whether many specs are sound that differ in few fields: a rule says the same of all that are
-alike in what it looks at, and is asked once for these.
+"""Legality checks of many specs that differ in a few fields, with each rule evaluated as rarely as
+possible.
 
-Which fields that are nobody declares. A rule is a function of the spec alone, so that it takes the
-same way through specs which are alike in the fields that it reads on this way.
+The fields that a rule reads are not declared but observed. A rule is a function of the spec alone,
+so it takes the same path through two specs that are equal in the fields that it has read so far.
 """
 
 from __future__ import annotations
@@ -21,41 +21,56 @@ _READ, _BATCH = "fields that were read", "batch."
 
 @dataclass(frozen=True, slots=True)
 class OpenSpec:
-    """A spec on no cluster, and the `rules` that look at fields of it that are still to be chosen:
-    all others are asked once. None where one of these is broken."""
+    """A spec without cluster that has undecided fields, and the `rules` that read some of them.
+
+    All other rules have been checked already; `rules` is None if one of those is broken.
+    """
 
     spec: Spec
     rules: tuple[FaultsOf, ...] | None
 
     @classmethod
     def of(cls, spec: Spec, names: Iterable[str]) -> OpenSpec:
-        """Return one of a spec whose fields with these names are to be chosen: `unit`, or of its
-        batch `batch.accumulate`."""
+        """Return the open spec in which the fields `names` are undecided.
+
+        Args:
+            spec: The spec that provides all other fields.
+            names: Names of fields such as `unit`, or of batch fields such as `batch.accumulate`.
+        """
         spec = spec.but(cluster=None)
-        return cls(spec, _undecided(spec, frozenset(names)))
+        return cls(spec, _find_open_rules(spec, frozenset(names)))
 
     def is_sound(self, **changes: Any) -> bool:
-        """Return whether the spec with these values is legal and runs."""
+        """Return True if the spec with these values for its undecided fields is legal and
+        can run."""
         return self.rules is not None and obeys(self.spec.but(**changes), self.rules)
 
 
 class Memo:
-    """A claim about specs that differ in fields with these `names` alone, which is checked once for
-    those that are alike in what it looks at."""
+    """A memoized claim about specs that differ only in the fields `names`.
+
+    It is evaluated once per combination of values of the fields that it reads.
+    """
 
     def __init__(self, claim: Callable[[Spec], bool], names: Iterable[str]) -> None:
         self._claim, self._names = claim, frozenset(names)
-        # By which fields were read, and by their values' identities: what was read stays alive.
+        # By the fields that were read, then by the ids of their values. The values are stored, too,
+        # because the id of a freed object can be reused.
         self._known: dict[tuple[str, ...], dict[tuple[int, ...], tuple[bool, list[Any]]]] = {}
 
     def holds_of(self, spec: Spec, values: Mapping[str, Any]) -> bool:
-        """Return whether a spec is as is claimed with other values of all these fields: it is made
-        where nobody knows it."""
+        """Return True if the claim holds for `spec` with other `values` for the fields of this
+        memo.
+
+        Args:
+            spec: The spec that provides all other fields, which must be equal in all calls.
+            values: The values of all fields of this memo. They are compared by identity.
+        """
         for names, known in self._known.items():
             answer = known.get(tuple([id(values[name]) for name in names]))
             if answer is not None:
                 return answer[0]
-        noting = _with(_noting(self._names), spec)
+        noting = _copy_as(_recording_spec(self._names), spec)
         read: list[str] = []
         noting.__dict__.update(values, **{_READ: read})
         is_so = self._claim(noting)
@@ -66,7 +81,7 @@ class Memo:
 
 
 def memos(rules: Iterable[FaultsOf], names: Iterable[str]) -> list[Memo]:
-    """Return of each of the rules that it is not broken, of specs that differ in these fields."""
+    """Return a memo per rule: the claim that specs which differ in these fields do not break it."""
 
     def claim(faults: FaultsOf) -> Callable[[Spec], bool]:
         return lambda spec: obeys(spec, (faults,))
@@ -74,10 +89,12 @@ def memos(rules: Iterable[FaultsOf], names: Iterable[str]) -> list[Memo]:
     return [Memo(claim(faults), names) for faults in rules]
 
 
-def _undecided(spec: Spec, names: frozenset[str]) -> tuple[FaultsOf, ...] | None:
-    """The rules that look at fields of a spec with these names, None where another one is broken:
-    what the others say they say of every spec that differs from this one in these fields alone."""
-    silent, looking = _silenced(spec, names), []
+def _find_open_rules(spec: Spec, names: frozenset[str]) -> tuple[FaultsOf, ...] | None:
+    """Return the rules that read an undecided field, or None if another rule is broken.
+
+    A rule that reads no undecided field has the same result for all values of these fields.
+    """
+    silent, looking = _hide_fields(spec, names), []
     for faults in (*CHECKED, *EXECUTED):
         try:
             if not obeys(silent, (faults,)):
@@ -87,21 +104,22 @@ def _undecided(spec: Spec, names: frozenset[str]) -> tuple[FaultsOf, ...] | None
     return tuple(looking)
 
 
-def _with(kind: type[Spec], spec: Spec) -> Spec:
-    """The same spec of another kind."""
+def _copy_as(kind: type[Spec], spec: Spec) -> Spec:
+    """Return a copy of the spec as an instance of a subclass, without calling `__init__`."""
     other = object.__new__(kind)
     other.__dict__.update(spec.__dict__)
     return other
 
 
 class _WithheldError(Exception):
-    """A rule looks at a field that is not to be known."""
+    """Raised when a rule reads an undecided field."""
 
 
-def _silenced(spec: Spec, names: frozenset[str]) -> Spec:
-    """The spec without fields of it, or of its batch."""
+def _hide_fields(spec: Spec, names: frozenset[str]) -> Spec:
+    """Return the spec with undecided fields, of it or of its batch, that raise when they
+    are read."""
     of_batch = {name for name in names if name.startswith(_BATCH)}
-    silent = _with(_silent_spec(names - of_batch), spec)
+    silent = _copy_as(_silent_spec(names - of_batch), spec)
     if of_batch:
         parts = frozenset(name.removeprefix(_BATCH) for name in of_batch)
         batch = object.__new__(_silent_batch(parts))
@@ -114,16 +132,16 @@ def _silenced(spec: Spec, names: frozenset[str]) -> Spec:
 
 @cache
 def _silent_spec(names: frozenset[str]) -> type[Spec]:
-    return type("_SilentSpec", (Spec,), _withheld(names))
+    return type("_SilentSpec", (Spec,), _hidden_properties(names))
 
 
 @cache
 def _silent_batch(names: frozenset[str]) -> type[Batch]:
-    return type("_SilentBatch", (Batch,), _withheld(names))
+    return type("_SilentBatch", (Batch,), _hidden_properties(names))
 
 
-def _withheld(names: Iterable[str]) -> dict[str, Any]:
-    """Fields that nobody can read."""
+def _hidden_properties(names: Iterable[str]) -> dict[str, Any]:
+    """Return properties for these names that raise `_WithheldError`."""
 
     def refuse(_: object) -> NoReturn:
         raise _WithheldError
@@ -132,8 +150,8 @@ def _withheld(names: Iterable[str]) -> dict[str, Any]:
 
 
 @cache
-def _noting(names: frozenset[str]) -> type[Spec]:
-    """A spec that notes which of these fields are read."""
+def _recording_spec(names: frozenset[str]) -> type[Spec]:
+    """Return a subclass of Spec that records reads of these fields."""
 
     def noted(name: str) -> property:
         def value(spec: Spec) -> Any:

@@ -1,1 +1,1 @@
-"""Code that all axes share: the form of a rule, and ring traffic."""
+"""Code that all axes share: the form of a rule, search spaces, and ring traffic."""

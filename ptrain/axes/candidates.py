@@ -1,7 +1,7 @@
-"""What an axis offers to a search: which ranks it may take of a job, and what it may do with them.
+"""The search space of an axis: the degrees that it may have in a job, and its options at a degree.
 
-A room answers for all of its axes at once; the search puts one choice of each room together and
-knows none of them. A new axis brings a space of its own.
+A room describes all of its axes at once. The search combines one choice per room without knowledge
+of the axes, so a new axis only adds a space.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from ptrain.spec.batch import Batch
 from ptrain.spec.placement import DATA_AXES, Axis, Factor, Placement, Tier
 from ptrain.spec.spec import Spec
 
-# Tuples of some axes and fields of a spec with their values.
+# An option: the tuples of some axes, and fields of a spec with their values.
 Way = tuple[tuple[Placement, ...], tuple[tuple[str, Any], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What of a candidate a spec writes, and so no room chooses: degrees and tuples by axis, values
-    by the path of their field (`unit`, `sync.gradients`), and how blocks may keep activations."""
+    """The parts of a candidate that the spec sets, so that no room chooses them.
+
+    Attributes:
+        degrees: Degrees by axis.
+        tuples: Placement tuples by axis.
+        values: Values by dotted field (`unit`, `sync.gradients`).
+        kept: The modes in which blocks may keep activations.
+    """
 
     degrees: tuple[tuple[Axis, int], ...] = ()
     tuples: tuple[tuple[Axis, Placement], ...] = ()
@@ -32,32 +38,36 @@ class Written:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return tuples and fields that are written, as a spec says them."""
+        """The tuples and fields that are set, in spec syntax."""
         placed = (f"placement.{axis}={placement}" for axis, placement in self.tuples)
-        return (*placed, *(f"{path}={_text(value)}" for path, value in self.values))
+        return (*placed, *(f"{path}={_value_text(value)}" for path, value in self.values))
 
     def degree(self, axis: Axis) -> int | None:
-        """Return the degree that is written."""
+        """Return the degree that the spec sets for the axis, or None."""
         return dict(self.degrees).get(axis)
 
     def value(self, path: str, offered: Any) -> Any:
-        """Return a field's value: what is written of it, and what is offered of all else."""
+        """Return the value of a field: as set in the spec, otherwise as `offered`.
+
+        If the spec sets fields inside it, they replace those of `offered`.
+        """
         values: Mapping[str, Any] = dict(self.values)
         inner = {p.partition(".")[2]: v for p, v in values.items() if p.startswith(f"{path}.")}
         return values.get(path, replace(offered, **inner) if inner else offered)
 
     @property
     def away(self) -> Tier:
-        """Return where what a search tries off the device is."""
+        """The tier to which a search offloads."""
         tier: Tier = self.value("offload.tier", Tier.HOST)
         return tier
 
     def says(self, path: str) -> bool:
-        """Return whether a field, or something of it, is written."""
+        """Return True if the spec sets a field whose dotted name starts with `path`."""
         return any(written.startswith(path) for written, _ in self.values)
 
     def sizes(self, axis: Axis, devices: int, offered: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks on an axis: what is written if it divides the devices, or `offered`."""
+        """Return the degrees to try for an axis: the one set if it divides the devices, or
+        `offered`."""
         if (degree := self.degree(axis)) is None:
             return tuple(offered)
         return (degree,) if devices % degree == 0 else ()
@@ -65,18 +75,26 @@ class Written:
     def held(
         self, axes: tuple[Axis, ...], ways: Iterable[Way], also: Iterable[str] = ()
     ) -> tuple[Way, ...]:
-        """Return the ways on these axes that say what is written, or, where none of them does, all
-        with it in the place of what they say. `also` are fields that no way says."""
+        """Return the options on these axes that agree with the spec.
+
+        If none agrees, all options are returned with the spec's tuples and values in place of
+        theirs.
+
+        Args:
+            axes: The axes of the tuples in each option.
+            ways: The options.
+            also: Fields that no option sets, but that the spec may set.
+        """
         ways = tuple(ways)
         more = tuple((path, value) for path, value in self.values if path in also)
-        held = tuple(self._held(axes, way) for way in ways)
+        held = tuple(self._apply_written(axes, way) for way in ways)
         agreeing = tuple(way for way, other in zip(ways, held, strict=True) if way == other)
         return tuple(
             (placements, (*changes, *more))
             for placements, changes in dict.fromkeys(agreeing or held)
         )
 
-    def _held(self, axes: tuple[Axis, ...], way: Way) -> Way:
+    def _apply_written(self, axes: tuple[Axis, ...], way: Way) -> Way:
         tuples, (placements, changes) = dict(self.tuples), way
         return (
             tuple(tuples.get(axis, p) for axis, p in zip(axes, placements, strict=True)),
@@ -84,7 +102,7 @@ class Written:
         )
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -93,24 +111,29 @@ NOTHING = Written()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisChoice:
-    """Factors of some axes, and what else a spec says then: `changes` are its fields. `follows`:
-    the factors place Theta, Omega and G as the innermost data axis does, whatever its degree."""
+    """A choice for some axes: their factors, and `changes` of other fields of the spec.
+
+    If `follows`, the factors place parameters, optimizer state and gradients like the innermost
+    data axis, whatever its degree.
+    """
 
     factors: tuple[Factor, ...] = ()
     changes: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
     follows: bool = False
 
     def degree(self, axis: Axis) -> int:
-        """Return the ranks along one axis, 1 without it."""
+        """Return the number of ranks along an axis; 1 if the choice does not have it."""
         return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
 
     @property
     def shared(self) -> int:
-        """Return over how many ranks more the states of a data axis go."""
+        """The number of further ranks over which the data axis's states are sharded; 1 unless
+        `follows`."""
         return prod(factor.degree for factor in self.factors) if self.follows else 1
 
     def following(self, states: Placement) -> Iterator[Factor]:
-        """Yield its factors, where it `follows` with these states."""
+        """Yield the factors; if the choice `follows`, with the placement `states` except for
+        activations."""
         for factor in self.factors:
             own = replace(states, activations=factor.placement.activations)
             yield factor._replace(placement=own) if self.follows else factor
@@ -118,9 +141,14 @@ class AxisChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisSpace:
-    """A room's part of a search: `sizes` yields how many of so many devices its axes may take
-    together, `choices` what they may do with so many ranks of a job like the spec, but for what is
-    written. `tuples` are those that it tries by itself on each of its axes."""
+    """The search space of a room.
+
+    Attributes:
+        axes: The axes of the room.
+        sizes: Yields the numbers of ranks that the axes may take together, for a number of devices.
+        choices: Yields the choices at a number of ranks that agree with the spec's written fields.
+        tuples: The tuples that the search tries on each axis by default.
+    """
 
     axes: tuple[Axis, ...]
     sizes: Callable[[Spec, int, Written], Iterable[int]]
@@ -136,8 +164,15 @@ def of_one_axis(
     *,
     follows: bool = False,
 ) -> AxisSpace:
-    """Return the part of a room with one axis: `ways` yields what so many ranks may do. It
-    `follows` the data axes unless its tuple is written."""
+    """Return the search space of a room with one axis.
+
+    Args:
+        axis: The axis.
+        sizes: Yields its possible degrees for a number of devices.
+        ways: Yields the options at a degree.
+        tuples: The tuples that the search tries by default.
+        follows: True to place states like the innermost data axis, unless the spec sets the tuple.
+    """
 
     def choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
         if ranks == 1:
@@ -155,12 +190,17 @@ _ORDER = {axis: place for place, axis in enumerate(Axis)}
 
 
 def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None) -> Spec:
-    """Return the spec with one choice of each room, outermost the axis that `Axis` has first, and
-    with another batch."""
+    """Return the spec with one choice per room, axes in the order of `Axis`, outermost first.
+
+    Args:
+        spec: The spec that provides all other fields.
+        choices: One choice per room.
+        batch: A batch that replaces the spec's.
+    """
     factors: list[Factor] = []
     changes: dict[str, Any] = {"batch": batch or spec.batch}
     choices = tuple(choices)
-    states = _states(choices) if any(choice.follows for choice in choices) else None
+    states = _data_placement(choices) if any(choice.follows for choice in choices) else None
     for choice in choices:
         own = choice.factors if states is None else choice.following(states)
         factors += [factor for factor in own if factor.degree > 1]
@@ -169,8 +209,9 @@ def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None
     return spec.but(factors=tuple(factors), trivial_factors=(), **changes)
 
 
-def _states(choices: Iterable[AxisChoice]) -> Placement | None:
-    """The placement on the innermost data axis, of whatever degree."""
+def _data_placement(choices: Iterable[AxisChoice]) -> Placement | None:
+    """Return the placement on the innermost data axis, even if its degree is 1; None
+    without one."""
     data = [f for choice in choices for f in choice.factors if f.axis in DATA_AXES]
     return max(data, key=lambda factor: _ORDER[factor.axis]).placement if data else None
 

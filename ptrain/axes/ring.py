@@ -1,4 +1,5 @@
-"""Theorem 2's ring model: what one rank sends of a call's full tensor, rounded up per call."""
+"""The ring model of Theorem 2: the bytes that one rank sends for a collective, rounded up
+per call."""
 
 from __future__ import annotations
 
@@ -14,19 +15,29 @@ from ptrain.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that differ only along these axes (one flattened group), and how many they are."""
+    """The flattened group of ranks that differ only along these axes, and its size."""
 
     axes: tuple[Axis, ...]
     ranks: int
 
 
 def group_over(spec: Spec, axes: Sequence[Axis]) -> Group:
-    """The group along `axes`, as every wrap issues its calls over it."""
+    """Return the group along `axes`, as every wrap uses it for its collectives."""
     return Group(tuple(axes), ranks_over(spec, axes))
 
 
 def sent_bytes(collective: Collective, payload: int, ranks: int) -> int:
-    """r = (N-1)/N of the full tensor; twice that for an all-reduce; all of it for a send."""
+    """Return the bytes that one rank sends for one call.
+
+    Args:
+        collective: The collective.
+        payload: The bytes of the full tensor.
+        ranks: The size N of the group.
+
+    Returns:
+        (N-1)/N of the tensor, rounded up; twice that for an all-reduce, the full tensor for a send,
+        and 0 for a receive.
+    """
     match collective:
         case Collective.ALL_REDUCE:
             return ceil_div(2 * (ranks - 1) * payload, ranks)
@@ -46,7 +57,8 @@ def sent_bytes(collective: Collective, payload: int, ranks: int) -> int:
 
 
 class Calls(NamedTuple):
-    """Equal calls in one step: of which collective, for which state, when, how many times."""
+    """A number of equal calls in one step: the collective, the state and phase they serve, and how
+    often."""
 
     collective: Collective
     state: State
@@ -55,7 +67,8 @@ class Calls(NamedTuple):
     via: str | None = None
 
     def over(self, group: Group, payload: int) -> Traffic:
-        """Their traffic on one rank of `group`, each call with a full tensor of `payload` bytes."""
+        """Return the traffic of the calls on one rank of `group`, with `payload` bytes per full
+        tensor."""
         return Traffic(
             key=TrafficKey(
                 axes=tuple(axis.value for axis in group.axes),

@@ -1,4 +1,5 @@
-"""A row of the legality table: what a product must satisfy, why, and the nearest one that does."""
+"""Rows of the legality table: a condition on a product, its reason, and the nearest legal
+product."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ptrain.spec.spec import Spec
 
 
 class TupleRule(NamedTuple):
-    """About one factor's tuple. `theorem` names the condition that a broken rule would break."""
+    """A rule about one factor's tuple. `theorem` names the condition that an illegal tuple
+    violates."""
 
     name: str
     theorem: str
@@ -22,7 +24,7 @@ class TupleRule(NamedTuple):
 
 
 class SpecRule(NamedTuple):
-    """About a spec as a whole; `faults` yields what is wrong with it, remedy included."""
+    """A rule about a full spec; `faults` yields its violations with remedies."""
 
     name: str
     theorem: str
@@ -30,7 +32,7 @@ class SpecRule(NamedTuple):
 
 
 class AxisRules(NamedTuple):
-    """What one room contributes to the table."""
+    """The rules that one room contributes to the legality table."""
 
     axes: tuple[Axis, ...]
     tuples: tuple[TupleRule, ...]
@@ -38,21 +40,21 @@ class AxisRules(NamedTuple):
     not_yet: tuple[SpecRule, ...] = ()
 
     def broken(self, placement: Placement, optimizer: OptimizerSpec) -> Iterator[TupleRule]:
-        """The rules that this tuple breaks on these axes."""
+        """Return the rules that this tuple breaks on these axes."""
         return (rule for rule in self.tuples if rule.broken(placement, optimizer))
 
     def nearest(self, placement: Placement, optimizer: OptimizerSpec) -> Placement:
-        """Return the tuple after all broken rules' repairs: legal, and itself where it was
-        legal."""
+        """Return the tuple after the repairs of all broken rules; a legal tuple is returned
+        unchanged."""
         for rule in self.tuples:
             if rule.broken(placement, optimizer):
                 placement = rule.nearest(placement)
         return placement
 
     def factors(self, spec: Spec) -> Iterator[Factor]:
-        """The factors of `spec` that these rules are about."""
+        """Return the factors of `spec` on the axes of these rules."""
         return (factor for factor in spec.factors if factor.axis in self.axes)
 
     def trivial_factors(self, spec: Spec) -> Iterator[Factor]:
-        """Those of degree 1 that have a tuple."""
+        """Return the factors of degree 1 on the axes of these rules that have a tuple."""
         return (factor for factor in spec.trivial_factors if factor.axis in self.axes)

@@ -156,7 +156,7 @@ class MemoryMeter(Ledger):
 
     def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._settle()
-        self._let_go()
+        self._pause_after_collective()
         return super().higher_order(function, args, kwargs)
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:

@@ -1,8 +1,8 @@
-"""Theorems 6 and 7: when tensor and data parallelism compose, and pipeline and data parallelism;
-and what Theorem 3 asks of ranks that have slices of the tokens, or experts of their own.
+"""The conditions under which parallelisms compose: tensor with data (Theorem 6), pipeline with data
+(Theorem 7), and Theorem 3 for sharded tokens and experts.
 
-What its conditions ask is asked of ranks and names alone, so that it can be put to the groups of a
-plan and to those that a meter saw.
+The conditions use only ranks and names, so they can be checked both for the groups of a plan and
+for the groups that a meter observed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FEW_RANKS = 8
 
 
 class Condition(NamedTuple):
-    """One of a theorem's conditions, whether a plan obeys it, and what that was read off."""
+    """A condition of a theorem: its name, whether a plan satisfies it, and the evidence."""
 
     name: str
     holds: bool
@@ -31,8 +31,10 @@ class Condition(NamedTuple):
 
 
 def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
-    """What it asks where ranks have slices of the tokens, of which the paper says nothing; none
-    without cp."""
+    """Return the conditions of Theorem 3 for ranks with shards of the tokens; none without cp.
+
+    The paper does not cover this case.
+    """
     if (step := plan.context) is None:
         return ()
     within = tuple(groups(spec, (step.axis,)))
@@ -42,7 +44,7 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         Condition(
             name="Theorem 3 of samples",
             holds=all(len({places[rank] for rank in group}) == 1 for group in within),
-            why=f"all ranks of a {step.axis} group have the same samples: {_shown(within)}",
+            why=f"all ranks of a {step.axis} group have the same samples: {_groups_text(within)}",
         ),
         Condition(
             name="Theorem 3 of tokens",
@@ -58,15 +60,17 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             why=(
                 "by construction, the loss is a sum over the local tokens, divided by the "
                 f"global count; gradients are summed over {' × '.join(plan.summed_axes)}: "
-                f"{_shown(across)}"
+                f"{_groups_text(across)}"
             ),
         ),
     )
 
 
 def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
-    """What it asks where ranks have experts of their own, of which the paper says nothing; none
-    without ep."""
+    """Return the conditions of Theorem 3 for ranks with different experts; none without ep.
+
+    The paper does not cover this case.
+    """
     if (step := plan.experts) is None:
         return ()
     within, names = tuple(groups(spec, step.axes)), " × ".join(step.axes)
@@ -76,7 +80,7 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     places = positions(spec, step.axes)
     why = (
         f"it is summed over {' × '.join(summed)}, whose ranks hold the same experts: "
-        f"{_shown(across)}"
+        f"{_groups_text(across)}"
     )
     return (
         Condition(
@@ -84,7 +88,7 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             holds=step.number % len(within[0]) == 0,
             why=(
                 f"each of {step.number} experts is on one rank of a {names} group, which "
-                f"receives every token routed to the expert: {_shown(within)}"
+                f"receives every token routed to the expert: {_groups_text(within)}"
             ),
         ),
         Condition(
@@ -98,7 +102,7 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             holds=are_within(groups(spec, (step.axis,)), whole),
             why=(
                 "gradients of replicated parameters are summed over "
-                f"{' × '.join(plan.summed_axes)}: {_shown(whole)}; by construction, both are "
+                f"{' × '.join(plan.summed_axes)}: {_groups_text(whole)}; by construction, both are "
                 "sums over tokens, divided by the global count"
             ),
         ),
@@ -106,8 +110,13 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
 
 
 def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Condition, ...]:
-    """Its three conditions; none where there is no tp, or no data axis beside it. `ran` are the
-    steps that a rank has executed; without them those of the plan are to be."""
+    """Return the three conditions of Theorem 6; none without tp, or without a summed axis.
+
+    Args:
+        spec: The spec.
+        plan: Its plan.
+        ran: The steps that a rank has executed, in order; by default, those of the plan.
+    """
     data = plan.summed_axes
     if plan.tensor is None or not data:
         return ()
@@ -119,7 +128,7 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
         Condition(
             name="Theorem 6.1",
             holds=are_consecutive(within),
-            why=f"a tp group has consecutive ranks: {_shown(within)}",
+            why=f"a tp group has consecutive ranks: {_groups_text(within)}",
         ),
         Condition(
             name="Theorem 6.2",
@@ -139,7 +148,7 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
             name="Theorem 6.3",
             holds=have_one_of_each(across, within),
             why=(
-                f"gradients are reduced over {names}: {_shown(across)}, never over two ranks "
+                f"gradients are reduced over {names}: {_groups_text(across)}, never over two ranks "
                 "of a tp group"
             ),
         ),
@@ -147,8 +156,11 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
 
 
 def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
-    """Its three conditions; none where there is no pp, or no data axis beside it. Theorem 7 writes
-    pp outside the data axes and Remark 4 inside: of the first condition it is said which holds."""
+    """Return the three conditions of Theorem 7; none without pp, or without a summed axis.
+
+    Theorem 7 places pp outside the data axes, and Remark 4 inside. The first condition is named
+    after the one that applies.
+    """
     data = plan.summed_axes
     if plan.pipeline is None or not data:
         return ()
@@ -163,19 +175,19 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         Condition(
             name="Theorem 7.1" if is_outermost else "Remark 4",
             holds=len({len(stage) for stage in stages}) == 1,
-            why=f"the ranks with the same stages are {order}: {_shown(stages)}",
+            why=f"the ranks with the same stages are {order}: {_groups_text(stages)}",
         ),
         Condition(
             name="Theorem 7.2",
             holds=are_within(across, stages),
-            why=f"gradients are reduced over {names}: {_shown(across)}, among replicas of the same "
-            "stages",
+            why=f"gradients are reduced over {names}: {_groups_text(across)}, among replicas of "
+            "the same stages",
         ),
         Condition(
             name="Theorem 7.3",
             holds=have_one_of_each(within, stages),
             why=(
-                f"activations are sent along {plan.pipeline.axis}: {_shown(within)}, one "
+                f"activations are sent along {plan.pipeline.axis}: {_groups_text(within)}, one "
                 "rank per stage, with the same samples"
             ),
         ),
@@ -183,7 +195,7 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
 
 
 def compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Condition, ...]]]:
-    """Yield the conditions of every theorem that is about the plan, under a heading."""
+    """Yield a heading and the conditions for each theorem that applies to the plan."""
     has_samples = any(axis in plan.summed_axes for axis in SAMPLE_AXES)
     others = "data axes" if has_samples else " and ".join(plan.summed_axes)
     if plan.context is not None:
@@ -198,13 +210,16 @@ def compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Condition,
 
 
 def all_conditions(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
-    """Those of every theorem that is about the plan."""
+    """Return the conditions of all theorems that apply to the plan."""
     return tuple(c for _, conditions in compositions(spec, plan) for c in conditions)
 
 
 def cuts_before_wraps(ran: Sequence[Ran]) -> bool:
-    """Return whether Theorem 6.2 holds of the steps in their order: every model or stage whose
-    units are wrapped has had its operators cut before, and none after."""
+    """Return True if Theorem 6.2 holds for the executed steps.
+
+    Every model or stage with wrapped units must have had its operators sharded before. The result
+    is False if no step wraps units.
+    """
     cut: set[int | None] = set()
     wrapped: set[int | None] = set()
     for executed in ran:
@@ -218,14 +233,13 @@ def cuts_before_wraps(ran: Sequence[Ran]) -> bool:
 
 
 def are_within(data_groups: Groups, stage_groups: Groups) -> bool:
-    """Theorem 7.2: a data group's ranks all have the same stages."""
+    """Return True if Theorem 7.2 holds: all ranks of each data group have the same stages."""
     stages = [{*stage} for stage in stage_groups]
     return all(any(stage.issuperset(group) for stage in stages) for group in data_groups)
 
 
 def are_consecutive(tensor_groups: Groups) -> bool:
-    """Theorem 6.1 of tp groups, 7.1 of a stage's replicas: group i of T ranks is {iT, iT + 1, …,
-    (i + 1)T - 1}."""
+    """Return True if group i of T ranks is {iT, iT + 1, …, (i + 1)T - 1} (Theorems 6.1 and 7.1)."""
     return all(
         tuple(sorted(group)) == tuple(range(index * len(group), (index + 1) * len(group)))
         for index, group in enumerate(sorted(tensor_groups, key=min))
@@ -233,8 +247,10 @@ def are_consecutive(tensor_groups: Groups) -> bool:
 
 
 def have_one_of_each(data_groups: Groups, tensor_groups: Groups) -> bool:
-    """Theorem 6.3: a data group has ranks of several tp groups, and of each at most one. Theorem
-    7.3: so has a pipeline of those that share stages."""
+    """Return True if each data group has several ranks, at most one per tp group (Theorem 6.3).
+
+    Theorem 7.3 makes the same demand of pipelines and the groups of ranks that share stages.
+    """
     groups_of = grouped(
         (rank, index) for index, other in enumerate(tensor_groups) for rank in {*other}
     )
@@ -247,20 +263,20 @@ def have_one_of_each(data_groups: Groups, tensor_groups: Groups) -> bool:
 
 
 def ranks_text(group: Sequence[int]) -> str:
-    """`[0 1 2 3]`, `[0 1 … 31]`."""
+    """Return ranks as text, `[0 1 2 3]` or `[0 1 … 31]`."""
     if len(group) <= _FEW_RANKS:
         return "[" + " ".join(map(str, group)) + "]"
     return f"[{group[0]} {group[1]} … {group[-1]}]"
 
 
 def condition_lines(conditions: Iterable[Condition]) -> list[str]:
-    """Return a line for each condition, `Theorem 6.1 holds: …`."""
+    """Return a line per condition, `Theorem 6.1 holds: …`."""
     return [
         f"{condition.name} {'holds' if condition.holds else 'FAILS'}: {condition.why}"
         for condition in conditions
     ]
 
 
-def _shown(groups: Groups) -> str:
+def _groups_text(groups: Groups) -> str:
     rest = f" … {len(groups)} groups" if len(groups) > _FEW_GROUPS else ""
     return " ".join(map(ranks_text, groups[:_FEW_GROUPS])) + rest

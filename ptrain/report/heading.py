@@ -9,6 +9,8 @@ from typing import assert_never
 import yaml
 
 from ptrain.cost import Estimate
+from ptrain.report.screen import command_line
+from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
@@ -114,6 +116,8 @@ def telling(
         words: The arguments that load the spec: its name or file, and overrides.
         allow_import: Add `--allow-import`. It is also added if the spec names user functions.
     """
+    if spec.compile is not Compiled.NONE:  # a simulation runs the operators one by one
+        return command_line("train", words, allow_import=allow_import)
     on_gpu = needs_gpu(spec, exact)
     is_on_cuda = spec.device == "cuda" or _ON_CUDA in words
     overrides = [_ON_CUDA] if on_gpu and not is_on_cuda else []

@@ -57,6 +57,7 @@ from ptrain.selection.fit import (
 )
 from ptrain.selection.preflight import FitAdvice, Reload, Variant, find_changes, find_faster
 from ptrain.spec.batch import batch_lines
+from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, positions
@@ -365,7 +366,7 @@ def next_commands(prediction: Prediction) -> list[str]:
         verb = "predict" if changes else "select"
     elif fitting.device_memory is None:
         verb, changes = "predict", ("cluster.preset=h100-8",)
-    elif prediction.spec.is_for_cuda:
+    elif prediction.spec.is_for_cuda and prediction.spec.compile is Compiled.NONE:
         verb = "simulate"
     allowed = prediction.allow_import and verb != "select"
     command = command_line(verb, (*words, *changes), allow_import=allowed)

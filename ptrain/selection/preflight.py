@@ -428,7 +428,7 @@ def _shorten(
 class _Search:
     """The search for changes of the spec in `now`. `traced` is the part of that spec that a trace
     depends on; `tried` holds all derived changes, None if rejected or no better; `untraced` has one
-    per kind that was not derived."""
+    per kind that was not derived. `fits_alone`: a single change on the device fits."""
 
     now: Variant
     traced: Spec
@@ -436,6 +436,7 @@ class _Search:
     reload: Reload
     tried: dict[Overrides, Variant | None] = field(default_factory=dict)
     untraced: dict[tuple[ChangeKind, ...], str] = field(default_factory=dict)
+    fits_alone: bool = False
 
     def run(self) -> tuple[Variant, ...]:
         """Try single changes on the device, then combinations and more ranks if none fits. If fewer
@@ -480,6 +481,7 @@ class _Search:
         for said in choices:
             variant = self._try((kind,), said)
             is_fitting |= variant is not None and variant.fit.fits is True
+            self.fits_alone |= is_fitting and kind is not ChangeKind.OFFLOAD
             if is_fitting and kind is ChangeKind.MICRO:
                 break  # a smaller one is slower
         return is_fitting
@@ -511,9 +513,10 @@ class _Search:
         return variant if is_better and memory_fit.peak_bytes is not None else None
 
     def _limit(self, after: Spec) -> float:
-        """Return the peak above which a changed spec is no better than the present one."""
-        cluster = after.cluster
-        return cluster.usable_memory + max(0, self.now.missing_bytes) if cluster else inf
+        """Return the peak above which a changed spec is no better than the present one. Once a
+        single change on the device fits, only changes that fit are offered."""
+        missing = 0 if self.fits_alone else max(0, self.now.missing_bytes)
+        return after.cluster.usable_memory + missing if after.cluster else inf
 
     def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
         """Load the user's spec with these overrides, and reset dials that conflict with them."""

@@ -1,8 +1,9 @@
-"""What the forward pass of a block leaves for its backward pass: the fourth state, A, of one rank.
+"""Activations (state A) of one rank: what a block's forward pass keeps for its backward pass.
 
-M and O of activations belong to the rank, not to an axis. R keeps what autograd saves; M keeps the
-block's input, and the results of some operators where a policy says so, and computes the rest
-again; on the tiers host and file it is kept there and brought back for use.
+The modes M and O of activations belong to the rank, not to an axis. R keeps the tensors that
+autograd saves. M keeps the block's input, and the outputs of the operators that a policy selects,
+and recomputes the rest. On the tiers host and file, the kept tensors are stored there and copied
+back for use.
 """
 
 from collections.abc import Mapping
@@ -30,9 +31,9 @@ from ptrain.word import MeantWord, words_of
 
 
 class Operators(MeantWord):
-    """Classes of operators whose results a policy may keep."""
+    """A class of operators whose outputs a policy may keep."""
 
-    # of activations with weights, and of scores where attention is eager
+    # products of activations with weights; with eager attention also those with the scores
     MATMUL = "matmul", "matrix products"
     ATTENTION = "attention", "fused attention"
     SOFTMAX = "softmax", "softmax of eager attention"
@@ -44,7 +45,7 @@ class Operators(MeantWord):
 
 
 class Scope(StrEnum):
-    """What is computed again."""
+    """The part of a block that is recomputed."""
 
     BLOCK = "block"
     ATTENTION = "attention"  # scores, softmax and their product with the values: no projection
@@ -52,8 +53,8 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How a block whose activations are M comes again; with `keep` the results of these operators
-    are not computed twice."""
+    """The recomputation of a block with activations M. The outputs of the operators in `keep` are
+    saved instead of recomputed."""
 
     scope: Scope = Scope.BLOCK
     keep: tuple[Operators, ...] = ()
@@ -62,21 +63,24 @@ class Policy:
 FULL = Policy()
 SELECTIVE = Policy(keep=(Operators.MATMUL, Operators.ATTENTION))
 ATTENTION_ONLY = Policy(scope=Scope.ATTENTION)
-# by what is recomputed, least first
+# Ordered by the amount of recomputation, least first.
 NAMED_POLICIES = {"selective": SELECTIVE, "attention": ATTENTION_ONLY, "full": FULL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """One block's mode. `policy` None: R, or O where `tier` is not the device. With a policy, M;
-    `tier` is then that of the block's input."""
+    """The activation mode of one block.
+
+    Without a policy it is R, or O if `tier` is not the device. With a policy it is M, and `tier` is
+    the tier of the block's input.
+    """
 
     policy: Policy | None = None
     tier: Tier = Tier.DEVICE
 
     @property
     def is_plain(self) -> bool:
-        """Whether autograd saves what it likes, where it stands."""
+        """True if autograd saves its tensors unchanged on the device."""
         return self.policy is None and self.tier is Tier.DEVICE
 
 
@@ -84,8 +88,11 @@ PLAIN = Kept()
 
 
 def belongs_to_rank(mode: Mode) -> bool:
-    """Return whether a mode of A says how the rank keeps it: M, or whole off the device (which is
-    O, since each rank has its own). S and S* are slices over an axis."""
+    """Return True if an activation mode describes the rank and not an axis.
+
+    These are M, and replicated or sharded modes off the device, which equal O because each rank has
+    different activations. S and S* on the device shard activations over an axis.
+    """
     return mode.distribution is Distribution.MATERIALIZED or (
         mode.tier is not Tier.DEVICE and mode.distribution is not Distribution.GATHERED
     )
@@ -127,7 +134,7 @@ _OTHER_OPERATORS = {
 
 @declared
 class Words(Choice):
-    """A list of words of a closed set; one alone stands for a list of it."""
+    """A list of words from a closed set; a single word stands for a list with that word."""
 
     def check(self, value: Any) -> object:
         values = value if isinstance(value, list) else [value]
@@ -144,7 +151,7 @@ class Words(Choice):
 
 @declared
 class RecomputeRaw:
-    """How blocks whose activations are M come again for their backward passes."""
+    """Recomputation of blocks with activations M in backward."""
 
     policy: Annotated[
         str | None, Choice("Recompute policy. Default: full.", POLICIES, slips=_SLIPS)
@@ -179,7 +186,7 @@ class RecomputeRaw:
 
 @declared
 class LossRaw:
-    """How logits and loss are computed."""
+    """Computation of logits and loss."""
 
     kind: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""How many samples a step takes, of how many tokens, and how they are split over micro-batches and
+"""The section `batch`: samples per step, tokens per sample, and the split into micro-batches and
 data ranks."""
 
 import math
@@ -18,7 +18,7 @@ PADDED = ", or `batch.pad=true`, which adds ignored targets"  # a remedy beside 
 
 
 class Rounding(MeantWord):
-    """What becomes of a batch that is written in tokens."""
+    """The rounding of a global batch that is given in tokens."""
 
     POWER_OF_TWO = (
         "power-of-two",
@@ -31,8 +31,8 @@ class Rounding(MeantWord):
 
 
 class WrittenTokens(NamedTuple):
-    """A global batch as it was written: `text` with its unit, and the `samples` that its tokens
-    make up, of which there is no part."""
+    """A global batch in tokens as it was written: `text` with its unit, `tokens`, and the number of
+    full `samples` that they make up (at least 1)."""
 
     text: str
     tokens: int
@@ -42,11 +42,12 @@ class WrittenTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Resolved: `global_samples == micro * accumulate * data_degree`. `sequence` in tokens, the
-    last `padding` of which are none of the data's; `pads`: there may be such.
-    `written`: tokens that stood for the samples. `micro_is_open`: it is `auto` and not chosen yet,
-    and 1 stands for it; `micro_choice`: why it was
-    chosen as it is, where it was."""
+    """The resolved batch: `global_samples == micro * accumulate * data_degree`.
+
+    `sequence` is in tokens and includes `padding`; `pads` permits padding. `written` is the batch
+    as written in tokens, if it was. While `micro_is_open`, `micro` is 1 and stands for `auto`;
+    `micro_choice` gives the reason for the value that was chosen.
+    """
 
     global_samples: int
     micro: int
@@ -60,12 +61,12 @@ class Batch:
 
     @property
     def window(self) -> int:
-        """Tokens of a sample that are the data's."""
+        """The tokens of a sample without padding."""
         return self.sequence - self.padding
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step over the whole mesh, without padding."""
+        """The tokens of one step over the full mesh, without padding."""
         return self.global_samples * self.window
 
 
@@ -146,7 +147,7 @@ class BatchRaw:
 
 
 def written_tokens(text: str, sequence: int, rounding: Rounding) -> WrittenTokens:
-    """Return what `4M tokens` are in samples of `sequence` tokens."""
+    """Parse a text like `4M tokens` and convert it to samples of `sequence` tokens."""
     tokens = parse_count(text.removesuffix("tokens"))
     return WrittenTokens(
         text=text, tokens=tokens, samples=max(1, tokens // sequence), rounding=rounding
@@ -154,8 +155,16 @@ def written_tokens(text: str, sequence: int, rounding: Rounding) -> WrittenToken
 
 
 def rounded_samples(written: WrittenTokens, step: int) -> int:
-    """Return how many samples the tokens come to, a multiple of `step`: the nearest power of two
-    where that is one, else the nearest multiple."""
+    """Round the written tokens to a multiple of `step` samples.
+
+    Args:
+        written: The batch in tokens.
+        step: The samples of the smallest global batch.
+
+    Returns:
+        The nearest power of two if rounding permits it and `step` divides it; otherwise the nearest
+        multiple of `step`, at least one.
+    """
     power = nearest_power_of_two(written.samples)
     if written.rounding is Rounding.POWER_OF_TWO and power % step == 0:
         return power
@@ -163,15 +172,22 @@ def rounded_samples(written: WrittenTokens, step: int) -> int:
 
 
 def nearest_power_of_two(number: int) -> int:
-    """Return the power of two that is nearest, of two the larger one."""
+    """Return the nearest power of two; of two equally near ones, the larger."""
     below: int = 2 ** (number.bit_length() - 1)
     return 2 * below if 2 * number >= 3 * below else below
 
 
 def token_multiple(factors: Sequence[Factor], attention: ContextAttention | Hybrid | None) -> int:
-    """Return what the tokens of a sample must be a multiple of: of cp's chunks, and of tp's slices
-    of what cp leaves a rank. Where no attention over cp is written it is the one that follows: two
-    chunks a rank, but where keys and values are gathered."""
+    """Return the number that must divide the tokens of a sample.
+
+    Args:
+        factors: The factors of the mesh.
+        attention: The attention over cp. None applies the default: two chunks per cp rank, or one
+            if keys and values are all-gathered.
+
+    Returns:
+        The least common multiple of the cp chunks and of the tp shards of a cp rank's tokens.
+    """
     ranks = chunks = slices = 1
     for factor in factors:
         if factor.axis in TOKEN_AXES and factor.degree > 1:
@@ -186,7 +202,7 @@ def token_multiple(factors: Sequence[Factor], attention: ContextAttention | Hybr
 
 
 def padded(batch: Batch, factors: Sequence[Factor], context: ContextSpec | None) -> Batch:
-    """Return a batch of samples as long as the next such multiple, where it says that it pads."""
+    """Return the batch with samples padded to the required multiple, if it permits padding."""
     if not batch.pads:
         return batch
     multiple = token_multiple(factors, context.attention if context else None)
@@ -195,8 +211,8 @@ def padded(batch: Batch, factors: Sequence[Factor], context: ContextSpec | None)
 
 
 def batch_lines(batch: Batch, data_degree: int) -> list[str]:
-    """Return what became of a batch, and of samples that are padded; nothing of what stands as it
-    is written."""
+    """Return lines about values that were chosen or rounded, and about padding; none for
+    the rest."""
     lines = chosen_lines(batch, data_degree)
     if batch.padding:
         lines.append(
@@ -207,8 +223,10 @@ def batch_lines(batch: Batch, data_degree: int) -> list[str]:
 
 
 def chosen_lines(batch: Batch, data_degree: int) -> list[str]:
-    """Return what became of a batch that is written in tokens and of a micro-batch that is `auto`:
-    a resolved spec has these as chosen, and says no more of them."""
+    """Return lines about a batch given in tokens and a micro-batch given as `auto`.
+
+    A resolved spec contains the chosen numbers, so it has no such lines.
+    """
     lines = [] if batch.written is None else [_tokens_line(batch, batch.written, data_degree)]
     if batch.micro_choice:
         lines.append(f"batch.micro: auto is {batch.micro}, {batch.micro_choice}")
@@ -216,6 +234,7 @@ def chosen_lines(batch: Batch, data_degree: int) -> list[str]:
 
 
 def _tokens_line(batch: Batch, written: WrittenTokens, data_degree: int) -> str:
+    """Return the line about a batch given in tokens: the number of samples, and the rounding."""
     samples, step = batch.global_samples, batch.micro * data_degree
     said = f"batch.global: {written.text} are {written.samples} samples of {batch.window}: "
     if samples == written.samples:

@@ -1,4 +1,5 @@
-"""Validation of a tree against the grammar: a raw section, or faults with places."""
+"""Validation of a tree against the grammar: the result is a raw section, and faults with
+positions."""
 
 from __future__ import annotations
 
@@ -32,23 +33,24 @@ from ptrain.spec.text import COMMAND_LINE, Findings, Tree, flow
 
 _MOST_LISTED = 12  # keys in a remedy
 _MOST_MEANT = 4  # places in a question
-_ALIKE = 0.85  # two words, as `step` and `steps` are: a slip, whatever another section has
+_ALIKE = 0.85  # words this similar (`step`, `steps`) are a typo, even if another section has it
 
-_ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then more about it
+_ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then an explanation
 _OF_SPECS = frozenset(("mesh", "placement", "batch"))
 
-Show = Callable[[Route, str], str]  # a key and its value's text, in the syntax that the user typed
-Places = Mapping[Route, tuple[str, ...]]  # a key's names: its own, and what others call it
+Show = Callable[[Route, str], str]  # writes a key and its value in the syntax that the user typed
+Places = Mapping[Route, tuple[str, ...]]  # a key's name and aliases
 
 
 def hints() -> Mapping[str, Any]:
-    """Return the tables of `specs/hints.yaml`: answers by tool and key, and files by tool."""
+    """Return the tables of `specs/hints.yaml`: remedies by tool and key, and the files of each
+    tool."""
     return table_of("hints.yaml")
 
 
 @cache
 def foreign_keys() -> Mapping[str, str | Mapping[str, str]]:
-    """Return the answers for keys of other tools: a text, or texts by value."""
+    """Return the remedies for other tools' keys: a text, or texts by value."""
     return {key: said for tool in hints()["keys"].values() for key, said in tool.items()}
 
 
@@ -56,12 +58,12 @@ def for_foreign(route: Route, value: object, show: Show) -> str:
     """Return the remedy for another tool's key.
 
     Args:
-        route: the key with the sections that it was written in.
-        value: the value that was written.
-        show: writes a key and its value in the syntax of the user.
+        route: The key with the sections that it was written in.
+        value: The value that was written.
+        show: Writes a key and its value in the syntax of the user.
 
     Returns:
-        The remedy; "" if no tool has such a key.
+        The remedy, or "" if no tool has such a key.
     """
     word = ".".join(route).lower().replace("-", "_")
     while not (answer := foreign_keys().get(word)) and "." in word:
@@ -87,18 +89,18 @@ def foreign_leaves(route: Route, value: object) -> Iterator[tuple[Route, object]
 
 
 def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] | None:
-    """Return finding and remedy for another tool's file that is given as a spec.
+    """Return the finding and the remedy for another tool's file that is given as a spec.
 
     Args:
-        path: the file.
-        root: the mapping that it holds.
+        path: The file.
+        root: The mapping in the file.
 
     Returns:
-        None for a spec, and for a YAML or JSON file that no tool is known to have.
+        None for a spec, and for a YAML or JSON file that matches no known tool.
     """
     is_toml = path.suffix == ".toml"
     if not is_toml and not _OF_SPECS.isdisjoint(root):
-        return None  # as every spec, without reading the hints
+        return None  # every spec has one of these keys, and need not load the hints
     counts = [len(root.keys() & {*row["keys"]}) for row in hints()["files"]]
     row = hints()["files"][counts.index(max(counts))] if max(counts) > 1 else {}
     if not is_toml and not row:
@@ -117,50 +119,55 @@ def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] 
 
 
 def for_unknown(key: str, kind: type, route: Route) -> str:
-    """Return the remedy for a key that the section at `route`, of this kind, does not have."""
+    """Return the remedy for a key that the section of type `kind` at `route` does not have."""
     if "." in key and tuple(key.split(".")) in _places(SpecRaw, ()):
         section, _, rest = key.partition(".")
         return f"Use `{section}: {{{rest}: …}}`."
-    meant = _meant(key, kind, route)
+    meant = _guess_routes(key, kind, route)
     if route and (key,) in meant:
         return f"{key!r} belongs to the top level of the spec, not to {'.'.join(route)}"
     shown = [".".join(place).removeprefix(".".join((*route, ""))) for place in meant]
-    return _question(shown) or listed("Keys here", kind, route)
+    return _did_you_mean(shown) or listed("Keys here", kind, route)
 
 
 def of_any_section(key: str) -> str:
-    """Return the remedy for another name of a key of any section; "" if none has it. The name of
-    a key itself is none: the section around it may be misspelled."""
+    """Return the remedy for an alias of a key in any section, or "" if there is none.
+
+    Exact names of keys do not count, because the section around the key may be misspelled.
+    """
     word = key.lower().replace("-", "_")
-    places = _called(word, _places(SpecRaw, ()))
-    return _question([".".join(place) for place in places if place[-1] != word])
+    places = _routes_named(word, _places(SpecRaw, ()))
+    return _did_you_mean([".".join(place) for place in places if place[-1] != word])
 
 
-def _question(shown: list[str]) -> str:
+def _did_you_mean(shown: list[str]) -> str:
     return f"Did you mean {' or '.join(map(repr, shown))}?" if shown else ""
 
 
 def listed(what: str, kind: type, route: Route) -> str:
-    """The keys of a section, or the command that lists them."""
+    """Return the list of a section's keys, or a command that lists them if there are many."""
     known = tuple(keys(kind))
     if len(known) <= _MOST_LISTED:
         return f"{what}: {', '.join(known)}."
     return f"Run `ptrain help {'.'.join(route) or 'keys'}` to list all keys."
 
 
-def _meant(key: str, kind: type, route: Route) -> list[Route]:
-    """The places that may have been meant: what is called so in this section, or but for a letter
-    (below the top, whose `devices` are the cluster's); what is called so anywhere; then what is
-    nearly called so."""
+def _guess_routes(key: str, kind: type, route: Route) -> list[Route]:
+    """Return the routes that may have been meant by an unknown key.
+
+    The order is: exact names and aliases in this section; names that differ by a letter (not at the
+    top level, where `devices` means the cluster's); exact names and aliases in any section; similar
+    names.
+    """
     word = key.lower().replace("-", "_")
     here = {(*route, name): (name, *holds.aka) for name, (_, holds) in keys(kind).items()}
     known = tuple(name for name, (_, holds) in keys(kind).items() if holds.executed != ())
     everywhere = _places(SpecRaw, ())
-    if exact := _called(word, here):
+    if exact := _routes_named(word, here):
         return exact
     if route and (slip := slips.close(word, known, cutoff=_ALIKE)):
         return [(*route, slip)]
-    if exact := _called(word, everywhere):
+    if exact := _routes_named(word, everywhere):
         return exact
     section, _, rest = word.partition("_")
     if (section, rest) in everywhere:  # log_every is log.every
@@ -175,19 +182,21 @@ def _meant(key: str, kind: type, route: Route) -> list[Route]:
 
 
 def is_called(key: str, kind: type, route: Route) -> bool:
-    """Return True if a key of the section below the top has this other name."""
+    """Return True if `key` is an alias of a key of a section below the top level."""
     word = key.lower().replace("-", "_")
     return bool(route) and any(word in holds.aka for _, holds in keys(kind).values())
 
 
-def _called(word: str, places: Places) -> list[Route]:
+def _routes_named(word: str, places: Places) -> list[Route]:
     return [place for place, names in places.items() if word in names][:_MOST_MEANT]
 
 
 @cache
 def _places(kind: type, above: Route) -> Places:
-    """Every key of the grammar that something executes, with its names; not those of tuples, which
-    are all alike."""
+    """Return the supported keys of the grammar with their names and aliases.
+
+    Keys inside placement tuples are left out, because all tuples have the same ones.
+    """
     return {
         place: (place[-1], *holds.aka)
         for place, _, holds in walk(kind, above)
@@ -195,7 +204,7 @@ def _places(kind: type, above: Route) -> Places:
     }
 
 
-# Stand-ins for what every spec needs: nothing more is reported of a section that is at fault.
+# Stand-ins for required sections that are faulty, so that they cause no further faults.
 _NEEDED: dict[Route, object] = {
     ("model",): ModelRaw(),
     ("mesh",): MeshRaw(),
@@ -216,11 +225,18 @@ _GIVEN_BY: dict[Route, Route] = {("batch", "sequence"): ("data", "target")}
 def validate(
     tree: Tree, kind: type = SpecRaw, *, is_partial: bool = False
 ) -> tuple[Any, dict[Route, Fault]]:
-    """Return the raw section and the faults by route.
+    """Check a tree against the grammar.
 
-    What is at fault is left out of the section, and so are mappings that need it, so that the next
-    stage can still look at what is sound. The section is None where nothing of it is. One that
-    `is_partial` is a mapping of the values that are written.
+    Faulty values are left out of the section, and so are mappings that require them, so that the
+    next stage can still check the others.
+
+    Args:
+        tree: The tree.
+        kind: The type of the section at its root.
+        is_partial: True to return a mapping of only the values that are written.
+
+    Returns:
+        The raw section, or None if too much of it is faulty; and the faults by route.
     """
     checked = _Walk(tree=tree)
     raw = checked.section(kind, tree.root, (), is_partial=is_partial)
@@ -228,13 +244,15 @@ def validate(
 
 
 class _Walk(Findings):
-    """Walks a tree once, along the grammar. MISSING stands for a value that is at fault."""
+    """Walks a tree along the grammar once. MISSING stands for a faulty value."""
 
     def section(
         self, kind: type, written: object, route: Route, *, is_partial: bool = False
     ) -> object:
+        """Check a mapping against a section; return the section, or MISSING if a required key is
+        faulty."""
         if not isinstance(written, dict):
-            self._no_mapping(kind, written, route)
+            self._report_no_mapping(kind, written, route)
             return MISSING
         known = keys(kind)
         values: dict[str, object] = {}
@@ -242,17 +260,17 @@ class _Walk(Findings):
             inner = (*route, key)
             value: object = MISSING
             if key in written:
-                value = self._value(holds, written[key], inner)
+                value = self._check_value(holds, written[key], inner)
             elif (
                 is_required(spot)
                 and not is_partial
                 and self.tree.at(_GIVEN_BY.get(inner, inner)) is None
             ):
-                self.add(inner, *_missing(inner), at=route, key=True)
+                self.add(inner, *_describe_missing(inner), at=route, key=True)
             values[spot.name] = _NEEDED.get(inner, value) if value is MISSING else value
         for key in written:
             if key not in known:
-                self._unknown(key, kind, route, written[key])
+                self._report_unknown(key, kind, route, written[key])
         sound = {name: value for name, value in values.items() if value is not MISSING}
         if is_partial:
             return sound
@@ -260,7 +278,7 @@ class _Walk(Findings):
             return MISSING
         return kind(**sound)
 
-    def _value(self, holds: Leaf | Section, value: object, route: Route) -> object:
+    def _check_value(self, holds: Leaf | Section, value: object, route: Route) -> object:
         if isinstance(holds, Section):
             if value is None and holds.null:
                 return None
@@ -271,31 +289,31 @@ class _Walk(Findings):
             self.add(route, error.finding, error.remedy)
             return MISSING
 
-    def _no_mapping(self, kind: type, value: object, route: Route) -> None:
+    def _report_no_mapping(self, kind: type, value: object, route: Route) -> None:
         remedy = (
             (slips.checkpointed(value) if route == ("checkpoint",) else "")
-            or self._key_of(kind, value, route)
-            or (self._of_other_tool(route, value) if route else "")
+            or self._bare_value_remedy(kind, value, route)
+            or (self._foreign_remedy(route, value) if route else "")
             or listed("its keys", kind, route)
         )
         self.add(route, f"must be a mapping; got {describe(value)}", remedy)
 
-    def _unknown(self, key: str, kind: type, route: Route, value: object) -> None:
+    def _report_unknown(self, key: str, kind: type, route: Route, value: object) -> None:
         place, finding = (*route, key), f"unknown key {key!r}"
         waits, remedy = slips.UNSUPPORTED.get(place, ("", ""))
         if waits:
             finding += f"; not supported yet: {waits}"
         elif not is_called(key, kind, route):
-            if isinstance(value, dict) and self._unknown_section(place, value):
+            if isinstance(value, dict) and self._report_unknown_section(place, value):
                 return
-            remedy = self._of_other_tool(place, value)
+            remedy = self._foreign_remedy(place, value)
         self.add(place, finding, remedy or for_unknown(key, kind, route), key=True)
 
-    def _unknown_section(self, route: Route, value: dict[str, object]) -> bool:
-        """Report the keys of another tool's section; False if no tool has one of them."""
+    def _report_unknown_section(self, route: Route, value: dict[str, object]) -> bool:
+        """Report the keys of another tool's section; return False if no tool has any of them."""
         leaves = foreign_leaves(route, value)
         remedies = {
-            inner: self._of_other_tool(inner, leaf) or of_any_section(inner[-1])
+            inner: self._foreign_remedy(inner, leaf) or of_any_section(inner[-1])
             for inner, leaf in leaves
         }
         if not any(remedies.values()):
@@ -309,25 +327,30 @@ class _Walk(Findings):
             )
         return True
 
-    def _of_other_tool(self, route: Route, value: object) -> str:
-        """Return the remedy for a key of another tool; "" if no tool has it."""
-        return for_foreign(route, value, lambda key, text: self._said(key, text, route))
+    def _foreign_remedy(self, route: Route, value: object) -> str:
+        """Return the remedy for a key of another tool, or "" if no tool has it."""
+        return for_foreign(route, value, lambda key, text: self._format_setting(key, text, route))
 
-    def _key_of(self, kind: type, value: object, route: Route) -> str:
-        """`precision=fp16`: the key of the section that takes the value which the section got."""
+    def _bare_value_remedy(self, kind: type, value: object, route: Route) -> str:
+        """Return the remedy for a value that one key of the section would accept:
+        `precision=fp16`."""
         if not isinstance(value, str):
             return ""
         known = keys(kind)
         for key, (_, holds) in known.items():
             if isinstance(holds, Choice) and (word := holds.word(value)):
-                return f"Use `{self._said((*route, key), flow(word), route)}`."
+                return f"Use `{self._format_setting((*route, key), flow(word), route)}`."
         folder = f"{route[-1].removesuffix('s')}s" if route else ""  # of models, clusters, rates
         preset = nearest(value, tuple(listing(folder))) if "preset" in known else ""
-        return f"Use `{self._said((*route, 'preset'), flow(preset), route)}`." if preset else ""
+        return (
+            f"Use `{self._format_setting((*route, 'preset'), flow(preset), route)}`."
+            if preset
+            else ""
+        )
 
-    def _said(self, route: Route, text: str, at: Route) -> str:
-        """Return a key with its value's text, in the syntax of the key at fault: that of the
-        command line, or of a file."""
+    def _format_setting(self, route: Route, text: str, at: Route) -> str:
+        """Return a key and its value's text in the syntax of the faulty key: command line
+        or file."""
         if self.tree.mark(at, key=True).source.startswith(COMMAND_LINE):
             return f"{'.'.join(route)}={text}"
         section, *inner = route
@@ -336,8 +359,8 @@ class _Walk(Findings):
         return f"{section}: {{{': {'.join(inner)}: {text}{'}' * len(inner)}"
 
 
-def _missing(route: Route) -> tuple[str, str]:
-    """Finding and remedy of a key that every spec, or every tuple, needs."""
+def _describe_missing(route: Route) -> tuple[str, str]:
+    """Return the finding and the remedy for a required key that is missing."""
     if route[0] == "placement" and route[-1] == REST:
         finding = "the placement of all non-expert tensors is missing"
         return finding, f"Add `{REST}`: a strategy name or four modes."

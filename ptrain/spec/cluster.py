@@ -19,7 +19,8 @@ from ptrain.spec.rates import Rates
 
 
 class _Alike(Leaf):
-    """One figure for all devices of a cluster: a list of theirs is told why."""
+    """A leaf for one value that holds for all devices of a cluster; it rejects a list with a
+    reason."""
 
     def check(self, value: Any) -> object:
         if isinstance(value, list | dict):
@@ -76,8 +77,8 @@ PROCESS_BYTES = 300 * 2**20
 
 @section
 class Cluster:
-    """What the job runs on: a preset and fields that override it. Bandwidths in bytes per second;
-    what is None nobody says."""
+    """The hardware of the job: a preset and the fields that override it. Bandwidths are in bytes
+    per second; None means unknown, or the default of the device type."""
 
     preset: Annotated[
         str | None,
@@ -204,8 +205,8 @@ class Cluster:
 
     @property
     def reserved_bytes(self) -> int:
-        """The memory of one device that tensors cannot use: `reserve`, else the default by kind. A
-        device of unknown kind has the larger default, which is a GPU's."""
+        """The bytes of one device that tensors cannot use: `reserve`, or the default for the kind.
+        A device of unknown kind has the GPU default, which is the larger one."""
         if self.reserve is not None:
             return self.reserve
         if self.kind == "cpu":
@@ -214,19 +215,20 @@ class Cluster:
 
     @property
     def slowdown_beside_collectives(self) -> float:
-        """How much longer compute takes while a collective runs: `interference`, else the default
+        """The relative slowdown of compute while a collective runs: `interference`, or the default
         of the device type."""
         default = _GPU_INTERFERENCE if self.kind == "cuda" else 0.0
         return default if self.interference is None else self.interference
 
     @property
     def slowdown_per_doubling(self) -> float:
-        """How much longer a step takes with twice the nodes: `stragglers`, else the default of the
-        device type."""
+        """The relative slowdown of a step per doubling of the nodes: `stragglers`, or the default
+        of the device type."""
         default = _GPU_STRAGGLERS if self.kind == "cuda" else 0.0
         return default if self.stragglers is None else self.stragglers
 
     @property
     def usable_memory(self) -> int:
-        """The memory of one device that a predicted peak may fill; 0 or less if there is none."""
+        """The bytes of one device that a predicted peak may fill; 0 or negative if there
+        are none."""
         return self.device_memory - self.reserved_bytes

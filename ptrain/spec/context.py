@@ -1,4 +1,4 @@
-"""How attention reaches the tokens of other ranks along cp."""
+"""The section `context`: how attention reaches tokens on other ranks along cp."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,6 +11,8 @@ _PARTS = ("ulysses", "ring")
 
 
 class ContextAttention(MeantWord):
+    """An algorithm of attention over tokens that are sharded along cp."""
+
     # Liu et al. 2023; Llama 3, section 3.3.2; -; Jacobs et al. 2023
     RING = "ring", "ring attention; each rank holds contiguous tokens"
     ZIGZAG = (
@@ -23,21 +25,23 @@ class ContextAttention(MeantWord):
 
     @property
     def is_balanced(self) -> bool:
-        """Whether each of the ring's places has an early and a late chunk."""
+        """True if each rank of the ring has an early and a late chunk, which balances causal
+        attention."""
         return self is ContextAttention.ZIGZAG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hybrid:
-    """Ulysses over `ulysses` neighbouring ranks, and a zigzag ring over `ring` such groups (Fang
-    and Zhao 2024, USP). `ulysses * ring` is the degree of cp."""
+    """Ulysses over `ulysses` neighbouring ranks, combined with a zigzag ring over `ring` such
+    groups (Fang and Zhao 2024, USP). `ulysses * ring` is the degree of cp."""
 
     ulysses: int
     ring: int
 
     @property
     def is_balanced(self) -> bool:
-        """Whether each of the ring's places has an early and a late chunk."""
+        """True if each rank of the ring has an early and a late chunk, which balances causal
+        attention."""
         return self.ring > 1
 
     def __str__(self) -> str:
@@ -46,7 +50,7 @@ class Hybrid:
 
 @declared
 class _Degrees(Free):
-    """The two degrees of a hybrid."""
+    """A mapping with the two degrees of a hybrid."""
 
     def check(self, value: Any) -> object:
         degrees = super().check(value)
@@ -64,7 +68,7 @@ class _Degrees(Free):
         return {**shape, "properties": properties, **required}
 
 
-def _written(attention: ContextAttention | Hybrid) -> object:
+def _to_file_syntax(attention: ContextAttention | Hybrid) -> object:
     if isinstance(attention, Hybrid):
         return {"ulysses": attention.ulysses, "ring": attention.ring}
     return attention.value
@@ -72,7 +76,7 @@ def _written(attention: ContextAttention | Hybrid) -> object:
 
 @section
 class ContextSpec:
-    """How attention reaches the tokens of other ranks along cp."""
+    """Context-parallel attention: how attention reaches tokens on other ranks along cp."""
 
     attention: Annotated[
         ContextAttention | Hybrid,
@@ -103,6 +107,6 @@ class ContextSpec:
                     read=lambda degrees: Hybrid(**degrees),
                 ),
             ),
-            write=_written,
+            write=_to_file_syntax,
         ),
     ]

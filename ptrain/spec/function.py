@@ -1,4 +1,4 @@
-"""Functions of the user's that a spec names: `{target: package.module:function, arguments: …}`."""
+"""User-defined functions that a spec names: `{target: package.module:function, arguments: …}`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -17,9 +17,11 @@ FOLDER = Text(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFunction:
-    """A function that the section `section` of a spec names, with its keyword arguments. It is
-    looked for among what is installed, then in `folder`: the function is the same one wherever its
-    file lies."""
+    """A function that a section of the spec names, with its keyword arguments.
+
+    It is imported from the installed packages, or else from `folder`. The folder does not take part
+    in comparisons, so that the same function in a moved file is equal.
+    """
 
     section: str
     target: str
@@ -28,17 +30,17 @@ class UserFunction:
 
     @property
     def place(self) -> str:
-        """Where the spec names it."""
+        """The dotted key that names the function."""
         return f"{self.section}.target"
 
     def __hash__(self) -> int:
-        """Of what is compared; arguments may be of any kind."""
+        """Hash the compared fields; arguments by their repr, because they may be unhashable."""
         return hash((self.section, self.target, repr(self.arguments)))
 
 
 @declared
 class StepRaw:
-    """A function of the user's that runs a micro-batch through the model."""
+    """User-defined function that runs a micro-batch through the model."""
 
     target: Annotated[
         str,

@@ -1,4 +1,4 @@
-"""What a job reads, how it updates, how long it runs, and what it writes down."""
+"""The sections of a job: optimizer, data, training, evaluation, checkpoints, timeouts and logs."""
 
 import os.path
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,8 @@ CYCLE = 2**16  # samples, at most, in which every source has its share
 
 
 class DataSource(NamedTuple):
-    """A token file, and the share of samples that it has, over the sum of all weights."""
+    """A token file and its weight: its share of the samples is the weight over the sum of all
+    weights."""
 
     path: str
     weight: float = 1.0
@@ -55,7 +56,7 @@ class Sources(Leaf):
         if not isinstance(value, list) or not value:
             got = "an empty list" if value == [] else describe(value)
             refuse(f"must be {self.takes()}; got {got}", "Use `[{path: a.npy, weight: 2}, …]`.")
-        sources = [_source(number, source) for number, source in enumerate(value, 1)]
+        sources = [_parse_source(number, source) for number, source in enumerate(value, 1)]
         numbers: dict[str, int] = {}
         for number, source in enumerate(sources, 1):
             first = numbers.setdefault(os.path.abspath(source.path), number)
@@ -89,8 +90,8 @@ class Sources(Leaf):
         return ({"type": "array", "items": items, "minItems": 1},)
 
 
-def _source(number: int, source: object) -> DataSource:
-    """The fault of a value names its source and its key."""
+def _parse_source(number: int, source: object) -> DataSource:
+    """Parse one entry of the list; its faults name the source and the key."""
     if not isinstance(source, dict):
         refuse(f"source {number} must be a mapping; got {describe(source)}", "Use `{path: FILE}`.")
     for key in source:
@@ -108,9 +109,12 @@ def _source(number: int, source: object) -> DataSource:
 
 
 def quotas(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return how many samples of a cycle each source has: the shortest cycle in which shares are as
-    the weights say, to the digit; where that is longer than CYCLE, as near as that many allow."""
-    whole = _in_proportion(weights)
+    """Return the number of samples of each source in a cycle.
+
+    The cycle is the shortest one that has exactly the ratio of the weights. If that is longer than
+    CYCLE, a cycle of CYCLE samples approximates the ratio.
+    """
+    whole = _smallest_integers(weights)
     if (total := sum(whole)) <= CYCLE:
         return whole
     quotas, rests = zip(*(divmod(weight * CYCLE, total) for weight in whole), strict=True)
@@ -118,8 +122,8 @@ def quotas(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(quota + (n in longest) for n, quota in enumerate(quotas))
 
 
-def _in_proportion(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers that have the ratios of weights, to the digit."""
+def _smallest_integers(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the smallest integers that have exactly the ratio of the weights' decimal digits."""
     parts = [f"{weight!r}e0".split("e")[:2] for weight in weights]
     digits = [(text.partition(".")[2], text.replace(".", ""), int(power)) for text, power in parts]
     powers = [power - len(behind) for behind, _, power in digits]
@@ -129,7 +133,7 @@ def _in_proportion(weights: Sequence[float]) -> tuple[int, ...]:
 
 @section
 class ScheduleSpec:
-    """The learning rate over the steps: linear warm-up, then constant or cosine."""
+    """Learning rate over the steps: linear warm-up, then constant or cosine decay."""
 
     warmup: Annotated[
         int,
@@ -150,7 +154,7 @@ class ScheduleSpec:
 
 @section
 class OptimizerSpec:
-    """The update of the parameters."""
+    """Update of the parameters."""
 
     name: Annotated[
         str, Choice("Optimizer.", {name: row.about for name, row in OPTIMIZERS.items()})
@@ -191,14 +195,14 @@ class OptimizerSpec:
 
     @property
     def row(self) -> OptimizerRow:
-        """What is known of the optimizer of this name."""
+        """The properties of the optimizer."""
         return OPTIMIZERS[self.name]
 
 
 @section
 class DataSpec:
-    """What is read: a built-in corpus, a file of tokens or several, or samples of the user's own.
-    Of `corpus`, `path`, `sources` and `target` all but one are None."""
+    """Training data: a built-in corpus, one or several token files, or samples from a user's
+    function. Exactly one of `corpus`, `path`, `sources` and `target` is set."""
 
     corpus: Annotated[
         str | None,
@@ -258,23 +262,23 @@ class DataSpec:
 
     @property
     def ignores_targets(self) -> bool:
-        """Whether it says of targets that they count for nothing."""
+        """True if some targets are excluded from the loss."""
         return self.ignored is not None or self.is_masked
 
     @property
     def is_masked(self) -> bool:
-        """Whether a file says it of some of its tokens."""
+        """True if a file excludes tokens from the targets."""
         masks = [self.loss_mask, *(source.loss_mask for source in self.sources or ())]
         return any(mask is not None for mask in masks)
 
     @property
     def is_of_files(self) -> bool:
-        """Whether it is tokens of a file of the user's own, or of several."""
+        """True if the data are tokens from one or several of the user's files."""
         return self.path is not None or self.sources is not None
 
     @property
     def function(self) -> UserFunction | None:
-        """Return what gives the dataset; None where tokens are read."""
+        """The function that returns the dataset; None if tokens are read."""
         if self.target is None:
             return None
         return UserFunction(
@@ -284,7 +288,7 @@ class DataSpec:
 
 @section
 class TrainSpec:
-    """How long, and from which seed."""
+    """Length of the training, and its seed."""
 
     steps: Annotated[
         int,
@@ -299,7 +303,7 @@ class TrainSpec:
 
 @section
 class EvalSpec:
-    """The mean loss of text that is never trained on."""
+    """Mean loss on data that is never trained on."""
 
     every: Annotated[int, Whole("Steps between evaluations; 0 disables them.", 0, 10**9)] = 0
     batches: Annotated[
@@ -309,7 +313,7 @@ class EvalSpec:
 
 @section
 class CheckpointSpec:
-    """When the state is saved."""
+    """Points at which the training state is saved."""
 
     at_end: Annotated[bool, Truth("Save a checkpoint after the last step.")] = False
     every: Annotated[int, Whole("Steps between checkpoints; 0 disables them.", 0, 10**9)] = 0
@@ -329,7 +333,7 @@ class Timeout:
 
 @section
 class LogSpec:
-    """What is printed, and where the figures of a training go beside its run folder."""
+    """Log lines, and trackers that receive the figures of a run besides its folder."""
 
     every: Annotated[int, Whole("Steps between log lines.", 1, 10**9)] = 10
     trackers: Annotated[

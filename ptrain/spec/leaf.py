@@ -1,9 +1,10 @@
-"""The kinds of value that a spec may hold, modes included (Definition 2), each with its check,
-message and JSON Schema.
+"""The kinds of value in a spec, modes (Definition 2) included, each with its check, message and
+JSON Schema.
 
 A leaf is an annotation: `steps: Annotated[int, Whole("…", 1, 10**9)]`. `ptrain.spec.check` calls
 its `take`, `ptrain.spec.schema` its `schema` and `ptrain.spec.write` its `say`, so that all three
-agree. A check refuses with a finding and a remedy of its own; numbers always name their range.
+agree. A failed check raises `Refused` with a finding and a remedy; for numbers the finding contains
+the range.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _OR_NULL = ", or null"
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def declared(kind: type[Kind]) -> type[Kind]:
-    """Declare a part of the grammar: a dataclass that mypy takes for frozen. Nothing compares or
-    prints its values, and each method that is not generated saves time at every start."""
+    """Declare a part of the grammar: a dataclass that mypy treats as frozen. Without `eq` and
+    `repr`, which its values never need, every start is faster."""
     return dataclass(kw_only=True, eq=False, repr=False)(kind)
 
 
 def describe(value: object) -> str:
-    """Return what was found, in words: `the text '1e-5'`, `the boolean true`, `a list`."""
+    """Return a description of a value for messages: `the string '1e-5'`, `the boolean true`, `a
+    list`."""
     match value:
         case None:
             return "nothing"
@@ -56,12 +58,12 @@ def describe(value: object) -> str:
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
-    """Return the one of `known` that the user meant, or "" for none."""
+    """Return the most similar word of `known`, or "" if none is similar enough."""
     return slips.close(word, known, cutoff=slips.NEAR)
 
 
 class Refused(Exception):
-    """What a check finds in a value, and what would be right; who walks the tree adds the place."""
+    """Raised for a value that fails its check; the code that walks the tree adds the position."""
 
     def __init__(self, finding: str, remedy: str) -> None:
         super().__init__(finding)
@@ -69,25 +71,25 @@ class Refused(Exception):
 
 
 def refuse(finding: str, remedy: str = "") -> NoReturn:
-    """Ends a check: the value is not taken."""
+    """Raise `Refused`."""
     raise Refused(finding, remedy)
 
 
 class Dial(NamedTuple):
-    """What a key that not every placement obeys is asked, in values as a file has them: `free` is
-    obeyed by all of them; `other`, where there is one, is refused where none is obeyed."""
+    """The support that a key needs from the placement. Every placement supports the value `free`;
+    `other`, if given, is rejected by a placement that supports only `free`."""
 
     free: object
     other: object = None
 
 
-UNFIT: Any = object()  # what a value becomes that is not taken
+UNFIT: Any = object()  # the result of `fit` for a value that does not fit
 
 
 class OwnFile(NamedTuple):
-    """A file of the user's that stands for what is in it: how its name ends; `read` returns that or
-    why it cannot be read, `slip` finding and remedy of what is wrong in it; `remedy`: what to use
-    instead of a file that cannot be read."""
+    """A user's file whose name may replace its contents in a spec. `read` returns the contents, or
+    a reason as a string; `slip` returns the finding and the remedy for wrong contents; `remedy` is
+    for a file that cannot be read."""
 
     suffix: str
     read: Callable[[Path], object]
@@ -99,12 +101,11 @@ class OwnFile(NamedTuple):
 class Leaf:
     """One kind of value; `about` is the hover text of its key.
 
-    `read` makes of a checked value what the spec holds, and `write` the other way round; `key` is
-    how a file calls the field, where that is not its name; `aka` what others call it. `follows`:
-    what stands for a key that is left out depends on others. `executed`: the values that something
-    executes by now, where the grammar knows more; `why` not the others. `dial`: of a key that the
-    wrapper of units obeys, and not every one. `words` are taken as they are (`auto`), and so is
-    null where it may be.
+    `read` converts a checked value to the value in the spec, and `write` converts it back. `key` is
+    the name in files if it differs from the field's, and `aka` are other tools' names. `follows`:
+    the default depends on other keys. `executed`: the supported values, if the grammar accepts
+    more, with the reason `why`. `dial`: the support that the key needs from the wrapper of units.
+    `words` are accepted unchanged (`auto`), and so is null if `null`.
     """
 
     about: str = field(kw_only=False)
@@ -119,19 +120,20 @@ class Leaf:
     null: bool = False
     words: Collection[str] = ()
     file: OwnFile | None = None
-    shows_lists: ClassVar[bool] = False  # of a list that is refused, what is in it
+    shows_lists: ClassVar[bool] = False  # True if messages show the contents of a rejected list
 
     def take(self, value: object) -> object:
-        """The value as the spec holds it. Refuses what does not fit."""
+        """Check a value and convert it to the value in the spec. Raises Refused if it does
+        not fit."""
         checked = self.check(value)
         return checked if self.read is None or checked is None else self.read(checked)
 
     def say(self, value: object) -> object:
-        """The value as a file says it."""
+        """Convert a value of the spec back to file syntax."""
         return plain(value) if self.write is None or value is None else self.write(value)
 
     def check(self, value: Any) -> object:
-        """The value as it is written. Refuses what does not fit."""
+        """Return the value as written if it fits. Raises Refused otherwise."""
         is_word = isinstance(value, str) and value in self.words
         fitting = value if is_word or (value is None and self.null) else self.fit(value)
         if fitting is UNFIT:
@@ -140,24 +142,24 @@ class Leaf:
         return fitting
 
     def takes(self) -> str:
-        """Return what a value must be, as a phrase."""
+        """Return a phrase that describes the accepted values."""
         raise NotImplementedError
 
     def fit(self, value: Any) -> object:
-        """Return a value that is no word as it is kept; UNFIT where it does not fit."""
+        """Return the stored form of a value, or UNFIT; `words` and null are handled before."""
         return UNFIT
 
     def meant(self, value: Any) -> str:
-        """Return what was meant by a value that does not fit, as a remedy."""
+        """Return a remedy for a value that does not fit, or ""."""
         return ""
 
     def schema(self) -> Shape:
-        """The JSON Schema of what `check` accepts."""
+        """Return the JSON Schema of the values that `check` accepts."""
         words = ({"const": word} for word in self.words)
         return one_of(*self.shapes(), *words, *[_NULL] * self.null)
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Return the schemas of what `fit` accepts."""
+        """Return the JSON Schemas of the values that `fit` accepts."""
         raise NotImplementedError
 
 
@@ -186,7 +188,7 @@ class Whole(Leaf):
 
 @declared
 class Real(Leaf):
-    """A finite number in `low..high`, without `low` itself when it is `open`."""
+    """A finite number in `low..high`, without `low` itself if `open`."""
 
     low: float = field(default=0.0, kw_only=False)
     high: float = field(default=math.inf, kw_only=False)
@@ -214,7 +216,7 @@ class Real(Leaf):
 
 @declared
 class Truth(Leaf):
-    """true or false. YAML 1.2: `on`, `off`, `yes` and `no` are texts."""
+    """true or false. In YAML 1.2, `on`, `off`, `yes` and `no` are strings."""
 
     def takes(self) -> str:
         return "true or false"
@@ -231,8 +233,8 @@ class Truth(Leaf):
 
 @declared
 class Choice(Leaf):
-    """One word of a closed set; the mapping gives each word its meaning. `slips` are other words
-    for them, which are not taken, but understood."""
+    """One word of a closed set, each with its meaning. `slips` maps other words to these; they are
+    rejected with the right word as a remedy."""
 
     words: Mapping[str, str] = field(kw_only=False)
     slips: Mapping[str, str] = field(default_factory=dict)
@@ -241,15 +243,15 @@ class Choice(Leaf):
         return f"one of {', '.join(self.words)}{_OR_NULL * self.null}"
 
     def word(self, value: str) -> str:
-        """The word that the value is, or is another word for; nothing of others."""
+        """Return the word of the set that `value` is or stands for, or ""."""
         word = value if value in self.words else self.slips.get(value.lower(), "")
         return word if word in self.words else ""
 
     def meant(self, value: object) -> str:
-        """The question whether another of the words was meant."""
+        """Return the question whether a similar word of the set was meant, or ""."""
         text = str(value).lower() if isinstance(value, str | bool) else ""
         if self.slips.get(text, text) not in self.words and text in self.slips:
-            return ""  # what it stands for is not to be had here
+            return ""  # the word that it stands for is not allowed here
         slipped = {slip: word for slip, word in self.slips.items() if word in self.words}
         known = {word: word for word in self.words} | slipped
         guess = nearest(text, tuple(known)) if isinstance(value, str) else text
@@ -261,7 +263,7 @@ class Choice(Leaf):
 
 @declared
 class Text(Leaf):
-    """A text that matches `pattern`, which `kind` describes."""
+    """A string that matches `pattern`; `kind` describes it in messages."""
 
     pattern: str = field(default=r"[^\x00-\x1f]{1,500}", kw_only=False)
     kind: str = field(default="a text", kw_only=False)
@@ -281,7 +283,7 @@ class Text(Leaf):
 
 @declared
 class Size(Leaf):
-    """Bytes, as a number or with a unit; `rate` reads `450 GB/s` too."""
+    """A number of bytes, with or without a unit; with `rate`, also `450 GB/s`."""
 
     low: int = 1
     high: int = 10**18
@@ -315,7 +317,7 @@ class Size(Leaf):
 
 @declared
 class Numbers(Leaf):
-    """A list of `count` numbers (any count when 0) in `low..high`; whole ones if `whole`."""
+    """A list of `count` numbers (0: any count) in `low..high`; integers if `whole`."""
 
     low: float = field(default=0, kw_only=False)
     high: float = field(default=1, kw_only=False)
@@ -345,7 +347,7 @@ class Numbers(Leaf):
 
 @declared
 class Free(Leaf):
-    """A mapping whose keys are not ours; `values` checks each value, if given."""
+    """A mapping with arbitrary keys; `values`, if given, checks each value."""
 
     values: Leaf | None = None
 
@@ -365,7 +367,7 @@ class Free(Leaf):
 
 
 def checked(check: Callable[[Any], object], value: object, part: object, remedy: str = "") -> Any:
-    """Return what a check makes of a part of a value. Its fault names the part."""
+    """Return the result of `check` for a part of a value. A fault names the part."""
     try:
         return check(value)
     except Refused as error:
@@ -374,8 +376,8 @@ def checked(check: Callable[[Any], object], value: object, part: object, remedy:
 
 @declared
 class Either(Leaf):
-    """What one of `options` takes; `wanted` says it in one phrase. `hint` guesses what was meant,
-    in place of the options' own guesses."""
+    """A value that one of `options` accepts; `wanted` describes it. `hint`, if given, replaces the
+    guesses of the options in remedies."""
 
     wanted: str = field(kw_only=False)
     options: tuple[Leaf, ...] = field(kw_only=False)
@@ -387,7 +389,7 @@ class Either(Leaf):
     def fit(self, value: Any) -> object:
         for option in self.options:
             if isinstance(option, Free) and isinstance(value, dict):
-                return option.take(value)  # it was meant, and says which entry is at fault
+                return option.take(value)  # its fault names the entry
             try:
                 return option.take(value)
             except Refused:
@@ -404,7 +406,7 @@ class Either(Leaf):
 
 
 def plain(value: object) -> object:
-    """Return what YAML has for a value: texts for enums, lists for tuples."""
+    """Return the YAML form of a value: text for enums, lists for tuples."""
     match value:
         case Enum():
             return value.value
@@ -415,7 +417,8 @@ def plain(value: object) -> object:
 
 
 def meanings(words: Mapping[str, str]) -> dict[str, Any]:
-    """Words that an editor completes, each with its meaning as hover text."""
+    """Return the JSON Schema of words that an editor completes, with their meanings as
+    hover text."""
     return {"oneOf": [{"const": word, "description": text} for word, text in words.items()]}
 
 
@@ -445,9 +448,9 @@ KEPT_MEANINGS = MODE_MEANINGS | {
 
 @declared
 class ModeText(Leaf):
-    """A mode of Definition 2 with its tier."""
+    """A mode of Definition 2, with an optional tier."""
 
-    modes: ClassVar[Mapping[str, str]] = MODE_MEANINGS  # what may be written, and what it means
+    modes: ClassVar[Mapping[str, str]] = MODE_MEANINGS  # the allowed texts and their meanings
 
     def takes(self) -> str:
         return "a mode: R, S, S*, M or O, or with a tier (R@host, S@file)"
@@ -463,7 +466,7 @@ class ModeText(Leaf):
         return None if value is None else str(value)
 
     def meant(self, value: Any) -> str:
-        """The question whether another mode was meant."""
+        """Return the question whether a similar mode was meant, or a remedy about quotes."""
         mode = slips.mode(value) if isinstance(value, str) else ""
         return f"Did you mean `{mode}`?" if mode in self.modes else slips.quote(value)
 
@@ -473,7 +476,8 @@ class ModeText(Leaf):
 
 @declared
 class KeptText(ModeText):
-    """A mode of A, which knows one more: the inputs of blocks that are recomputed may lie apart."""
+    """A mode of activations, which may also be M@host or M@file: recomputed from inputs off the
+    device."""
 
     modes = KEPT_MEANINGS
 
@@ -483,13 +487,14 @@ class KeptText(ModeText):
 
 @declared
 class ModesByBlock(Free):
-    """`{"0-7": M, "8-": R}`: blocks from 0, the last one included; a number alone is one block."""
+    """Modes by block range, `{"0-7": M, "8-": R}`: from block 0, the last one included; a number
+    alone is one block."""
 
     values: Leaf | None = KeptText("")
 
     def fit(self, value: Any) -> Any:
         checked = super().fit(value)
-        ranges = sorted((_range(key), key) for key in checked) if checked is not UNFIT else ()
+        ranges = sorted((_parse_range(key), key) for key in checked) if checked is not UNFIT else ()
         for ((_, last), key), ((first, _), other) in itertools.pairwise(ranges):
             if last >= first:
                 refuse(
@@ -512,7 +517,7 @@ _IN_WORDS = {
 
 
 def blocks_of(text: str) -> tuple[int, int | None]:
-    """(first, last) of `0-7`, `3` and `8-`, whose last one is None: all that follow."""
+    """Return (first, last) of `0-7`, `3` or `8-`; last is None for an open range."""
     first, dash, last = text.partition("-")
     return int(first), int(last) if last else None if dash else int(first)
 
@@ -520,8 +525,8 @@ def blocks_of(text: str) -> tuple[int, int | None]:
 _BLOCKS = r"[0-9]{1,5}(-([0-9]{1,5})?)?"
 
 
-def _range(text: str) -> tuple[int, float]:
-    """(first, last) of a range that is written as it should be."""
+def _parse_range(text: str) -> tuple[int, float]:
+    """Return (first, last) of a block range, or raise Refused if it is malformed."""
     if not re.fullmatch(_BLOCKS, text):
         refuse(
             f"{text!r} is not a range of blocks",
@@ -535,17 +540,16 @@ def _range(text: str) -> tuple[int, float]:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def section(kind: type[Kind]) -> type[Kind]:
-    """A section of a spec whose values are at once those that a file says and those that ptrain
-    reads: each field is declared here alone."""
+    """Declare a section whose fields are both the file's keys and the values that ptrain reads."""
     return dataclass(frozen=True, kw_only=True)(kind)
 
 
 @declared
 class Section:
-    """A nested mapping of the grammar; `also` is what may stand for it in a file. What
-    `is_partial` may lack what the section needs, which a preset gives; of what `is_sparse` only
-    what is not the default is written. `alone` returns what a value that is no mapping stands for
-    in the section of a whole spec, or nothing."""
+    """A nested mapping of the grammar; `also` are JSON Schemas of its other forms. If `is_partial`,
+    required keys may be missing, because a preset provides them. If `is_sparse`, only keys that
+    differ from the default are written. `alone` converts a value that is no mapping to the
+    section's mapping, or to {}."""
 
     kind: type = field(kw_only=False)
     about: str = field(kw_only=False)
@@ -562,14 +566,14 @@ class Section:
 
 
 def by_word(key: str) -> Callable[[Any, object], dict[str, Any]]:
-    """Return the short form of a section in which a word alone is that key."""
+    """Return a short form for a section, in which a value alone sets this key."""
     return lambda value, _: {key: value} if isinstance(value, str | bool | int | float) else {}
 
 
 @cache
 def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
-    """The keys of a section as they are written, each with its field and what it holds: the
-    annotations of a section are evaluated, not texts. A field without one is no key."""
+    """Return the keys of a section by their name in files, each with its field and leaf. Fields
+    that are not Annotated are no keys; annotations must be evaluated, not strings."""
     declared_as: Mapping[str, Any] = {spot.name: spot.type for spot in fields(kind)}
     holds = {
         spot: declared_as[spot.name].__metadata__[0]
@@ -580,7 +584,7 @@ def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
 
 
 def walk(kind: type, above: Route = ()) -> Iterator[tuple[Route, Field[Any], Leaf | Section]]:
-    """Yield every key of a section and of those in it, in the order of the declaration."""
+    """Yield each key of a section and of the sections in it, in the order of declaration."""
     for key, (spot, holds) in keys(kind).items():
         yield (*above, key), spot, holds
         if isinstance(holds, Section):
@@ -589,5 +593,5 @@ def walk(kind: type, above: Route = ()) -> Iterator[tuple[Route, Field[Any], Lea
 
 @cache
 def is_required(spot: Field[Any]) -> bool:
-    """Return whether there is no section without this field."""
+    """Return True if the field has no default."""
     return spot.default is MISSING and spot.default_factory is MISSING

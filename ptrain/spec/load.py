@@ -1,12 +1,12 @@
-"""Load a spec by name, file or mapping with its command-line overrides: the resolved `Spec`, or
-every fault at once.
+"""Loading of specs: a name, file or mapping with overrides becomes a resolved `Spec`, or one
+SpecError with all faults.
 
-    text -> tree with places -> overrides -> short forms written out -> grammar -> Spec
+    text -> tree with source marks -> overrides -> short forms expanded -> grammar -> Spec
 
-Each stage reports all that it finds and leaves it out for the next one, which may still find more
-in sound sections. Keys that nothing executes yet are refused here. `mesh.dp_shard=4` sets one key,
-`mesh.dp_shard=1,2,4` sweeps over three; the right side is YAML as in a file, and its faults stand
-at `command line: mesh.dp_shard=x`.
+Each stage reports all faults that it finds and drops the faulty values, so that the next stage can
+still check the remaining sections. Keys that are not supported yet are rejected here.
+`mesh.dp_shard=4` sets one key; `mesh.dp_shard=1,2,4` is a sweep over three values. The right side
+is YAML, as in a file, and its faults are located at `command line: mesh.dp_shard=x`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ _EXAMPLE = "Use `key=value`, for example `mesh.dp_shard=4`."
 
 
 class Override(NamedTuple):
-    """One `a.b=c`: the route of the key and the text of the value."""
+    """An override `a.b=c`: the route of the key, the text of the value, and the source for
+    faults."""
 
     route: Route
     text: str
@@ -65,8 +66,16 @@ class Override(NamedTuple):
 
 
 def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(specs, overrides) of a command line, which has them in any order. `mesh.dp_shard=4` is an
-    override; `a/b=c.yaml` is a file."""
+    """Split the arguments of a command line, in any order, into specs and overrides.
+
+    `mesh.dp_shard=4` is an override; `a/b=c.yaml` is a file.
+
+    Returns:
+        The lists (specs, overrides).
+
+    Raises:
+        SpecError: An argument starts with `=`.
+    """
     sources: list[str] = []
     overrides: list[str] = []
     for argument in arguments:
@@ -83,7 +92,11 @@ def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_override(argument: str) -> Override:
-    """Raises SpecError for anything that is not `a.b=c`; a leading `--` is taken off."""
+    """Parse an override `a.b=c`, with or without a leading `--`.
+
+    Raises:
+        SpecError: The argument has no `=`, or its left side is not a dotted key.
+    """
     source = source_of(argument)
     key, equals, text = argument.removeprefix("--").partition("=")
     route = tuple(key.strip().split("."))
@@ -103,11 +116,14 @@ def parse_override(argument: str) -> Override:
 
 
 def sweeps(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The product over all overrides whose value is a list `1,2,4` (without brackets)."""
+    """Yield one tuple of overrides per combination of swept values.
+
+    A value `1,2,4` without brackets is a sweep; the last sweep varies fastest.
+    """
     alternatives = []
     for argument in overrides:
         key, equals, text = argument.partition("=")
-        parts = _split(text)
+        parts = _split_at_commas(text)
         if not equals or len(parts) == 1 or _is_tuple(key, parts):
             alternatives.append([argument])
         else:
@@ -116,14 +132,21 @@ def sweeps(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def apply(tree: Tree, override: Override) -> list[Fault]:
-    """Set one key in the tree; returns what hinders."""
-    value = _value(override)
-    route = _data_axis(tree, override.route)
+    """Set the override's key in `tree`.
+
+    Returns:
+        A fault if a value on the way to the key is not a mapping; otherwise an empty list.
+
+    Raises:
+        SpecError: The right side is not valid YAML.
+    """
+    value = _parse_right_side(override)
+    route = _resolve_data_axis(tree, override.route)
     node = tree.root
     for depth, key in enumerate(route[:-1]):
         assert isinstance(node, dict), "only mappings are entered"
         if route[: depth + 1] in map(route_of, EXPERT_AXES):
-            expand_shorthands(tree)  # of a tuple alone, which is that of the rest
+            expand_shorthands(tree)  # a tuple alone moves to `rest` before one of its modes is set
         if key not in node:
             tree.keys[route[: depth + 1]] = SourceMark(source=override.source)
         inner = node.setdefault(key, {})
@@ -142,14 +165,22 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
         node = inner
     assert isinstance(node, dict), "only mappings are entered"
     node[route[-1]] = value.root
-    _displace(tree, route)
-    _take_marks(tree, value, override, route)
+    _remove_excluded(tree, route)
+    _mark_as_override(tree, value, override, route)
     return []
 
 
 def involves(fault: Fault, override: Override) -> bool:
-    """Return whether the fault speaks of what the override sets: of its key, of the word it gives,
-    or of the section that it is in."""
+    """Return True if a fault concerns an override.
+
+    Args:
+        fault: The fault.
+        override: The override.
+
+    Returns:
+        True if the fault is about a section that contains the override's key, or if its text names
+        the key or the value.
+    """
     section = tuple(fault.place.split("."))
     if override.route[: len(section)] == section:
         return True
@@ -159,8 +190,8 @@ def involves(fault: Fault, override: Override) -> bool:
     return re.search(rf"(?<![\w.])({'|'.join(known)})(?![\w-])", said) is not None
 
 
-def _value(override: Override) -> Tree:
-    """The right side. Its faults are those of the override: there is no line to point at."""
+def _parse_right_side(override: Override) -> Tree:
+    """Parse the right side; its faults are located at the override, which has no line number."""
     try:
         value = parse_value(override.text, override.source)
         faults = tuple(value.faults.values())
@@ -172,8 +203,8 @@ def _value(override: Override) -> Tree:
     return value
 
 
-def _data_axis(tree: Tree, route: Route) -> Route:
-    """`mesh.dp=4` sets the one data axis that the file has."""
+def _resolve_data_axis(tree: Tree, route: Route) -> Route:
+    """Redirect `mesh.dp` to the data axis of the mesh, if the mesh has exactly one."""
     mesh = tree.root.get("mesh") if isinstance(tree.root, dict) else None
     if route != ("mesh", "dp") or not isinstance(mesh, dict) or "dp" in mesh:
         return route
@@ -181,8 +212,8 @@ def _data_axis(tree: Tree, route: Route) -> Route:
     return ("mesh", present[0]) if len(present) == 1 else route
 
 
-def _displace(tree: Tree, route: Route) -> None:
-    """Of two keys that exclude each other the one on the command line replaces the file's."""
+def _remove_excluded(tree: Tree, route: Route) -> None:
+    """Remove the file's keys that exclude the key set on the command line."""
     for other in _INSTEAD.get(route, ()):
         mark = tree.values.get(other)  # a mapping from Python has none
         if mark is None or not mark.source.startswith(COMMAND_LINE):
@@ -191,8 +222,8 @@ def _displace(tree: Tree, route: Route) -> None:
                 node.pop(other[-1], None)
 
 
-def _take_marks(tree: Tree, value: Tree, override: Override, route: Route) -> None:
-    """What stands at a route, and all in it, stands on the command line."""
+def _mark_as_override(tree: Tree, value: Tree, override: Override, route: Route) -> None:
+    """Mark the value at `route`, and all values inside it, as set on the command line."""
     mark = SourceMark(source=override.source)
     for table in (tree.keys, tree.values):
         for known in [known for known in table if known[: len(route)] == route]:
@@ -201,16 +232,19 @@ def _take_marks(tree: Tree, value: Tree, override: Override, route: Route) -> No
 
 
 def _is_tuple(key: str, parts: list[str]) -> bool:
-    """`placement.dp_shard=S*,S,S,R` is one tuple, no sweep, and so is one with a slip in it: no
-    strategy bears the name of a mode. `placement=S*,S,S,R` is one that misses its axis."""
+    """Return True if a value with commas is one placement tuple and not a sweep.
+
+    `placement.dp_shard=S*,S,S,R` is a tuple, even if some modes are misspelled, because no strategy
+    has the name of a mode. `placement=S*,S,S,R` is a tuple whose axis is missing.
+    """
     route = key.removeprefix("--").split(".")
     is_whole = len(route) <= 2 or route[-1] in (EXPERTS, REST)
     is_placement = route[0] == "placement" and is_whole
     return is_placement and any(slips.mode(part.strip()) in KEPT_MEANINGS for part in parts)
 
 
-def _split(text: str) -> list[str]:
-    """At commas outside of brackets and quotes."""
+def _split_at_commas(text: str) -> list[str]:
+    """Split a text at its commas, except inside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -227,26 +261,33 @@ def _split(text: str) -> list[str]:
 
 
 def source_of(argument: str) -> str:
-    """Return what a fault in the argument names as its source."""
-    return f"{COMMAND_LINE}{_shown(argument)}"
+    """Return the source name for faults of a command-line argument."""
+    return f"{COMMAND_LINE}{_printable(argument)}"
 
 
-def _shown(argument: str) -> str:
+def _printable(argument: str) -> str:
     text = "".join(letter if letter.isprintable() else "?" for letter in argument)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 @cache
-def _planned() -> tuple[tuple[Route, Leaf], ...]:
-    """The keys with values that nothing executes yet."""
+def _unsupported_keys() -> tuple[tuple[Route, Leaf], ...]:
+    """Return the keys that have values which are not supported yet, with their leaves."""
     leaves = ((route, holds) for route, _, holds in walk(SpecRaw) if isinstance(holds, Leaf))
     return tuple((route, leaf) for route, leaf in leaves if leaf.executed is not None)
 
 
 def refusals(tree: Tree) -> dict[Route, Fault]:
-    """Every key of the tree that is valid and not executed yet."""
+    """Return the faults of values that are valid but not supported yet.
+
+    Args:
+        tree: The tree with short forms expanded.
+
+    Returns:
+        A fault per key, by route.
+    """
     findings = Findings(tree=tree)
-    for route, leaf in _planned():
+    for route, leaf in _unsupported_keys():
         name, value, executed = route[-1], tree.at(route), leaf.executed or ()
         if value is None or any(value == o and type(value) is type(o) for o in executed):
             continue
@@ -275,7 +316,7 @@ _DEPENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A resolved spec that still knows where each key stood."""
+    """A resolved spec that can locate faults in its source text."""
 
     spec: Spec
     locate: Callable[[Fault], Fault] = field(repr=False)
@@ -313,7 +354,7 @@ def load(
         >>> spec.world_size
         4
     """
-    tree, name = _tree(source)
+    tree, name = _read_tree(source)
     faults = dict(tree.faults)
     for number, argument in enumerate(overrides):
         try:
@@ -322,7 +363,7 @@ def load(
             hindrances = list(error.faults)
         faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(hindrances)}
     for place in without:
-        _drop(tree, place)
+        _remove_key(tree, place)
     short = expand_shorthands(tree)
     faults = {route: known for route, known in faults.items() if route[:-1] not in short} | short
     raw, invalid = validate(tree)
@@ -335,11 +376,11 @@ def load(
         except SpecError as error:
             faults |= _independent(error.faults, faults)
     if faults:
-        raise SpecError(*_in_order(faults.values(), overrides))
-    return Document(spec=spec, locate=lambda fault: _locate(tree, fault, overrides))
+        raise SpecError(*_sort_faults(faults.values(), overrides))
+    return Document(spec=spec, locate=lambda fault: _locate_fault(tree, fault, overrides))
 
 
-def _drop(tree: Tree, place: str) -> None:
+def _remove_key(tree: Tree, place: str) -> None:
     *outer, last = place.split(".")
     section = tree.at(tuple(outer))
     if isinstance(section, dict):
@@ -347,8 +388,11 @@ def _drop(tree: Tree, place: str) -> None:
 
 
 def written(source: Source, overrides: Sequence[str]) -> Tree:
-    """Return what file and overrides say, short forms written out, as far as it is sound."""
-    tree, _ = _tree(source)
+    """Return the tree of a file with overrides applied and short forms expanded.
+
+    Faults of single keys are ignored; those keys keep the values that they had.
+    """
+    tree, _ = _read_tree(source)
     for argument in overrides:
         apply(tree, parse_override(argument))
     expand_shorthands(tree)
@@ -376,18 +420,18 @@ def expand(source: Source = None, overrides: Sequence[str] = ()) -> list[Documen
     return [load(source, chosen) for chosen in sweeps(overrides)]
 
 
-def _tree(source: Source) -> tuple[Tree, str]:
-    """The tree and the name that a spec without `name` takes."""
+def _read_tree(source: Source) -> tuple[Tree, str]:
+    """Return the tree of a source, and the default for the spec's `name`."""
     if isinstance(source, Mapping):
         return _from_mapping(source), "spec"
-    path = _path(names().default if source is None else source)
+    path = _resolve_path(names().default if source is None else source)
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in path.stem)
     return _read_spec(path), stem.strip(".")[:64] or "spec"
 
 
 def _read_spec(path: Path) -> Tree:
-    """Read a spec's file. Raises SpecError for another tool's file too."""
-    values = _toml(path)
+    """Read a spec file. Raises SpecError if the file is another tool's config."""
+    values = _read_toml(path)
     tree = Tree(root=values, source=str(path)) if values else read(path)
     answer = for_foreign_file(path, tree.root) if isinstance(tree.root, dict) else None
     if answer:
@@ -395,8 +439,8 @@ def _read_spec(path: Path) -> Tree:
     return tree
 
 
-def _toml(path: Path) -> dict[str, object]:
-    """Return the values of a TOML file; none of any other file."""
+def _read_toml(path: Path) -> dict[str, object]:
+    """Return the values of a TOML file, or {} for other files and unreadable ones."""
     try:
         is_toml = path.suffix == ".toml" and path.stat().st_size <= MAX_BYTES
         return parse_toml(path.read_text(encoding="utf-8")) if is_toml else {}
@@ -404,8 +448,9 @@ def _toml(path: Path) -> dict[str, object]:
         return {}
 
 
-def _path(source: str | Path) -> Path:
-    """A built-in name wins over a file of the same name, which is written ./name."""
+def _resolve_path(source: str | Path) -> Path:
+    """Return the path of a spec. A built-in name takes precedence over a file with that name, which
+    can be written as `./name`."""
     if isinstance(source, Path):
         return source
     is_file = "/" in source or source.endswith((".yaml", ".yml"))
@@ -413,24 +458,24 @@ def _path(source: str | Path) -> Path:
         try:
             return find_spec(source)
         except SpecError:
-            if not os.path.exists(source):  # False, too, for what can be no path
+            if not os.path.exists(source):  # also False for texts that cannot be a path
                 raise
     return Path(source)
 
 
 def _from_mapping(source: Mapping[str, object]) -> Tree:
-    root = _plain(source)
+    root = _to_yaml_types(source)
     assert isinstance(root, dict), "a mapping stays one"
     return Tree(root=root, source="")
 
 
-def _plain(value: object) -> object:
-    """Lists for tuples, text for keys and enums: what YAML would have given."""
+def _to_yaml_types(value: object) -> object:
+    """Convert tuples to lists, and keys and enums to text, as YAML would have read them."""
     match value:
         case Mapping():
-            return {str(key): _plain(inner) for key, inner in value.items()}
+            return {str(key): _to_yaml_types(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [_plain(inner) for inner in value]
+            return [_to_yaml_types(inner) for inner in value]
         case str():
             return str(value)
         case _:
@@ -438,7 +483,7 @@ def _plain(value: object) -> object:
 
 
 def _independent(faults: Iterable[Fault], known: Mapping[Route, Fault]) -> dict[Route, Fault]:
-    """The faults that do not merely follow from a section that is already at fault."""
+    """Return the faults that do not merely follow from a section that is already faulty."""
     broken = {fault.place.split(".")[0] for fault in known.values()}
     return {
         (*fault.place.split("."), fault.finding): fault  # one value may have several faults
@@ -447,8 +492,9 @@ def _independent(faults: Iterable[Fault], known: Mapping[Route, Fault]) -> dict[
     }
 
 
-def _in_order(faults: Iterable[Fault], overrides: Sequence[str]) -> list[Fault]:
-    """The file's faults by line, then those of the command line as it was written."""
+def _sort_faults(faults: Iterable[Fault], overrides: Sequence[str]) -> list[Fault]:
+    """Return the file's faults by line, then the command line's faults in the order of its
+    arguments."""
     spoken = {source_of(argument): number for number, argument in enumerate(overrides)}
 
     def order(fault: Fault) -> tuple[bool, int, int, int]:
@@ -457,9 +503,11 @@ def _in_order(faults: Iterable[Fault], overrides: Sequence[str]) -> list[Fault]:
     return sorted(faults, key=order)
 
 
-def _locate(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
-    """The same fault with the place of its key in the file or on the command line. In the file, a
-    fault may be one only with what the command line says, which is named then."""
+def _locate_fault(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
+    """Return the fault with the position of its key in the file or on the command line.
+
+    If the key is in the file, the overrides that contribute to the fault are added to the finding.
+    """
     route = tuple(fault.place.split(".")) if fault.place else ()
     mark: SourceMark = tree.mark(route)
     involved = [
@@ -471,14 +519,14 @@ def _locate(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
     return mark.fault(fault.place, f"{fault.finding}{spoken}", fault.remedy)
 
 
-# The least batch that a mesh takes: micro x accumulate x data degree, whatever is written.
+# Overrides that give the smallest batch of a mesh, micro x accumulate x data degree: one token is
+# rounded up to it.
 _LEAST = ("batch.global=1 tokens", "batch.round=none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFollower:
-    """A key that follows the mesh: the number that is written for it, and the one that the mesh
-    takes."""
+    """A key whose value must change with the mesh: its value before and after the change."""
 
     key: str
     before: int
@@ -486,19 +534,31 @@ class MeshFollower:
 
     @property
     def override(self) -> str:
-        """Return it as the command line has it."""
+        """The override that sets the new value."""
         return f"{self.key}={self.after}"
 
 
 def followers(source: Source, overrides: Sequence[str]) -> tuple[MeshFollower, ...]:
-    """Return what follows the mesh that the overrides make. Raises SpecError for faults of others.
+    """Return the keys that must change to fit the mesh that the overrides set.
 
-    The global batch is what a training's convergence asks for, and accumulation fills the gap (the
-    notes' rule): it stays where whole micro-batches make it up, else it grows until they do. With
-    `accumulate` written it is that which stays.
+    Convergence determines the global batch, and accumulation fills the gap to it. The global batch
+    therefore stays if it is a multiple of the smallest batch of the mesh; otherwise it grows to the
+    next multiple. If `batch.accumulate` is set, the global batch becomes that smallest batch.
+    Tokens are rounded when the spec is loaded, so they need no change.
+
+    Returns:
+        The changes of `batch.global`, and of `cluster.devices` if the mesh has more ranks. Keys
+        that the overrides set are never changed.
+
+    Raises:
+        SpecError: The spec has faults that these changes do not fix.
     """
     pinned = {parse_override(override).route for override in overrides}
-    batch = () if pinned & {("batch",), ("batch", "global")} else tuple(_batch(source, overrides))
+    batch = (
+        ()
+        if pinned & {("batch",), ("batch", "global")}
+        else tuple(_batch_follower(source, overrides))
+    )
     if pinned & {("cluster",), ("cluster", "devices")}:
         return batch
     spec = load(source, [*overrides, *(follower.override for follower in batch)]).spec
@@ -508,8 +568,9 @@ def followers(source: Source, overrides: Sequence[str]) -> tuple[MeshFollower, .
     return (*batch, MeshFollower(key="cluster.devices", before=cluster.devices, after=ranks))
 
 
-def _batch(source: Source, overrides: Sequence[str]) -> Iterator[MeshFollower]:
-    """Yield the global batch where the mesh does not take it; tokens follow by themselves."""
+def _batch_follower(source: Source, overrides: Sequence[str]) -> Iterator[MeshFollower]:
+    """Yield the change of the global batch, if the mesh needs one and the batch is given in
+    samples."""
     tree = written(source, overrides)
     samples = tree.at(("batch", "global"))
     if not isinstance(samples, int) or samples < 1:

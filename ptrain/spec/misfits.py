@@ -1,4 +1,4 @@
-"""What fields of a built-in model's shape do not go together."""
+"""Checks of a built-in model's shape: fields that contradict each other or have no effect."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OF_TURNS = ("rope_low_factor", "rope_high_factor", "rope_original")
 
 
 def misfits(shape: ModelShape) -> Iterator[Fault]:
-    """Yield a fault for each field that cannot be as it is, or that would change nothing."""
-    yield from _latent(shape) if shape.is_latent else _heads(shape)
+    """Yield a fault for each field with an impossible value or without effect."""
+    yield from _check_latent(shape) if shape.is_latent else _check_heads(shape)
     for void in voids(shape):
         yield Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
-    yield from _documents(shape)
+    yield from _check_documents(shape)
     if shape.experts is not None:
-        yield from _experts(shape, shape.experts)
+        yield from _check_experts(shape, shape.experts)
     if shape.rope_scaling is not RopeScaling.NONE and shape.rope_factor == 1.0:
         yield Fault(
             place="model.rope_scaling",
@@ -47,7 +47,8 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
         )
 
 
-def _documents(shape: ModelShape) -> Iterator[Fault]:
+def _check_documents(shape: ModelShape) -> Iterator[Fault]:
+    """Yield faults of the tokens that separate documents."""
     start, end, place = shape.document_start, shape.document_end, f"model.{shape.document_key}"
     if start is not None and end is not None:
         yield Fault(
@@ -71,7 +72,8 @@ def _documents(shape: ModelShape) -> Iterator[Fault]:
         )
 
 
-def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
+def _check_experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
+    """Yield faults of the experts of a mixture-of-experts model."""
     chosen, dense = shape.experts_per_token, shape.dense_layers
     if chosen > experts:
         yield Fault(
@@ -86,7 +88,7 @@ def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
             remedy="Remove it, or use a smaller `model.experts_per_token`.",
         )
     if shape.expert_groups is not None:
-        yield from _groups(shape, experts, shape.expert_groups)
+        yield from _check_groups(shape, experts, shape.expert_groups)
     if dense >= shape.layers:
         yield Fault(
             place="model.dense_layers",
@@ -103,8 +105,9 @@ def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
         )
 
 
-def _groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Fault]:
-    """Yield why experts do not make these groups, or a token's do not find room in its groups."""
+def _check_groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Fault]:
+    """Yield a fault if the experts cannot be split into the groups, or too few groups are
+    chosen."""
     chosen, of_token = shape.experts_per_token, shape.groups_per_token
     sizes = [size for size in divisors(experts) if 1 < size < experts]
     if experts % groups or experts // groups < 2:
@@ -132,8 +135,8 @@ def _groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Fault]:
         )
 
 
-def _latent(shape: ModelShape) -> Iterator[Fault]:
-    """Yield what does not go with keys and values that are made of latent features."""
+def _check_latent(shape: ModelShape) -> Iterator[Fault]:
+    """Yield the fields that latent attention does not support."""
     own = {
         "kv_heads": (shape.kv_heads != shape.heads, "every head has its own keys and values"),
         "head_dim": (
@@ -179,7 +182,9 @@ def _latent(shape: ModelShape) -> Iterator[Fault]:
         )
 
 
-def _heads(shape: ModelShape) -> Iterator[Fault]:
+def _check_heads(shape: ModelShape) -> Iterator[Fault]:
+    """Yield faults of attention heads that do not divide evenly, or have an odd rotary
+    dimension."""
     if shape.own_head_dim is None and shape.hidden % shape.heads:
         yield Fault(
             place="model.heads",
@@ -190,9 +195,9 @@ def _heads(shape: ModelShape) -> Iterator[Fault]:
         yield Fault(
             place="model.kv_heads",
             finding=f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}",
-            remedy=f"Use one of {_near(divisors(shape.heads), shape.kv_heads)}.",
+            remedy=f"Use one of {_nearest_text(divisors(shape.heads), shape.kv_heads)}.",
         )
-    elif shape.positions is Positions.ROPE and not _turns(shape, shape.head_dim):
+    elif shape.positions is Positions.ROPE and not _is_rotary_even(shape, shape.head_dim):
         whose = "head_dim" if shape.own_head_dim else "hidden / heads"
         if shape.rotary == 1.0:
             finding = f"{whose} = {shape.head_dim} is odd; rotary embeddings need an even number"
@@ -207,30 +212,29 @@ def _heads(shape: ModelShape) -> Iterator[Fault]:
         yield Fault(place=place, finding=finding, remedy=remedy)
 
 
-def _turns(shape: ModelShape, head_dim: int) -> bool:
+def _is_rotary_even(shape: ModelShape, head_dim: int) -> bool:
     turned = int(head_dim * shape.rotary)
     return turned > 0 and turned % 2 == 0
 
 
 def _other_heads(shape: ModelShape) -> str:
-    """Numbers of heads with which nothing else is wrong."""
+    """Return a remedy: numbers of heads with which the shape has no other fault."""
     kv_heads = 1 if shape.kv_heads == shape.heads else shape.kv_heads
     counts = [
         heads
         for heads in divisors(shape.hidden)
         if heads % kv_heads == 0
-        and (shape.positions is not Positions.ROPE or _turns(shape, shape.hidden // heads))
+        and (shape.positions is not Positions.ROPE or _is_rotary_even(shape, shape.hidden // heads))
     ]
     return (
-        f"Use one of {_near(counts, shape.heads)}."
+        f"Use one of {_nearest_text(counts, shape.heads)}."
         if counts
         else ("Change `model.hidden` or `model.kv_heads`.")
     )
 
 
 class Void(NamedTuple):
-    """An option that differs from its default and changes nothing, by the value of the option
-    `by`."""
+    """An option without effect that differs from its default; the option `by` determines that."""
 
     name: str
     by: str
@@ -239,7 +243,7 @@ class Void(NamedTuple):
 
 
 def voids(shape: ModelShape) -> Iterator[Void]:
-    """Yield what another option makes void."""
+    """Yield the options that have no effect because of another option."""
     scaling, experts = shape.rope_scaling, shape.experts
     rows = (
         (
@@ -290,10 +294,10 @@ def voids(shape: ModelShape) -> Iterator[Void]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return them in rising order."""
+    """Return the divisors of a number up to 2**20, in ascending order."""
     return [d for d in range(1, min(number, 2**20) + 1) if number % d == 0]
 
 
-def _near(numbers: list[int], near: int) -> str:
-    """Up to six that are nearest to what was written."""
+def _nearest_text(numbers: list[int], near: int) -> str:
+    """Return the six numbers nearest to `near`, in ascending order, as text."""
     return ", ".join(map(str, sorted(sorted(numbers, key=lambda d: abs(d - near))[:6])))

@@ -1,7 +1,7 @@
-"""Where named specs, models and clusters stand.
+"""Look-up of named specs, models, clusters and rates in `specs/`.
 
-`specs/` is data: strategies and their aliases are read from there, so that no module knows a
-strategy's name. A wheel carries the folder as `ptrain/_specs`.
+Strategies and their aliases are data in `specs/`, so that no module contains a strategy's name. A
+wheel includes the folder as `ptrain/_specs`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _HERE = Path(__file__).resolve()
 
 
 class Names(NamedTuple):
-    """`specs/names.yaml`: the default spec, one spec per kind of placement, and other tools'
-    names."""
+    """The contents of `specs/names.yaml`: the default spec, one spec per kind of placement, and the
+    names that other tools use."""
 
     default: str
     kinds: list[str]
@@ -30,20 +30,24 @@ class Names(NamedTuple):
 
 @cache
 def root() -> Path:
-    """The folder of the specs: in the wheel, else beside the package."""
+    """Return the folder of the specs: `ptrain/_specs` in a wheel, otherwise `specs/` next to the
+    package."""
     packed = _HERE.parents[1] / "_specs"
     return packed if packed.is_dir() else _HERE.parents[2] / "specs"
 
 
 def file_of_preset(name: str, folder: Path) -> Path | None:
-    """Return the file that a preset names: beside the spec, in whose `folder` it is looked for
-    first, else where the command runs, as a file that was just written there; None without."""
+    """Return the file of a preset: in the spec's `folder`, otherwise in the working directory.
+
+    The working directory is searched for files that a command has just written there. Returns None
+    if neither folder has the file.
+    """
     return next((file for file in (folder / name, Path(name)) if file.exists()), None)
 
 
 @cache
 def table_of(file: str | Path) -> Mapping[str, Any]:
-    """Return the mapping that a file of `specs/` is."""
+    """Return the mapping in a file of `specs/`."""
     values = read(root() / file).root
     assert isinstance(values, dict), f"{file} is a mapping"
     return values
@@ -51,35 +55,45 @@ def table_of(file: str | Path) -> Mapping[str, Any]:
 
 @cache
 def names() -> Names:
+    """Return the contents of `specs/names.yaml`."""
     return Names(**table_of("names.yaml"))
 
 
 @cache
 def listing(*folders: str) -> Mapping[str, Path]:
-    """Name -> file of everything in these folders of `specs/`, as the process finds them first: a
-    prediction asks two hundred times."""
+    """Return the YAML files in these folders of `specs/`, by name.
+
+    Cached, because one prediction makes about two hundred look-ups; files that are added later are
+    not found.
+    """
     files = (path for folder in folders for path in sorted((root() / folder).iterdir()))
     return {path.stem: path for path in files if path.suffix == ".yaml"}
 
 
 def canonical(name: str) -> str:
-    """The name that an alias of other tools stands for."""
+    """Return the strategy name for an alias from another tool, or `name` if it is no alias."""
     return names().aliases.get(name.strip().lower().replace("-", "_"), name)
 
 
 def find_spec(name: str) -> Path:
-    """Return the file of a named spec. Raises a SpecError that says what is known instead."""
+    """Return the file of a named spec. Raises SpecError with similar names if there is none."""
     known = listing(*SPEC_FOLDERS)
     if name not in known:
         name = canonical(name)
     if name in known:
         return known[name]
     finding, remedy = missing(name, "spec", *SPEC_FOLDERS)
-    raise SpecError(SourceMark(source=_short(name)).fault("", finding, remedy))
+    raise SpecError(SourceMark(source=_shorten(name)).fault("", finding, remedy))
 
 
 def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
-    """Finding and remedy for a name that no file bears."""
+    """Return the finding and the remedy for a name that has no file in `folders`.
+
+    Args:
+        name: The name that was looked up.
+        kind: The noun for messages, such as `spec`, `strategy` or `model`.
+        folders: The folders of `specs/` that were searched.
+    """
     known = tuple(listing(*folders))
     for other in {"models", "clusters"}.difference(folders):
         if name in listing(other):
@@ -93,22 +107,22 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
     )
     remedy = f"Did you mean {guess!r}? {lists}" if guess else lists
     file = "" if kind == "strategy" else " A file name works too."
-    return f"there is no {kind} named {_short(name)!r}", f"{remedy}{file}"
+    return f"there is no {kind} named {_shorten(name)!r}", f"{remedy}{file}"
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     return name if len(name) <= 60 else name[:57] + "..."
 
 
 @cache
 def strategy(name: str) -> dict[str, Any] | None:
-    """Return what a named strategy's spec file says, or None."""
+    """Return the contents of a strategy's spec file, or None if there is no such strategy."""
     path = listing("strategies").get(canonical(name))
     return dict(table_of(path)) if path else None
 
 
 def unusable(error: SpecError) -> tuple[str, str]:
-    """Return finding and remedy of a preset in whose file these faults are."""
+    """Return the finding and the remedy for a preset whose file has faults."""
     findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
     remedies = dict.fromkeys(fault.remedy for fault in error.faults if fault.remedy)
     return f"the preset is invalid: {findings}", "; ".join(remedies)

@@ -1,5 +1,8 @@
-"""The optimizers that a spec may name, a row for each. What keeps, places, predicts or times an
-update asks the row; torch's classes stand beside the rows' names in `ptrain.optimizers.build`."""
+"""The supported optimizers, one row each.
+
+Code that stores, places, predicts or times an update reads these rows. `ptrain.optimizers.build`
+maps their names to torch classes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,26 +11,25 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRow:
-    """What is known of an optimizer, but for its arithmetic.
+    """The properties of an optimizer, except its arithmetic.
 
     Attributes:
-        about: its meaning, for the schema and the help.
-        keys: what it reads of its section beside `lr` and `weight_decay`, each key with the value
-            that stands for it where none is written.
-        moments: the tensors that it keeps for a parameter, of its shape, by torch's names.
-        needs_momentum: without a momentum it keeps none of them.
-        numbers: what it keeps beside them for a parameter, in fp32, with the values of the start.
-        remainder: the optimizer of all tensors but the matrices within a model, of one that takes
-            whole matrices; "" of one whose update of any slice is the slice of the update.
-        is_fused: one kernel of torch's updates in place, divides by the loss's scale, and leaves
-            the update out where a flag on the device says so. `ptrain calibrate` measures it.
-        temporaries: how many tensors like a parameter the update has at once beside it.
-        operators: of each operator of an update that is not fused, in order, how many tensors like
-            the parameter it reads and writes.
-        numbers_in_16_bits: on a processor, whose fused kernel is wrong in 16 bits, the fp32 numbers
-            that ours has at once: without a momentum, and with one.
-        enlarges_rounding: two orders of summation come to lie further apart by its update than
-            the dtype of what is updated says.
+        about: The meaning, for the schema and the help.
+        keys: The keys that it reads besides `lr` and `weight_decay`, with their defaults.
+        moments: The state tensors per parameter, in its shape, by torch's names.
+        needs_momentum: True if there are no moments with momentum 0.
+        numbers: The fp32 scalars per parameter, with their initial values.
+        remainder: For an optimizer of full matrices, the optimizer of all parameters other than the
+            matrices in blocks; "" for an elementwise one.
+        is_fused: True if one torch kernel updates in place, divides by the loss scale, and skips
+            the update if a flag on the device is set. `ptrain calibrate` measures it.
+        temporaries: The number of parameter-sized temporaries that exist at once in an update.
+        operators: For each operator of an update that is not fused, in order, the number of
+            parameter-sized tensors that it reads and writes.
+        numbers_in_16_bits: On CPU, where torch's fused kernel is wrong for 16-bit dtypes, the fp32
+            numbers that ptrain's update has at once: without and with momentum.
+        enlarges_rounding: True if the update amplifies differences in summation order beyond the
+            rounding error of the updated tensor's dtype.
     """
 
     about: str
@@ -44,7 +46,7 @@ class OptimizerRow:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether the update of any slice of a tensor is that slice of the update."""
+        """True if the update of a shard is the shard of the update."""
         return not self.remainder
 
 
@@ -69,7 +71,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         keys={"betas": (0.9, 0.999), "eps": 1e-8},
         moments=("exp_avg", "exp_avg_sq"),
         numbers={"step": 0.0, "mu_product": 1.0},
-        temporaries=2,  # the second moment without its bias, and its root
+        temporaries=2,  # the bias-corrected second moment, and its root
         operators=(2, 3, 2, 3, 2, 2, 2, 4, 4),
     ),
     "lion": OptimizerRow(
@@ -78,7 +80,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         moments=("exp_avg",),
         temporaries=1,  # the direction
         operators=(3, 2, 2, 3, 3),
-        enlarges_rounding=True,  # where a sign is another, twice the learning rate
+        enlarges_rounding=True,  # a flipped sign changes the update by twice the learning rate
     ),
     "muon": OptimizerRow(
         about="orthogonalized momentum for matrices in blocks, AdamW for all other parameters; "

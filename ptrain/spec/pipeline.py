@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, by name, and what a spec says of its stages."""
+"""The section `pipeline`: schedules by name or as a list of passes, and the split into stages."""
 
 import csv
 import re
@@ -24,7 +24,7 @@ _REMEDY = "Use one row of passes per rank: `0F0,0F1,0B0,0B1`."
 
 @dataclass(frozen=True, slots=True)
 class ListedSchedule:
-    """`rows` of cells, rank by rank; each cell is one of `passes_of`."""
+    """A schedule as one row of cells per rank; `passes_of` parses a cell."""
 
     rows: tuple[tuple[str, ...], ...]
 
@@ -32,33 +32,35 @@ class ListedSchedule:
         return "the listed order"
 
     def lines(self) -> list[str]:
-        """The rows as a spec and a CSV file have them."""
+        """Return the rows as in a spec or a CSV file."""
         return [",".join(row) for row in self.rows]
 
     @property
     def orders(self) -> tuple[tuple[tuple[Pass, ...], ...], ...]:
-        """By rank its steps: one pass, or the two of a pair."""
+        """The steps of each rank: one pass, or the two passes of a pair."""
         return tuple(tuple(map(passes_of, row)) for row in self.rows)
 
     @property
     def stages(self) -> int:
-        return 1 + max(stage for _, stage, _ in self._passes())
+        return 1 + max(stage for _, stage, _ in self._iter_passes())
 
     @property
     def microbatches(self) -> int:
-        return 1 + max(microbatch for *_, microbatch in self._passes())
+        return 1 + max(microbatch for *_, microbatch in self._iter_passes())
 
     @property
     def is_in_halves(self) -> bool:
-        return any(kind in (Kind.INPUT, Kind.WEIGHT) for kind, *_ in self._passes())
+        return any(kind in (Kind.INPUT, Kind.WEIGHT) for kind, *_ in self._iter_passes())
 
-    def _passes(self) -> Iterator[Pass]:
+    def _iter_passes(self) -> Iterator[Pass]:
         return (action for order in self.orders for step in order for action in step)
 
 
 def listed(lines: Sequence[str]) -> ListedSchedule:
-    """The schedule of lines in which `slip` finds none. Empty cells, torch's idle slots, go: when
-    a pass begins follows from what it needs."""
+    """Return the schedule of lines that `slip` accepts.
+
+    Empty cells, torch's idle slots, are dropped: the start of a pass follows from its dependencies.
+    """
     rows = csv.reader(lines)
     return ListedSchedule(
         tuple(tuple(cell.replace(" ", "") for cell in row if cell.strip()) for row in rows)
@@ -66,31 +68,33 @@ def listed(lines: Sequence[str]) -> ListedSchedule:
 
 
 def slip(lines: Sequence[str]) -> tuple[str, str] | None:
-    """Return what is no pass in these lines, with its row and cell counted from 1, and the remedy;
-    None where all are passes."""
+    """Return the finding and the remedy for the first cell that is not a pass; None if all are.
+
+    The finding names the row and the cell, counted from 1.
+    """
     if not lines or sum(line.count(",") + 1 for line in lines) > MAX_CELLS:
         return f"a list of 1 to {MAX_CELLS:,} passes; got {len(lines)} rows", _REMEDY
     try:
         rows = list(csv.reader(lines))
-    except csv.Error as error:  # a quote that nobody closes, a cell without an end
+    except csv.Error as error:  # an unclosed quote, or a field beyond csv's size limit
         return f"it is not a CSV file: {error}", _REMEDY
     for number, row in enumerate(rows, start=1):
         if not any(cell.strip() for cell in row):
             return f"row {number} is empty; every rank needs at least one pass", _REMEDY
         for place, cell in enumerate(row, start=1):
-            if reason := _reason(cell.replace(" ", "")):
+            if reason := _explain_invalid(cell.replace(" ", "")):
                 return f"row {number}, cell {place}: {reason[0]}", reason[1]
     return None
 
 
 def passes_of(cell: str) -> tuple[Pass, ...]:
-    """The passes of a cell: one, or a forward and a backward beside each other."""
+    """Return the passes of a cell: one, or an overlapped forward and backward pair."""
     pair = _PAIR.fullmatch(cell)
-    return tuple(_pass(part) for part in (pair.groups() if pair else (cell,)))
+    return tuple(_parse_pass(part) for part in (pair.groups() if pair else (cell,)))
 
 
-def _read(path: Path) -> list[str] | str:
-    """The lines of a CSV file; or why it cannot be read."""
+def _read_lines(path: Path) -> list[str] | str:
+    """Return the lines of a CSV file, or the reason why it cannot be read."""
     data = contents(path, 8 * MAX_CELLS)
     if isinstance(data, str):
         return data
@@ -103,19 +107,22 @@ def _read(path: Path) -> list[str] | str:
 
 
 FILE = OwnFile(
-    ".csv", _read, slip, "Use a file in torch's CSV format of compute actions, or a schedule name."
+    ".csv",
+    _read_lines,
+    slip,
+    "Use a file in torch's CSV format of compute actions, or a schedule name.",
 )
 
 
-def _pass(cell: str) -> Pass:
+def _parse_pass(cell: str) -> Pass:
     match = _PASS.fullmatch(cell)
     assert match, "cells are checked when they are read"
     stage, kind, microbatch = match.groups()
     return Kind(kind), int(stage), int(microbatch)
 
 
-def _reason(cell: str) -> tuple[str, str] | None:
-    """Why a cell is no pass, and what to write instead; None where it is one, or idle."""
+def _explain_invalid(cell: str) -> tuple[str, str] | None:
+    """Return the finding and the remedy for a cell; None if it is a pass or idle."""
     if not cell or _PASS.fullmatch(cell):
         return None
     if match := _COMMUNICATION.fullmatch(cell):
@@ -140,11 +147,11 @@ MAX_LAYERS = 10_000
 
 
 class ScheduleName(Word):
-    """The schedules that a spec names.
+    """A pipeline schedule that a spec can name.
 
-    Each is a row: its name, its meaning, torch's class, other words for it, how many stages a rank
-    has where nothing says so, and whether it computes the gradients of weights apart from those of
-    inputs. What it does and costs is its row of `axes.pipeline.catalogue`.
+    Each member is a row: name, meaning, torch class, other names, default number of stages per
+    rank, and whether weight gradients are computed separately from input gradients. Its behaviour
+    and cost are in `axes.pipeline.catalogue`.
     """
 
     meaning: str
@@ -186,7 +193,7 @@ class ScheduleName(Word):
         "Schedule1F1B",
         ("pipedream-flush", "one-f-one-b"),
     )
-    # Lamy-Poirier 2023; made for two stages a rank: with one it is gpipe
+    # Lamy-Poirier 2023; made for two stages per rank, equals gpipe with one
     BFS = (
         "bfs",
         "several stages per rank, breadth-first: gpipe stage by stage",
@@ -194,7 +201,7 @@ class ScheduleName(Word):
         ("looped-bfs", "schedulelooped-bfs"),
         2,
     )
-    # Narayanan et al. 2021; with one stage a rank it is 1f1b
+    # Narayanan et al. 2021; equals 1f1b with one stage per rank
     INTERLEAVED = (
         "interleaved",
         "several stages per rank, one forward, one backward (Megatron)",
@@ -220,7 +227,7 @@ class ScheduleName(Word):
         2,
         True,
     )
-    # Sea AI Lab 2025: DeepSeek's DualPipe cut in half, each stage once
+    # Sea AI Lab 2025: half of DeepSeek's DualPipe, with one copy of each stage
     DUALPIPEV = (
         "dualpipev",
         "two stages per rank in a V, forward and backward overlapped",
@@ -232,7 +239,7 @@ class ScheduleName(Word):
 
 
 class SplitBy(MeantWord):
-    """What stages have as equal parts of as can be."""
+    """The quantity that the split into stages balances."""
 
     PARAMETERS = (
         "parameters",
@@ -257,8 +264,8 @@ _TWO_COPIES = (
 
 
 class ScheduleText(Choice):
-    """A schedule by its name, or listed rank by rank (a file's name has given way to its rows). Of
-    one that there is not the remedy says why."""
+    """A schedule by name, or listed rank by rank; the rows have already replaced a file name. The
+    remedy for an unsupported schedule states the reason."""
 
     def fit(self, value: Any) -> object:
         if not isinstance(value, list) or not all(isinstance(row, str) for row in value):
@@ -292,8 +299,8 @@ class ScheduleText(Choice):
 _MOVING = ("dynamic", "adaptive", "rebalance", "elastic", "runtime")
 
 
-def _split_meant(value: object) -> str:
-    """What was meant in place of a split."""
+def _guess_split(value: object) -> str:
+    """Return the remedy for a value that is not a split."""
     if isinstance(value, list):
         return f"Use numbers of layers from 1 to {MAX_LAYERS}, for example `[3, 5]`."
     if isinstance(value, str) and value.lower() in _MOVING:
@@ -312,18 +319,18 @@ _SPLITS = Choice(
 )
 
 
-def _schedule(written: str | list[str]) -> ScheduleName | ListedSchedule:
+def _parse_schedule(written: str | list[str]) -> ScheduleName | ListedSchedule:
     return ScheduleName(written) if isinstance(written, str) else listed(written)
 
 
-def _written(schedule: ScheduleName | ListedSchedule) -> object:
-    """Return a name, or the rows of a list."""
+def _to_file_syntax(schedule: ScheduleName | ListedSchedule) -> object:
+    """Return the name of a schedule, or the rows of a list."""
     return schedule.lines() if isinstance(schedule, ListedSchedule) else schedule.value
 
 
 @section
 class PipelineSpec:
-    """How micro-batches flow through the stages of pp, and which layers a stage has."""
+    """Pipeline schedule, and the assignment of layers to stages."""
 
     schedule: Annotated[
         ScheduleName | ListedSchedule,
@@ -331,9 +338,9 @@ class PipelineSpec:
             "Order in which a rank runs its micro-batches, or a CSV file with your schedule.",
             {name.value: name.meaning for name in ScheduleName},
             slips={word: name.value for name in ScheduleName for word in name.words},
-            read=_schedule,
+            read=_parse_schedule,
             file=FILE,
-            write=_written,
+            write=_to_file_syntax,
         ),
     ] = ScheduleName.ONE_F_ONE_B
     stages: Annotated[
@@ -352,13 +359,20 @@ class PipelineSpec:
             "numbers of layers, or a list with each stage's number of layers.",
             "parameters, time, layers or a list of each stage's number of layers",
             (_SPLITS, Numbers("each stage's number of layers", 1, MAX_LAYERS, whole=True)),
-            hint=_split_meant,
+            hint=_guess_split,
         ),
     ] = SplitBy.PARAMETERS
 
     def stages_over(self, ranks: int) -> int:
-        """Return the number of stages: as written, else as many as a listed schedule or `split`
-        has, else one a rank, or two where the schedule is made for two."""
+        """Return the total number of stages.
+
+        Args:
+            ranks: The degree of pp.
+
+        Returns:
+            `stages` if set, otherwise the number in a listed schedule or in `split`, otherwise
+            `ranks` times the schedule's default number per rank (1 or 2).
+        """
         if self.stages is not None:
             return self.stages
         if isinstance(self.schedule, ListedSchedule):
@@ -369,5 +383,5 @@ class PipelineSpec:
 
     @property
     def is_in_halves(self) -> bool:
-        """Whether some backward passes are computed in two halves."""
+        """True if some backward passes compute input and weight gradients separately."""
         return self.schedule.is_in_halves

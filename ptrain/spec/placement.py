@@ -1,6 +1,5 @@
-"""Definition 2: the five modes, mesh axes (outermost first in a spec), the tuple (Theta, Omega, G,
-A) of an axis, and a factor: an axis with its degree and tuple.
-"""
+"""The placement of states on a mesh (Definition 2): modes, mesh axes (outermost first in a spec),
+the tuple (Θ, Ω, G, A) of an axis, and factors."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from ptrain.word import Word
 
 
 class Distribution(Word):
-    """How a state is spread over the ranks of an axis, or how it comes to be."""
+    """The way in which a state is distributed over the ranks of an axis, or recreated."""
 
     REPLICATED = "R"
     SHARDED = "S"
@@ -23,14 +22,14 @@ class Distribution(Word):
 
 
 class Tier(Word):
-    """Where the bytes live."""
+    """The memory or storage that holds the bytes."""
 
     DEVICE = "device"
     HOST = "host"
     FILE = "file"
 
 
-CUT = (Distribution.SHARDED, Distribution.GATHERED)  # a rank keeps a slice
+CUT = (Distribution.SHARDED, Distribution.GATHERED)  # each rank stores a shard
 TIER_DISTANCE = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.FILE: 2}  # from the device, in copies
 
 
@@ -44,8 +43,14 @@ class Mode:
     @classmethod
     @cache
     def parse(cls, text: str) -> Mode:
-        """Raises ValueError for anything that is not a mode. That M has a tier for A alone (whose
-        recomputed blocks keep their inputs there) the grammar says."""
+        """Parse the text of a mode.
+
+        Tiers that only some states may have, such as M@host for activations, are checked by the
+        grammar.
+
+        Raises:
+            ValueError: The text is not a mode.
+        """
         if text == "O":
             return OFFLOADED
         head, _, tail = text.partition("@")
@@ -68,7 +73,7 @@ MODES = (R, S, S_STAR, M, OFFLOADED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One tuple (Theta, Omega, G, A)."""
+    """The modes of parameters, optimizer state, gradients and activations on one axis."""
 
     parameters: Mode
     optimizer: Mode
@@ -89,6 +94,8 @@ OF_EXPERTS = Placement(parameters=S, optimizer=S, gradients=S, activations=S)  #
 
 
 class Axis(Word):
+    """An axis of the mesh."""
+
     PP = "pp"
     DP_REPLICATE = "dp_replicate"
     DP_SHARD = "dp_shard"
@@ -97,18 +104,19 @@ class Axis(Word):
     TP = "tp"
 
 
-DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # that do nothing but spread samples and states
-EXPERT_AXES = (Axis.EP,)  # along which ranks have experts of their own
-SAMPLE_AXES = (*DATA_AXES, *EXPERT_AXES)  # along which ranks have samples of their own
-TOKEN_AXES = (Axis.CP,)  # along which they have tokens of their own of the same samples
-# along which gradients are summed, as every rank has addends of them: outermost first
+DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # distribute only samples and states
+EXPERT_AXES = (Axis.EP,)  # distribute the experts
+SAMPLE_AXES = (*DATA_AXES, *EXPERT_AXES)  # ranks along them have different samples
+TOKEN_AXES = (Axis.CP,)  # ranks along them have different tokens of the same samples
+# Axes over which gradients are summed, because each rank has a partial gradient; outermost first.
 REDUCED_AXES = (*DATA_AXES, *TOKEN_AXES, *EXPERT_AXES)
-# along which they run other parts of a layer, or it on other tokens
+# Axes along which ranks compute different parts of a layer, or a layer on different tokens.
 CUTTING_AXES = (*TOKEN_AXES, *EXPERT_AXES, Axis.TP)
 
 
 class Factor(NamedTuple):
-    """One factor of the product: axis, number of ranks along it, placement on it."""
+    """One factor of the mesh product: an axis, the number of ranks along it, and the placement on
+    it."""
 
     axis: Axis
     degree: int
@@ -117,12 +125,12 @@ class Factor(NamedTuple):
 
 @cache
 def axes_named(group: str) -> tuple[str, ...]:
-    """Return the axes that a mesh's group of one or several cutting axes is named by: `ep`, or
-    `ep_tp`. Any other name is its own."""
+    """Return the axes in the name of a process group: `ep_tp` is ep and tp. Any other name is a
+    single axis."""
     parts = tuple(group.split("_"))
     return parts if {*parts} <= {*CUTTING_AXES} else (group,)
 
 
 def without(axes: Sequence[Axis], others: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Return these axes but for those."""
+    """Return the axes that are not in `others`, in order."""
     return tuple(axis for axis in axes if axis not in others)

@@ -1,4 +1,5 @@
-"""Bytes per element of each state: the layout (Remark 1: 2 + 2 + 12 is one of several)."""
+"""The section `precision`: the dtypes of parameters, gradients and optimizer state (Remark 1: 2 + 2
++ 12 bytes is one of several layouts)."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -19,6 +20,8 @@ _NO_MASTER = {"none": "no master copy: the optimizer updates the parameters"}
 
 
 class DType(MeantWord):
+    """A floating-point dtype, independent of torch."""
+
     FP64 = "fp64", "8 bytes"
     FP32 = "fp32", "4 bytes"
     BF16 = "bf16", "2 bytes"
@@ -26,7 +29,7 @@ class DType(MeantWord):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """The bytes per element."""
         return _ITEMSIZES[self]
 
 
@@ -38,14 +41,17 @@ _ITEMSIZES = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2}
 class Layout:
     """The dtypes of one training step.
 
-    `parameters` is what the model computes in. A micro-batch's gradients are collected and travel
-    in `reduced`, and are kept (over micro-batches, until the update) in `gradients`; with
-    `keeps_both` the micro-batch's own stay beside their sum until the update. `master` is the copy
-    of the parameters that the optimizer updates and owns (it counts as optimizer state), None
-    where the optimizer updates the parameters themselves. `moments` is the dtype in which each of
-    the optimizer's moment tensors is kept; the update computes in the dtype of what it updates.
-    Every `step` counter is one fp32 scalar, 4 bytes, whatever the layout. `scales_loss`: the loss
-    is multiplied before backward, and the update is skipped where a gradient overflowed.
+    Attributes:
+        parameters: The dtype of parameters and computation.
+        gradients: The dtype in which reduced gradients are stored and accumulated until the update.
+        master: The dtype of the copy that the optimizer updates, which counts as optimizer state;
+            None if the optimizer updates the parameters themselves.
+        moments: The dtype of the optimizer's moments. The update computes in the dtype of the
+            updated tensor. Each `step` counter is one fp32 scalar (4 bytes) in every layout.
+        reduced: The dtype in which the gradients of a micro-batch are collected and communicated.
+        keeps_both: True if a micro-batch's gradients stay until the update, next to their sum.
+        scales_loss: True if the loss is scaled before backward and the update is skipped if a
+            gradient overflows.
     """
 
     name: str
@@ -64,13 +70,13 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether autograd's gradients are kept and reduced as they come."""
+        """True if gradients are stored and reduced in the dtype in which autograd computes them."""
         return self.keeps_own_dtype and self.reduced is self.parameters
 
     @property
     def keeps_own_dtype(self) -> bool:
-        """Whether gradients are kept in the dtype in which autograd makes them, whatever that is in
-        which they are reduced."""
+        """True if gradients are stored in the dtype in which autograd computes them, whatever the
+        dtype of the reduction."""
         return self.gradients is self.parameters and not self.keeps_both
 
 
@@ -117,15 +123,15 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """A layout, and `compute: fp64`, which makes every dtype of it float64 and keeps its structure
-    (master copies, casts): the mode of equality tests."""
+    """A layout, optionally with every dtype replaced by float64 for equality tests. `compute_fp64`
+    keeps the layout's structure: its master copies and casts."""
 
     layout: Layout = FP32
     compute_fp64: bool = False
 
     @property
     def effective(self) -> Layout:
-        """The layout with the dtypes that really run."""
+        """The layout that runs: all float64 with `compute_fp64`."""
         if not self.compute_fp64:
             return self.layout
         return replace(
@@ -151,11 +157,18 @@ def custom(
     has_master: bool = True,
     moments: DType | None = None,
 ) -> Layout:
-    """`base` with other dtypes, under the name of the layout that has them, or `custom`.
+    """Return `base` with other dtypes, named after the built-in layout that has them, or `custom`.
 
-    Gradients travel as they are kept where only the latter is given. Without `has_master` there
-    is none, whatever the base has. fp16 anywhere between the parameters and the update is what
-    needs a scaled loss: its smallest number is 6e-8.
+    The loss is scaled if parameters or gradients are fp16, whose smallest number is 6e-8.
+
+    Args:
+        base: The layout that provides all dtypes that are None here.
+        parameters: The dtype of parameters and computation.
+        gradients: The dtype of stored gradients, and of the reduction if `reduced` is None.
+        reduced: The dtype of the reduction of gradients.
+        master: The dtype of the master copy.
+        has_master: False for a layout without master copy, whatever the base has.
+        moments: The dtype of the optimizer's moments.
     """
     written = replace(
         base,
@@ -172,7 +185,7 @@ def custom(
     return next(named, written)
 
 
-# What a loss scale begins with and how it moves: the defaults of torch.amp.GradScaler.
+# The initial loss scale and its changes: the defaults of torch.amp.GradScaler.
 INITIAL_SCALE = 2.0**16
 SCALE_GROWTH = 2.0
 SCALE_BACKOFF = 0.5
@@ -185,8 +198,8 @@ def _dtype(about: str) -> Choice:
 
 @declared
 class PrecisionRaw:
-    """A layout: bytes per element of parameters, gradients and optimizer state. A dtype beside the
-    name of a layout replaces that one of it."""
+    """A layout: bytes per element of parameters, gradients and optimizer state. Dtypes override
+    those of the named layout."""
 
     layout: Annotated[
         str | None,

@@ -1,8 +1,8 @@
-"""The config.json of a published model as the keys of a built-in one, and back.
+"""Conversion between a published model's config.json and the keys of a built-in model.
 
-`specs/published.yaml` has a row for each kind of model that is built in, and lists the fields
-without effect, the fields that a key of the spec sets, and those that add a computation which is
-not built in.
+`specs/published.yaml` has a row for each built-in kind of model. It also lists the fields without
+effect, the fields that a key of the spec sets, and those that add a computation which the built-in
+models do not have.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def find_refused(config: Config) -> Iterator[FieldFault]:
 
 
 def find_unbuilt(config: Config, known: Container[str]) -> Iterator[FieldFault]:
-    """Yield the fields that add a computation, except those that are `known` or switched off."""
+    """Yield the fields that add a computation, unless they are in `known` or switched off."""
     for name, value in config.items():
-        if name not in known and (added := _added(name, value)):
+        if name not in known and (added := _added_computation(name, value)):
             finding = f"{name} is {value!r}; the built-in model has no {added}"
             remedy = "Add `model.hf`, the class of the model; or remove the field from config.json "
             yield FieldFault(name, finding, f"{remedy}if it has no effect.")
@@ -56,26 +56,26 @@ def find_unbuilt(config: Config, known: Container[str]) -> Iterator[FieldFault]:
 def list_ignored(
     config: Config, known: Container[str] = (), written: Container[str] | None = None
 ) -> tuple[str, ...]:
-    """Return the fields without effect, each with its reason.
+    """Return the fields without effect, each with a reason.
 
     Args:
-        config: fields of a published config.json.
-        known: the fields that have an effect, or that are checked.
-        written: the keys that the spec sets itself in a built-in model; None: a class of
-            transformers, in which no key of a spec stands for a field.
+        config: The fields of a published config.json.
+        known: The fields that have an effect or are checked.
+        written: The keys that the spec sets for a built-in model; None for a Transformers class,
+            whose fields no key of the spec sets.
 
     Returns:
-        One phrase for each field that is neither known, silent, empty nor switched off.
+        One phrase for each field that is not known, silent, empty or switched off.
     """
-    phrases = (_reason(name, config[name], written) for name in config if name not in known)
+    phrases = (_ignored_phrase(name, config[name], written) for name in config if name not in known)
     return tuple(filter(None, phrases))
 
 
-def _reason(name: str, value: object, written: Container[str] | None) -> str:
+def _ignored_phrase(name: str, value: object, written: Container[str] | None) -> str:
     rows = table()
     keys, is_off = rows["keys"], not value and (name in rows["keys"] or name in rows["unbuilt"])
     is_off = is_off or (value == 1 and name in rows["factors"])
-    if is_off or value in (None, "", [], {}) or name in _silent() or name.endswith(_ID):
+    if is_off or value in (None, "", [], {}) or name in _silent_fields() or name.endswith(_ID):
         return ""
     if name not in keys or written is None:
         return f"{name} (ignored)"
@@ -83,7 +83,7 @@ def _reason(name: str, value: object, written: Container[str] | None) -> str:
     return "" if key.removeprefix("model.") in written else f"{name} (set {key}={value})"
 
 
-def _added(name: str, value: object) -> str:
+def _added_computation(name: str, value: object) -> str:
     """Return the listed computation that a field adds, or "" if it adds none."""
     if not value:
         return ""
@@ -91,7 +91,7 @@ def _added(name: str, value: object) -> str:
 
 
 @cache
-def _silent() -> frozenset[str]:
+def _silent_fields() -> frozenset[str]:
     return frozenset(name for row in table()["silent"] for name in row)
 
 
@@ -121,9 +121,15 @@ _TURNS = "sliding_window_pattern"
 class PublishedKind:
     """The models of one `model_type`.
 
-    `sizes`: keys by field; `usual`: values of fields that a file leaves out; `keys`: keys that all
-    of them have; `demands`: the values that a field may have, the first of which is written. `read`
-    adds keys of a config, of the other `fields`, and appends its faults; `write` adds fields.
+    Attributes:
+        architecture: The class in `architectures` of a written config.
+        sizes: The keys by field.
+        usual: The values of fields that a file may leave out.
+        keys: The keys that all models of the kind have.
+        demands: The allowed values of a field, of which the first is written.
+        read: Converts the other `fields` to keys, and appends faults.
+        write: Converts keys to those fields.
+        fields: The fields that `read` and `write` convert.
     """
 
     architecture: str
@@ -136,9 +142,9 @@ class PublishedKind:
     fields: tuple[str, ...]
 
 
-def _rope(config: Config, faults: Faults) -> Keys:
-    """Return the keys of rotations: `rope_parameters`, or in older files `rope_theta` and
-    `rope_scaling`."""
+def _read_rope(config: Config, faults: Faults) -> Keys:
+    """Return the keys of rotary embeddings, from `rope_parameters` or, in older files, from
+    `rope_theta` and `rope_scaling`."""
     scaling = config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta", 1e4), **scaling}
     rope |= config.get("rope_parameters") or {}
@@ -173,8 +179,8 @@ def _rope(config: Config, faults: Faults) -> Keys:
     }
 
 
-def _of_rope(keys: Keys) -> Keys:
-    """Return the fields, as files of all ages have them."""
+def _write_rope(keys: Keys) -> Keys:
+    """Return the rotary fields in the syntax of older files."""
     fields: Keys = {"rope_theta": keys["rope_base"], "rope_scaling": None}
     if (kind := keys["rope_scaling"]) != "none":
         words = {name: keys[key] for name, key in _OF_LLAMA3.items()} if kind == "llama3" else {}
@@ -182,35 +188,43 @@ def _of_rope(keys: Keys) -> Keys:
     return fields
 
 
-def _windowed(config: Config, faults: Faults) -> Keys:
-    return {**_rope(config, faults), "window": config.get("sliding_window")}
+def _read_window(config: Config, faults: Faults) -> Keys:
+    return {**_read_rope(config, faults), "window": config.get("sliding_window")}
 
 
-def _of_window(keys: Keys) -> Keys:
-    return {**_of_rope(keys), "sliding_window": keys["window"]}
+def _write_window(keys: Keys) -> Keys:
+    return {**_write_rope(keys), "sliding_window": keys["window"]}
 
 
-def _gemma(config: Config, faults: Faults) -> Keys:
-    return {**_rope(config, faults), "embedding_scale": config["hidden_size"] ** 0.5}
+def _read_gemma(config: Config, faults: Faults) -> Keys:
+    return {**_read_rope(config, faults), "embedding_scale": config["hidden_size"] ** 0.5}
 
 
-def _gemma2(config: Config, faults: Faults) -> Keys:
+def _read_gemma2(config: Config, faults: Faults) -> Keys:
+    """Return the keys of Gemma 2, whose attention scale is a config field instead of the head
+    dimension."""
     scale = config["query_pre_attn_scalar"] ** -0.5
-    keys = {**_gemma(config, faults), "window": config.get("sliding_window")}
+    keys = {**_read_gemma(config, faults), "window": config.get("sliding_window")}
     return {**keys, "attention_scale": scale}
 
 
-def _of_gemma2(keys: Keys) -> Keys:
+def _write_gemma2(keys: Keys) -> Keys:
     scale = keys["attention_scale"] or keys["head_dim"] ** -0.5
-    return {**_of_window(keys), "query_pre_attn_scalar": round(scale**-2)}  # a whole number there
+    return {
+        **_write_window(keys),
+        "query_pre_attn_scalar": round(scale**-2),
+    }  # files have an integer
 
 
-def _gemma3(config: Config, faults: Faults) -> Keys:
-    """Return the keys of layers by turns, those with windows with rotations of their own, which
-    newer files have by kind of layer and older ones beside the others."""
+def _read_gemma3(config: Config, faults: Faults) -> Keys:
+    """Return the keys of a model that alternates sliding-window and full-attention layers.
+
+    Windowed layers have a separate rotary base. Newer files store it in `rope_parameters` by kind
+    of layer, older ones in `rope_local_base_freq`.
+    """
     by_layer = config.get("rope_parameters") or {}
     older = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
-    local = _rope({"rope_parameters": by_layer.get("sliding_attention", older)}, faults)
+    local = _read_rope({"rope_parameters": by_layer.get("sliding_attention", older)}, faults)
     if local.keys() > {"rope_base"}:
         faults.append(
             FieldFault(
@@ -222,32 +236,32 @@ def _gemma3(config: Config, faults: Faults) -> Keys:
     whole = {**config, "rope_parameters": by_layer.get("full_attention")}
     every = config.get(_TURNS, config.get(f"_{_TURNS}", 6))
     own = {"window_rope_base": local.get("rope_base"), "global_every": every}
-    return {**_gemma2(whole, faults), **own}
+    return {**_read_gemma2(whole, faults), **own}
 
 
-def _of_gemma3(keys: Keys) -> Keys:
+def _write_gemma3(keys: Keys) -> Keys:
     own = {"rope_local_base_freq": keys["window_rope_base"], _TURNS: keys["global_every"]}
-    return {**_of_gemma2(keys), **own}
+    return {**_write_gemma2(keys), **own}
 
 
-# By `reads` of a kind: how fields are read, how keys are written, and which fields these are.
+# By `reads` of a kind: the conversion of fields to keys, its inverse, and the fields concerned.
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", _PARTIAL)
 _WINDOW = (*_ROPE, "sliding_window")
 _GEMMA2 = (*_WINDOW, "query_pre_attn_scalar")
 _GEMMA3 = (*_GEMMA2, "rope_local_base_freq", _TURNS, f"_{_TURNS}")
 _READERS: Mapping[str, dict[str, Any]] = {
     "": {"read": lambda _, __: {}, "write": lambda _: {}, "fields": ()},
-    "rope": {"read": _rope, "write": _of_rope, "fields": _ROPE},
-    "windows": {"read": _windowed, "write": _of_window, "fields": _WINDOW},
-    "gemma": {"read": _gemma, "write": _of_rope, "fields": _ROPE},
-    "gemma2": {"read": _gemma2, "write": _of_gemma2, "fields": _GEMMA2},
-    "gemma3": {"read": _gemma3, "write": _of_gemma3, "fields": _GEMMA3},
+    "rope": {"read": _read_rope, "write": _write_rope, "fields": _ROPE},
+    "windows": {"read": _read_window, "write": _write_window, "fields": _WINDOW},
+    "gemma": {"read": _read_gemma, "write": _write_rope, "fields": _ROPE},
+    "gemma2": {"read": _read_gemma2, "write": _write_gemma2, "fields": _GEMMA2},
+    "gemma3": {"read": _read_gemma3, "write": _write_gemma3, "fields": _GEMMA3},
 }
 
 
 @cache
 def kinds() -> Mapping[str, PublishedKind]:
-    """Return the kinds of `specs/published.yaml` by `model_type`."""
+    """Return the built-in kinds of `specs/published.yaml`, by `model_type`."""
     return {
         name: PublishedKind(
             **{key: value for key, value in row.items() if key != "reads"},
@@ -257,15 +271,15 @@ def kinds() -> Mapping[str, PublishedKind]:
     }
 
 
-# A field that another one stands for in files of other versions.
+# Fields by their names in files of other Transformers versions.
 _ALIASES = {"num_experts": "num_local_experts"}
 _IMPLIED = {**_ALIASES, "use_sliding_window": "sliding_window"}  # fields that another one covers
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """The keys of the built-in model that a config describes, all faults of the config, and the
-    fields that have no effect."""
+    """The keys of the built-in model that a config describes, with the config's faults and the
+    fields without effect."""
 
     keys: Keys
     faults: tuple[FieldFault, ...]
@@ -276,11 +290,11 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
     """Read a published config as a built-in model.
 
     Args:
-        config: the fields of a config.json.
-        written: the keys of the section `model` that the spec sets itself.
+        config: The fields of a config.json.
+        written: The keys of the section `model` that the spec sets.
 
     Returns:
-        The keys of the spec's section `model`, which are not validated, with all faults.
+        The keys of the section `model`, not validated, with all faults.
     """
     faults = [*find_refused(config)]
     if (kind := kinds().get(name := str(config.get("model_type")))) is None:
@@ -293,7 +307,7 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
     ignored = list_ignored(config, known, written)
     faults += find_unbuilt(config, known)
     config = {**kind.usual, **_with_aliases(kind, config)}
-    faults += _unmet(kind, config)
+    faults += _check_required(kind, config)
     keys = {**kind.keys, **{key: config.get(name) for name, key in kind.sizes.items()}}
     if keys["tied"] is None:
         keys["tied"] = kind.usual["tie_word_embeddings"]
@@ -306,10 +320,10 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
     return PublishedModel(keys=keys, faults=tuple(faults), ignored=ignored)
 
 
-def _unmet(kind: PublishedKind, config: Config) -> Iterator[FieldFault]:
-    """Yield the sizes that are missing, and the fields whose values are not built in."""
+def _check_required(kind: PublishedKind, config: Config) -> Iterator[FieldFault]:
+    """Yield the required sizes that are missing, and the fields with unsupported values."""
     needed = {"layers", "hidden", "heads", "vocab"}
-    if kind.keys.get("family") != "gpt":  # which has a width of its own inside the feed-forward
+    if kind.keys.get("family") != "gpt":  # its feed-forward width defaults to 4 x hidden
         needed.add("ffn")
     for name, key in kind.sizes.items():
         if key in needed and config.get(name) is None:
@@ -324,8 +338,10 @@ def _unmet(kind: PublishedKind, config: Config) -> Iterator[FieldFault]:
 
 
 def config_of(name: str, keys: Keys) -> Keys:
-    """Return the config of a model with these keys, said in full, as one of the kind `name`. Which
-    keys it cannot say shows when it is read again."""
+    """Return the complete config of a model with these keys, as kind `name`.
+
+    Keys that the kind cannot represent are lost; reading the config again shows which ones.
+    """
     kind = kinds()[name]
     config = {
         "architectures": [kind.architecture],
@@ -347,7 +363,8 @@ def _with_aliases(kind: PublishedKind, config: Config) -> Config:
 
 
 def _wrong_layers(config: Config, keys: Keys) -> Iterator[FieldFault]:
-    """Yield the first layer whose window is not by turns, as `global_every` has them."""
+    """Yield the first layer whose attention differs from the pattern that `global_every`
+    describes."""
     has_windows, every = keys.get("window") is not None, keys.get("global_every")
     for layer, kind in enumerate(config.get("layer_types") or ()):
         is_global = not has_windows or (every and (layer + 1) % every == 0)
@@ -361,7 +378,7 @@ def _wrong_layers(config: Config, keys: Keys) -> Iterator[FieldFault]:
 
 
 def _is_void(key: str, value: object, keys: Keys) -> bool:
-    """Return True if a key has the value that stands for it without the key."""
+    """Return True if a key has the value that also applies without it."""
     sizes = keys["hidden"], keys["heads"]
     if value is None or not all(isinstance(size, int) and size > 0 for size in sizes):
         return value is None

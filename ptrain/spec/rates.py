@@ -1,8 +1,8 @@
-"""What was measured on a cluster: seconds of operators, collectives, copies, updates and hooks.
+"""Measured rates of a cluster: seconds of operators, collectives, copies, updates and hooks.
 
-A table is a list of rows: what was measured, and the seconds it took while so many ranks of a node
-computed at once. Processors share their cores, so that a product of one of four ranks on two cores
-takes twice as long as one of two; of GPUs every rank has its own.
+A table is a list of rows: a key, and the seconds for each number of ranks per node that computed at
+the same time. CPU ranks share cores, so a matrix product of one of four ranks on two cores takes
+twice as long as with two ranks. Each rank on GPUs has a device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,8 @@ from ptrain.word import Word
 
 
 class OperatorKind(Word):
-    """Operators whose time depends on the same dimensions, and is measured as one."""
+    """A class of operators whose time depends on the same dimensions; one table measures each
+    class."""
 
     PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
     ATTENTION = "attention"  # fused, forward: (samples, heads, queries, keys, features of a head)
@@ -41,7 +42,7 @@ class OperatorKind(Word):
     VIEW = "view"  # looks at a tensor in another way, or allocates one: dispatched, and no more
     # Of all that follow the one dimension is bytes, read and written together.
     POINTWISE = "pointwise"  # sums, products, masks
-    ACTIVATION = "activation"  # what takes exponentials element by element: GELU, SiLU, tanh
+    ACTIVATION = "activation"  # elementwise exponentials: GELU, SiLU, tanh
     NORM = "norm"  # of rows: layer and RMS norms, sums, means
     SOFTMAX = "softmax"  # softmax and cross-entropy, and their gradients
     COPY = "copy"  # copies, casts, concatenations
@@ -50,7 +51,7 @@ class OperatorKind(Word):
 
     @property
     def is_of_bytes(self) -> bool:
-        """Whether its time depends on the bytes that it reads and writes, and not on shapes."""
+        """True if the time depends on the bytes read and written, not on shapes."""
         return self not in (
             OperatorKind.PRODUCT,
             OperatorKind.ATTENTION,
@@ -60,28 +61,31 @@ class OperatorKind(Word):
 
 
 class Hook(Word):
-    """What the host takes each time: a wrapper's own code beside what it sends; modules, autograd
-    and dispatch beside what an operator computes, by the operators that traces have."""
+    """A host-side overhead per event.
+
+    The first members are the code of wrappers besides communication. The others are the cost of
+    modules, autograd and dispatch per traced operator, besides its computation.
+    """
 
     FSDP2_GATHER = "fsdp2_gather"  # a unit's all-gather: copy in, issue, copy out, as views
     FSDP2_REDUCE = "fsdp2_reduce"  # a unit's reduction and the shard's gradient
     DDP_BUCKET = "ddp_bucket"
     FLAT_GATHER = "flat_gather"
     FLAT_REDUCE = "flat_reduce"
-    PIPELINE_PASS = "pipeline_pass"  # of a stage: forward or backward, with its stand-ins
-    CUT_PRODUCT = "cut_product"  # with cut operands: DTensor's dispatch, and issuing what it sends
-    # Around any operator, views too; beside a GPU, to issue it:
+    PIPELINE_PASS = "pipeline_pass"  # a forward or backward pass of a stage, with its stand-ins
+    CUT_PRODUCT = "cut_product"  # sharded operands: DTensor dispatch, and issuing its collectives
+    # Around any operator, views included; on a GPU, the time to issue it:
     FORWARD_OPERATOR = "forward_operator"
     BACKWARD_OPERATOR = "backward_operator"
     HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph
     # In both passes of a layer:
     RECOMPUTED_OPERATOR = "recomputed_operator"  # that is computed again
-    SELECTED_OPERATOR = "selected_operator"  # of which some results are kept: a mode asks each
-    MOVED_OPERATOR = "moved_operator"  # whose activations go off the device
+    SELECTED_OPERATOR = "selected_operator"  # selective: a dispatch mode decides per operator
+    MOVED_OPERATOR = "moved_operator"  # its activations are offloaded
 
 
 class LinkTier(Word):
-    """What a collective's slowest link is between."""
+    """The position of a collective's slowest link."""
 
     WITHIN = "within"  # devices of one node
     BETWEEN = "between"  # nodes
@@ -92,8 +96,11 @@ CLIP = "clip"  # among updates: the norm of all gradients, and their scaling
 
 
 class RateRow(NamedTuple):
-    """What was measured, and seconds by the number of ranks that did it at once, in the order of
-    `Rates.at_once` (None: not measured). Of a link: its figures."""
+    """One row of a rate table.
+
+    `key` identifies the measurement. `figures` are seconds by number of concurrent ranks, in the
+    order of `Rates.at_once` (None: not measured); for links, the columns that the table names.
+    """
 
     key: tuple[Any, ...]
     figures: tuple[float | None, ...]
@@ -101,8 +108,10 @@ class RateRow(NamedTuple):
 
 @declared
 class Rows(Leaf):
-    """A table: a list of rows, each a list of the `columns` and of figures behind them: seconds for
-    each number of ranks at once, or those that `figures` names."""
+    """A table: a list of rows with the `columns`, followed by figures.
+
+    The figures are those named in `figures`, or seconds for each number of concurrent ranks.
+    """
 
     columns: Mapping[str, Leaf] = field(kw_only=False)
     figures: tuple[str, ...] = ()
@@ -114,14 +123,15 @@ class Rows(Leaf):
     def fit(self, value: Any) -> object:
         if not isinstance(value, list):
             refuse(f"must be a list of {self.takes()}; got {describe(value)}")
-        rows = tuple(self._row(number, row) for number, row in enumerate(value, 1))
+        rows = tuple(self._parse_row(number, row) for number, row in enumerate(value, 1))
         numbers: dict[tuple[Any, ...], int] = {}
         for number, row in enumerate(rows, 1):
             if numbers.setdefault(row.key, number) != number:
                 refuse(f"row {number} repeats row {numbers[row.key]}", "Remove one of the two.")
         return rows
 
-    def _row(self, number: int, row: object) -> RateRow:
+    def _parse_row(self, number: int, row: object) -> RateRow:
+        """Parse one row. Raises Refused if it has the wrong length or a wrong cell."""
         cells = row if isinstance(row, list) else []
         width, num_figures = len(self.columns), len(self.figures)
         if len(cells) <= width or (num_figures and len(cells) != width + num_figures):
@@ -129,7 +139,7 @@ class Rows(Leaf):
             refuse(f"row {number} must be {self.takes()[5:]}; got {shown}")
         names = (*self.columns, *(self.figures or ("seconds",) * (len(cells) - width)))
         leaves = (*self.columns.values(), *[_FIGURE] * (len(cells) - width))
-        # a word that nothing resembles is another version's
+        # an unknown word without a similar one probably comes from another version
         taken = tuple(
             checked(leaf.take, cell, f"row {number}, {name}", _ANEW * isinstance(leaf, Choice))
             for name, leaf, cell in zip(names, leaves, cells, strict=True)
@@ -151,12 +161,12 @@ _BYTES = Size("bytes", high=2**50)
 _DTYPE = Choice("dtype", {dtype.value: f"{dtype.itemsize} bytes" for dtype in DType}, read=DType)
 
 
-def _words(about: str, kinds: type[Word], *members: Word) -> Choice:
+def _word_choice(about: str, kinds: type[Word], *members: Word) -> Choice:
     words = {kind.value: kind.name for kind in (members or tuple(kinds))}
     return Choice(about, words, read=kinds)
 
 
-def _wholes(*names: str) -> dict[str, Leaf]:
+def _integer_columns(*names: str) -> dict[str, Leaf]:
     return {name: Whole(name, 1, 2**40) for name in names}
 
 
@@ -168,8 +178,8 @@ _ATTENTION = (OperatorKind.ATTENTION, OperatorKind.ATTENTION_BACKWARD)
 
 @section
 class Rates:
-    """What its parts take on a cluster, as `ptrain calibrate` measures it: seconds, by the number
-    of ranks of a node that compute at once."""
+    """Measured times of a cluster's operators, collectives and hooks, as `ptrain calibrate` writes
+    them: seconds, by the number of ranks of a node that compute at the same time."""
 
     preset: Annotated[
         str | None,
@@ -211,7 +221,7 @@ class Rates:
         tuple[RateRow, ...],
         Rows(
             "Times of matrix products.",
-            {"dtype": _DTYPE, **_wholes("matrices", "rows", "inner", "columns")},
+            {"dtype": _DTYPE, **_integer_columns("matrices", "rows", "inner", "columns")},
         ),
     ] = ()
     attention: Annotated[
@@ -219,9 +229,9 @@ class Rates:
         Rows(
             "Times of torch's fused causal attention, forward and backward.",
             {
-                "pass": _words("pass", OperatorKind, *_ATTENTION),
+                "pass": _word_choice("pass", OperatorKind, *_ATTENTION),
                 "dtype": _DTYPE,
-                **_wholes("samples", "heads", "queries", "keys", "features"),
+                **_integer_columns("samples", "heads", "queries", "keys", "features"),
             },
         ),
     ] = ()
@@ -229,7 +239,11 @@ class Rates:
         tuple[RateRow, ...],
         Rows(
             "Times of memory-bound operators, by the bytes they read and write.",
-            {"kind": _words("kind", OperatorKind, *_OF_BYTES), "dtype": _DTYPE, "bytes": _BYTES},
+            {
+                "kind": _word_choice("kind", OperatorKind, *_OF_BYTES),
+                "dtype": _DTYPE,
+                "bytes": _BYTES,
+            },
         ),
     ] = ()
     updates: Annotated[
@@ -246,7 +260,7 @@ class Rates:
                     },
                 ),
                 "dtype": _DTYPE,
-                **_wholes("elements", "tensors"),
+                **_integer_columns("elements", "tensors"),
             },
         ),
     ] = ()
@@ -256,8 +270,8 @@ class Rates:
             "Times of collectives, by number of ranks and nodes and by the bytes of the full "
             "tensor.",
             {
-                "collective": _words("collective", Collective, *COLLECTIVES),
-                **_wholes("ranks", "nodes"),
+                "collective": _word_choice("collective", Collective, *COLLECTIVES),
+                **_integer_columns("ranks", "nodes"),
                 "bytes": _BYTES,
             },
         ),
@@ -275,7 +289,7 @@ class Rates:
         Rows(
             "For collectives that were not measured: time per call and per hop, and the usable "
             "fraction of the link bandwidth.",
-            {"tier": _words("tier", LinkTier)},
+            {"tier": _word_choice("tier", LinkTier)},
             figures=("seconds of a call", "seconds of a hop", "share of the bandwidth"),
         ),
     ] = ()
@@ -283,12 +297,14 @@ class Rates:
         tuple[RateRow, ...],
         Rows(
             "Times of copies between a rank's memory tiers.",
-            {"copy": _words("copy", Collective, *_COPIES), "bytes": _BYTES},
+            {"copy": _word_choice("copy", Collective, *_COPIES), "bytes": _BYTES},
         ),
     ] = ()
     hooks: Annotated[
         tuple[RateRow, ...],
-        Rows("Times that wrappers add besides communication.", {"hook": _words("hook", Hook)}),
+        Rows(
+            "Times that wrappers add besides communication.", {"hook": _word_choice("hook", Hook)}
+        ),
     ] = ()
 
 
@@ -298,8 +314,11 @@ def are_calibrated(rates: Rates) -> bool:
 
 
 def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield key, finding and remedy of tables that do not have a figure for each number of ranks at
-    once, of the fields that are written."""
+    """Yield (key, finding, remedy) for each table whose rows lack a figure for a number of
+    `at_once`.
+
+    Only the fields in `rates` are checked.
+    """
     at_once = rates.get("at_once", (1,))
     if not at_once or list(at_once) != sorted(set(at_once)):
         yield (
@@ -310,7 +329,7 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         return
     for key in ("threads", "spread"):
         if len(rates.get(key, ())) not in (0, len(at_once)):
-            yield key, *_uneven("it", len(rates[key]), at_once)
+            yield key, *_describe_uneven("it", len(rates[key]), at_once)
     for number, row in enumerate(rates.get("links", ()), 1):
         if isinstance(row, RateRow) and None in row.figures:
             finding = f"row {number} has a null; the times per call, hop and byte are required"
@@ -320,11 +339,11 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             continue
         for number, row in enumerate(rows, 1):
             if isinstance(row, RateRow) and len(row.figures) != len(at_once):
-                yield key, *_uneven(f"row {number}", len(row.figures), at_once)
+                yield key, *_describe_uneven(f"row {number}", len(row.figures), at_once)
                 break
 
 
-def _uneven(subject: str, num_figures: int, at_once: tuple[int, ...]) -> tuple[str, str]:
+def _describe_uneven(subject: str, num_figures: int, at_once: tuple[int, ...]) -> tuple[str, str]:
     figures = "1 figure" if num_figures == 1 else f"{num_figures} figures"
     numbers = ", ".join(map(str, at_once))
     finding = f"{subject} has {figures}, but at_once has {numbers}"

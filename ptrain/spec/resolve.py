@@ -1,9 +1,9 @@
-"""Resolve a checked tree into a `Spec`: degrees solved, each axis with its tuple, the batch whole
-(global, micro and accumulate follow from each other), what blocks keep, and all other sections.
+"""Resolution of a checked tree into a `Spec`: axis degrees, a placement tuple per axis, the batch
+(global, micro and accumulate), activations per block, and all other sections.
 
-Checked here is what a section, or the batch with the mesh, needs to have a value at all; whether
-the product is legal is the algebra's question. A of a spec belongs to the rank: M and O in a tuple
-of a data axis say the same as `activations` at the top.
+Checks here only what a section, or the batch with the mesh, needs in order to have a value; the
+algebra decides whether the combination is legal. Activations belong to the rank: M and O of a data
+axis's tuple are equivalent to a top-level `activations`.
 """
 
 from __future__ import annotations
@@ -74,26 +74,35 @@ _Ranges = dict[tuple[int, int | None], Mode]
 
 
 def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec:
-    """Raises SpecError with every fault of every section.
+    """Resolve the raw sections into a `Spec`.
 
-    Values that `load.refusals` refuses get a stand-in here: the caller holds their faults.
+    Values that `load.refusals` rejects get a stand-in here; the caller reports their faults.
+
+    Args:
+        raw: The checked sections.
+        tree: The tree that they came from, for positions and for the keys that are written.
+        name: The name of a spec that has no key `name`.
+        world_size: The number of ranks that were started; None if unknown.
+
+    Raises:
+        SpecError: Every fault of every section.
     """
     findings = Findings(tree=tree)
-    factors = _factors(raw, world_size, findings)
+    factors = _resolve_factors(raw, world_size, findings)
     degrees = {factor.axis: factor.degree for factor in factors or ()}
     batch = None
     if factors is not None:
         data_degree = math.prod(degrees.get(axis, 1) for axis in SAMPLE_AXES)
-        batch = _batch(raw.batch, data_degree, findings)
+        batch = _resolve_batch(raw.batch, data_degree, findings)
         batch = batch and padded(batch, factors, raw.context)
     model = resolve_model(raw.model, resolve_attention(raw.attention), findings)
     activations = _activation_spec(raw, findings)
     own = resolve_functions(raw, findings)
     loss = own if own.user_function else resolve_loss(raw, degrees, findings)
-    tensor = _tensor(raw, loss, degrees, findings)
+    tensor = _resolve_tensor(raw, loss, degrees, findings)
     cluster = resolve_cluster(raw.cluster, findings)
-    _obeys_offload(raw, degrees, findings)
-    _obeys_experts(raw, findings)
+    _check_offload(raw, degrees, findings)
+    _check_experts(raw, findings)
     data = resolve_data(raw, findings)
     if findings.faults:
         raise SpecError(*findings.faults.values())
@@ -103,9 +112,9 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         "optimizer": resolve_optimizer(raw.optimizer, tree),
         "data": data,
         "tensor": tensor,
-        "sync": _sync(raw, factors, tree),
-        "offload": replace(raw.offload, tier=None),  # every mode has its own by now
-        "frozen": _frozen(raw, tree),
+        "sync": _resolve_sync(raw, factors, tree),
+        "offload": replace(raw.offload, tier=None),  # already part of each mode
+        "frozen": _resolve_frozen(raw, tree),
     }
     spec = Spec(
         **resolved,
@@ -123,9 +132,12 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     return replace(spec, resolved=to_mapping(spec, sync_is_written=is_written))
 
 
-def _factors(raw: SpecRaw, world_size: int | None, findings: Findings) -> tuple[Factor, ...] | None:
-    """The axes of degree > 1 in the order of the file, each with its tuple."""
-    if (degrees := _degrees(raw.mesh, world_size, findings)) is None:
+def _resolve_factors(
+    raw: SpecRaw, world_size: int | None, findings: Findings
+) -> tuple[Factor, ...] | None:
+    """Return the axes of degree > 1 in the order of the file, each with its tuple; None on
+    faults."""
+    if (degrees := _resolve_degrees(raw.mesh, world_size, findings)) is None:
         return None
     placement = raw.placement or PlacementRaw()
     without = [axis for axis in Axis if getattr(placement, axis.value) is None]
@@ -147,18 +159,20 @@ def _factors(raw: SpecRaw, world_size: int | None, findings: Findings) -> tuple[
     if any(route[0] in ("mesh", "placement") for route in findings.faults):
         return None
     large = ((axis, degree) for axis, degree in degrees.items() if degree > 1)
-    return tuple(_factor(raw, axis, degree, findings.tree) for axis, degree in large)
+    return tuple(_resolve_factor(raw, axis, degree, findings.tree) for axis, degree in large)
 
 
 def _trivial_factors(raw: SpecRaw, degrees: Mapping[Axis, int], tree: Tree) -> tuple[Factor, ...]:
-    """The axes of degree 1 that have a tuple. Nothing moves on them, and a tuple that no degree
-    allows is refused all the same."""
+    """Return the axes of degree 1 that have a tuple.
+
+    Such axes communicate nothing, but a tuple that is illegal at any degree is still rejected.
+    """
     placement = raw.placement or PlacementRaw()
     written = (axis for axis in Axis if getattr(placement, axis.value) is not None)
-    return tuple(_factor(raw, axis, 1, tree) for axis in written if axis not in degrees)
+    return tuple(_resolve_factor(raw, axis, 1, tree) for axis in written if axis not in degrees)
 
 
-def _factor(raw: SpecRaw, axis: Axis, degree: int, tree: Tree) -> Factor:
+def _resolve_factor(raw: SpecRaw, axis: Axis, degree: int, tree: Tree) -> Factor:
     modes = {}
     for state in PLACED:
         route = (*route_of(axis), state.value)
@@ -166,8 +180,8 @@ def _factor(raw: SpecRaw, axis: Axis, degree: int, tree: Tree) -> Factor:
     return Factor(axis=axis, degree=degree, placement=Placement(**modes))
 
 
-def _obeys_experts(raw: SpecRaw, findings: Findings) -> None:
-    """Of experts there is one tuple, so a spec has no place for another."""
+def _check_experts(raw: SpecRaw, findings: Findings) -> None:
+    """Report an `ep.experts` tuple other than S,S,S,S, the only one that is legal for experts."""
     if raw.placement and raw.placement.ep:
         experts = raw.placement.ep.experts
         modes = {str(state): getattr(experts, state.value) for state in PLACED}
@@ -175,8 +189,11 @@ def _obeys_experts(raw: SpecRaw, findings: Findings) -> None:
             findings.add("placement.ep.experts", *wrong)
 
 
-def _obeys_offload(raw: SpecRaw, degrees: Mapping[Axis, int], findings: Findings) -> None:
-    """`offload.tier` is that of some mode O; on one rank it may be any mesh's."""
+def _check_offload(raw: SpecRaw, degrees: Mapping[Axis, int], findings: Findings) -> None:
+    """Report an `offload.tier` without effect because no state has mode O.
+
+    A spec without mesh axes is exempt: its tier may be meant for any mesh that is set later.
+    """
     if raw.offload.tier is None:
         return
     top = findings.tree.at(("activations",))
@@ -192,8 +209,10 @@ def _obeys_offload(raw: SpecRaw, degrees: Mapping[Axis, int], findings: Findings
         )
 
 
-def _degrees(mesh: MeshRaw, world_size: int | None, findings: Findings) -> dict[Axis, int] | None:
-    """Every axis that the file names, with `auto` solved."""
+def _resolve_degrees(
+    mesh: MeshRaw, world_size: int | None, findings: Findings
+) -> dict[Axis, int] | None:
+    """Return the degree of each axis in the mesh, with `auto` resolved; None on faults."""
     order = findings.tree.at(("mesh",))
     names = order if isinstance(order, dict) else ()
     written = {Axis(name): getattr(mesh, name) for name in names if name in set(Axis)}
@@ -208,14 +227,19 @@ def _degrees(mesh: MeshRaw, world_size: int | None, findings: Findings) -> dict[
         )
         return None
     if unknown:
-        if (degree := _auto(unknown[0], known, world_size, findings)) is None:
+        if (degree := _resolve_auto(unknown[0], known, world_size, findings)) is None:
             return None
         written[unknown[0]] = degree
     degrees = {axis: int(degree) for axis, degree in written.items()}
     return degrees if _fits_world(degrees, world_size, findings) else None
 
 
-def _auto(axis: Axis, known: int, world_size: int | None, findings: Findings) -> int | None:
+def _resolve_auto(axis: Axis, known: int, world_size: int | None, findings: Findings) -> int | None:
+    """Return the degree of an `auto` axis: the number of ranks over the product of the other
+    degrees.
+
+    Returns None, with a fault, if the number of ranks is unknown or not divisible.
+    """
     if world_size is None:
         remedy = f"Use `mesh.{axis}=N`, start with `torchrun --nproc-per-node N`, or run "
         remedy += "`ptrain select SPEC`."
@@ -233,6 +257,8 @@ def _auto(axis: Axis, known: int, world_size: int | None, findings: Findings) ->
 
 
 def _fits_world(degrees: dict[Axis, int], world_size: int | None, findings: Findings) -> bool:
+    """Report a mesh with too many ranks, or with another number than was started; return True if
+    neither."""
     ranks = math.prod(degrees.values())
     text = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items()) or "of one rank"
     if ranks > MAX_DEGREE:
@@ -253,7 +279,7 @@ def _fits_world(degrees: dict[Axis, int], world_size: int | None, findings: Find
 
 
 def _nearest_mesh(degrees: dict[Axis, int], world_size: int) -> str:
-    """The mesh with one degree changed that has as many ranks as were started."""
+    """Return a remedy: the mesh with one degree changed to match the number of started ranks."""
     for axis in reversed(degrees):
         rest = math.prod(degree for other, degree in degrees.items() if other is not axis)
         if world_size % rest == 0:
@@ -261,8 +287,8 @@ def _nearest_mesh(degrees: dict[Axis, int], world_size: int) -> str:
     return f"use a mesh with {world_size} ranks."
 
 
-def _frozen(raw: SpecRaw, tree: Tree) -> FrozenSpec:
-    """The modes of frozen parameters, each on its tier."""
+def _resolve_frozen(raw: SpecRaw, tree: Tree) -> FrozenSpec:
+    """Return the frozen section, with each mode O on the tier that `offload.tier` selects."""
     modes = {
         axis.value: on_tier(mode, tree.at(("frozen", axis.value)), raw)
         for axis, mode in raw.frozen.written().items()
@@ -270,8 +296,11 @@ def _frozen(raw: SpecRaw, tree: Tree) -> FrozenSpec:
     return replace(raw.frozen, **modes)
 
 
-def _sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPolicy:
-    """Gradients that are R on every data axis are reduced once, after the last micro-batch."""
+def _resolve_sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPolicy:
+    """Return the sync policy with defaults filled in from the placement.
+
+    Gradients that are R on every reduced axis are reduced once, after the last micro-batch.
+    """
     whole = all(
         factor.placement[State.GRADIENTS].distribution is Distribution.REPLICATED
         for factor in factors
@@ -288,18 +317,23 @@ def _sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPolicy:
 
 
 def _keeps_gathered(factors: Sequence[Factor]) -> bool:
-    """Whether units that are gathered stay so until the step's last backward if nothing is said: in
-    a pipeline, else every micro-batch of a step would gather them twice."""
+    """Return True if units stay gathered until the last backward pass of the step by default.
+
+    This is the default for sharded parameters in a pipeline, where resharding would all-gather each
+    unit twice per micro-batch.
+    """
     is_pipeline = any(factor.axis is Axis.PP for factor in factors)
     return is_pipeline and any(
         factor.axis in REDUCED_AXES and factor.placement.parameters != R for factor in factors
     )
 
 
-def _batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
-    """global = micro x accumulate x data degree; any one of the first and third may be left out.
-    For a `micro` that is to be chosen, for which 1 stands, there must be a global batch and nothing
-    else."""
+def _resolve_batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
+    """Solve global = micro x accumulate x data degree for the keys that are not set.
+
+    An open `micro: auto` counts as 1; it needs a global batch and excludes `accumulate`. Returns
+    None on faults.
+    """
     micro = raw.micro if isinstance(raw.micro, int) else 1
     if raw.micro == AUTO and raw.samples is None:
         findings.add(
@@ -329,7 +363,7 @@ def _batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
         return None
     accumulate = raw.accumulate or max(1, samples // unit)
     if samples != unit * accumulate:
-        findings.add("batch.global", *_uneven(raw, samples, data_degree, unit, step))
+        findings.add("batch.global", *_describe_uneven(raw, samples, data_degree, unit, step))
         return None
     return Batch(
         global_samples=samples,
@@ -342,8 +376,11 @@ def _batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
     )
 
 
-def _uneven(raw: BatchRaw, samples: int, data_degree: int, unit: int, step: int) -> tuple[str, str]:
-    """Return finding and remedy of samples that no whole micro-batches make up."""
+def _describe_uneven(
+    raw: BatchRaw, samples: int, data_degree: int, unit: int, step: int
+) -> tuple[str, str]:
+    """Return the finding and the remedy for a global batch that is not a multiple of
+    micro-batches."""
     below, above = samples // step * step, -(-samples // step) * step
     valid = [step] if raw.accumulate else sorted({max(below, step), above})
     remedy = f"Use `batch.global={'` or `batch.global='.join(map(str, valid))}`"
@@ -356,7 +393,8 @@ def _uneven(raw: BatchRaw, samples: int, data_degree: int, unit: int, step: int)
 
 
 def _written_tokens(raw: BatchRaw, findings: Findings) -> WrittenTokens | None:
-    """The tokens that are written; None of samples, which nothing rounds."""
+    """Return the batch size in tokens, or None if it is given in samples, which are never
+    rounded."""
     if isinstance(raw.samples, str):
         rounding = Rounding(raw.rounding or Rounding.POWER_OF_TWO)
         return written_tokens(raw.samples, raw.sequence, rounding)
@@ -370,25 +408,28 @@ def _written_tokens(raw: BatchRaw, findings: Findings) -> WrittenTokens | None:
 
 
 def on_tier(mode: Mode, text: object, raw: SpecRaw) -> Mode:
-    """`O` is where `offload.tier` says; a mode that names its tier stays there."""
+    """Return the mode with a bare `O` moved to `offload.tier`; a mode with a written tier is
+    unchanged."""
     if text == "O" and raw.offload.tier:
         return replace(mode, tier=raw.offload.tier)
     return mode
 
 
 def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
-    """Return what blocks keep; every contradiction between the tuples, `activations` and
-    `recompute` is reported as a fault."""
-    modes = _modes(raw, findings)
+    """Return the activation mode and policy of each block.
+
+    Contradictions between the tuples, `activations` and `recompute` are reported as faults.
+    """
+    modes = _activation_modes(raw, findings)
     recompute = raw.recompute or RecomputeRaw()
-    policy = _policy(recompute, findings)
+    policy = _resolve_policy(recompute, findings)
     is_open = recompute.budget is not None and recompute.policy is None and recompute.keep is None
     if modes is None and is_open:
         modes = {_ALL: Mode(Distribution.MATERIALIZED)}
     ranges: _Ranges = {_ALL: R} if modes is None else modes
     recomputes = any(mode.distribution is Distribution.MATERIALIZED for mode in ranges.values())
     if policy is None and recomputes:
-        place = next((place for place, _ in _of_tuples(raw, findings.tree)), "activations")
+        place = next((place for place, _ in _tuple_modes(raw, findings.tree)), "activations")
         findings.add(
             "recompute",
             "policy none contradicts activations M: activations would be neither saved nor "
@@ -398,11 +439,11 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     elif policy is not None and raw.recompute is not None and not recomputes:
         findings.add(
             "recompute",
-            f"recompute has no effect: no block has activations M, but {_words(ranges)}",
+            f"recompute has no effect: no block has activations M, but {_modes_text(ranges)}",
             'Use `activations=M`, or `activations={"0-1": M}` for some blocks. Or remove '
             "`recompute`.",
         )
-    kept = tuple((first, last, _kept(mode, policy)) for (first, last), mode in ranges.items())
+    kept = tuple((first, last, _make_kept(mode, policy)) for (first, last), mode in ranges.items())
     is_one = list(ranges) == [_ALL]
     return ActivationSpec(
         default=kept[0][2] if is_one else Kept(),
@@ -413,28 +454,29 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     )
 
 
-def _kept(mode: Mode, policy: Policy | None) -> Kept:
+def _make_kept(mode: Mode, policy: Policy | None) -> Kept:
     if mode.distribution is Distribution.MATERIALIZED:
         return Kept(policy=policy or FULL, tier=mode.tier)
     return Kept(tier=mode.tier)
 
 
-def _modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:
-    """By blocks, as the top of the spec says or a tuple; None where neither says anything."""
-    said = _said(raw, findings)
-    for place, mode in _of_tuples(raw, findings.tree):
+def _activation_modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:
+    """Return the modes by block range, from top-level `activations` or from a tuple; None if
+    neither is set."""
+    said = _top_level_modes(raw, findings)
+    for place, mode in _tuple_modes(raw, findings.tree):
         if said is not None and said != {_ALL: mode}:
             findings.add(
                 "activations",
-                f"{_words(said)}, but {place} is {mode}",
+                f"{_modes_text(said)}, but {place} is {mode}",
                 f"Remove `activations`, or use `{place}=R`.",
             )
-        return {_ALL: mode}  # that two tuples say the same is the algebra's rule
+        return {_ALL: mode}  # the algebra checks that several tuples agree
     return said
 
 
-def _said(raw: SpecRaw, findings: Findings) -> _Ranges | None:
-    """At the top of the spec."""
+def _top_level_modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:
+    """Return the modes by block range of top-level `activations`; None if it is not set."""
     if raw.activations is None:
         return None
     text = findings.tree.at(("activations",))
@@ -454,37 +496,40 @@ def _said(raw: SpecRaw, findings: Findings) -> _Ranges | None:
             )
             continue
         word = text.get(blocks) if isinstance(text, dict) else text
-        ranges[blocks_of(blocks)] = on_tier(_plain(mode), word, raw)
+        ranges[blocks_of(blocks)] = on_tier(_normalize_mode(mode), word, raw)
     return ranges or {_ALL: R}
 
 
-def _of_tuples(raw: SpecRaw, tree: Tree) -> list[tuple[str, Mode]]:
-    """(place, mode) of each data axis whose tuple says how the rank keeps activations. An axis of
-    one rank vanishes from the mesh; what its tuple says of A does not."""
+def _tuple_modes(raw: SpecRaw, tree: Tree) -> list[tuple[str, Mode]]:
+    """Return (place, mode) for each data axis whose tuple sets how the rank keeps activations.
+
+    An axis of degree 1 is not part of the resolved mesh, but its activation mode still counts.
+    """
     modes = []
     for axis in DATA_AXES:
         given = getattr(raw.placement, axis.value, None)
         mode = getattr(given, State.ACTIVATIONS.value, R)
         if mode != R and belongs_to_rank(mode):
             route = ("placement", axis.value, State.ACTIVATIONS.value)
-            modes.append((".".join(route), on_tier(_plain(mode), tree.at(route), raw)))
+            modes.append((".".join(route), on_tier(_normalize_mode(mode), tree.at(route), raw)))
     return modes
 
 
-def _plain(mode: Mode) -> Mode:
-    """Of what lies off the device each rank has its own: R@host is O."""
+def _normalize_mode(mode: Mode) -> Mode:
+    """Return O for R off the device: each rank has different activations, so R@host equals
+    S@host."""
     is_whole = mode.distribution is Distribution.REPLICATED and mode.tier is not Tier.DEVICE
     return replace(mode, distribution=Distribution.SHARDED) if is_whole else mode
 
 
-def _words(ranges: _Ranges) -> str:
+def _modes_text(ranges: _Ranges) -> str:
     if list(ranges) == [_ALL]:
         return str(ranges[_ALL])
     return " and ".join(dict.fromkeys(str(mode) for mode in ranges.values()))
 
 
-def _policy(raw: RecomputeRaw, findings: Findings) -> Policy | None:
-    """Full where nothing is said."""
+def _resolve_policy(raw: RecomputeRaw, findings: Findings) -> Policy | None:
+    """Return the recompute policy; full recomputation if none is set."""
     if raw.keep is None:
         return _POLICIES[raw.policy or "full"]
     if raw.policy is not None:
@@ -496,11 +541,11 @@ def _policy(raw: RecomputeRaw, findings: Findings) -> Policy | None:
     return Policy(keep=tuple(operators for operators in Operators if operators in raw.keep))
 
 
-def _tensor(
+def _resolve_tensor(
     raw: SpecRaw, loss: LossSpec, degrees: Mapping[Axis, int], findings: Findings
 ) -> TensorSpec:
-    """Return the section; a function of the user's is given whole logits, unless cut ones are
-    asked for, which is a fault."""
+    """Return the tensor section, with `loss_parallel` off for a user-defined loss, which needs full
+    logits. An explicit `loss_parallel: true` is reported as a fault."""
     if loss.user_function is None or degrees.get(Axis.TP, 1) == 1 or not raw.tensor.loss_parallel:
         return raw.tensor
     if findings.tree.has("tensor", "loss_parallel"):

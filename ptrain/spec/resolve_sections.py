@@ -1,5 +1,5 @@
-"""Resolution of the sections that need no mesh: presets filled in, a cluster's rates with tables
-that override a preset's, and the user's functions of data, loss and step named."""
+"""Resolution of the sections that need no mesh: presets filled in, cluster rates merged with a
+preset's tables, and the user's functions for data, loss and step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ptrain.spec.text import Findings, Tree, read
 if TYPE_CHECKING:
     from ptrain.spec.published import FieldFault
 
-# By section: where it stands, what a preset of it is called, its folder, and what it consists of.
+# By section: its place, the noun for its presets, their folder, and the noun for their contents.
 _PRESETS: Mapping[type, tuple[str, str, str, str]] = {
     ModelRaw: ("model", "model", "models", "fields"),
     Cluster: ("cluster", "cluster", "clusters", "fields"),
@@ -50,13 +50,14 @@ _PRESETS: Mapping[type, tuple[str, str, str, str]] = {
 }
 
 
-def _preset(name: str | None, kind: type, report: Findings) -> Mapping[str, Any] | None:
-    """Return the values that a preset's file says; None where it says none that can be used."""
+def _load_preset(name: str | None, kind: type, report: Findings) -> Mapping[str, Any] | None:
+    """Return the values of a preset's file; {} if `name` is None, None if the file cannot
+    be used."""
     if name is None:
         return {}
     section, noun, folder, parts = _PRESETS[kind]
     path = listing(folder).get(name)
-    read_values = _values_of_own if path else _values
+    read_values = _read_builtin_values if path else _read_values
     if path is None and Path(name).suffix in (".yaml", ".yml"):
         path = file_of_preset(name, folder_of(report.tree))
     try:
@@ -77,7 +78,7 @@ def _preset(name: str | None, kind: type, report: Findings) -> Mapping[str, Any]
     return None
 
 
-def _values(path: Path, kind: type) -> dict[str, Any]:
+def _read_values(path: Path, kind: type) -> dict[str, Any]:
     """Return the values of a file. Raises SpecError with all its faults."""
     tree = read(path)
     values, faults = validate(tree, kind, is_partial=True)
@@ -86,18 +87,21 @@ def _values(path: Path, kind: type) -> dict[str, Any]:
     return dict(values)
 
 
-_values_of_own = cache(_values)  # of presets in `specs/`, which are as the process finds them first
+_read_builtin_values = cache(_read_values)  # built-in presets do not change while a process runs
 
 
 def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates | None:
-    """Return the preset's tables with those that are written beside it on top. Tables of `specs`
-    that nothing overrides stay by their name, which `tables` reads."""
+    """Return the preset's rate tables, overridden by the tables in the spec.
+
+    If nothing overrides a built-in preset, only its name is kept, and `tables` reads the tables
+    when they are needed. Returns None without rates, or on faults.
+    """
     if written is None:
         return None
     name = written.get("preset")
     if written.keys() == {"preset"} and name in listing("rates"):
         return Rates(preset=name)
-    if (preset := _preset(name, Rates, report)) is None:
+    if (preset := _load_preset(name, Rates, report)) is None:
         return None
     values = {**preset, **written, "preset": None}
     faults = tuple(misshapen(values))
@@ -107,15 +111,15 @@ def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates 
 
 
 @cache
-def _named(name: str) -> Rates:
-    values = _values_of_own(listing("rates")[name], Rates)
+def _load_rates(name: str) -> Rates:
+    values = _read_builtin_values(listing("rates")[name], Rates)
     assert not tuple(misshapen(values)), f"specs/rates/{name}.yaml: rows lack figures"
     return Rates(**values)
 
 
 def tables(rates: Rates) -> Rates:
-    """The rates themselves, where they are those of specs/rates by name."""
-    return rates if rates.preset is None else _named(rates.preset)
+    """Return the rate tables, read from specs/rates if `rates` only names a preset."""
+    return rates if rates.preset is None else _load_rates(rates.preset)
 
 
 CHUNK = 1024  # tokens: 128 MiB of fp32 logits over a vocabulary of 32000
@@ -126,19 +130,22 @@ ARCHITECTURES = "architectures"  # the classes that a published config is of
 
 
 def folder_of(tree: Tree) -> Path:
-    """Return the folder that relative files of a spec stand in."""
+    """Return the folder to which relative file names in a spec refer."""
     return Path(tree.source).parent if Path(tree.source).suffix else Path()
 
 
 def home_of(tree: Tree) -> Path | None:
-    """Return the folder of the user's own spec file, where links lead to it, as Python has a
-    script's; None of a spec that is no such file."""
+    """Return the folder of the user's spec file with symlinks resolved, as Python does for a
+    script.
+
+    Returns None for built-in specs and for specs that are not files.
+    """
     file = Path(tree.source).resolve()
     is_file = bool(tree.source) and file.is_file()
     return file.parent if is_file and not file.is_relative_to(root()) else None
 
 
-# Keys of a model that others need: what is said of one that stands there without them.
+# Model keys that require another key: the finding and the remedy if that key is missing.
 _ALONE = {
     "config": ("config requires `hf`", "Add `model.hf`, or remove this key."),
     "arguments": ("arguments require `target`", "Add `model.target`, or remove this key."),
@@ -152,8 +159,9 @@ _ALONE = {
 def _refuse_shape(
     raw: ModelRaw, besides: tuple[str, ...], builds: str, own: str, report: Findings
 ) -> None:
-    """Report the keys of built-in models beside what builds another one."""
-    for key in _said(raw):
+    """Report the keys of built-in models that are set together with another way to build
+    the model."""
+    for key in _explicit_fields(raw):
         if key not in (*besides, "blocks", "folder", "pretrained"):
             report.add(
                 f"model.{key}",
@@ -163,7 +171,7 @@ def _refuse_shape(
 
 
 def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) -> ModelSpec | None:
-    """Return the model of the user's function, of a class, of a published folder or of a preset."""
+    """Return the model that `target`, `hf`, `pretrained` or `preset` selects; None on faults."""
     if raw.target is not None:
         _refuse_shape(
             raw,
@@ -205,27 +213,27 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) 
         if getattr(raw, key) is not None:
             report.add(f"model.{key}", *words)
     if raw.pretrained is not None:
-        return _begun(raw, raw.pretrained, attention, report)
-    if (preset := _preset(raw.preset, ModelRaw, report)) is None:
+        return _published_shape(raw, raw.pretrained, attention, report)
+    if (preset := _load_preset(raw.preset, ModelRaw, report)) is None:
         return None
-    if (shape := _shape(preset, said := _said(raw), report)) is None:
+    if (shape := _resolve_shape(preset, said := _explicit_fields(raw), report)) is None:
         return None
     name = raw.preset or ""
-    if name and len(said) > 1 and (_lacking(preset) or _composed(preset) != shape):
-        name = ""  # another shape by now
+    if name and len(said) > 1 and (_missing_keys(preset) or _make_shape(preset) != shape):
+        name = ""  # the overrides changed the shape, so it is not the preset's any more
     return replace(shape, attention=attention or Attention.SDPA, preset=name)
 
 
-def _begun(
+def _published_shape(
     raw: ModelRaw, folder: str, attention: Attention | None, report: Findings
 ) -> ModelShape | None:
-    """The model of a published folder, which stands for a preset."""
+    """Return the built-in shape that matches a published model's config; None on faults."""
     from ptrain.spec.published import WHOLE, read_config
 
     path = Path(folder) / CONFIG
-    if (config := _published(path, report)) is None:
+    if (config := _read_published(path, report)) is None:
         return None
-    model = read_config(config, _said(raw))
+    model = read_config(config, _explicit_fields(raw))
     values, faults = validate(Tree(root=model.keys, source=str(path)), ModelRaw, is_partial=True)
     _add_faults(path, model.faults, report)
     for fault in faults.values():
@@ -235,16 +243,18 @@ def _begun(
             fault.remedy or WHOLE,
             part=fault.place,
         )
-    shape = None if faults or model.faults else _shape(values, _said(raw), report)
+    shape = (
+        None if faults or model.faults else _resolve_shape(values, _explicit_fields(raw), report)
+    )
     if shape is None:
         return None
     chosen = attention or Attention.SDPA
     return replace(shape, attention=chosen, pretrained=folder, ignored=model.ignored)
 
 
-def _published(path: Path, report: Findings) -> Mapping[str, Any] | None:
-    """Return the fields of a published model's config; None, with a fault, if it has none."""
-    config = _json(path)
+def _read_published(path: Path, report: Findings) -> Mapping[str, Any] | None:
+    """Return the fields of a published model's config; None, with a fault, if it cannot be read."""
+    config = _read_json(path)
     if isinstance(config, str):
         remedy = "Use a folder that Transformers can load. If a checkpoint has all weights, "
         report.add(_PRETRAINED, f"{path}: {config}", f"{remedy}use `model.pretrained=null`.")
@@ -258,26 +268,25 @@ def _add_faults(path: Path, faults: Iterable[FieldFault], report: Findings) -> N
 
 
 def shape_of(keys: Mapping[str, Any]) -> ModelShape | None:
-    """Return the shape of keys of the section `model` that lack nothing; None where there is none
-    such."""
+    """Return the shape for keys of the section `model`; None if they are invalid or incomplete."""
     values, faults = validate(Tree(root=dict(keys), source=""), ModelRaw, is_partial=True)
-    return None if faults or _lacking(values) else _composed(values)
+    return None if faults or _missing_keys(values) else _make_shape(values)
 
 
 def _names_class(config: object) -> bool:
-    """Whether a config says by itself of which class it is."""
+    """Return True if the config names its model class."""
     return isinstance(config, dict) and bool(config.get(ARCHITECTURES))
 
 
 def _hugging_face_model(
     raw: ModelRaw, attention: Attention | None, report: Findings
 ) -> HuggingFaceModel | None:
-    """None, with a fault, where the config cannot be read or nobody says of which class it is."""
+    """Return the Transformers model; None, with a fault, if its config or its class is unknown."""
     from ptrain.spec.published import find_refused
 
     config = raw.config if isinstance(raw.config, dict) else {}
     if isinstance(raw.config, str):
-        read_config = _json(folder_of(report.tree) / raw.config)
+        read_config = _read_json(folder_of(report.tree) / raw.config)
         if not isinstance(read_config, dict):
             report.add(
                 "model.config",
@@ -288,7 +297,7 @@ def _hugging_face_model(
         config = read_config
     if raw.pretrained is not None:
         path = Path(raw.pretrained) / CONFIG
-        if (published := _published(path, report)) is None:
+        if (published := _read_published(path, report)) is None:
             return None
         _add_faults(path, find_refused(published), report)
         for name in _OLD_ROPE if _ROPE in published and _ROPE not in config else ():
@@ -313,8 +322,8 @@ def _hugging_face_model(
     )
 
 
-def _json(path: Path) -> dict[str, object] | str:
-    """What a file says, or why it says nothing."""
+def _read_json(path: Path) -> dict[str, object] | str:
+    """Return the mapping in a JSON file, or the reason why it cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -324,8 +333,11 @@ def _json(path: Path) -> dict[str, object] | str:
     return value if isinstance(value, dict) else "does not contain a mapping"
 
 
-def _said(raw: ModelRaw) -> dict[str, Any]:
-    """Return what a file says, by field: None where it says that there is none."""
+def _explicit_fields(raw: ModelRaw) -> dict[str, Any]:
+    """Return the fields that the file sets to a value other than the default.
+
+    Options of a block default to UNSAID, so null counts as a value of theirs.
+    """
     values = {spot.name: (getattr(raw, spot.name), spot.default) for spot in fields(raw)}
     return {
         name: value
@@ -334,30 +346,36 @@ def _said(raw: ModelRaw) -> dict[str, Any]:
     }
 
 
-def _shape(
+def _resolve_shape(
     preset: Mapping[str, Any], beside: Mapping[str, Any], report: Findings
 ) -> ModelShape | None:
-    """What is written beside a preset overrides it, and so takes from it what it makes void."""
+    """Return the shape of a preset with the keys of the spec on top; None, with faults, if they
+    misfit.
+
+    Keys of the preset that an override makes ineffective are dropped instead of reported.
+    """
     said = {**preset, **beside}
-    if lacking := _lacking(said):
+    if lacking := _missing_keys(said):
         finding = f"the model is incomplete: missing {', '.join(lacking)}"
         presets = ", ".join(listing("models"))
         report.add("model", finding, f"Add them, or use a preset: {presets}.")
         return None
-    shape = _composed(said)
+    shape = _make_shape(said)
     changed = {*beside, *(FAMILIES[shape.family] if "family" in beside else ())}
     while gone := {void.name for void in voids(shape) if void.by in changed} - {*beside}:
         said = {name: value for name, value in said.items() if name not in gone}
-        shape, changed = _composed(said), changed | gone
+        shape, changed = _make_shape(said), changed | gone
     faults = tuple(misfits(shape))
     for fault in faults:
-        report.add(*_blamed(fault, shape, said))
+        report.add(*_attribute_fault(fault, shape, said))
     return None if faults else shape
 
 
-def _blamed(fault: Fault, shape: ModelShape, said: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return place, finding and remedy of a misfit: of an option that nobody has written, and that
-    the family gives, it is the family's."""
+def _attribute_fault(
+    fault: Fault, shape: ModelShape, said: Mapping[str, Any]
+) -> tuple[str, str, str]:
+    """Return place, finding and remedy of a misfit, attributed to `model.family` if the family's
+    default caused it."""
     option = fault.place.rpartition(".")[2]
     if option in said or option not in FAMILIES[shape.family] or "family" not in said:
         return fault.place, fault.finding, fault.remedy
@@ -368,16 +386,16 @@ def _blamed(fault: Fault, shape: ModelShape, said: Mapping[str, Any]) -> tuple[s
     return "model.family", given, f"{fault.remedy} Or use another `model.family`."
 
 
-def _lacking(said: Mapping[str, Any]) -> list[str]:
-    """Return the keys without which there is no shape."""
-    activation = said.get("activation", FAMILIES[_family(said)]["activation"])
+def _missing_keys(said: Mapping[str, Any]) -> list[str]:
+    """Return the required keys that are missing."""
+    activation = said.get("activation", FAMILIES[_family_of(said)]["activation"])
     needed = ["layers", "hidden", "heads", "vocab"] + ["ffn"] * activation.is_gated
     return [key for key in needed if key not in said]
 
 
-def _composed(said: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of fields that lack nothing."""
-    family = _family(said)
+def _make_shape(said: Mapping[str, Any]) -> ModelShape:
+    """Return the shape for a complete set of fields."""
+    family = _family_of(said)
     options = {spot.name: said[spot.name] for spot in fields(BlockOptions) if spot.name in said}
     return ModelShape(
         family=family,
@@ -391,12 +409,12 @@ def _composed(said: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _family(said: Mapping[str, Any]) -> Family:
+def _family_of(said: Mapping[str, Any]) -> Family:
     return Family(said.get("family", Family.LLAMA))
 
 
 def resolve_precision(raw: PrecisionRaw) -> Precision:
-    """The named layout, with the dtypes that are written beside it."""
+    """Return the named layout with the dtypes that the spec overrides."""
     layout = custom(
         LAYOUTS[raw.layout or FP32.name],
         parameters=raw.parameters,
@@ -410,19 +428,19 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
 
 
 def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
-    """Return it with the values of its row in place of the keys that are not written."""
+    """Return the section with the optimizer's defaults for the keys that are not written."""
     keys = optimizer.row.keys
     unsaid = {key: keys[key] for key in keys if not tree.has("optimizer", key)}
     return replace(optimizer, **unsaid)
 
 
 def resolve_cluster(written: Mapping[str, Any] | None, report: Findings) -> Cluster | None:
-    """The preset's fields, with those that are written beside it on top."""
+    """Return the preset's cluster, overridden by the fields in the spec; None on faults."""
     if written is None:
         return None
-    if (preset := _preset(written.get("preset"), Cluster, report)) is None:
+    if (preset := _load_preset(written.get("preset"), Cluster, report)) is None:
         return None
-    if written.get("kind") == "cpu":  # processors in the preset's place
+    if written.get("kind") == "cpu":  # a GPU preset's multiprocessors do not apply to CPUs
         preset = {name: value for name, value in preset.items() if name != "sm"}
     values = {**preset, **written, "preset": None}
     values["rates"] = resolve_rates(values.get("rates"), report)
@@ -441,7 +459,8 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Findings) -> Clus
 
 
 def resolve_data(raw: SpecRaw, report: Findings) -> DataSpec:
-    """Return the section with one of corpus, path, sources and target; two are a fault."""
+    """Return the data section with one of corpus, path, sources and target; report
+    contradictions."""
     data, tree = raw.data, report.tree
     given = [key for key in ("corpus", "path", "sources") if tree.has("data", key)]
     ignoring = [key for key in ("ignored", "loss_mask") if getattr(data, key) is not None]
@@ -495,8 +514,8 @@ _MASK_EACH = (
 
 
 def resolve_functions(raw: SpecRaw, report: Findings) -> LossSpec:
-    """Return the loss's or the step's function, if the spec names one of them; what contradicts it
-    is reported as a fault."""
+    """Return the user-defined loss or step, if the spec sets one; report keys that
+    contradict it."""
     loss, step = raw.loss or LossRaw(), raw.step
     kinds = [key for key in ("kind", "chunk", "fused") if getattr(loss, key) is not None]
     if loss.target is None:
@@ -508,16 +527,16 @@ def resolve_functions(raw: SpecRaw, report: Findings) -> LossSpec:
             "Remove one of the two.",
         )
     if step is None:
-        return LossSpec(function=_function("loss", loss, report))
+        return LossSpec(function=_make_function("loss", loss, report))
     if loss.target is not None or kinds:
         report.add(
             "step", "`step` computes the loss, so `loss` has no effect", "Remove one of the two."
         )
-    return LossSpec(step=_function("step", step, report))
+    return LossSpec(step=_make_function("step", step, report))
 
 
 def _lacks_target(section: str, raw: DataSpec | LossRaw, report: Findings) -> bool:
-    """Report what belongs to a target; return whether there is any."""
+    """Report keys that require a `target`; return True if there are any."""
     keys = [key for key in ("arguments", "folder") if getattr(raw, key) is not None]
     for key in keys:
         report.add(
@@ -526,7 +545,7 @@ def _lacks_target(section: str, raw: DataSpec | LossRaw, report: Findings) -> bo
     return bool(keys)
 
 
-def _function(section: str, raw: LossRaw | StepRaw, report: Findings) -> UserFunction | None:
+def _make_function(section: str, raw: LossRaw | StepRaw, report: Findings) -> UserFunction | None:
     if raw.target is None:
         return None
     return UserFunction(
@@ -538,7 +557,8 @@ def _function(section: str, raw: LossRaw | StepRaw, report: Findings) -> UserFun
 
 
 def beside(written: str | None, report: Findings) -> str | None:
-    """Return a folder, absolute and without links: the spec's own where none is written."""
+    """Return a folder as an absolute path without symlinks, relative to the spec's folder; None if
+    none is written and the spec is not a user's file."""
     home = home_of(report.tree)
     if home is None and written is None:
         return None
@@ -546,13 +566,15 @@ def beside(written: str | None, report: Findings) -> str | None:
 
 
 def resolve_attention(text: str | None) -> Attention | None:
-    """Return what the spec says; None where it says nothing. `flash`, which is refused, gets a
-    stand-in."""
+    """Return the attention implementation; None if unset, a stand-in for the rejected `flash`."""
     return Attention({"math": "eager", "flash": "sdpa"}.get(text, text)) if text else None
 
 
 def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Findings) -> LossSpec:
-    """Return how logits and loss are computed where no function of the user's does it."""
+    """Return the built-in computation of logits and loss, if no user-defined function replaces it.
+
+    Contradictory keys of `loss` are reported as faults.
+    """
     loss = raw.loss or LossRaw()
     if loss.kind == "vocab-parallel" and degrees.get(Axis.TP, 1) == 1:
         report.add(

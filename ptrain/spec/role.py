@@ -1,8 +1,8 @@
-"""What a module is to the tensor axis: which of its operators are cut, and along what.
+"""Roles of modules in tensor parallelism: which operators are sharded, and along which dimension.
 
-Roles follow Shoeybi et al. 2019 (Megatron-LM): a column operator cuts its output features, the row
-operator behind it its input features, so that a pair needs one sum forward and one backward. Names
-are dotted, `*` stands for a block's index.
+Roles follow Shoeybi et al. 2019 (Megatron-LM): a column operator is sharded by output features, and
+the row operator after it by input features, so that a pair needs one sum in forward and one in
+backward. Module names are dotted; `*` stands for a block's index.
 """
 
 from __future__ import annotations
@@ -14,41 +14,43 @@ from ptrain.word import Word
 
 
 class Role(Word):
-    COLUMN = "column"  # output features cut
-    FUSED_COLUMN = "fused column"  # the same of several projections, one behind the other
-    TRANSPOSED_COLUMN = "transposed column"  # of a weight that is stored inputs by outputs
-    ROW = "row"  # input features cut, the outputs are parts of a sum
+    """The part of a module in tensor, sequence or expert parallelism."""
+
+    COLUMN = "column"  # sharded by output features
+    FUSED_COLUMN = "fused column"  # several concatenated projections, each sharded by outputs
+    TRANSPOSED_COLUMN = "transposed column"  # a weight stored as inputs x outputs
+    ROW = "row"  # sharded by input features; outputs are partial sums
     TRANSPOSED_ROW = "transposed row"
-    VOCABULARY = "vocabulary"  # an embedding, its rows cut
+    VOCABULARY = "vocabulary"  # an embedding, sharded by rows
     HEAD = "head"  # a column operator over the vocabulary
-    WHOLE_INPUT = "whole input"  # a sub-block: what its column operators share is made whole once
-    # a sub-block of latent features: what it is given is whole, and its gradient an addend of each
+    WHOLE_INPUT = "whole input"  # a sub-block: the input of its column operators is gathered once
+    # a sub-block of latent features: its input is full, and the input gradient a partial sum
     LATENT_INPUT = "latent input"
-    LATENT = "latent"  # within it, in front of inner columns: whole on every rank, gradients summed
-    # a sub-block of experts: what it is given is whole, and what it gives an addend of each rank's
+    LATENT = "latent"  # before its inner columns: replicated, gradients summed
+    # a sub-block of experts: its input is full, and its output a partial sum
     EXPERTS = "experts"
-    # the same where a rank has whole ones: it is given its slice of the tokens, and gives that
+    # a sub-block of experts that are not sharded: its input and output are the rank's tokens
     WHOLE_EXPERTS = "whole experts"
-    INNER_COLUMN = "inner column"  # within either: output features cut, of all experts or of one
-    INNER_ROW = "inner row"  # input features cut; its outputs are parts of the sub-block's sum
-    SHARED = "shared"  # a tensor that every rank has whole, used on the rank's slice of features
-    NORM = "norm"  # a tensor that every rank has whole, used on the rank's slice of the tokens
-    LAST_NORM = "last norm"  # the same, and what it gives to the head is made whole
-    POSITIONS = "positions"  # an embedding of positions, added to that of the tokens
-    COUNT = "count"  # no module but an integer attribute: how many features or heads it has
-    BLOCK = "block"  # of a model that is not built in: within it a rank has its tokens alone
-    FIRST_BLOCK = "first block"  # what it is given becomes the rank's slice of the tokens
-    LAST_BLOCK = "last block"  # what it gives is made whole
+    INNER_COLUMN = "inner column"  # within these sub-blocks: sharded by output features
+    INNER_ROW = "inner row"  # sharded by input features; outputs are partial sums of the sub-block
+    SHARED = "shared"  # a replicated tensor, used on the rank's shard of the features
+    NORM = "norm"  # a replicated tensor, used on the rank's shard of the tokens
+    LAST_NORM = "last norm"  # a norm whose output is all-gathered for the head
+    POSITIONS = "positions"  # an embedding of positions, added to the token embedding
+    COUNT = "count"  # an integer attribute instead of a module: a number of features or heads
+    BLOCK = "block"  # of a model that is not built in: holds only the rank's tokens
+    FIRST_BLOCK = "first block"  # its input is sharded by tokens
+    LAST_BLOCK = "last block"  # its output is all-gathered
 
 
 Roles = tuple[tuple[str, Role], ...]
-# The lengths of what a fused projection gives, one behind the other, by patterns of module names.
+# The sizes of the concatenated outputs of a fused projection, by patterns of module names.
 Fusions = tuple[tuple[str, tuple[int, ...]], ...]
 
 COLUMNS = (Role.COLUMN, Role.FUSED_COLUMN, Role.TRANSPOSED_COLUMN)
 ROWS = (Role.ROW, Role.TRANSPOSED_ROW)
 
-# What a plan of the user's own may say, and what each word means.
+# The roles that a user's plan may contain, with their meanings.
 GIVEN = {
     Role.COLUMN: "a linear layer, sharded by output features",
     Role.FUSED_COLUMN: "a linear layer of several projections, each sharded by output features",
@@ -65,15 +67,15 @@ GIVEN = {
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return whether a dotted name is one that the pattern means."""
-    return _expression(pattern).fullmatch(name) is not None
+    """Return True if the pattern matches a dotted module name."""
+    return _compile_pattern(pattern).fullmatch(name) is not None
 
 
 @cache
-def _expression(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
 
 
 def in_any_block(name: str) -> str:
-    """Return a module's name as a plan writes it, for all blocks."""
+    """Return a module's name with `*` for each index, as plans write it."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

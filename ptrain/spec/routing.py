@@ -1,4 +1,4 @@
-"""What a spec says of where tokens go: a word for it, or how many choices fall on each expert."""
+"""The key `routing`: the distribution of tokens over experts, as a word or as counts per expert."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Choices = tuple[int, ...]  # by expert
 
 
 class Bound(StrEnum):
-    """An end of what routing can do to a rank."""
+    """A bound of the load that routing can put on a rank."""
 
     BEST = "best"
     WORST = "worst"
@@ -27,9 +27,11 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Of each of `layers`, by the names of their modules: `counts[layer][rank][micro-batch]` are
-    the choices that fell on each expert. Ranks are those that have tokens of their own, in the
-    order of the mesh: ranks that differ along tp or pp alone have one row."""
+    """The number of choices per expert.
+
+    `counts[layer][rank][micro-batch][expert]` has one entry per name in `layers`. Ranks are those
+    with different tokens, in mesh order: ranks that differ only along tp or pp share a row.
+    """
 
     layers: tuple[str, ...]
     counts: tuple[tuple[tuple[Choices, ...], ...], ...]
@@ -39,18 +41,18 @@ class Histogram:
         return self.counts[self.layers.index(layer)][rank]
 
     def plain(self) -> dict[str, list[list[list[int]]]]:
-        """Return it as a file has it."""
+        """Return the counts in file syntax."""
         return {
             layer: [[list(choices) for choices in of_rank] for of_rank in of_layer]
             for layer, of_layer in zip(self.layers, self.counts, strict=True)
         }
 
 
-Routing = Bound | Histogram | None  # None: every expert is chosen as often
+Routing = Bound | Histogram | None  # None: balanced, every expert is chosen equally often
 
 
 class RoutingText(Choice):
-    """A word, or the counts themselves (a file's name has given way to them)."""
+    """A routing word, or the counts themselves; they have already replaced a file name."""
 
     def fit(self, value: Any) -> object:
         if not isinstance(value, Mapping):
@@ -78,21 +80,21 @@ class RoutingText(Choice):
 
 
 def read_routing(written: object) -> Routing:
-    """Return what a word says, or counts in which `slip` finds nothing wrong."""
+    """Return the routing for a word, or for counts that `slip` accepts."""
     if isinstance(written, Mapping):
         return histogram(written)
     return None if written == "balanced" else Bound(str(written))
 
 
 def plain_routing(routing: Routing) -> object:
-    """Return it as a spec has it."""
+    """Return a routing in file syntax."""
     if isinstance(routing, Bound):
         return routing.value
     return routing.plain() if isinstance(routing, Histogram) else routing
 
 
 def histogram(plain: Mapping[str, Any]) -> Histogram:
-    """Return the histogram of counts in which `slip` finds nothing wrong."""
+    """Return the histogram for counts that `slip` accepts."""
     return Histogram(
         layers=tuple(plain),
         counts=tuple(
@@ -103,13 +105,16 @@ def histogram(plain: Mapping[str, Any]) -> Histogram:
 
 
 def slip(plain: object) -> tuple[str, str] | None:
-    """Return what is wrong with counts by themselves, with its place, and the remedy; None where
-    nothing is. That they fit a spec is a rule of the expert axis."""
-    wrong = next(_slips(plain), None)
+    """Return the finding and the remedy for malformed counts; None if they are well-formed.
+
+    The rules of the expert axis check that the counts fit the spec.
+    """
+    wrong = next(_find_slips(plain), None)
     return wrong if wrong is None else (wrong, f"Use {FORM}.")
 
 
-def _slips(plain: object) -> Iterator[str]:
+def _find_slips(plain: object) -> Iterator[str]:
+    """Yield descriptions of malformed counts, by place."""
     if not isinstance(plain, Mapping) or not plain:
         yield "there are no counts by layer"
         return
@@ -132,7 +137,7 @@ def _slips(plain: object) -> Iterator[str]:
 
 
 def read(path: Path) -> dict[str, Any] | str:
-    """Return what a JSON file holds; or why it cannot be read."""
+    """Return the contents of a JSON file, or the reason why it cannot be read."""
     data = contents(path, MAX_BYTES)
     if isinstance(data, str):
         return data

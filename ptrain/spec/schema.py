@@ -1,5 +1,5 @@
-"""What every key takes and means, of its declaration: the JSON Schema of specs, from which editors
-complete keys and modes, and the reference of keys with defaults and examples."""
+"""The JSON Schema of specs, from which editors complete keys and modes, and the reference of all
+keys with defaults and examples. Both are generated from the declarations of the grammar."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Shape = dict[str, Any]
 
 
 def schema() -> Shape:
-    """Draft 7, which every editor speaks; nothing here is newer than it."""
+    """Return the JSON Schema of specs, in draft 7, which all common editors support."""
     definitions: dict[str, Shape] = {}
-    top = _mapping(SpecRaw, definitions)
+    top = _section_schema(SpecRaw, definitions)
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "ptrain spec",
@@ -34,9 +34,13 @@ def schema_text() -> str:
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = False) -> Shape:
-    """A section's schema, without `null` for what is left out; those of the sections in it join the
-    definitions."""
+def _section_schema(
+    kind: type, definitions: dict[str, Shape], *, is_partial: bool = False
+) -> Shape:
+    """Return the schema of a section; the schemas of nested sections are added to `definitions`.
+
+    Nested keys that may be left out do not accept `null` for it.
+    """
     needed = [
         key
         for key, (spot, holds) in keys(kind).items()
@@ -46,9 +50,9 @@ def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = Fa
         "additionalProperties": False,
         "description": inspect.getdoc(kind),
         "properties": {
-            key: _sorted(
-                _default(holds, spot.default)
-                | _value(holds, definitions, null=kind is SpecRaw and not is_required(spot))
+            key: _sort_keywords(
+                _default_schema(holds, spot.default)
+                | _key_schema(holds, definitions, null=kind is SpecRaw and not is_required(spot))
             )
             for key, (spot, holds) in keys(kind).items()
         },
@@ -57,30 +61,34 @@ def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = Fa
     }
 
 
-def _value(holds: Leaf | Section, definitions: dict[str, Shape], *, null: bool) -> Shape:
-    """The schema of a key; `null` stands for a section that is left out."""
+def _key_schema(holds: Leaf | Section, definitions: dict[str, Shape], *, null: bool) -> Shape:
+    """Return the schema of a key; `null` permits null for a section that is left out."""
     if isinstance(holds, Leaf):
         return {**holds.schema(), "description": holds.about}
     name = holds.kind.__name__
     if name not in definitions:
-        definitions[name] = _mapping(holds.kind, definitions, is_partial=holds.is_partial)
+        definitions[name] = _section_schema(holds.kind, definitions, is_partial=holds.is_partial)
     nothing = [{"type": "null"}] if null or holds.null else []
     shape = one_of({"$ref": f"#/$defs/{name}"}, *nothing, *holds.also)
     return {**shape, "description": holds.about}
 
 
-def _default(holds: Leaf | Section, value: object) -> Shape:
-    """Return the default of a key; nothing where it is none, or follows from other keys."""
+def _default_schema(holds: Leaf | Section, value: object) -> Shape:
+    """Return the schema's `default` of a key, or {} if there is none or it depends on other
+    keys."""
     if value in (None, MISSING) or not isinstance(holds, Leaf) or holds.follows:
         return {}
     return {"default": holds.say(value)}
 
 
-def _sorted(node: Any) -> Any:
-    """Keywords by the alphabet: the text does not depend on how a leaf writes its own."""
+def _sort_keywords(node: Any) -> Any:
+    """Return a schema with sorted keywords, so that its text does not depend on the leaves'
+    order."""
     if isinstance(node, list):
-        return [_sorted(inner) for inner in node]
-    return {key: _sorted(node[key]) for key in sorted(node)} if isinstance(node, dict) else node
+        return [_sort_keywords(inner) for inner in node]
+    return (
+        {key: _sort_keywords(node[key]) for key in sorted(node)} if isinstance(node, dict) else node
+    )
 
 
 FOLLOWS, NONE, NEEDED = "follows", "–", "required"
@@ -106,7 +114,7 @@ class KeyRow:
 _OF_TUPLES = "a strategy name, or a mode for each state"
 
 
-def _examples() -> Mapping[str, str]:
+def _load_examples() -> Mapping[str, str]:
     """Read the example values of specs/examples.yaml by dotted key."""
     return table_of("examples.yaml")
 
@@ -125,7 +133,7 @@ def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
                 takes=takes,
                 default=NEEDED if is_required(spot) else NONE,
                 about=holds.about,
-                example=f"{place}={_examples()[place]}" if place in _examples() else "",
+                example=f"{place}={_load_examples()[place]}" if place in _load_examples() else "",
                 is_section=True,
             )
             if not is_tuple:
@@ -133,17 +141,17 @@ def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
         else:
             yield KeyRow(
                 place=place,
-                takes=_executed(holds),
+                takes=_describe_supported(holds),
                 default=_written_default(spot, holds),
                 about=holds.about,
-                example=_example(place, holds, spot.default),
+                example=_example_override(place, holds, spot.default),
             )
 
 
-def _example(place: str, leaf: Leaf, default: object) -> str:
+def _example_override(place: str, leaf: Leaf, default: object) -> str:
     """Return an override that differs from the default, or "" if the key has none."""
-    if place in _examples():
-        value = _examples()[place]
+    if place in _load_examples():
+        value = _load_examples()[place]
     elif isinstance(leaf, Choice):
         words = leaf.executed or leaf.words
         value = str(next(word for word in words if word != leaf.say(default)))
@@ -156,7 +164,7 @@ def _example(place: str, leaf: Leaf, default: object) -> str:
     return f"{place}={value}"
 
 
-def _executed(leaf: Leaf) -> str:
+def _describe_supported(leaf: Leaf) -> str:
     """Describe the accepted values, and those that are not supported yet."""
     if leaf.executed is None:
         return leaf.takes()

@@ -1,10 +1,10 @@
-"""The normaliser of a tree, before it is checked: every short form is written out in place.
+"""Expansion of short forms in a tree, in place, before it is checked.
 
-A section says what a value alone stands for (`alone`), a key that its value may be in a file of the
-user's (`file`). Those of the mesh and its tuples are here: a strategy's name for its tuples and
-policies, `S*,S,S,R` for a tuple, on ep the tuple of all else for that and the experts', `dp` for
-the data axis that its tuple belongs to. A short form that cannot be written out stays as it is and
-gives a fault.
+A section defines the meaning of a value alone (`alone`), and a key whether a user's file may
+contain its value (`file`). This module expands the short forms of the mesh and the placement: a
+strategy name (its tuples and policies), `S*,S,S,R` (a tuple), one tuple on ep (for all non-expert
+tensors), and `dp` (the data axis that its tuple belongs to). A short form that cannot be expanded
+stays unchanged and gives a fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, TOKEN_AXES
 from ptrain.spec.text import Findings, SourceMark, Tree, flow
 
 Mapping = dict[str, Any]
-POLICIES = ("sync", "tensor", "pipeline", "context", "recompute")  # of a strategy beside its tuples
+POLICIES = ("sync", "tensor", "pipeline", "context", "recompute")  # sections that a strategy sets
 EXPERTS, REST = "experts", "rest"
 _DATA = tuple(axis.value for axis in DATA_AXES)
 _STATES = tuple(map(str, PLACED))
@@ -37,26 +37,33 @@ _RESHARD = ("sync", "reshard_after_forward")
 
 
 def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
-    """Write out every short form of `tree`, in place; return those that cannot be."""
+    """Expand all short forms of a tree in place.
+
+    Args:
+        tree: The tree, whose root is a mapping.
+
+    Returns:
+        A fault, by route, for each short form that cannot be expanded; it stays unchanged.
+    """
     root, findings = tree.root, Findings(tree=tree)
     assert isinstance(root, dict), "a tree to expand is a mapping"
     for key, (spot, holds) in keys(SpecRaw).items():
         may_be_null = not isinstance(holds, Section) or holds.null or is_required(spot)
         if root.get(key, ...) is None and not may_be_null:
             del root[key]  # a section that is null is not written
-    _reshard(root, findings)
+    _expand_reshard(root, findings)
     placement = root.get("placement")
     if isinstance(placement, str):
-        _whole_placement(root, placement, findings)
+        _expand_placement(root, placement, findings)
     else:
         expand_tuples(placement, findings)
-    _data_degree(root, findings)
+    _expand_data_axis(root, findings)
     for key in keys(SpecRaw):
-        if alone := _alone(root, key):
+        if alone := _expand_bare_value(root, key):
             root[key] = alone
             for inner in alone:
                 tree.move_marks((key,), (key, inner))
-    for route, file in _files():
+    for route, file in _file_keys():
         _read_file(tree.at(route[:-1]), route, file, findings)
     model = root.get("model")
     folder = model.get("pretrained") if isinstance(model, dict) else None
@@ -67,8 +74,9 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
     return findings.faults
 
 
-def _alone(root: Mapping, section: str) -> Mapping:
-    """Return what a value that is no mapping stands for in a section; nothing of a mapping."""
+def _expand_bare_value(root: Mapping, section: str) -> Mapping:
+    """Return the mapping that a value alone stands for in a section, or {} if it is a mapping
+    already."""
     (_, holds), value = keys(SpecRaw)[section], root.get(section)
     if isinstance(value, dict) or not isinstance(holds, Section) or holds.alone is None:
         return {}
@@ -76,13 +84,14 @@ def _alone(root: Mapping, section: str) -> Mapping:
 
 
 @cache
-def _files() -> tuple[tuple[Route, OwnFile], ...]:
+def _file_keys() -> tuple[tuple[Route, OwnFile], ...]:
     return tuple((route, holds.file) for route, _, holds in walk(SpecRaw) if holds.file)
 
 
 def _read_file(section: object, route: Route, file: OwnFile, findings: Findings) -> None:
-    """What is in a file in place of its name, so that what ran can be rerun from its spec alone. A
-    relative one stands beside the spec; one of the command line, where that is."""
+    """Replace the name of a user's file with its contents, so that a run can be repeated from its
+    spec alone. A relative name is relative to the spec, or to the working directory if an override
+    sets it."""
     name = section.get(route[-1]) if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(name, str):
         return
@@ -97,11 +106,12 @@ def _read_file(section: object, route: Route, file: OwnFile, findings: Findings)
         section[route[-1]] = value
 
 
-def _reshard(root: Mapping, findings: Findings) -> None:
-    """`reshard` is another word for a key of `sync`, and stands above a strategy's policy."""
+def _expand_reshard(root: Mapping, findings: Findings) -> None:
+    """Move `reshard`, an alias, to `sync.reshard_after_forward`, where it overrides a strategy's
+    policy."""
     value, policy = root.get("reshard"), root.get("sync", {})
     if not (isinstance(value, int) or value in list(Reshard)) or not isinstance(policy, dict):
-        return  # left out, or no value of it: the grammar says so at its own place
+        return  # left out, or invalid: the grammar reports that at the key itself
     written = policy.get(_RESHARD[1], value)
     if written == value and type(written) is type(value):
         root["sync"] = {**policy, _RESHARD[1]: root.pop("reshard")}
@@ -114,34 +124,37 @@ def _reshard(root: Mapping, findings: Findings) -> None:
         )
 
 
-def _whole_placement(root: Mapping, name: str, findings: Findings) -> None:
-    """`placement: NAME`: all tuples of the strategy, and its policies."""
+def _expand_placement(root: Mapping, name: str, findings: Findings) -> None:
+    """Expand `placement: NAME` to all tuples and policies of the strategy."""
     named = strategy(name)
     if name == _AUTO:
         findings.add(
             "placement", _OPEN, f"Use a strategy name. To search for a placement: {_CHOOSE}"
         )
     elif named is None:
-        wrong = _axis_missing(name, root) or missing(name, "strategy", "strategies")
+        wrong = _explain_missing_axis(name, root) or missing(name, "strategy", "strategies")
         findings.add("placement", *wrong)
     else:
         root["placement"] = tuples = copy.deepcopy(named["placement"])
-        _sits_right(root.get("mesh"), name, tuple(tuples), findings)
+        _check_axes(root.get("mesh"), name, tuple(tuples), findings)
         for section in POLICIES:
             written = root.setdefault(section, {})
-            if isinstance(written, dict) and not (section == "recompute" and _says_what(written)):
+            if isinstance(written, dict) and not (
+                section == "recompute" and _selects_recompute(written)
+            ):
                 root[section] = written = {**policy_of(named, section), **written}
             if written == {}:
                 del root[section]
 
 
-def _says_what(recompute: Mapping) -> bool:
-    """Whether it leaves nothing for a strategy to say."""
+def _selects_recompute(recompute: Mapping) -> bool:
+    """Return True if the section already selects what is recomputed, so that the strategy's policy
+    does not apply."""
     return any(key in recompute for key in ("policy", "keep", "budget"))
 
 
-def _axis_missing(text: str, root: Mapping) -> tuple[str, str] | None:
-    """Finding and remedy for a tuple that stands for the whole placement."""
+def _explain_missing_axis(text: str, root: Mapping) -> tuple[str, str] | None:
+    """Return the finding and the remedy for four modes without an axis; None for other texts."""
     modes = [part.strip() for part in text.split(",")]
     if not any(slips.mode(mode) in KEPT_MEANINGS for mode in modes):
         return None
@@ -157,7 +170,8 @@ def _axis_missing(text: str, root: Mapping) -> tuple[str, str] | None:
     )
 
 
-def _sits_right(mesh: object, name: str, axes: tuple[str, ...], findings: Findings) -> None:
+def _check_axes(mesh: object, name: str, axes: tuple[str, ...], findings: Findings) -> None:
+    """Report a strategy whose axes differ from those of the mesh."""
     if not isinstance(mesh, dict) or "dp" in mesh:
         return
     present = [axis for axis in mesh if mesh[axis] != 1 and axis in set(Axis)]
@@ -178,14 +192,14 @@ def _sits_right(mesh: object, name: str, axes: tuple[str, ...], findings: Findin
     )
 
 
-def _data_degree(root: Mapping, findings: Findings) -> None:
-    """`mesh: {dp: N}` becomes dp_replicate or dp_shard, by its tuple, and so does that tuple."""
+def _expand_data_axis(root: Mapping, findings: Findings) -> None:
+    """Rename `dp` in mesh and placement to dp_replicate or dp_shard, according to its tuple."""
     mesh, placement = root.get("mesh"), root.get("placement")
     if mesh == _AUTO:
         findings.add("mesh", _OPEN, f"Set the axes and their sizes. To search for them: {_CHOOSE}")
     if not isinstance(mesh, dict):
         return
-    homes = _homes(placement)
+    homes = _find_homes(placement)
     if "dp" in mesh and (both := [axis for axis in _DATA if axis in mesh]):
         findings.add(
             "mesh.dp",
@@ -206,8 +220,8 @@ def _data_degree(root: Mapping, findings: Findings) -> None:
             tuples[homes[0]] = tuples.pop("dp")
 
 
-def _homes(placement: object) -> list[str]:
-    """The data axes that the placement's tuples belong to."""
+def _find_homes(placement: object) -> list[str]:
+    """Return the data axes to which the placement's tuples belong."""
     if not isinstance(placement, dict):
         return []
     if (written := placement.get("dp")) is None:
@@ -219,12 +233,13 @@ def _homes(placement: object) -> list[str]:
 
 
 def route_of(axis: str) -> Route:
-    """Return where the tuple of an axis stands: on ep that of all but the experts."""
+    """Return the route of an axis's tuple; on ep, that is the tuple of all non-expert tensors."""
     return ("placement", axis, *((REST,) if axis in EXPERT_AXES else ()))
 
 
 def fault_of_experts(placement: Placement) -> tuple[str, str] | None:
-    """Return finding and remedy of a tuple of experts, of 625 none for one."""
+    """Return the finding and the remedy for a tuple of experts that is not S,S,S,S; None if
+    it is."""
     broken = next((state for state in PLACED if placement[state] != S), None)
     if broken is None:
         return None
@@ -256,20 +271,30 @@ _WHY_SLICES = {
 
 
 def expand_tuples(placement: object, findings: Findings) -> None:
-    """Write out the tuples of a placement, in place."""
-    if not isinstance(placement, dict) or _cut_at_commas(placement, ("placement",), findings):
+    """Expand the tuples of a placement in place.
+
+    Args:
+        placement: The value of `placement`; anything but a mapping is left to the grammar.
+        findings: Collects a fault for each tuple that cannot be expanded.
+    """
+    if not isinstance(placement, dict) or _report_split_modes(placement, ("placement",), findings):
         return
     for axis in placement:
         if axis in EXPERT_AXES:
-            _of_experts(placement, axis, findings)
+            _expand_experts(placement, axis, findings)
         else:
             homes = _DATA if axis == "dp" else (axis,)
-            _expand(placement, axis, ("placement", axis), homes, findings)
+            _expand_tuple(placement, axis, ("placement", axis), homes, findings)
 
 
-def _expand(holder: Mapping, key: str, at: Route, homes: Sequence[str], findings: Findings) -> None:
-    """Write out the tuple at a key; by name, that of a strategy which sits on one of the axes that
-    are its `homes`. `at`: where it is shown."""
+def _expand_tuple(
+    holder: Mapping, key: str, at: Route, homes: Sequence[str], findings: Findings
+) -> None:
+    """Expand the tuple at `key` of `holder`.
+
+    A strategy name stands for its tuple, if that belongs to one of the axes in `homes`. Faults are
+    shown at route `at`.
+    """
     value, usual = holder[key], f"`{key}: [{', '.join(usual_modes(key))}]`"
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list):
@@ -287,20 +312,21 @@ def _expand(holder: Mapping, key: str, at: Route, homes: Sequence[str], findings
             f"experts need four modes, not a strategy name; got {value!r}",
             f"Use {usual}, or remove it.",
         )
-    elif wrong := _named_tuple(holder, key, at[1], homes):
+    elif wrong := _expand_named_tuple(holder, key, at[1], homes):
         findings.add(at, *wrong)
 
 
-def _named_tuple(
+def _expand_named_tuple(
     holder: Mapping, key: str, axis: str, homes: Sequence[str]
 ) -> tuple[str, str] | None:
-    """Write out the tuple that a strategy's name stands for; or return why there is none."""
+    """Replace a strategy name with its tuple; return a finding and a remedy if that is
+    impossible."""
     name = str(holder[key])
     if (named := strategy(name)) is None:
         return missing(name, "strategy", "strategies")
     home, has_policy = [*named["placement"]], any(section in named for section in POLICIES)
     is_alone = len(holder) == 1 and key == axis
-    whole = f"placement: {name}" if is_alone else _written_out(named)
+    whole = f"placement: {name}" if is_alone else _spell_out(named)
     if len(home) > 1:
         return f"{name} covers the axes {' and '.join(home)}", f"Use `{whole}`."
     if home[0] not in homes:
@@ -310,32 +336,35 @@ def _named_tuple(
             f"Use `{use}` and `mesh: {{{home[0]}: N}}`.",
         )
     if has_policy:
-        either = f"placement: {name}` or `" * is_alone  # the name would say of no other axis
-        use = _written_out(named, axis if axis in EXPERT_AXES else "")
+        either = f"placement: {name}` or `" * is_alone  # the name alone covers only its axes
+        use = _spell_out(named, axis if axis in EXPERT_AXES else "")
         return f"{name} sets more than a placement", f"Use `{either}{use}`."
     holder[key] = copy.deepcopy(named["placement"][home[0]])
     return None
 
 
-def _of_experts(placement: Mapping, axis: str, findings: Findings) -> None:
-    """`ep: zero3` and `ep: {parameters: S*, …}` are the tuple of all but the experts, who have one
-    alone; what is written beside both, by state, is the rest's."""
+def _expand_experts(placement: Mapping, axis: str, findings: Findings) -> None:
+    """Expand the entry of an expert axis to `experts` and `rest`.
+
+    `ep: zero3` and `ep: {parameters: S*, …}` set the tuple of all non-expert tensors; experts have
+    only one legal tuple. Modes next to `experts` and `rest` are moved into `rest`.
+    """
     written, route = placement[axis], ("placement", axis)
     named = (strategy(written) or {}) if isinstance(written, str) else {}
     if [*named.get("placement", ())] == [axis] and not any(key in named for key in POLICIES):
         placement[axis] = copy.deepcopy(named["placement"][axis])
         return
     parts = written if isinstance(written, dict) else {REST: written}
-    if written is None or not parts or _cut_at_commas(parts, route, findings):
+    if written is None or not parts or _report_split_modes(parts, route, findings):
         return
     parts.setdefault(EXPERTS, {str(state): str(OF_EXPERTS[state]) for state in PLACED})
     placement[axis] = parts
-    _expand(parts, EXPERTS, (*route, EXPERTS), (), findings)
+    _expand_tuple(parts, EXPERTS, (*route, EXPERTS), (), findings)
     if beside := [state for state in _STATES if state in parts]:
         parts.setdefault(REST, {})
     if REST in parts:
         at = (*route, REST) if parts is written else route
-        _expand(parts, REST, at, _DATA, findings)
+        _expand_tuple(parts, REST, at, _DATA, findings)
     rest = parts.get(REST)
     if not isinstance(rest, dict):
         return
@@ -352,18 +381,21 @@ def _of_experts(placement: Mapping, axis: str, findings: Findings) -> None:
         del parts[state]
 
 
-def _cut_at_commas(tuples: Mapping, above: Route, findings: Findings) -> bool:
-    """`{dp_shard: S*,S,M,R}`: within braces YAML reads the modes after a comma as keys, which stand
-    behind their axis."""
+def _report_split_modes(tuples: Mapping, above: Route, findings: Findings) -> bool:
+    """Report modes that YAML read as keys, and return True if there are any.
+
+    In `{dp_shard: S*,S,M,R}` a comma ends the value, so the modes after it become keys that follow
+    the axis.
+    """
     keys = list(tuples)
     strays = [key for key in keys if key in KEPT_MEANINGS and tuples[key] is None]
     if not strays:
         return False
     first = keys.index(strays[0])
     axis, route = (keys[first - 1], (*above, keys[first - 1])) if first else (_DATA[1], ())
-    modes = _modes_at(findings.tree.values.get(route)) or [
+    modes = _read_modes_at(findings.tree.values.get(route)) or [
         str(tuples[axis]) if first else "",
-        *itertools.takewhile(strays.__contains__, keys[first:]),  # of equal keys the first is left
+        *itertools.takewhile(strays.__contains__, keys[first:]),  # equal modes are one key
     ]
     if len(modes) != len(PLACED):
         modes = usual_modes(axis)
@@ -377,12 +409,12 @@ def _cut_at_commas(tuples: Mapping, above: Route, findings: Findings) -> bool:
 
 
 def two_ranks(axis: str) -> str:
-    """Return the overrides that give a mesh an axis of two ranks."""
+    """Return the overrides that add an axis of two ranks to a mesh, as a remedy."""
     return f"use `mesh.{axis}=2` with `placement.{axis}={','.join(usual_modes(axis))}`."
 
 
 def usual_modes(axis: str) -> list[str]:
-    """Return a legal tuple of the axis, as an example."""
+    """Return a legal tuple of the axis, as an example for remedies."""
     return _USUAL.get(axis, "S,S,S,R").split(",")
 
 
@@ -394,16 +426,16 @@ _USUAL: dict[str, str] = {
 }
 
 
-def _modes_at(mark: SourceMark | None) -> list[str]:
-    """The tuple that begins there, if the line has all of it."""
+def _read_modes_at(mark: SourceMark | None) -> list[str]:
+    """Return the four modes that start at a position, if its line contains all of them."""
     rest = mark.text[mark.column - 1 :].split("}")[0] if mark and mark.line else ""
     modes = [part.strip() for part in rest.split(",")][: len(PLACED)]
     return modes if all(mode in KEPT_MEANINGS for mode in modes) else []
 
 
-def _written_out(strategy: Mapping, at: str = "") -> str:
-    """Return a strategy's tuples and policies as they are written beside those of other axes; its
-    only tuple `at` an axis that it is not of."""
+def _spell_out(strategy: Mapping, at: str = "") -> str:
+    """Return a strategy's tuples and policies in file syntax; `at` replaces the axis of its only
+    tuple."""
     tuples = strategy["placement"]
     assert isinstance(tuples, dict), "a strategy places its axes"
     parts = [
@@ -415,13 +447,13 @@ def _written_out(strategy: Mapping, at: str = "") -> str:
 
 
 def modes_of(written: Mapping) -> list[str]:
-    """Return the modes of a tuple that is written out; on ep, of that of all but the experts."""
+    """Return the modes of an expanded tuple; on ep, of the tuple for non-expert tensors."""
     modes = written.get(REST, written)
     assert isinstance(modes, dict), "a strategy writes its tuples out"
     return [str(mode) for mode in modes.values()]
 
 
 def policy_of(strategy: Mapping, section: str) -> Mapping:
-    """Return what a strategy's file says in a section, a word written out."""
+    """Return a section of a strategy's file, with a short form expanded."""
     value = strategy.get(section, {})
-    return value if isinstance(value, dict) else _alone(strategy, section)
+    return value if isinstance(value, dict) else _expand_bare_value(strategy, section)

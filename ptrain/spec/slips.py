@@ -1,4 +1,4 @@
-"""Values that are nearly right: what was probably meant by them, for the remedy of a fault."""
+"""Guesses for values that are nearly right, for the remedies of faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLDED = (
     "Remove it if it equals the tp degree. For 1, use `tensor.experts=folded`.",
 )
 _DISPATCH = "other dispatch methods; ptrain sorts rows by expert and computes one grouped product"
-# What others say of a model, or of its mesh, and blocks here have not: (what waits, the remedy).
+# Other tools' keys for features that are not supported yet: (the feature, the remedy).
 UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("model", "decoder_sparse_step"): _LAYERS,
     ("model", "mlp_only_layers"): _LAYERS,
@@ -55,11 +55,11 @@ UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("placement", "tp", "experts"): _FOLDED,
 }
 _RECOMPUTED = ("full", "selective", "attention", "block", "activations", "gradient", "true")
-NEAR = 0.7  # further apart, two words have nothing to do with each other
+NEAR = 0.7  # difflib ratio below which two words count as unrelated
 
 
 def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
-    """Return the one of `known` that the user meant, or "" for none."""
+    """Return the most similar word of `known`, or "" if none reaches `cutoff`."""
     from difflib import get_close_matches
 
     folded = {name.lower(): name for name in reversed(tuple(known))}
@@ -72,18 +72,18 @@ def ask(meant: str) -> str:
 
 
 def near_word(value: object, known: Iterable[str]) -> str:
-    """The question whether one of `known` was meant, which are not the only values."""
+    """Return the question whether a similar word of `known` was meant, or ""."""
     return ask(close(value, known, cutoff=NEAR)) if isinstance(value, str) else ""
 
 
 def whole_part(word: str, known: Iterable[str]) -> str:
-    """The first of `known` that begins or ends with the word: `memory` is device_memory."""
+    """Return the first name that begins or ends with the word: `memory` gives device_memory."""
     names = (name for name in known if name.startswith(f"{word}_") or name.endswith(f"_{word}"))
     return next(names, "")
 
 
 def mode(text: str) -> str:
-    """`O@file` is S@file, `R@nvme` is R@file, `s*` is S*; other texts stay what they are."""
+    """Return a mode in standard form: `O@file` is S@file, `R@nvme` is R@file, `s*` is S*."""
     head, at, tier = text.partition("@")
     head, tier = head.upper(), TIER_SLIPS.get(tier.lower(), tier.lower())
     if head == "O" and at:
@@ -94,12 +94,13 @@ def mode(text: str) -> str:
 
 
 def a(noun: str) -> str:
-    """`a Linear`, `an Embedding`."""
+    """Return the noun with its article: `a Linear`, `an Embedding`."""
     return f"{'an' if noun[:1].lower() in set('aeio') else 'a'} {noun}"
 
 
 def unit(value: object) -> str:
-    """`2` is 2 blocks; of another text, the nearest of the words."""
+    """Return a remedy for the size of a unit: `2` means 2 blocks; otherwise the most
+    similar word."""
     number = re.fullmatch(r"([1-9][0-9]{0,4})[ _-]*(b[a-z]*)?", str(value).lower())
     if number and not isinstance(value, bool):
         return ask(f"{number[1]} blocks")
@@ -108,7 +109,8 @@ def unit(value: object) -> str:
 
 
 def checkpointed(value: object) -> str:
-    """`checkpoint: full`: what elsewhere is called (activation) checkpointing."""
+    """Return a remedy for `checkpoint: full`, which means activation checkpointing in other
+    tools."""
     word = str(value).lower()
     if word not in _RECOMPUTED:
         return ""
@@ -120,7 +122,7 @@ def checkpointed(value: object) -> str:
 
 
 def small_size(value: object, size: int | None, low: int, words: Iterable[str]) -> str:
-    """A number of mebibytes that was written without its unit."""
+    """Return a remedy for a size below the minimum; a bare number probably means mebibytes."""
     if size is None or not 0 <= size < low:
         return ""
     number = re.fullmatch(r"([1-9][0-9]*)(\.0)? *B?", str(value).strip())
@@ -131,7 +133,7 @@ def small_size(value: object, size: int | None, low: int, words: Iterable[str]) 
 
 
 def unquote(value: object) -> str:
-    """The commonest slip with numbers: quotes, or a YAML 1.1 form that is a text in YAML 1.2."""
+    """Return a remedy for a number in quotes, with underscores, or as a list in one string."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9_.:]+([eE][-+]?[0-9]+)?", value):
         plain = value.replace("_", "")
         return f"Use `{plain}` without quotes or underscores." if ":" not in plain else ""
@@ -141,7 +143,7 @@ def unquote(value: object) -> str:
 
 
 def null(value: object) -> str:
-    """`clip=none`: what Python calls None is null in YAML."""
+    """Return a remedy for `clip=none` and the like: YAML writes Python's None as null."""
     is_none = isinstance(value, str) and value.lower() in ("none", "no", "off", "never", "nil")
     return "Use `null`." if is_none or value is False else ""
 
@@ -152,7 +154,7 @@ def quote(value: object) -> str:
 
 
 def parse_toml(text: str) -> dict[str, object]:
-    """Parse the text of a TOML file, as torchtitan's job configs are. Raises ValueError."""
+    """Parse a TOML text, the format of torchtitan's job configs. Raises ValueError."""
     from tomllib import loads
 
     return loads(text)

@@ -1,8 +1,9 @@
-"""YAML 1.2 (core schema) with places: text -> tree of plain values, every fault at once.
+"""YAML 1.2 (core schema) with source positions: text to a tree of plain values, with all faults.
 
-PyYAML's C parser delivers events; the tree is built from them here, because its constructors read
-YAML 1.1 (`3e-4` a text, `on` a boolean, `1:30` ninety), keep the last of two equal keys and follow
-aliases. Anchors, aliases and tags are refused: a spec is a plain tree.
+PyYAML's C parser delivers events, and this module builds the tree. PyYAML's constructors are not
+used, because they read YAML 1.1 (`3e-4` as a string, `on` as a boolean, `1:30` as ninety), keep the
+last of two equal keys, and follow aliases. Anchors, aliases and tags are rejected: a spec is a
+plain tree.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MAX_BYTES = 2**20
 MAX_DEPTH = 32
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels", "specs are flat"
 
-COMMAND_LINE = "command line: "  # the source of what an override says begins so
+COMMAND_LINE = "command line: "  # prefix of the source of an override
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_OF_NUMBERS = frozenset("+-.0123456789")  # one of which begins a number
+_OF_NUMBERS = frozenset("+-.0123456789")  # the first characters of numbers
 _WORDS: dict[str, object] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -43,7 +44,8 @@ _WORDS: dict[str, object] = {
 
 
 class SourceMark(NamedTuple):
-    """Where something stands. Lines and columns count from 1; 0 means not in a file."""
+    """A position in a source. Lines and columns count from 1; 0 means that the source is not a
+    file."""
 
     source: str
     line: int = 0
@@ -51,6 +53,7 @@ class SourceMark(NamedTuple):
     text: str = ""
 
     def fault(self, place: str, finding: str, remedy: str = "") -> Fault:
+        """Return a fault at this position."""
         return Fault(
             place=place,
             finding=finding,
@@ -64,7 +67,8 @@ class SourceMark(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Tree:
-    """Plain values (`root`), where each key and each value stands, and what is no plain YAML."""
+    """A tree of plain values with the position of each key and value, and the faults of its
+    syntax."""
 
     root: object
     source: str
@@ -73,16 +77,16 @@ class Tree:
     faults: dict[Route, Fault] = field(default_factory=dict)
 
     def at(self, route: Route) -> object:
-        """The value that stands there, or None."""
+        """Return the value at `route`, or None."""
         node = self.root
         for key in route:
             node = node.get(key) if isinstance(node, dict) else None
         return node
 
     def copy(self) -> Tree:
-        """Return a tree that may be changed without this one."""
+        """Return a copy that can be changed without changing this tree."""
         return Tree(
-            root=_copied(self.root),
+            root=_deep_copy(self.root),
             source=self.source,
             keys=dict(self.keys),
             values=dict(self.values),
@@ -90,34 +94,37 @@ class Tree:
         )
 
     def mark(self, route: Route, *, key: bool = False) -> SourceMark:
-        """Return where the value (or the key) of `route` stands, or else what encloses it."""
+        """Return the position of the value (or the key) at `route`, or of the nearest section
+        around it."""
         table = self.keys if key else self.values
         while route and route not in table:
             route = route[:-1]
-            table = self.keys  # of what encloses a missing value its key is shown
+            table = self.keys  # a section around a missing value is shown at its key
         return table.get(route, SourceMark(source=self.source))
 
     def move_marks(self, route: Route, to: Route) -> None:
-        """Look for what stood at one route at another."""
+        """Give the key and value at `to` the positions recorded for `route`."""
         for table in (self.keys, self.values):
             if route in table:
                 table[to] = table[route]
 
     def beside(self, route: Route, file: str) -> Path:
-        """Return where a file stands that a key names: beside the spec, or where the command line
-        is that names it."""
+        """Return the path of a file named at `route`, relative to the spec's folder.
+
+        If the name comes from the command line, it is relative to the working directory.
+        """
         is_in_file = self.source and self.mark(route).source == self.source
         return (Path(self.source).parent if is_in_file else Path()) / file
 
     def has(self, *route: str) -> bool:
-        """Return whether a key stands there, whatever its value."""
+        """Return True if a key is present, whatever its value."""
         section = self.at(route[:-1])
         return isinstance(section, dict) and route[-1] in section
 
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """Collects the faults of a tree: the first one of a route."""
+    """The collected faults of a tree, at most one per route: the first."""
 
     tree: Tree
     faults: dict[Route, Fault] = field(default_factory=dict)
@@ -132,16 +139,26 @@ class Findings:
         key: bool = False,
         part: str = "",
     ) -> None:
-        """Add a fault, or that of a `part` of a value; `at`: where it is shown instead, `key`: it
-        is the key that is at fault."""
+        """Add a fault, unless its route already has one.
+
+        Args:
+            where: The route or dotted key at fault.
+            finding: The problem.
+            remedy: The fix.
+            at: The route whose position is shown instead.
+            key: True if the key is at fault and not its value.
+            part: The part of the value that is at fault, so that one value can have several faults.
+        """
         route = tuple(where.split(".")) if isinstance(where, str) else where
         fault = self.tree.mark(at or route, key=key).fault(".".join(route), finding, remedy)
         self.faults.setdefault((*route, part) if part else route, fault)
 
 
 def contents(path: Path, most: int) -> bytes | str:
-    """Return the bytes of a file, one more than `most` of a larger one; or why it cannot be
-    read."""
+    """Return the first `most` + 1 bytes of a file, or the reason why it cannot be read.
+
+    The extra byte shows that a file is larger than `most`.
+    """
     try:
         with path.open("rb") as file:
             return file.read(most + 1)
@@ -149,19 +166,19 @@ def contents(path: Path, most: int) -> bytes | str:
         return (getattr(error, "strerror", None) or str(error)).lower()
 
 
-def _copied(value: object) -> object:
-    """Return mappings and lists of their own; other values of YAML never change."""
+def _deep_copy(value: object) -> object:
+    """Return a copy of nested mappings and lists; other YAML values are immutable."""
     match value:
         case dict():
-            return {key: _copied(inner) for key, inner in value.items()}
+            return {key: _deep_copy(inner) for key, inner in value.items()}
         case list():
-            return [_copied(inner) for inner in value]
+            return [_deep_copy(inner) for inner in value]
         case _:
             return value
 
 
 def flow(value: object) -> str:
-    """Return a value on one line, as YAML reads it."""
+    """Return a value as one line of YAML."""
     match value:
         case dict():
             return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
@@ -176,14 +193,14 @@ def flow(value: object) -> str:
 
 
 def scalar(text: str) -> object:
-    """Return the value of a plain (unquoted) scalar by the core schema of YAML 1.2."""
+    """Return the value of a plain (unquoted) scalar in the core schema of YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
     if text[0] not in _OF_NUMBERS:
         return text
     if _INTEGER.fullmatch(text):
         if len(text) > 400:
-            return float("-inf" if text[0] == "-" else "inf")  # no field takes such a number
+            return float("-inf" if text[0] == "-" else "inf")  # no field accepts such a number
         return int(text, 0 if text[:2] in ("0x", "0o") else 10)
     if _FLOAT.fullmatch(text):
         return float(text)
@@ -191,33 +208,44 @@ def scalar(text: str) -> object:
 
 
 def read(path: Path) -> Tree:
-    """Return the tree of a file. Raises SpecError when it cannot be read or is no plain YAML
-    mapping."""
+    """Read a YAML file into a tree.
+
+    Raises:
+        SpecError: The file cannot be read, is larger than 1 MiB, or is not a plain YAML mapping.
+    """
     source = str(path)
     data = contents(path, MAX_BYTES)
     if isinstance(data, str):
         if os.path.isdir(source):
-            raise _unreadable(source, "it is a directory", "Use a YAML file in it.")
-        raise _unreadable(source, data, "Run `ptrain specs` to list the built-in specs.")
+            raise _unreadable_error(source, "it is a directory", "Use a YAML file in it.")
+        raise _unreadable_error(source, data, "Run `ptrain specs` to list the built-in specs.")
     if len(data) > MAX_BYTES:
-        raise _unreadable(source, "it is larger than 1 MiB", "Use a YAML file of at most 1 MiB.")
+        raise _unreadable_error(
+            source, "it is larger than 1 MiB", "Use a YAML file of at most 1 MiB."
+        )
     if b"\0" in data:
-        raise _unreadable(source, "it is a binary file", "Use a YAML file.")
+        raise _unreadable_error(source, "it is a binary file", "Use a YAML file.")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _unreadable(source, f"byte {error.start} is not UTF-8", "Save it as UTF-8.") from None
+        raise _unreadable_error(
+            source, f"byte {error.start} is not UTF-8", "Save it as UTF-8."
+        ) from None
     return parse(text, source)
 
 
-def _unreadable(source: str, finding: str, remedy: str) -> SpecError:
+def _unreadable_error(source: str, finding: str, remedy: str) -> SpecError:
     return SpecError(
         SourceMark(source=source).fault("", f"cannot read the spec: {finding}", remedy)
     )
 
 
 def parse(text: str, source: str) -> Tree:
-    """The tree of a text whose top is a mapping."""
+    """Parse a text whose top level must be a mapping.
+
+    Raises:
+        SpecError: The text is empty, is not a mapping, or is not valid YAML.
+    """
     tree = parse_value(text, source)
     if tree.root is None and not tree.faults:
         raise SpecError(
@@ -238,14 +266,18 @@ def parse(text: str, source: str) -> Tree:
 
 
 def parse_value(text: str, source: str) -> Tree:
-    """Return the tree of any YAML value (an override's right side). Raises SpecError for bad
+    """Parse any YAML value, such as the right side of an override. Raises SpecError for bad
     syntax."""
-    return _parsed(text, source).copy()
+    return _parse_cached(text, source).copy()
 
 
 @lru_cache(maxsize=2**8)
-def _parsed(text: str, source: str) -> Tree:
-    """A command that changes a spec to see what fits reads the same few texts a hundred times."""
+def _parse_cached(text: str, source: str) -> Tree:
+    """Parse a text into a shared tree.
+
+    Cached, because a command that tries many variants of a spec parses the same few texts a hundred
+    times.
+    """
     tree = Tree(root=None, source=source)
     builder = _Builder(tree, text)
     try:
@@ -263,7 +295,7 @@ def _parsed(text: str, source: str) -> Tree:
 
 
 class _TooDeep(Exception):
-    """Ends the walk: what is nested deeper is not worth reading."""
+    """Stops the parser at values nested deeper than MAX_DEPTH."""
 
 
 def _is_no_end(event: yaml.Event) -> bool:
@@ -271,19 +303,19 @@ def _is_no_end(event: yaml.Event) -> bool:
 
 
 class _Builder:
-    """Walks the parser's events once; collects values, places and faults."""
+    """Builds the tree in one pass over the parser's events, with positions and faults."""
 
     def __init__(self, tree: Tree, text: str) -> None:
         self.tree, self.lines = tree, text.splitlines()
         self.events: Iterator[yaml.Event] = yaml.parse(text, Loader=_LOADER)
 
     def document(self) -> object:
-        """Return the value of the one document."""
+        """Return the value of the only document."""
         root, num_documents = None, 0
         for event in self.events:
             num_documents += isinstance(event, yaml.DocumentStartEvent)
             if num_documents > 1:
-                self._fault(
+                self._add_fault(
                     event,
                     (),
                     "a second YAML document starts here",
@@ -291,75 +323,77 @@ class _Builder:
                 )
                 break
             if isinstance(event, yaml.NodeEvent):
-                root = self._value(event, ())
+                root = self._build_value(event, ())
         return root
 
-    def _value(self, event: yaml.Event, route: Route) -> object:
-        self.tree.values[route] = self._mark(event)
+    def _build_value(self, event: yaml.Event, route: Route) -> object:
+        self.tree.values[route] = self._mark_of(event)
         if isinstance(event, yaml.ScalarEvent):
             if event.anchor or event.tag:
-                self._plain_only(event, route)
+                self._report_non_plain(event, route)
             return scalar(event.value) if event.implicit[0] else event.value
-        self._plain_only(event, route)
+        self._report_non_plain(event, route)
         if isinstance(event, yaml.AliasEvent):
             return None
         if len(route) >= MAX_DEPTH:
-            self._fault(event, route, *_TOO_DEEP)
+            self._add_fault(event, route, *_TOO_DEEP)
             raise _TooDeep
         if isinstance(event, yaml.SequenceStartEvent):
-            return self._list(route)
-        return self._mapping(route)
+            return self._build_list(route)
+        return self._build_mapping(route)
 
-    def _list(self, route: Route) -> list[object]:
+    def _build_list(self, route: Route) -> list[object]:
         values: list[object] = []
         for event in takewhile(_is_no_end, self.events):
-            values.append(self._value(event, (*route, str(len(values)))))
+            values.append(self._build_value(event, (*route, str(len(values)))))
         return values
 
-    def _mapping(self, route: Route) -> dict[str, object]:
+    def _build_mapping(self, route: Route) -> dict[str, object]:
+        """Build a mapping; of two equal keys the second is reported, and its value kept."""
         values: dict[str, object] = {}
         for event in takewhile(_is_no_end, self.events):
-            key = self._key(event, route)
+            key = self._build_key(event, route)
             inner = (*route, key)
             first = self.tree.keys.get(inner) if key in values else None
             if first:
-                self._fault(
+                self._add_fault(
                     event,
                     inner,
                     f"the key {key!r} appears twice (first in line {first.line})",
                     "Remove one of the two.",
                 )
             else:
-                self.tree.keys[inner] = self._mark(event)
-            values[key] = self._value(next(self.events), inner)
+                self.tree.keys[inner] = self._mark_of(event)
+            values[key] = self._build_value(next(self.events), inner)
         return values
 
-    def _key(self, event: yaml.Event, route: Route) -> str:
+    def _build_key(self, event: yaml.Event, route: Route) -> str:
         if isinstance(event, yaml.ScalarEvent):
             if event.anchor or event.tag:
-                self._plain_only(event, route)
+                self._report_non_plain(event, route)
             return str(event.value)
         if not isinstance(event, yaml.AliasEvent):
-            self._fault(
+            self._add_fault(
                 event,
                 route,
                 "a key must be a single word; got a list or a mapping",
                 "Put the string in quotes: `{` and `[` start a value.",
             )
-        self._value(event, (*route, "?"))
+        self._build_value(event, (*route, "?"))
         return "?"
 
-    def _plain_only(self, event: yaml.Event, route: Route) -> None:
+    def _report_non_plain(self, event: yaml.Event, route: Route) -> None:
+        """Report an alias, an anchor or a tag."""
         anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
         if isinstance(event, yaml.AliasEvent):
-            self._fault(
+            self._add_fault(
                 event,
                 route,
                 f"aliases (*{anchor}) are not allowed in specs",
                 f'Repeat the value. A mode is written `S*`; a string `"*{anchor}"`.',
             )
         elif anchor:
-            self._fault(
+            self._add_fault(
                 event,
                 route,
                 f"anchors (&{anchor}) are not allowed in specs",
@@ -368,7 +402,7 @@ class _Builder:
             )
         if tag:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
-            self._fault(
+            self._add_fault(
                 event,
                 route,
                 f"tags ({shown}) are not allowed in specs",
@@ -376,9 +410,11 @@ class _Builder:
             )
 
     def of_syntax(self, error: yaml.MarkedYAMLError) -> Fault:
-        """Return the fault of a text that is no YAML."""
+        """Return the fault for a syntax error of the parser."""
         mark = error.problem_mark or error.context_mark
-        place = self._at(mark.line, mark.column) if mark else SourceMark(source=self.tree.source)
+        place = (
+            self._mark_at(mark.line, mark.column) if mark else SourceMark(source=self.tree.source)
+        )
         problem = error.problem or error.context or "it cannot be parsed"
         remedy = ""
         if "\t" in place.text[: place.column]:
@@ -386,25 +422,25 @@ class _Builder:
         elif "alias" in f"{error.context}":
             remedy = "The mode is written `S*`; put other strings that contain `*` in quotes."
         finding = f"not valid YAML: {problem}"
-        if "nesting depth" in problem:  # PyYAML 6.0.4 counts too, ahead of the walk
+        if "nesting depth" in problem:  # PyYAML 6.0.4 has a limit that the parser reaches first
             finding, remedy = _TOO_DEEP
         return place.fault("", finding, remedy)
 
-    def _fault(self, event: yaml.Event, route: Route, finding: str, remedy: str) -> None:
+    def _add_fault(self, event: yaml.Event, route: Route, finding: str, remedy: str) -> None:
         place = ".".join(route)
-        self.tree.faults[route] = self._mark(event).fault(place, finding, remedy)
+        self.tree.faults[route] = self._mark_of(event).fault(place, finding, remedy)
 
-    def _mark(self, event: yaml.Event) -> SourceMark:
+    def _mark_of(self, event: yaml.Event) -> SourceMark:
         mark = event.start_mark
         assert mark is not None, "the parser marks every event"
-        return self._at(mark.line, mark.column)
+        return self._mark_at(mark.line, mark.column)
 
-    def _at(self, line: int, column: int) -> SourceMark:
+    def _mark_at(self, line: int, column: int) -> SourceMark:
         text = self.lines[line] if line < len(self.lines) else ""
-        column, text = _window(column, text)
+        column, text = _clip_line(column, text)
         return SourceMark(source=self.tree.source, line=line + 1, column=column + 1, text=text)
 
 
-def _window(column: int, text: str) -> tuple[int, str]:
-    """A line of a terminal's width; a line that is longer is cut after it."""
+def _clip_line(column: int, text: str) -> tuple[int, str]:
+    """Return the column and the text of a line; a long line is truncated after the column."""
     return column, text.replace("\t", " ")[: max(160, column + 40)] if len(text) > 160 else text

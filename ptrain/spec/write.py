@@ -1,6 +1,5 @@
-"""Write a spec as a plain mapping and as YAML that loads to an equal spec, so that what ran can be
-rerun. Keys at their default are left out.
-"""
+"""Writing of a spec as a plain mapping and as YAML that loads to an equal spec, so that a run can
+be repeated from its record. Keys at their default are left out."""
 
 from __future__ import annotations
 
@@ -49,18 +48,22 @@ UNWRITTEN: dict[str, object] = {
 
 
 def kept(spec: Spec) -> dict[str, object]:
-    """`activations`, unless a tuple of the mesh says it; `recompute`, `attention` and `loss`."""
+    """Return the keys `activations`, `recompute`, `attention`, `loss` and `step` that differ from
+    the default.
+
+    `activations` is left out if a placement tuple on the mesh sets it.
+    """
     said = {
-        "activations": None if _is_in_a_tuple(spec) else _activations(spec.activations),
-        "recompute": _recompute(spec.activations),
-        "attention": _attention(spec.model),
-        "loss": _loss(spec.loss),
-        "step": _function(spec.loss.step),
+        "activations": None if _is_in_a_tuple(spec) else _activation_modes(spec.activations),
+        "recompute": _recompute_value(spec.activations),
+        "attention": _attention_word(spec.model),
+        "loss": _loss_value(spec.loss),
+        "step": _function_value(spec.loss.step),
     }
     return {
         key: value
         for key, value in said.items()
-        # without the key a class of transformers has its own attention
+        # without the key, a Transformers class chooses its attention implementation itself
         if value is not None
         and (
             value != UNWRITTEN.get(key)
@@ -69,7 +72,7 @@ def kept(spec: Spec) -> dict[str, object]:
     }
 
 
-def _attention(model: ModelSpec) -> str | None:
+def _attention_word(model: ModelSpec) -> str | None:
     kind = None if isinstance(model, ExternalModel) else model.attention
     return kind.value if kind else None
 
@@ -81,25 +84,27 @@ def _is_in_a_tuple(spec: Spec) -> bool:
     )
 
 
-def _activations(activations: ActivationSpec) -> object:
-    """A mode, or modes by block."""
+def _activation_modes(activations: ActivationSpec) -> object:
+    """Return one mode, or a mapping from block range to mode."""
     if not activations.by_block:
-        return _mode(activations.default)
-    return {_range(first, last): _mode(kept) for first, last, kept in activations.by_block}
+        return _mode_text(activations.default)
+    return {
+        _range_text(first, last): _mode_text(kept) for first, last, kept in activations.by_block
+    }
 
 
-def _range(first: int, last: int | None) -> str:
+def _range_text(first: int, last: int | None) -> str:
     return str(first) if first == last else f"{first}-{'' if last is None else last}"
 
 
-def _mode(kept: Kept) -> str:
+def _mode_text(kept: Kept) -> str:
     if kept.policy is not None:
         return str(Mode(Distribution.MATERIALIZED, kept.tier))
     return "R" if kept.tier is Tier.DEVICE else str(Mode(Distribution.SHARDED, kept.tier))
 
 
-def _recompute(activations: ActivationSpec) -> object:
-    """A word, or a mapping where there is more to say."""
+def _recompute_value(activations: ActivationSpec) -> object:
+    """Return a policy name, or a mapping if `every`, `budget` or a custom policy is set."""
     policy = next((kept.policy for kept in activations.modes if kept.policy), None)
     name = "none" if policy is None else _NAMED.get(policy)
     operators = [] if policy is None else [operators.value for operators in policy.keep]
@@ -112,13 +117,13 @@ def _recompute(activations: ActivationSpec) -> object:
     return name if name and not every else {**said, **every}
 
 
-def _loss(loss: LossSpec) -> object:
+def _loss_value(loss: LossSpec) -> object:
     if loss.function is not None:
-        return _function(loss.function)
+        return _function_value(loss.function)
     return None if loss.chunk is None else {"chunk": loss.chunk, "fused": loss.fused}
 
 
-def _function(function: UserFunction | None) -> dict[str, object] | None:
+def _function_value(function: UserFunction | None) -> dict[str, object] | None:
     if function is None:
         return None
     folder = {"folder": function.folder} if function.folder else {}
@@ -126,16 +131,20 @@ def _function(function: UserFunction | None) -> dict[str, object] | None:
 
 
 def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
-    """Every key with its value, but what follows and would hinder another mesh or placement
-    (`accumulate`, the number of stages, and when gradients are reduced unless that is written), and
-    dials that are left to the wrapper."""
+    """Return the full spec as a mapping in file syntax.
+
+    Values that follow from others and would not fit another mesh or placement are left out:
+    `accumulate`, the number of stages, and `sync.gradients` unless `sync_is_written`. So are
+    sections without effect (`offload`, `frozen`, `tensor`, `pipeline`) and dials that the wrapper
+    chooses.
+    """
     said = section(spec)
     sync = said["sync"]
     assert isinstance(sync, dict), "a section"
     if not sync_is_written:
         del sync["gradients"]
     for name, is_said in (
-        ("offload", _says_offload(spec)),
+        ("offload", _needs_offload(spec)),
         ("frozen", spec.frozen.is_written),
         ("tensor", spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()),
         ("pipeline", spec.degree(Axis.PP) > 1 or spec.pipeline != PipelineSpec()),
@@ -144,10 +153,10 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
             del said[name]
     first: dict[str, object] = {
         "name": spec.name,
-        "model": _model(spec.model),
+        "model": _model_section(spec.model),
         "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
-        "placement": {factor.axis.value: _tuples(factor) for factor in spec.factors},
-        "precision": _precision(spec.precision),
+        "placement": {factor.axis.value: _tuples_value(factor) for factor in spec.factors},
+        "precision": _precision_section(spec.precision),
         "batch": {
             "global": spec.batch.global_samples,
             "micro": AUTO if spec.batch.micro_is_open else spec.batch.micro,
@@ -159,8 +168,8 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     return {**first, **said, **cluster, **kept(spec)}
 
 
-def _tuples(factor: Factor) -> dict[str, object]:
-    """A tuple, or on an axis that gives ranks their experts both."""
+def _tuples_value(factor: Factor) -> dict[str, object]:
+    """Return the modes of an axis by state; on an expert axis, the `experts` and `rest` tuples."""
     modes: dict[str, object] = {str(state): str(factor.placement[state]) for state in PLACED}
     if factor.axis not in EXPERT_AXES:
         return modes
@@ -168,26 +177,30 @@ def _tuples(factor: Factor) -> dict[str, object]:
 
 
 def section(values: object, *, is_sparse: bool = False) -> dict[str, object]:
-    """A section as a mapping that loads to it. A key is left out where it is None and the file says
-    so by leaving it out, where nothing executes it yet, and of a sparse one at its default."""
+    """Return a section as a mapping that loads to an equal section.
+
+    Keys that are not supported yet are left out, and so is None if leaving out the key means None.
+    A sparse section also leaves out keys at their default.
+    """
     kind: type = type(values)
     said: dict[str, object] = {}
     for key, (spot, holds) in keys(kind).items():
         value = getattr(values, spot.name)
         is_unsaid = value is None and (spot.default is None or not holds.null)
         if holds.executed is None and not is_unsaid and not (is_sparse and value == spot.default):
-            said[key] = _value(holds, value)
+            said[key] = _file_value(holds, value)
     return said
 
 
-def _value(holds: Leaf | Section, value: object) -> object:
+def _file_value(holds: Leaf | Section, value: object) -> object:
     if isinstance(holds, Leaf):
         return holds.say(value)
     return section(value, is_sparse=holds.is_sparse)
 
 
-def _precision(precision: Precision) -> dict[str, object]:
-    """A layout without a name as all its dtypes, over one that has its structure."""
+def _precision_section(precision: Precision) -> dict[str, object]:
+    """Return the precision section. A custom layout is written as all its dtypes, based on a named
+    layout with the same `keeps_both`."""
     layout = precision.layout
     compute = {"compute": "fp64"} if precision.compute_fp64 else {}
     if layout.name != CUSTOM:
@@ -204,49 +217,61 @@ def _precision(precision: Precision) -> dict[str, object]:
     }
 
 
-def _says_offload(spec: Spec) -> bool:
-    """Whether something is written, or optimizer state is updated where it may not be computed."""
+def _needs_offload(spec: Spec) -> bool:
+    """Return True if `offload` is set, or some optimizer state is off the device and `offload`
+    selects the device that updates it."""
     return spec.offload != Offload() or any(
         factor.placement.optimizer.tier is not Tier.DEVICE for factor in spec.factors
     )
 
 
-def _model(model: ModelSpec) -> dict[str, object]:
+def _model_section(model: ModelSpec) -> dict[str, object]:
     match model:
         case ModelShape():
             known = {"preset": model.preset} if model.preset in listing("models") else {}
-            begun = _known(pretrained=model.pretrained)
+            begun = _drop_none(pretrained=model.pretrained)
             sizes = {name: getattr(model, name) for name in _SIZES}
-            return {**known, **begun, "family": model.family.value, **sizes, **_options(model)}
+            return {
+                **known,
+                **begun,
+                "family": model.family.value,
+                **sizes,
+                **_written_options(model),
+            }
         case ExternalModel():
             own: dict[str, object] = {"target": model.target, "folder": model.folder}
             fields: dict[str, object] = {"arguments": model.arguments}
         case HuggingFaceModel():
             own, fields = {"hf": model.hf}, {"config": model.config}
-    return {**own, **_known(pretrained=model.pretrained), **fields, **_known(blocks=model.blocks)}
+    return {
+        **own,
+        **_drop_none(pretrained=model.pretrained),
+        **fields,
+        **_drop_none(blocks=model.blocks),
+    }
 
 
-def _known(**values: object) -> dict[str, object]:
-    """Return those that are not None."""
+def _drop_none(**values: object) -> dict[str, object]:
+    """Return the values that are not None."""
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _options(model: ModelShape) -> dict[str, object]:
-    """Return by key the options that a file says of a shape: those that it always does, and those
-    that are not its family's or the default."""
+def _written_options(model: ModelShape) -> dict[str, object]:
+    """Return the block options to write: those always written, and those that differ from the
+    default of the model's family."""
     said: dict[str, object] = {}
     for key, (option, holds) in keys(BlockOptions).items():
         value = getattr(model, option.name)
         usual = FAMILIES[model.family].get(option.name, option.default)
         if key in _ALWAYS_WRITTEN or value != usual:
-            said[key] = _value(holds, value)
+            said[key] = _file_value(holds, value)
     return said
 
 
 def keys_of_shape(model: ModelShape) -> dict[str, Any]:
-    """Return all keys of a shape, those too that a file leaves out."""
+    """Return all keys of a shape, including those that a file leaves out."""
     options = {
-        key: _value(holds, getattr(model, option.name))
+        key: _file_value(holds, getattr(model, option.name))
         for key, (option, holds) in keys(BlockOptions).items()
     }
     sizes = {name: getattr(model, name) for name in _SIZES}
@@ -258,7 +283,7 @@ _ALWAYS_WRITTEN = ("tied", "dropout", "rope_base")
 
 
 def unwritten() -> dict[str, object]:
-    """Return the sections that `to_mapping` leaves out, with what is meant by leaving them out."""
+    """Return the sections that `to_mapping` leaves out, with their defaults."""
     return {
         "offload": section(Offload()),
         "frozen": section(FrozenSpec()),
@@ -269,7 +294,7 @@ def unwritten() -> dict[str, object]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or YAML 1.2 would read as something other than a text."""
+    """A YAML dumper that quotes every string that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -286,7 +311,7 @@ _Dumper.add_implicit_resolver(
 
 
 def to_yaml(mapping: dict[str, object]) -> str:
-    """Sections in the order of the mapping; short ones on a line of their own."""
+    """Return the YAML text of a mapping: sections in its order, short ones on one line."""
     return "".join(
         yaml.dump(
             {key: value},

@@ -1,10 +1,11 @@
-"""Compare two runs: gradient norms, gradients and each parameter at the end; the differences of one
-rank in a step and of all ranks in all steps, the first first; and the checks that they decide.
+"""Comparison of two runs: gradient norms, gradients and final parameters; the differences of one
+rank in a step and of all ranks in all steps, ordered by first occurrence; and the checks they
+decide.
 
-Gradient integrity and state consistency (Theorems 3 and 4) show in the trajectory. The last loss
-alone would not do: it agrees between converged models, and two dead runs agree perfectly. So the
-largest difference over all steps counts, and a run whose gradients are zero, whose parameters stay
-or whose loss does not fall holds nothing.
+Violations of gradient integrity and state consistency (Theorems 3 and 4) show in the trajectory.
+The last loss alone is not enough: it agrees between converged models, and two runs that learn
+nothing agree perfectly. So the largest difference over all steps counts, and a run fails if its
+gradients are zero, its parameters do not move, or its loss does not fall.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from ptrain.report.finding import Mismatch, Moment, Subject, Way
 from ptrain.report.record import Check
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.parts import Magnitude, difference, norm, numbers_apart
+from ptrain.verification.parts import Magnitude, difference, norm, numbers_apart, ratio
 from ptrain.verification.reference import Trajectory
 
 STILL = 1e-6  # parameters that moved less than this, relative to their length, stood still
@@ -32,7 +33,7 @@ FP64_LOSS, FP64_NORM, FP64_PARAMETERS = 1e-12, 1e-11, 1e-9
 
 
 def alive(name: str, run: Trajectory) -> Iterator[Check]:
-    """Yield the checks that a run learned anything: two dead runs agree perfectly."""
+    """Yield the checks that a run learned anything; two runs that learn nothing agree perfectly."""
     if run.gradient_norms:  # min() passes over what is not a number, or not, by its place
         norms = (norm for norm in run.gradient_norms if not math.isnan(norm))
         least = min(norms, default=math.nan)
@@ -58,9 +59,15 @@ def alive(name: str, run: Trajectory) -> Iterator[Check]:
 def parted(
     reference: Trajectory, run: Trajectory, limits: Sequence[float] | None, parameters: float | None
 ) -> Iterator[Check]:
-    """Yield the checks of the gradient norms of every step, and of the parameters at the end, each
-    by its norm. All `limits` are relative; None: not compared. A tensor
-    that is NOISE is relative to the model's root mean square."""
+    """Yield the checks of the gradient norm of every step, and of the final parameters by norm.
+
+    Args:
+        reference: The run that is right.
+        run: The run to check.
+        limits: The relative tolerance of each step's gradient norm; None to skip this check.
+        parameters: The relative tolerance of each final parameter; None to skip this check. A
+            parameter that is NOISE is compared relative to the model's root mean square.
+    """
     norms = reference.gradient_norms, run.gradient_norms
     if limits is not None and all(norms):
         differences = [  # 0 where both overflowed and skipped the step
@@ -80,14 +87,13 @@ def parted(
 
 
 def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
-    """Return the check of something that must be so; `value` is what was measured, if that is a
-    number."""
+    """Return the check of a condition; `value` is the measurement, if it is a number."""
     why = "" if holds else otherwise
     return Check(name=name, predicted=None, measured=value, tolerance=0.0, holds=holds, why=why)
 
 
 def counted(name: str, number: int, differing: int, why: str) -> Check:
-    """Return the check that of so many things none differs."""
+    """Return the check that none of `number` things differs."""
     return Check(
         name=name, predicted=number, measured=number - differing, tolerance=0.0,
         holds=not differing, why=why,
@@ -95,8 +101,16 @@ def counted(name: str, number: int, differing: int, why: str) -> Check:
 
 
 def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
-    """Return the 2-norm of the difference over that of `expected`, all tensors taken as one vector;
-    a tensor that one side lacks is zero there. It is infinite where nothing can be said."""
+    """Return the relative difference of two sets of tensors, each set taken as one vector.
+
+    Args:
+        expected: The right tensors by name.
+        actual: The tensors to compare. A tensor that one side lacks counts as zero there.
+
+    Returns:
+        The 2-norm of the difference over the 2-norm of `expected`; infinite if shapes differ, if
+        `expected` is zero, or if a value is not finite.
+    """
     distance = length = 0.0
     for name in {**expected, **actual}:
         one, other = expected.get(name), actual.get(name)
@@ -106,8 +120,7 @@ def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float
         other = torch.zeros(()) if other is None else other.double()
         distance += float((other - one).square().sum())
         length += float(one.square().sum())
-    ratio = math.sqrt(distance / length) if length > 0 else math.inf
-    return ratio if math.isfinite(ratio) else math.inf
+    return ratio(math.sqrt(distance), math.sqrt(length)) if length > 0 else math.inf
 
 
 def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
@@ -120,8 +133,17 @@ def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
 def apart_by_tensor(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Return the same of each tensor by itself, relative to its own length; one that is NOISE is
-    relative to the usual length of as many elements."""
+    """Return the relative difference of each tensor.
+
+    Args:
+        expected: The right tensors by name.
+        actual: The tensors to compare. A tensor that one side lacks counts as zero there.
+
+    Returns:
+        The 2-norm of the difference over the 2-norm of the expected tensor, by name. A tensor that
+        is NOISE is compared relative to the usual norm of as many elements. All are infinite if the
+        expected tensors are zero.
+    """
     names = {**expected, **actual}
     scale = Magnitude.of(expected)
     if scale.usual == 0.0:
@@ -136,16 +158,13 @@ def apart_by_tensor(
 
 
 def share_of(measured: float, allowed: float) -> float:
-    """Return how much of what is allowed is taken; infinite where one of them is no number."""
-    if not (math.isfinite(measured) and math.isfinite(allowed)):
-        return math.inf
-    if measured == 0.0:
-        return 0.0
-    return measured / allowed if allowed > 0.0 else math.inf
+    """Return the measured difference as a fraction of the tolerance; infinite if a number is not
+    finite."""
+    return ratio(measured, allowed) if math.isfinite(allowed) else math.inf
 
 
 def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
-    """Return the check of a difference that should be 0; `why` it fails, where it does."""
+    """Return the check that a difference is within its tolerance; `why` explains a failure."""
     holds = difference <= allowed  # false for NaN
     return Check(
         name=name, predicted=0.0, measured=difference, tolerance=allowed, holds=holds,
@@ -154,7 +173,7 @@ def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
 
 
 def worst_of(differences: Sequence[float], allowed: Sequence[float]) -> int:
-    """Return the place where a difference takes most of what is allowed there."""
+    """Return the index of the difference that uses the largest fraction of its tolerance."""
     shares = [share_of(*pair) for pair in zip(differences, allowed, strict=False)]
     return max(range(len(shares)), key=shares.__getitem__)
 
@@ -177,7 +196,7 @@ _NAMES = {
 
 
 def _name(moment: Moment, subject: Subject) -> str:
-    """Return how the check of a kind is called."""
+    """Return the name of the check for a moment and a subject."""
     if moment is Moment.START and subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
         return f"initial {subject}"
     return _NAMES.get((moment, subject), str(subject))
@@ -185,9 +204,11 @@ def _name(moment: Moment, subject: Subject) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterMove:
-    """A parameter's way on this rank: its elements at the start of the run, before and after the
-    step, of the reference and of the loop. `sure`: those whose gradients have been more than
-    rounding so far."""
+    """The movement of a parameter on this rank.
+
+    It has the elements at the start of the run, and before and after the step, of the reference and
+    of the loop. `sure` marks elements whose gradients have exceeded rounding so far.
+    """
 
     parameter: Tensor
     origin: Tensor
@@ -203,14 +224,15 @@ class ParameterMove:
 
     @property
     def reference_moved(self) -> bool:
-        """Most of the elements of which it is sure: no rounding is why the loop did not."""
+        """True if most of the `sure` elements moved in the reference, so that rounding does not
+        explain a loop that stood still."""
         moved = (self.after != self.before) & self.sure
         return 2 * int(moved.sum()) > int(self.sure.sum())
 
 
 @dataclass(slots=True)
 class LargestDifference:
-    """The largest difference of a kind, over steps, ranks and tensors."""
+    """The largest difference of one kind over steps, ranks and tensors."""
 
     name: str
     tolerance: float
@@ -220,7 +242,7 @@ class LargestDifference:
 
     @property
     def share(self) -> float:
-        """How much of the tolerance it takes."""
+        """The largest difference as a fraction of the tolerance."""
         return share_of(self.difference, self.tolerance)
 
     def see(self, difference: float, place: str, tolerance: float = 0.0) -> None:
@@ -230,7 +252,8 @@ class LargestDifference:
             self.difference, self.place = difference, place
 
     def check(self, first: Mismatch | None = None) -> Check:
-        """Return the check that nothing of the kind differs; `first` is what does."""
+        """Return the check that no tensor of the kind differs; `first` is the first mismatch, if
+        any."""
         check = _relative(self.name, self.difference, self.tolerance, self.place)
         if first is None:
             return check
@@ -244,7 +267,8 @@ class LargestDifference:
 
 @dataclass(slots=True, kw_only=True)
 class Differences:
-    """The differences of one rank in one step; `modules`: their places along the model."""
+    """The differences of one rank in one step; `modules` are the positions of modules in
+    the model."""
 
     step: int
     rank: int
@@ -254,12 +278,12 @@ class Differences:
     modules: dict[str, int] = field(default_factory=dict)
 
     def see(self, kind: Kind, difference: float, tolerance: float, name: str = "") -> None:
-        """Keep the largest difference of a kind."""
+        """Record a difference, if it is the largest of its kind."""
         largest = self.largest.setdefault(kind, LargestDifference(_name(*kind), tolerance))
         largest.see(difference, name, tolerance)
 
     def most(self, moment: Moment, subject: Subject) -> float:
-        """Return the largest difference of a kind."""
+        """Return the largest difference of a kind so far."""
         largest = self.largest.get((moment, subject))
         return largest.difference if largest else 0.0
 
@@ -275,7 +299,7 @@ class Differences:
         index: int = 0,
         words: str = "",
     ) -> None:
-        """See a difference; add a mismatch where it is beyond the tolerance, or not one of
+        """Record a difference, and add a mismatch if it exceeds the tolerance or is not one of
         values."""
         self.see((moment, subject), difference, tolerance, name)
         if way is not Way.VALUE or difference > tolerance:
@@ -289,7 +313,7 @@ class Differences:
     def add(
         self, moment: Moment, subject: Subject, name: str, words: str, way: Way = Way.VALUE
     ) -> None:
-        """Add a mismatch of something that is no tensor, or that one side alone has."""
+        """Add a mismatch of something that is not a tensor, or that only one side has."""
         self.see((moment, subject), math.inf, 0.0, name)
         self.mismatches.append(
             Mismatch(
@@ -303,8 +327,11 @@ _OF_RANK = tuple[dict[str, int], list[Mismatch], dict[Kind, LargestDifference]]
 
 
 class AllDifferences:
-    """What all ranks see, step after step: `mismatches`, the first first, the same on all ranks.
-    `parameters`: in the order in which the model has them."""
+    """The differences of all ranks over all steps.
+
+    `mismatches` are ordered by occurrence and equal on all ranks. `parameters` gives the order of
+    the model's parameters.
+    """
 
     def __init__(self, ranks: Ranks, parameters: Iterable[str] = ()) -> None:
         self.ranks = ranks
@@ -314,8 +341,8 @@ class AllDifferences:
         self._modules: dict[str, int] = {}
 
     def take(self, own: Differences) -> bool:
-        """Add every rank's differences of a step. Return whether anything differs. All ranks call
-        it."""
+        """Add every rank's differences of a step; return True if anything differs. All ranks must
+        call it."""
         self._modules |= own.modules
         mismatches = list(self.mismatches)
         mine = self._modules, own.mismatches, own.largest
@@ -331,11 +358,12 @@ class AllDifferences:
         return bool(self.mismatches)
 
     def add(self, mismatches: Iterable[Mismatch]) -> None:
-        """Add what is known on all ranks."""
+        """Add mismatches that all ranks have."""
         self.mismatches = sorted([*self.mismatches, *mismatches], key=self._when)
 
     def allow(self, mismatches: Sequence[Mismatch]) -> None:
-        """Take these differences for what is allowed of their kind. All ranks give the same."""
+        """Raise the tolerances to include these mismatches, and drop them. All ranks must pass the
+        same ones."""
         for mismatch in mismatches:
             largest = self._largest[mismatch.moment, mismatch.subject]
             largest.tolerance = max(largest.tolerance, mismatch.difference)
@@ -343,12 +371,15 @@ class AllDifferences:
 
     @property
     def first(self) -> list[Mismatch]:
-        """Those of the earliest step and moment."""
+        """The mismatches of the earliest step and moment."""
         return [its for its in self.mismatches if its.when == self.mismatches[0].when]
 
     def checks(self, since: Moment = Moment.START) -> Iterator[Check]:
-        """Yield a check of each kind since a moment of the step, the start's counters and buffers
-        with those of later; copies that are not alike are no difference from one device."""
+        """Yield a check per kind of difference from moment `since` on.
+
+        Counters and buffers of the start share a check with later ones. Differences between
+        replicas are left out, because they do not compare the run with a single device.
+        """
         mismatches = [its for its in self.mismatches if not its.between]
         first = {_name(its.moment, its.subject): its for its in reversed(mismatches)}
         rows: dict[str, LargestDifference] = {}
@@ -357,7 +388,8 @@ class AllDifferences:
         yield from (largest.check(first.get(name)) for name, largest in rows.items())
 
     def _when(self, mismatch: Mismatch) -> tuple[int, ...]:
-        """Parameters that are used stand before what their module makes of them."""
+        """Return the sort key of a mismatch: parameters in use come before their module's
+        output."""
         is_used = mismatch.moment is Moment.FORWARD and mismatch.subject is Subject.PARAMETERS
         module = mismatch.name.rpartition(".")[0] if is_used else mismatch.name
         place = self._parameters.get(mismatch.name, len(self._modules))

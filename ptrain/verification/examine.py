@@ -67,7 +67,7 @@ from ptrain.verification.parts import (
     without_masks,
 )
 from ptrain.verification.reference import ReferenceTraining
-from ptrain.verification.updates.explain import explain_update
+from ptrain.verification.updates.explain import UPDATED, explain_update
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 
@@ -76,14 +76,10 @@ def examine(program: Program, exchange: Exchange, steps: int = 3) -> LoopVerdict
     """Compare `steps` steps from the program's initial state, or fewer if one differs. All ranks
     call it."""
     evidence = ProgramEvidence(program, exchange)
-    module = evidence.reference.module
-    reference = Job(model=module, step=evidence.run_reference, recorder=evidence.of_reference)
-    loop = Job(
-        model=program.model, step=evidence.run, recorder=evidence.of_program, evidence=evidence
-    )
+    reference = Job(model=evidence.reference.module, step=evidence.run_reference)
+    loop = Job(model=program.model, step=evidence.run, evidence=evidence)
     terms = Terms(tolerance=TOLERANCES[torch.float64], loss="sum")
-    numbers = list(range(steps))
-    return Examiner(reference, loop, terms).run(numbers, numbers, None)
+    return Examiner(reference, loop, terms).run(range(steps), range(steps), None)
 
 
 class SideRecorder(StepRecorder):
@@ -106,8 +102,11 @@ class SideRecorder(StepRecorder):
 
     def reduced(self) -> None:
         """Note which gradients are where the optimizer is to find them."""
-        shards = (its for its in self.holds.values() if isinstance(its, LeafShard))
-        self.reached = {its.name for its in shards if its.target.gradient is not None}
+        self.reached = {
+            its.name
+            for its in self.holds.values()
+            if isinstance(its, LeafShard) and its.target.gradient is not None
+        }
 
     def clipped(self, norm: Tensor | None) -> None:
         """Gradients are compared without it."""
@@ -137,9 +136,6 @@ class ProgramEvidence:
     """What a program shows of its steps, and one device of the same steps. `passes`: the
     micro-batches whose activations are compared."""
 
-    expected: SideRecorder
-    seen: SideRecorder
-
     def __init__(self, program: Program, exchange: Exchange) -> None:
         self.program, self.exchange, self.spec = program, exchange, program.spec
         self.reference = ReferenceTraining(self.spec)
@@ -147,19 +143,17 @@ class ProgramEvidence:
         self.passes = {0, self.spec.batch.accumulate - 1}
         self.ranks, self._shards = ranks_of_spec(self.spec, exchange), shards_of(program)
 
-    def of_reference(self, holds: Mapping[str, ParameterShard]) -> SideRecorder:
-        """Return a recorder of the reference's next step, which has the passes of all ranks."""
-        module, first = self.reference.module, self._first_pass
-        modules = ModuleRecorder(module, kept={first + number for number in self.passes})
-        self.expected = SideRecorder(module, holds, modules)
-        return self.expected
-
-    def of_program(self, holds: Mapping[str, ParameterShard]) -> SideRecorder:
-        """Return a recorder of the program's next step."""
-        model, kept = self.program.model, self.passes
-        modules = ModuleRecorder(model, modules=paths(self.program), kept=kept)
+    def recorders(
+        self, wholes: Mapping[str, ParameterShard], holds: Mapping[str, ParameterShard]
+    ) -> tuple[SideRecorder, SideRecorder]:
+        """Return a recorder of the reference's next step, which has the passes of all ranks, and
+        one of the program's."""
+        plain, model = self.reference.module, self.program.model
+        modules = ModuleRecorder(plain, kept={self._first_pass + k for k in self.passes})
+        self.expected = SideRecorder(plain, wholes, modules)
+        modules = ModuleRecorder(model, modules=paths(self.program), kept=self.passes)
         self.seen = SideRecorder(model, holds, modules)
-        return self.seen
+        return self.expected, self.seen
 
     def run_reference(self, number: int) -> float:
         """Run a step of the reference."""
@@ -253,7 +247,7 @@ class ProgramEvidence:
         updated = [
             its
             for its in mismatches
-            if its.moment is Moment.UPDATE and its.subject in _UPDATED and not its.between
+            if its.moment is Moment.UPDATE and its.subject in UPDATED and not its.between
         ]
         everyones = self.ranks.gather(sorted(step.seen.omitted))
         omitted = sorted({name for its in everyones for name in its})
@@ -330,5 +324,4 @@ class ProgramEvidence:
         )  # fmt: skip
 
 
-_UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
 _EXACT = 1e-6  # of a ratio

@@ -1,5 +1,6 @@
-"""`python -m ptrain.verification.guarded SPEC [a.b=c …]`: one rank of a training beside which one
-device runs (`verify_every`), under torchrun, under `ptrain train`, or alone."""
+"""The rank program `python -m ptrain.verification.guarded SPEC [a.b=c …]`: a training with a
+single-device reference next to it (`verify_every`). It runs under torchrun, under `ptrain train`,
+or alone."""
 
 import sys
 

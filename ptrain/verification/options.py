@@ -1,4 +1,4 @@
-"""The command line of a verification, shared by `ptrain verify` and `python -m
+"""The command-line options of a verification, shared by `ptrain verify` and `python -m
 ptrain.verification`. Torch-free."""
 
 from __future__ import annotations
@@ -19,11 +19,21 @@ STEPS, LEAST_STEPS = 100, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """One spec on its ranks: `steps` of each trajectory; `quick`: without these; whether what a
-    collective leaves is hashed over its group (`every_collective`).
+    """The options of one spec's verification on its ranks.
 
-    `folder` is the private one of the command that started them: logs, and the record, which is
-    printed otherwise. `references` keeps what specs of one command share."""
+    Attributes:
+        spec: The name or path of the spec.
+        overrides: Overrides of its keys.
+        steps: The steps of each trajectory.
+        quick: True to skip the trajectories.
+        every_collective: True to compare the result of each collective over its group.
+        verbose: True to print more.
+        json: True to print JSON.
+        allow_import: True to permit the user's functions.
+        folder: The private folder of the command that started the ranks, for logs and the record;
+            None to print the record.
+        references: The folder in which the specs of one command share references.
+    """
 
     spec: str = ""
     overrides: tuple[str, ...] = ()
@@ -38,7 +48,7 @@ class VerifyOptions:
 
 
 def require_steps(steps: int) -> None:
-    """Raises SpecError for a trajectory that shows nothing."""
+    """Raise SpecError if a trajectory is too short to show anything."""
     if steps < LEAST_STEPS:
         raise refused(
             "--steps",
@@ -48,14 +58,19 @@ def require_steps(steps: int) -> None:
 
 
 def source_of(spec: str) -> str:
-    """A run folder stands for the spec that ran."""
+    """Return the spec of a run folder, or `spec` itself if it is none."""
     resolved = Path(spec) / "spec.resolved.yaml"
     is_named = canonical(spec) in listing(*SPEC_FOLDERS)
     return spec if is_named or not resolved.is_file() else str(resolved)
 
 
 def parse(argv: Sequence[str]) -> VerifyOptions:
-    """Read the options of a rank. Raises SystemExit(2) for an unknown option."""
+    """Parse the command line of a rank.
+
+    Raises:
+        SystemExit: With code 2 for an unknown option.
+        PtrainError: There are several specs, or too few steps.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ptrain.verification",
         description="Verify SPEC on the ranks that torchrun started.",
@@ -80,12 +95,12 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
 
 
 def to_argv(options: VerifyOptions) -> list[str]:
-    """The command line that gives these options to a rank."""
+    """Return the command line that passes these options to a rank."""
     return [options.spec, *options.overrides, *said(options)]
 
 
 def said(options: VerifyOptions) -> Iterator[str]:
-    """Yield the words that are no spec and no override."""
+    """Yield the command-line words other than the spec and the overrides."""
     yield from ("--steps", str(options.steps))
     yield from ("--" + flag.replace("_", "-") for flag in FLAGS if getattr(options, flag))
     for name in _PATHS:

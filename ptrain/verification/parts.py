@@ -1,16 +1,17 @@
-"""Map every shard to the part of the whole tensor that it stands for (the canonical mapping of
-TTrace, arXiv 2506.09280), so that it is compared without a gather, and measure how tensors
-differ: by the rounding of a dtype, in single elements or bits, or by a ratio with a cause (a
-multiple of another tensor, a sum of others, a share of a sum over an axis).
+"""The mapping of shards to parts of the full tensor, and measures of how tensors differ.
 
-Computed in fp64 on whole tensors or samples of their elements. A parameter has one name whatever
-wraps its module.
+The canonical mapping of TTrace (arXiv 2506.09280) gives a parameter one name, whatever wraps its
+module, so that a shard is compared without an all-gather. A difference is measured relative to the
+rounding of a dtype, in single elements or bits, or as a ratio with a cause: a multiple of another
+tensor, a sum of others, or a fraction of a sum over an axis.
+
+Computed in fp64, on full tensors or samples of their elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -32,19 +33,19 @@ _WRAPPERS = {
 
 
 def canonical_name(name: str) -> str:
-    """The path without what wrappers put into it: `module.block._orig_mod.weight` is
-    `block.weight`. Nothing is left of the root module's own path."""
+    """Return a path without the parts that wrappers add: `module.block._orig_mod.weight` is
+    `block.weight`. The path of the root module becomes ""."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def canonical_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by canonical name; one that is tied has the first of its names."""
+    """Return parameters by canonical name; a tied parameter has the first of its names."""
     return {canonical_name(name): tensor for name, tensor in module.named_parameters()}
 
 
 def canonical_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules by canonical path, the root is ""; of a wrapper and what it wraps, the
-    innermost."""
+    """Yield modules by canonical path; the root is "". A wrapper and its module share a path, and
+    the innermost module is yielded."""
     modules: dict[str, nn.Module] = {}
     for path, submodule in module.named_modules():
         modules[canonical_name(path)] = submodule
@@ -59,15 +60,18 @@ _RANK = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LeastSquares:
-    """What a target is of its basis: least-squares coefficients, and the 2-norm of what is left
-    over that of the target (infinite for a target that is zero or not finite)."""
+    """The least-squares fit of a target to a basis.
+
+    `residual` is the 2-norm of the remainder over that of the target; it is infinite if the target
+    is zero or not finite.
+    """
 
     coefficients: tuple[float, ...]
     residual: float
 
     @property
     def factor(self) -> float:
-        """The only coefficient."""
+        """The coefficient of a basis with one tensor."""
         (factor,) = self.coefficients
         return factor
 
@@ -81,8 +85,10 @@ def multiple(actual: Tensor, expected: Tensor) -> LeastSquares:
 
 
 def combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
-    """Fit target = sum of coefficient * basis; of many solutions it is the shortest, so that
-    tensors that are equal get equal coefficients."""
+    """Fit target = sum of coefficient * basis.
+
+    Of several solutions it is the shortest one, so that equal tensors get equal coefficients.
+    """
     vector = target.detach().double().flatten()
     matrix = torch.stack([tensor.detach().double().flatten() for tensor in basis], dim=1)
     if not (torch.isfinite(vector).all() and torch.isfinite(matrix).all()) or not vector.any():
@@ -98,7 +104,7 @@ def combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
 
 
 def are_alike(parts: Sequence[Tensor] | Tensor, tolerance: float) -> bool:
-    """Return whether all ranks have the same: then nothing is missing from a sum over them."""
+    """Return True if all ranks have the same tensor, so that no sum over them is missing."""
     first = parts[0].double()
     length = float(torch.linalg.vector_norm(first))
     return all(
@@ -110,10 +116,19 @@ def are_alike(parts: Sequence[Tensor] | Tensor, tolerance: float) -> bool:
 def missing_sum(
     parts: Tensor, truths: Tensor, groups: Sequence[Sequence[int]], tolerance: float
 ) -> float | None:
-    """Return by what the sum of what each group's ranks have must be multiplied to be right: 1
-    where the sum is missing, 1/N where the mean is. `parts`, and what they should be, by rank
-    [ranks, elements], NaN of what one has not; None where some group's sum is not it, or its ranks
-    have the same."""
+    """Return the factor that corrects the sum over each group: 1 if the sum is missing, 1/N if the
+    mean is.
+
+    Args:
+        parts: The actual values by rank, [ranks, elements]; NaN for elements that a rank lacks.
+        truths: The expected values in the same layout.
+        groups: The groups of ranks.
+        tolerance: The relative tolerance of the fit.
+
+    Returns:
+        The factor; None if it does not fit every group, or if the ranks of a group are equal
+        already.
+    """
     factors = []
     for group in groups:
         rows, right = parts[list(group)], truths[list(group)]
@@ -132,8 +147,8 @@ def missing_sum(
 
 @dataclass(frozen=True, slots=True)
 class DegreeProduct:
-    """A ratio as a product of powers of degrees: (("dp", 1), ("K", -1)) is × dp ÷ K. The powers
-    are 1, 2, 1/2 and their negatives."""
+    """A ratio as a product of powers of degrees: (("dp", 1), ("K", -1)) is × dp ÷ K. The powers are
+    1, 2, 1/2 and their negatives."""
 
     powers: tuple[tuple[str, float], ...]
     value: float
@@ -143,7 +158,7 @@ class DegreeProduct:
         return tuple(name for name, _ in self.powers)
 
     def __str__(self) -> str:
-        """`× 2`, `÷ 4`, `× 1/√2`: the number alone, which the axes explain."""
+        """Return the number alone, since the axes are shown separately: `× 2`, `÷ 4`, `× 1/√2`."""
         inverse = 1 / self.value
         if len(self.powers) == 1 and abs(self.powers[0][1]) == 0.5:
             squared = round(max(self.value, inverse) ** 2)
@@ -160,8 +175,11 @@ def _is_whole(value: float) -> bool:
 def products(
     ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4
 ) -> tuple[DegreeProduct, ...]:
-    """Return every product of degrees (`dp` -> 2, `K` -> 4, …) that `ratio` is, simplest first: one
-    degree, two together, a square, a root, one by another. Two degrees of one size both count."""
+    """Return the products of degrees (`dp` -> 2, `K` -> 4, …) that equal `ratio`, simplest first.
+
+    The order is: one degree, two together, a square, a root, one divided by another. Degrees of
+    equal size give one product each.
+    """
     return tuple(
         product
         for product in _candidates({name: size for name, size in degrees.items() if size > 1})
@@ -182,13 +200,13 @@ def _candidates(degrees: Mapping[str, int]) -> Iterator[DegreeProduct]:
 
 
 def factor_text(ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4) -> str:
-    """Return the text of the simplest product that the ratio is (`× 2`), else four digits."""
+    """Return the simplest matching product as text (`× 2`), or the ratio with four digits."""
     fits = products(ratio, degrees, tolerance)
     return str(fits[0]) if fits else f"× {ratio:.4g}"
 
 
 def absent(coefficients: Sequence[float]) -> tuple[int, ...]:
-    """Return which addends a sum does not have: their coefficients are nothing beside the
+    """Return the indices of addends that a sum lacks: their coefficients are negligible next to the
     largest."""
     usual = max(abs(coefficient) for coefficient in coefficients)
     return tuple(
@@ -197,13 +215,13 @@ def absent(coefficients: Sequence[float]) -> tuple[int, ...]:
 
 
 def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
-    """Return whether every addend counts alike."""
+    """Return True if all addends have the same coefficient, within the tolerance."""
     least, most = min(coefficients), max(coefficients)
     return most - least <= tolerance * max(abs(least), abs(most))
 
 
 def held(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of the tensor, where the reference is: on the CPU."""
+    """Return this rank's part of the tensor on the CPU, where the reference is."""
     return local(tensor.detach()).cpu()
 
 
@@ -217,44 +235,53 @@ def square(tensor: torch.Tensor) -> float:
     return float(tensor.detach().double().square().sum())
 
 
-def difference(actual: torch.Tensor, expected: torch.Tensor, length: float) -> float:
-    """The distance is relative to `length`, and infinite for what is not finite."""
-    size = norm(actual.double() - expected.to(actual.device).double())
+def ratio(size: float, length: float) -> float:
+    """Return a distance relative to a length; infinite if one of them is not finite or only the
+    length is 0."""
     if size == 0.0:
         return 0.0
     return size / length if length and math.isfinite(size) else math.inf
 
 
+def difference(actual: torch.Tensor, expected: torch.Tensor, length: float) -> float:
+    """The distance is relative to `length`, and infinite for what is not finite."""
+    return ratio(norm(actual.double() - expected.to(actual.device).double()), length)
+
+
 def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
-    """Return the 2-norm of the difference over that of `expected` or `least`, whichever is larger;
-    infinite where only `expected` is zero, or anything is not finite."""
+    """Return the 2-norm of the difference over the larger of `least` and the norm of `expected`.
+
+    The result is infinite if both are zero and `actual` is not, or if a value is not finite.
+    """
     length = max(norm(expected), least)
     return difference(actual, expected, length) if math.isfinite(length) else math.inf
 
 
 def root_mean_square(tensors: Collection[torch.Tensor]) -> float:
-    """Return that of all elements of all tensors; 0 of none."""
+    """Return the root mean square of all elements of all tensors; 0 without tensors."""
     numel = sum(tensor.numel() for tensor in tensors)
     return math.sqrt(sum(map(square, tensors)) / numel) if numel else 0.0
 
 
 def numbers_apart(right: float, measured: float) -> float:
-    """Return how far a number is from one device's (relative); infinite for what is none."""
-    distance = abs(measured - right)
-    size = distance / abs(right) if distance and right else (math.inf if distance else 0.0)
-    return size if math.isfinite(size) else math.inf
+    """Return the relative difference of a number to the single-device one; infinite if it is not
+    finite."""
+    return ratio(abs(measured - right), abs(right))
 
 
 def without_masks(own: torch.Tensor, its: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both with zeros where both are -inf, as masks of attention are: infinities that are
-    the same have no difference."""
+    """Return both tensors with zeros where both are -inf, as in attention masks; the difference of
+    equal infinities would be NaN."""
     hidden = (own == -math.inf) & (its == -math.inf)
     return own.masked_fill(hidden, 0), its.masked_fill(hidden, 0)
 
 
 def whole(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
-    """Full tensors, by name, as copies on the host; what only some ranks have, from the first of
-    them. All ranks call it, those of one mesh with the same names in the same order."""
+    """Return full tensors by name, as copies on the CPU.
+
+    A tensor that only some ranks have is broadcast from the first of them. All ranks must call it,
+    and ranks of one mesh with the same names in the same order.
+    """
     own = {name: full(tensor) for name, tensor in named.items()}
     described = {
         name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
@@ -273,7 +300,7 @@ def whole(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, a copy on the host. All ranks of its mesh call it."""
+    """Return a copy of the full tensor on the CPU. All ranks of its mesh must call it."""
     every = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return every.detach().to("cpu", copy=True).contiguous()
 
@@ -290,7 +317,7 @@ _CANCELLED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """How large the tensors of one kind are: the root mean square of all their elements."""
+    """The usual size of the tensors of one kind: the root mean square of all their elements."""
 
     usual: float
 
@@ -299,12 +326,15 @@ class Magnitude:
         return cls(root_mean_square(tensors.values()))
 
     def length(self, whole: Tensor, part: Tensor) -> float:
-        """Return what a difference of `part` is relative to; of a tensor that is noise beside the
-        others it is what the others have."""
+        """Return the length to which a difference of `part` is relative.
+
+        If the full tensor is noise compared to the others, it is the usual length of as many
+        elements.
+        """
         return max(norm(part), self.quiet(whole) * math.sqrt(part.numel()))
 
     def quiet(self, whole: Tensor) -> float:
-        """Return the size of an element of it that is nothing."""
+        """Return the size below which an element of the tensor counts as negligible."""
         mean = mean_size(whole)
         least = _CANCELLED * self.usual if whole.numel() == 1 else 0.0
         return self.usual if mean <= NOISE * self.usual else max(QUIET * mean, least)
@@ -312,15 +342,9 @@ class Magnitude:
     def is_noise(self, whole: Tensor) -> bool:
         return mean_size(whole) <= NOISE * self.usual
 
-    @classmethod
-    def noise_among(cls, tensors: Mapping[str, Tensor]) -> Callable[[str], bool]:
-        """Return whether one, by name, is noise beside the others."""
-        scale = cls.of(tensors)
-        return lambda name: name in tensors and scale.is_noise(tensors[name])
-
 
 def mean_size(tensor: Tensor) -> float:
-    """Return the root mean square of its elements."""
+    """Return the root mean square of the tensor's elements."""
     return norm(tensor) / math.sqrt(max(tensor.numel(), 1))
 
 
@@ -328,15 +352,15 @@ COARSER = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor's numbers as another dtype has them, in its own dtype."""
+    """Return the tensor rounded to another dtype, in its original dtype."""
     return tensor.to(dtype).to(tensor.dtype)
 
 
 def is_number_of(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether every element is a number of this dtype."""
+    """Return True if every element is exactly representable in `dtype`."""
     return torch.equal(rounded(tensor, dtype), tensor)
 
 
 def named(dtype: torch.dtype) -> str:
-    """Return a dtype's name without torch's."""
+    """Return a dtype's name without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")

@@ -1,15 +1,15 @@
-"""Check the preconditions of Theorem 5: the run continues, and it is a function of its spec
-(deterministic: the same run twice has the same bits). Ranks exchange digests alone.
+"""Checks of the preconditions of Theorem 5: the run continues, and it is a function of its spec, so
+that two runs are bitwise equal. Ranks exchange only digests.
 
-State consistency (Theorem 4) is checked while a program runs: replicas must be bitwise equal at the
+State consistency (Theorem 4) is checked while a program runs. Replicas must be bitwise equal at the
 start, in each step's gradients, norm and learning rate, and after the update; on request also the
-result of every collective on its group.
+result of every collective over its group.
 
-Dropout: copies of an activation need one mask; different samples, token slices and heads need
-different ones. For each module that draws random numbers the ranks compare digests of its input and
-of the generator's state. Ranks of cp draw the masks of all tokens and take their part.
+Dropout: copies of an activation need the same mask; different samples, token shards and heads need
+different masks. For each module that draws random numbers, the ranks compare digests of its input
+and of the generator's state. Ranks of cp draw the masks of all tokens and take their part.
 
-Note: the masks themselves are not compared. Fused attention shows none, small ones are equal by
+The masks themselves are not compared: fused attention does not expose them, small ones are equal by
 chance, and comparing the generator's state costs nothing.
 """
 
@@ -52,7 +52,10 @@ Seen = tuple[str, str, bool]  # what a module is given, where the generator stan
 
 
 class Masks:
-    """`with Masks(program).noted() as masks:` around a step, then `check`, by all ranks."""
+    """The random state and inputs of all modules that draw random numbers, during one step.
+
+    Enter `Masks(program).noted()` around a step; then all ranks call `check`.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -61,13 +64,13 @@ class Masks:
 
     @contextmanager
     def noted(self) -> Iterator[Masks]:
-        """Temporarily note what modules that draw are given, and where the generator stands."""
+        """Temporarily record the inputs of modules that draw, and the state of the generator."""
         drawing = ((path, its) for path, its in paths(self.program) if any(own_dropouts(its)))
         with listening(self.program.observers, self), watching(drawing, before=self._before):
             yield self
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """What runs again in backward draws again what it drew."""
+        """Record only forward passes; a pass that is recomputed in backward repeats its draws."""
         self._now = micro_batch if phase is Phase.FORWARD else None
 
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -77,7 +80,7 @@ class Masks:
             self._seen.setdefault(f"{path} {self._now}", (what, state, module.training))
 
     def check(self, exchange: Exchange, step: int) -> tuple[Mismatch, ...]:
-        """Return what differs, in the order in which the modules run."""
+        """Return the mismatches between ranks, in the order in which the modules run."""
         everyone: list[dict[str, Seen]] = exchange.gather(self._seen)
         spec = self.program.spec
         lines = {rank: group for group in groups(spec, TOKEN_AXES) for rank in group}
@@ -92,7 +95,8 @@ class Masks:
         return tuple(mismatches)
 
     def root_cause(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
-        """Return whose masks they are that are wrong; None where nothing differs."""
+        """Return the root cause of the mismatches: the ranks with wrong masks; None without
+        mismatches."""
         same = [its for its in mismatches if its.told == mismatches[0].told]
         cause = root_cause(same, coordinates(self.program))
         if cause is None:
@@ -122,8 +126,12 @@ _REMEDIES = {
 
 
 def differing(seen: Mapping[int, Seen], lines: Mapping[int, Sequence[int]]) -> Iterator[Mismatch]:
-    """Yield what differs of one module's pass, by the ranks that run it. `lines`: of each rank
-    those with slices of the same tokens, itself among them."""
+    """Yield the mismatches of one module's pass.
+
+    Args:
+        seen: The record of each rank that runs the module.
+        lines: For each rank, the ranks with shards of the same samples' tokens, itself included.
+    """
     still = [rank for rank, (_, _, trains) in seen.items() if not trains]
     if 0 < len(still) < len(seen):
         yield from (_mismatch(rank, seen, EVALUATES) for rank in still)
@@ -156,7 +164,8 @@ EVERY = 10  # steps of a trajectory
 
 
 class Watch:
-    """Looks at steps of a program, and keeps what differs first. All ranks look at the same."""
+    """Observes the steps of a program, and keeps the first mismatches. All ranks must observe the
+    same steps."""
 
     def __init__(self, program: Program, exchange: Exchange, *, every_collective: bool) -> None:
         self.program, self.exchange = program, exchange
@@ -171,12 +180,12 @@ class Watch:
         self.bits: list[dict[str, str]] = []  # of what each step left, by name
 
     def start(self) -> None:
-        """Before any step."""
+        """Check the state before the first step."""
         self._take("state that ranks share", self.replicas, self.replicas.check(0, Moment.START))
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one step."""
+        """Observe one step; when the block ends, compare the ranks."""
         with ExitStack() as stack:
             stack.enter_context(self.replicas.noted())
             masks = stack.enter_context(Masks(self.program).noted()) if self.draws else None
@@ -207,7 +216,8 @@ class Watch:
             )
 
     def checks(self) -> tuple[Check, ...]:
-        """Return a check for each kind of look: how many there were, how many showed nothing."""
+        """Return a check per kind of observation, with the number of observations and of those that
+        passed."""
         why = ""
         if self.failed:
             first = self.mismatches[0]
@@ -226,8 +236,8 @@ Make: TypeAlias = "Callable[[Spec, World], Program]"
 
 
 def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:
-    """STEPS steps, each looked at, or fewer where one differs or does not end. All ranks call
-    it."""
+    """Run STEPS observed steps, or fewer if one shows a mismatch or raises. All ranks must
+    call it."""
     source = corpus(program.spec.data)
     watch = Watch(program, exchange, every_collective=every_collective)
     watch.start()
@@ -253,7 +263,20 @@ def consistency(program: Program, exchange: Exchange, *, every_collective: bool)
 def preconditions(
     spec: Spec, world: World, exchange: Exchange, make: Make, *, every_collective: bool = False
 ) -> Verdict:
-    """Two programs of the spec as it is, of STEPS steps each. All ranks call it; equal on all."""
+    """Run two programs of the spec for STEPS steps each, and compare replicas and the two runs.
+
+    All ranks must call it, and all get the same verdict.
+
+    Args:
+        spec: The spec, unchanged.
+        world: The ranks.
+        exchange: The group in which ranks exchange digests.
+        make: Builds a program.
+        every_collective: True to compare the result of each collective over its group.
+
+    Returns:
+        The verdict. If a step raises, it has only the check of steps that end.
+    """
     with deterministic():
         first = consistency(make(spec, world), exchange, every_collective=every_collective)
         if first.broken:
@@ -281,7 +304,7 @@ def preconditions(
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """While entered, torch computes as with `deterministic: true` in a spec."""
+    """Temporarily set torch's deterministic algorithms, as with `deterministic: true` in a spec."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)

@@ -111,9 +111,6 @@ class Context:
             )
         return [self.references[ask.key] for ask in asks]
 
-    def watch(self, program: Program) -> Watch:
-        return Watch(program, self.exchange, every_collective=self.request.every_collective)
-
 
 Stage: TypeAlias = "Callable[[Context], Verdict]"
 Speak: TypeAlias = "Callable[[str, Sequence[Check], float], None]"
@@ -242,7 +239,7 @@ def _followed(
 ) -> tuple[ProgramRun, Verdict]:
     exchange = context.exchange
     program = context.make(spec, context.world)
-    watch = context.watch(program)
+    watch = Watch(program, exchange, every_collective=context.request.every_collective)
     run = follow(program, exchange, within, watch, context.progress)
     own_checks = within.judged(lambda allowed: checks(reference, run, allowed, exchange))
     allowed = within.allowed

@@ -1,27 +1,27 @@
-"""How far a correct run may be off one device, step by step: by fixed figures as long as these are
-about rounding alone, and by what permuted references part by where training has made more of it.
+"""Tolerances for the comparison of a correct run with a single device, per step.
 
-A placement changes in which order sums are made (`permuted`). Training is a chaotic map: at the
-learning rates at which it is worth its while, a difference of one rounding grows by some percent a
-step, and is ten thousand times as large after a hundred, whoever made it. No fixed figure can tell
-that from a fault; references that differ from each other by nothing but their order can.
+Fixed figures apply as long as differences are pure rounding. Once training has amplified them, the
+tolerance is derived from the spread of permuted references.
 
-Let n references have the losses L_i(t), the first of them in the usual order. If the run under test
-is one more draw of the same kind, (X - L_1) / (s sqrt 2) has Student's t distribution with n - 1
-degrees of freedom, s being the sample deviation. So the run may be off by lambda · s(t), lambda =
-q · sqrt 2, where q is exceeded once in 10^4, and s(t) is the largest deviation of the steps up to
-t: roundings add up, and references may come close to each other by chance. The same holds for
-gradient norms; for the parameters at the end, s² is
-half the mean square distance of permuted references from the first. Nothing of it is of the run
-under test.
-is of the run under test.
+A placement changes the order of sums (`permuted`). Training is a chaotic map: at useful learning
+rates a difference of one rounding grows by some percent per step, to ten thousand times its size
+after a hundred steps, whatever caused it. A fixed figure cannot distinguish that from a fault, but
+references that differ only in the order of sums can.
 
-- In 16 bits, and where the update computes in them, that is all: 7 permuted references.
-- In fp32 at least 1e-4 is allowed, absolute; 3 permuted references.
-- In fp64 at least 1e-12, relative; 3 permuted references.
+Let n references have the losses L_i(t), where L_1 uses the usual order. If the run under test is
+one more draw of the same distribution, (X - L_1) / (s sqrt 2) has Student's t distribution with n -
+1 degrees of freedom, where s is the sample deviation. So the run may differ by lambda · s(t), with
+lambda = q · sqrt 2. The quantile q is exceeded once in 10^4, and s(t) is the largest deviation of
+the steps up to t: rounding accumulates, and references may come close to each other by chance.
+Gradient norms are treated in the same way. For the final parameters, s² is half the mean square
+distance of permuted references from the first. The run under test does not affect the tolerance.
 
-Of a run that keeps to the fixed figures permuted references can say no more, so they are run once
-it does not: they take more time than all else.
+- In 16 bits, or if the update computes in 16 bits, only this applies: 7 permuted references.
+- In fp32, at least 1e-4 is allowed, absolute; 3 permuted references.
+- In fp64, at least 1e-12 is allowed, relative; 3 permuted references.
+
+Permuted references take most of the time. They run only once the run under test exceeds the fixed
+figures, because before that they could not change the verdict.
 """
 
 from __future__ import annotations
@@ -59,10 +59,16 @@ _FP32 = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """Of every step's loss, absolute; of its gradient norm and of the parameters at the end,
-    relative (None: not compared).
-    `references`: how far the losses of permuted references are off at most, empty where none were
-    run. `explanation`: where figures are from."""
+    """The tolerances of a run.
+
+    Attributes:
+        losses: The absolute tolerance of each step's loss.
+        references: The largest difference of each step's loss between permuted references and the
+            first; empty if none ran.
+        norms: The relative tolerance of each step's gradient norm; None: not compared.
+        parameters: The relative tolerance of the final parameters; None: not compared.
+        explanation: The source of the figures, as text.
+    """
 
     losses: tuple[float, ...]
     references: tuple[float, ...] = ()
@@ -73,9 +79,12 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferencePlan:
-    """Which references a verification may need: in fp64, `permuted` ones too, and in the spec's own
-    dtypes (none where these are fp64). Of `asks` it needs all: permuted ones take most of its time,
-    and beside a fixed figure say nothing of a run that keeps to it."""
+    """The references that a verification may need.
+
+    `exact` and `permuted` are in fp64; `own` are in the spec's dtypes, empty if these are fp64.
+    Only `asks` are always needed: permuted references are slow, and not needed for a run that keeps
+    to the fixed figures.
+    """
 
     exact: Ask
     permuted: tuple[Ask, ...]
@@ -88,8 +97,10 @@ class ReferencePlan:
 
 
 def plan(spec: Spec, steps: int) -> ReferencePlan:
-    """Return which references a verification may need. Of those that several parts need there is
-    one: they have one key."""
+    """Return the references that a verification may need.
+
+    References that serve several parts have one key, so that they run once.
+    """
     own, exact = without_dropout(spec), exactly(spec)
     banded = is_banded(own)
     first, *permuted = _permuted(exact, steps, FEW)
@@ -109,7 +120,7 @@ def _permuted(spec: Spec, steps: int, number: int) -> tuple[Ask, ...]:
 
 
 def fixed_in_fp64(exact: ReferenceRun) -> Allowed:
-    """Return what is allowed of a run in fp64 as long as it is about rounding alone."""
+    """Return the tolerances of an fp64 run as long as its differences are pure rounding."""
     return Allowed(
         losses=tuple(FP64_LOSS * abs(loss) for loss in exact.losses),
         norms=(FP64_NORM,) * len(exact.norms),
@@ -118,8 +129,10 @@ def fixed_in_fp64(exact: ReferenceRun) -> Allowed:
 
 
 def in_fp64(runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
-    """Derive what is allowed beyond that from references in fp64, the first of them in the usual
-    order. All ranks call it."""
+    """Derive the tolerances of an fp64 run from references, the first of them in the usual order.
+
+    The results are at least the fixed figures. All ranks must call it.
+    """
     fixed = fixed_in_fp64(runs[0])
     losses = _larger(fixed.losses, _spread([run.losses for run in runs]))
     parameters = from_permuted(_distances(runs, exchange))
@@ -139,15 +152,15 @@ def in_fp64(runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
 
 
 def fixed_in_fp32(own: ReferenceRun) -> Allowed:
-    """Return what is allowed of a run in fp32 as long as it is about rounding alone."""
+    """Return the tolerances of an fp32 run as long as its differences are pure rounding."""
     return Allowed(
         losses=(FP32_LOSS,) * len(own.losses),
     )
 
 
 def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun]) -> Allowed:
-    """Derive what is allowed in the spec's own dtypes from references in these: where they are
-    fp32, beyond the fixed figures."""
+    """Derive the tolerances in the spec's dtypes from references in these; in fp32, the results are
+    at least the fixed figures."""
     spread = _spread([run.losses for run in runs])
     if not is_banded(spec):
         fixed = fixed_in_fp32(runs[0])
@@ -172,7 +185,7 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun]) -> Allowed:
 
 
 def _larger(fixed: Sequence[float], spread: Sequence[float]) -> tuple[float, ...]:
-    """Of each step; the fixed figure where the other is not a number."""
+    """Return the larger tolerance of each step; the fixed figure if the spread is not a number."""
     return tuple(max(pair) for pair in zip(fixed, spread, strict=True))
 
 
@@ -181,20 +194,24 @@ def _factor(number: int) -> float:
 
 
 def _spread(runs: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return what is allowed of each step, from its values in all runs; not a number from where one
-    is none. Where a value is infinite (a step that is skipped) the spread is the one before."""
+    """Return the tolerance of each step from its values in all runs.
+
+    It is NaN from the first step with a NaN value. An infinite value (a skipped step) does not
+    change the spread of the steps before.
+    """
     deviations = (_deviation(values) for values in zip(*runs, strict=True))
     return tuple(_factor(len(runs)) * deviation for deviation in accumulate(deviations, _largest))
 
 
 def _farthest(runs: Sequence[ReferenceRun]) -> tuple[float, ...]:
-    """Return of each step the largest difference to the first."""
+    """Return the largest difference of each step's loss to the first reference."""
     by_step = zip(*(run.losses for run in runs), strict=True)
     return tuple(max(abs(loss - first) for loss in others) for first, *others in by_step)
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Written out: statistics.stdev refuses what is not finite."""
+    """Return the sample deviation, 0.0 if a value is infinite. statistics.stdev raises on such
+    values."""
     if any(map(math.isinf, values)):
         return 0.0
     mean = statistics.fmean(values)
@@ -206,8 +223,10 @@ def _largest(before: float, now: float) -> float:
 
 
 def _distances(runs: Sequence[ReferenceRun], exchange: Exchange) -> list[float]:
-    """Return how far the parameter that differs most is from the first reference's, of each
-    permuted one: each rank knows of its own runs."""
+    """Return, per permuted reference, the largest relative difference of a parameter to the first.
+
+    Each rank computes the distances of its runs, and the ranks gather them.
+    """
     first = whole(runs[0].solo.parameters if runs[0].solo else {}, exchange)
     solos = (run.solo for run in runs[1:] if run.solo)
     own = [max(apart_by_tensor(first, solo.parameters).values()) for solo in solos]
@@ -217,8 +236,7 @@ def _distances(runs: Sequence[ReferenceRun], exchange: Exchange) -> list[float]:
 
 
 def from_permuted(distances: Sequence[float]) -> float:
-    """Return what is allowed, from how far each of FEW or MANY permuted references is from the
-    first."""
+    """Return the tolerance for the distances of FEW or MANY permuted references from the first."""
     squares = [distance**2 for distance in distances]
     return _factor(len(distances) + 1) * math.sqrt(statistics.fmean(squares) / 2)
 
@@ -226,7 +244,8 @@ def from_permuted(distances: Sequence[float]) -> float:
 def _until(
     place: str, fixed: str, least: Sequence[float], allowed: Sequence[float], number: int
 ) -> str:
-    """From which step on rounding has grown beyond the fixed figure; "" where it never does."""
+    """Return a sentence about the step at which rounding exceeds the fixed figure; "" if it never
+    does."""
     beyond = (
         step for step, (one, other) in enumerate(zip(least, allowed, strict=True)) if one != other
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -96,9 +96,10 @@ class Onward:
 
     @property
     def limit(self) -> Tolerance:
-        """Return the tolerances of any loop in the run's coarsest dtype."""
+        """Return the tolerances of any loop in the run's coarsest dtype; in fp64 all gradients as
+        one vector are nearer than each by itself."""
         if self.spec.precision.compute_fp64:
-            return TOLERANCES[torch.float64]
+            return replace(TOLERANCES[torch.float64], gradients=1e-12)
         return TOLERANCES[torch.bfloat16 if is_banded(self.spec) else torch.float32]
 
     @contextmanager
@@ -114,8 +115,7 @@ class Onward:
         """Compare what is known after such a step, or the one after it; return whether it differs,
         on all ranks alike."""
         if self._updates is not None:
-            program, exchange, updates = self.program, self.exchange, self._updates
-            self.compare(loss, whole_gradients(program, updates, exchange, norm))
+            self.compare(loss, whole_gradients(self.program, self._updates, self.exchange, norm))
             self._updates = None
         else:
             self.compare_following(step, loss)

@@ -1,13 +1,13 @@
-"""Somebody's own model, wrappers and loop against one device.
+"""Verification of a user's model, wrappers and training loop against a single device.
 
     ptrain.verify(reference, distributed, batches, share=...)
 
-The reference is the same loop on the plain module and the whole global batch. It runs on every
-rank, beside the distributed one, without a collective; so a rank compares what it holds where it
-is. Step by step: the weights before the first, each parameter's gradient when the optimizer takes
-it, parameters and optimizer state after the update, the replicas bit by bit, the loss. At the first
-step that differs the run ends, the first module that differs is named, and the ranks tell each
-other enough to name state, axis and factor.
+The reference is the same loop on the plain module and the full global batch. It runs on every rank,
+next to the distributed loop and without collectives, so each rank compares its local tensors. The
+comparison covers the weights before the first step; then, per step, each parameter's gradient when
+the optimizer reads it, parameters and optimizer state after the update, bitwise equality of
+replicas, and the loss. The run ends at the first step that differs. The first module that differs
+is named, and the ranks exchange enough to name the state, the axis and the factor.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ def verify(
 
     Args:
         reference: The loop on a single device: the plain module, and a step on the global batch.
-        distributed: The loop as it is: a step on this rank's share. Both are a `Job`, or a
-            function that makes one; with functions the loop runs twice from its start, and both
-            runs must be identical to the bit.
+        distributed: The loop as it is: a step on this rank's share. Both are a `Job`, or a function
+            that makes one; with functions the loop runs twice from its start, and both runs must be
+            identical to the bit.
         batches: The global batches, identical on every rank.
-        share: What this rank's step gets of each batch: a function of the global batch
-            (`share_of`: equal parts), or a list of this rank's batches. None: the full batch
-            (tensor parallelism only).
+        share: This rank's share of each batch: a function of the global batch (`share_of`: equal
+            parts), or a list of this rank's batches. None: the full batch (tensor parallelism
+            only).
         terms: Number of steps, tolerance, and how losses are averaged (`Terms`).
 
     Returns:
-        The verdict: `holds`, and printed, what differs first and its root cause if one was found.
+        The verdict. `holds` is True if nothing differs; printed, it shows the first difference and
+        its root cause if one was found.
 
     Raises:
-        PtrainError: The loops cannot be compared, for example because the reference communicates
-            or there is no batch; or another rank raised, while this one waited for it. Such a wait
-            ends when the other process does, or with the timeout of the process group.
+        PtrainError: The loops cannot be compared, for example because the reference communicates or
+            there is no batch; or another rank raised while this one waited for it. Such a wait ends
+            when the other process does, or with the timeout of the process group.
 
     Example:
         >>> import copy, torch, ptrain
@@ -90,6 +91,7 @@ def _compared(
     share: Callable[[Any], Any] | Sequence[Any] | None,
     terms: Terms,
 ) -> LoopVerdict:
+    """Run both loops, a second time if a random draw could not be attributed to samples."""
     whole = list(batches)
     if not whole:
         raise PtrainError("verify: no batch\n  remedy: Pass at least one global batch.")
@@ -122,8 +124,11 @@ _VERDICTS = counted()  # as many on every rank
 
 
 class _RaisedOnAnyRank:
-    """Tells the other ranks what this one raises; where a collective fails because another rank has
-    raised, raises what that did."""
+    """A context that shares exceptions between ranks.
+
+    It publishes this rank's exception. If a collective fails because another rank raised, it raises
+    PtrainError with that rank's exception.
+    """
 
     def __init__(self) -> None:
         self._key = f"ptrain/verify/{next(_VERDICTS)}"
@@ -147,12 +152,14 @@ _OF_COLLECTIVES = re.compile("gloo|NCCL|c10d|[Cc]onnection|[Tt]imed out")
 
 
 def share_of(batch: Any, rank: int | None = None, size: int | None = None) -> Any:
-    """Return one of `size` equal parts of a batch: tensors are split by samples (dimension 0), also
-    in lists, tuples and mappings; everything else stays.
+    """Return one of `size` equal parts of a batch.
+
+    Tensors are split by samples (dimension 0), also inside lists, tuples and mappings. Other values
+    stay unchanged.
 
     Args:
         batch: The global batch.
-        rank: Which part. Default: this process's rank in the default group.
+        rank: The index of the part. Default: this process's rank in the default group.
         size: Number of parts. Default: the number of ranks in it.
 
     Returns:

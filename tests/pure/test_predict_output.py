@@ -275,7 +275,7 @@ def test_a_training_announces_no_peak_and_no_traffic_that_nobody_predicts():
 
 OWN_70B = (
     *("zero3", "model.preset=llama3-70b", "mesh.dp_shard=64", "cluster.preset=h100-64"),
-    *("precision={layout: fsdp-mixed, reduced: fp32}", "activations=M"),
+    *("precision={layout: fsdp-mixed, reduced: fp32}", "activations=M", "prefetch=0"),
     "batch={global: 64, micro: 1, sequence: 4096}",
 )
 

@@ -268,7 +268,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
         "train": "TrainSpec", "sync": "SyncPolicy", "offload": "Offload", "frozen": "FrozenSpec",
         "tensor": "TensorSpec", "pipeline": "PipelineSpec", "activations": "ActivationSpec",
         "loss": "LossSpec", "eval": "EvalSpec", "checkpoint": "CheckpointSpec",
-        "timeout": "Timeout", "log": "LogSpec",
+        "timeout": "Timeout", "log": "LogSpec", "compile": "Compiled",
     }  # fmt: skip
     assert dials.WHOLE_BUCKET == 1_099_511_627_776
 
@@ -369,6 +369,7 @@ def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
         "reduce_scatter": "native or all_to_all",
         "unit": "block, sub-block, n blocks or model",
         "activations": "a mode (R, M or O; M@host), or modes by block",
+        "compile": "none or block",
         "tensor.plan": "paired or naive, or a mapping of module names to roles",
         "context.attention": "ring, zigzag, all-gather, ulysses or {ulysses: U, ring: R}",
         "pipeline.split": "parameters, time, layers or a list of each stage's number of layers",

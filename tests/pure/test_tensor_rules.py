@@ -109,7 +109,7 @@ def test_slices_of_the_tokens_are_equal():
 
 def test_unequal_slices_of_the_vocabulary_are_not_gathered_yet():
     (fault,) = executed(spec(2, tensor={"loss_parallel": False}))
-    assert fault.place == "tensor.loss_parallel" and "multiple of 2" in fault.remedy
+    assert fault.place == "tensor.loss_parallel" and "model.vocab_multiple=2" in fault.remedy
     even = {"model": SHAPE | {"vocab": 260}, "tensor": {"loss_parallel": False}}
     assert not executed(spec(2, **even))
     assert not executed(spec(2))

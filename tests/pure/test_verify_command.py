@@ -212,6 +212,6 @@ def test_a_test_verifies_with_as_many_steps_as_it_says_or_without_trajectories(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     commands = []
-    monkeypatch.setattr("ptrain.testing._run", ended)
+    monkeypatch.setattr("ptrain.testing._run_python", ended)
     assert_verified("zero3", "mesh.dp_shard=2", **options)
     assert commands == [["-m", "ptrain", "verify", "zero3", "mesh.dp_shard=2", *words]]

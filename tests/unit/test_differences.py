@@ -9,7 +9,8 @@ import torch
 from ptrain.codec import decode, encode
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.verification.compare import AllDifferences, Differences
-from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.job import TOLERANCES, Ranks
+from ptrain.verification.jobs.record import compare_buffers
 
 ONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 UPDATED = Moment.UPDATE, Subject.PARAMETERS
@@ -124,3 +125,17 @@ def test_a_root_cause_says_what_came_of_its_fix_or_what_was_ruled_out() -> None:
     assert (unexplained.certainty, unexplained.tried) == (
         Certainty.UNEXPLAINED, "ruled out: a sum"
     )  # fmt: skip
+
+
+def test_infinities_in_both_buffers_are_no_difference_and_what_stands_beside_them_is() -> None:
+    mask = torch.tensor([[0.5, -math.inf], [1.0, 2.0]])
+    others = {
+        "same": mask.clone(),
+        "one side": mask.clamp(min=-1e30),
+        "beside": mask * torch.tensor([1.0, 1.1]),
+    }
+    own = step()
+    rows = ((name, mask, other) for name, other in others.items())
+    compare_buffers(own, rows, TOLERANCES[torch.float32], Moment.START)
+    assert [mismatch.name for mismatch in own.mismatches] == ["one side", "beside"]
+    assert math.isinf(own.mismatches[0].difference) and own.mismatches[1].difference < 0.2

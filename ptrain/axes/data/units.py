@@ -75,17 +75,23 @@ class Order(Generic[T]):
         self.ahead = step.prefetch
         self.is_on_file = step.reads_files
         self.used: list[UnitTheta[T]] = []
+        self.in_backward: set[UnitTheta[T]] = set()  # a gradient came to them in some pass
         self.is_known = False
 
     def gather(self, unit: UnitTheta[T], *, is_forward: bool) -> None:
         """Gather a unit, and start to gather the units that follow in this direction."""
         if is_forward and not self.is_known:
             self._record_use(unit)
+        if not is_forward:
+            self.in_backward.add(unit)
         unit.gather()
         if not self.is_known or not (self.ahead or self.is_on_file) or unit not in self.used:
             return
         place = self.used.index(unit)
-        following = self.used[place + 1 :] if is_forward else self.used[:place][::-1]
+        if is_forward:
+            following = self.used[place + 1 :]
+        else:  # before the first trained parameter nothing is computed
+            following = [other for other in self.used[:place][::-1] if other in self.in_backward]
         for other in following[: self.ahead]:
             other.prefetch()
         # one unit more: its file is read while the units before it are gathered

@@ -260,7 +260,7 @@ class EveryonesDraws:
         ]
         torch.save(own, body)
         result = cls()
-        for rank, its in enumerate(ranks.bytes([body.getvalue()])):
+        for rank, its in enumerate(ranks.bytes(body.getvalue())):
             draws = torch.load(io.BytesIO(its), weights_only=True)
             for path, number, (call, rows, times), value, dtype in draws:
                 held = RankDraw(rank, call, rows, times, value.to(dtype))

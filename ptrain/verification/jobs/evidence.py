@@ -32,6 +32,7 @@ from ptrain.verification.parts import (
     mean_size,
     multiple,
     norm,
+    ratio,
 )
 
 
@@ -230,7 +231,11 @@ class OwnGradients:
         """Return whether every element that this rank's optimizer took is a number of a coarser
         dtype, as near to one device's as such numbers lie, which are none of that dtype. Addends of
         a sum are about as large as the other elements."""
-        right = self._expected(names)
+        right = {  # one device's elements
+            name: self.holds[name].of(self.truths[name].view(self.holds[name].shape))
+            for name in self.taken
+            if name in names
+        }
         if not any(self.taken[name].numel() for name in right):
             return True  # it has nothing to say
         eps = torch.finfo(dtype).eps
@@ -240,14 +245,6 @@ class OwnGradients:
         )
         own = all(is_number_of(self.taken[name], dtype) for name in right)
         return is_near and own and not all(is_number_of(its, dtype) for its in right.values())
-
-    def _expected(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return one device's elements of what this rank's optimizer took."""
-        return {
-            name: self.holds[name].of(self.truths[name].view(self.holds[name].shape))
-            for name in self.taken
-            if name in names
-        }
 
     def of_all_ranks(self, name: str, ranks: Ranks) -> Iterator[Sample]:
         """Yield every element of a parameter, some at a time. All ranks call it."""
@@ -331,14 +328,10 @@ def _at_elements(truth: Tensor, gradient: Tensor | None, shard: ParameterShard |
     """Return this rank's gradient at the elements of the whole: NaN where it holds none of them,
     zero where the optimizer was given none."""
     row = torch.full(truth.shape, math.nan, dtype=torch.float64, device=truth.device)
-    if shard is None:
-        return row
-    value = torch.zeros(()) if gradient is None else gradient
-    value = value.masked_fill(value.isnan(), math.inf)  # NaN is what a rank does not hold
-    if shard.at is None:
-        row[:] = value.to(row)
-    else:
-        row[shard.at.to(row.device)] = value.to(row)
+    if shard is not None:
+        value = torch.zeros(()) if gradient is None else gradient
+        value = value.masked_fill(value.isnan(), math.inf)  # NaN is what a rank does not hold
+        row[slice(None) if shard.at is None else shard.at.to(row.device)] = value.to(row)
     return row
 
 
@@ -413,16 +406,11 @@ def tried(
         rows[name] = torch.cat(pieces)
         for left, before, length, numel in (row.tolist() for row in squares.values()):
             size = max(math.sqrt(length), scale.quiet(whole) * math.sqrt(numel))
-            after, was_off = (_relative(math.sqrt(its), size) for its in (left, before))
+            after, was_off = (ratio(math.sqrt(its), size) for its in (left, before))
             largest = max(largest, after)
             helps = after <= was_off / 2 or was_off <= limit.gradients
             fixes = fixes and after <= bound and helps
     return largest, rows if fixes else None
-
-
-def _relative(size: float, length: float) -> float:
-    is_known = bool(length) and math.isfinite(size)
-    return size / length if is_known else math.inf if size else 0.0
 
 
 def with_trial(

@@ -111,7 +111,12 @@ class Inquiry:
                 return undone
         # Generators go on: of draws that no operator is known for, the reference would be given the
         # loop's own numbers, and what they explain would count as proven.
-        probe, job_evidence = self._evidence(before)
+        self._restore_models()
+        probe = self.probe_of(self.step.seen)
+        job_evidence = evidence(
+            self.ranks, self.pair.holds, reference=self.step.expected, run=self.step.seen,
+            probe=probe, before=before,
+        )  # fmt: skip
         by_samples = of_samples(first, job_evidence, self.ranks)
         ledger = job_evidence.ledger
         if by_samples is not None and (read := of_shares(self, by_samples, ledger)) is not None:
@@ -215,14 +220,6 @@ class Inquiry:
             "with what backward writes to buffers undone, buffers, gradients, loss and update "
             "match the reference"
         )
-
-    def _evidence(self, before: Mapping[str, Tensor]) -> tuple[ProbeResult, JobEvidence]:
-        self._restore_models()
-        probe = self.probe_of(self.step.seen)
-        return probe, evidence(
-            self.ranks, self.pair.holds, reference=self.step.expected, run=self.step.seen,
-            probe=probe, before=before,
-        )  # fmt: skip
 
     def accumulated(self) -> RootCause | None:
         """Return the root cause of gradients whose micro-batches are added up in 16 bits, and the

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 RANKS = "ranks"
 Explain: TypeAlias = Callable[[Sequence[Mismatch]], RootCause]
-Recorder: TypeAlias = "Callable[[Mapping[str, ParameterShard]], StepRecorder]"
 Axes: TypeAlias = dict[str, tuple[tuple[int, ...], ...]]
 
 
@@ -77,9 +76,8 @@ class Ranks:
             dist.broadcast(shared, src=0, group=self.group)
         return shared.cpu()
 
-    def bytes(self, bodies: Sequence[bytes]) -> list[bytes]:
-        """Every rank's bytes, all of a rank's in a row."""
-        mine = b"".join(bodies)
+    def bytes(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes."""
         if self.size == 1:
             return [mine]
         sizes = self.gather(len(mine))
@@ -188,8 +186,6 @@ class Job:
         average: A moving average of the parameters, if the loop keeps one: a module
             (torch.optim.swa_utils.AveragedModel) or tensors by parameter name, the same object in
             every step; None on ranks that keep none.
-        recorder: Returns a recorder of one step, given this rank's parameters. Default: one that
-            sees what any loop shows.
         evidence: Shows more of the steps than their tensors do, as ptrain's programs can.
             Default: None.
 
@@ -199,7 +195,6 @@ class Job:
     model: nn.Module
     step: Callable[[Any], Any]
     average: Average | None = None
-    recorder: Recorder | None = None
     evidence: Evidence | None = None
 
 
@@ -208,6 +203,11 @@ class Evidence(Protocol):
     methods alike."""
 
     ranks: Ranks
+
+    def recorders(
+        self, wholes: Mapping[str, ParameterShard], holds: Mapping[str, ParameterShard]
+    ) -> tuple[StepRecorder, StepRecorder]:
+        """Return a recorder of the reference's next step, and one of the job's."""
 
     def state(self) -> SavedState:
         """Return a copy of the job's state."""

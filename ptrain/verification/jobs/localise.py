@@ -313,10 +313,13 @@ class ModuleInquiry:
             right = [p for p, s in known[:at] if s is Side.OUTPUT and not wrong[p, s]]
             kind = Side.UPSTREAM if side is Side.UPSTREAM else Side.OUTPUT
             gone = [p for p, s in self._order[: self._order.index((path, side))] if s is kind]
+            model = self.inquiry.pair.reference.model
             unknown = [
                 p
                 for p in gone
-                if (p, kind) not in table and not is_within(path, p) and self._has_parameters(p)
+                if (p, kind) not in table
+                and not is_within(path, p)
+                and next(model.get_submodule(p).parameters(), None) is not None
             ]
             later = [p for p, s in known[:at] if s is Side.UPSTREAM]
             return FirstDifference(
@@ -325,10 +328,6 @@ class ModuleInquiry:
                 between=tuple(innermost(unknown)), is_last=not later, axis=axis, factor=factor,
             )  # fmt: skip
         return None
-
-    def _has_parameters(self, path: str) -> bool:
-        module = self.inquiry.pair.reference.model.get_submodule(path)
-        return any(True for _ in module.parameters())
 
     def _shared(self, path: str, side: Side, number: int, modules: Calls) -> tuple[str, str]:
         """The axis and the factor of what differs: a sum over an axis that is missing, or a

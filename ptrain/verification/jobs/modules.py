@@ -29,7 +29,7 @@ from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.models.watch import is_real
 from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices
-from ptrain.verification.jobs.shards import part_of
+from ptrain.verification.jobs.shards import FUSED, part_of
 from ptrain.verification.parts import (
     canonical_modules,
     canonical_parameters,
@@ -92,9 +92,6 @@ def slice_of(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> To
     return None
 
 
-_FUSED = (1, 2, 3)  # matrices in one (q, k and v), of which each is cut
-
-
 def cuts(whole: int, own: int) -> Iterator[Tensor]:
     """Yield the indices of every usual way to cut a dimension: in one piece, of each of several
     fused parts; an early and a late piece (zigzag), as rank r of n has the slices r and
@@ -102,7 +99,7 @@ def cuts(whole: int, own: int) -> Iterator[Tensor]:
     if not own or whole % own:
         return
     count, every = whole // own, torch.arange(whole)
-    for fused in _FUSED:
+    for fused in FUSED:
         if own % fused == 0:
             parts = every.view(fused, count, own // fused)
             yield from (parts[:, rank].flatten() for rank in range(count))

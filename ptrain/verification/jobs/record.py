@@ -163,11 +163,15 @@ class StepRecorder(UpdateRecorder):
         if not (counts() and self.calls):
             return None
         call = self.calls[-1]
-        leaves = tree_leaves(output)
         first = first_real(output)
         if first is not None and not isinstance(first, DTensor):
             call.output = first.detach().clone()
-        places = {id(leaf): place for place, leaf in enumerate(leaves) if _has_gradient(leaf)}
+        places = {
+            id(leaf): place
+            for place, leaf in enumerate(tree_leaves(output))
+            # a DTensor has no gradient that one device could be given
+            if is_real(leaf) and leaf.requires_grad and not isinstance(leaf, DTensor)
+        }
 
         def seen(leaf: Any) -> Any:
             if id(leaf) not in places:
@@ -194,16 +198,6 @@ def _kept(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _has_gradient(leaf: object) -> bool:
-    """A DTensor has no gradient that one device could be given."""
-    return (
-        isinstance(leaf, Tensor)
-        and is_real(leaf)
-        and leaf.requires_grad
-        and not isinstance(leaf, DTensor)
-    )
-
-
 _SURE = 10  # tolerances of a gradient, relative to its root mean square
 _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by
 
@@ -220,12 +214,16 @@ def at_start(
     other ranks hold (`elsewhere`) this one need not: it may be a stage of a pipeline."""
     for name in wholes:
         if name not in holds and name not in elsewhere:
-            description = "in the reference, but not in the loop's model"
-            differences.add(Moment.START, Subject.PARAMETERS, name, description, Way.MISSING)
+            differences.add(
+                Moment.START, Subject.PARAMETERS, name,
+                "in the reference, but not in the loop's model", Way.MISSING,
+            )  # fmt: skip
     for name in names:
         if name not in wholes:
-            description = "in the loop's model, but not in the reference"
-            differences.add(Moment.START, Subject.PARAMETERS, name, description, Way.MISSING)
+            differences.add(
+                Moment.START, Subject.PARAMETERS, name,
+                "in the loop's model, but not in the reference", Way.MISSING,
+            )  # fmt: skip
     scale = Magnitude.of(wholes)
     for name, shard in holds.items():
         value, expected = values[name], shard.of(wholes[name])
@@ -284,14 +282,18 @@ def compare_gradients(
         whole = expected.get(name)
         if whole is None:
             if gradient is not None and bool(gradient.any()):
-                description = "a gradient that the reference does not have"
-                differences.add(Moment.GRADIENTS, Subject.GRADIENTS, name, description, Way.MISSING)
+                differences.add(
+                    Moment.GRADIENTS, Subject.GRADIENTS, name,
+                    "a gradient that the reference does not have", Way.MISSING,
+                )  # fmt: skip
             continue
         part = shard.of(whole.view(shard.shape))
         if gradient is None:
             if not scale.is_noise(part):
-                description = "no gradient when the optimizer steps"
-                differences.add(Moment.GRADIENTS, Subject.GRADIENTS, name, description, Way.MISSING)
+                differences.add(
+                    Moment.GRADIENTS, Subject.GRADIENTS, name,
+                    "no gradient when the optimizer steps", Way.MISSING,
+                )  # fmt: skip
             continue
         size = difference(gradient, part, scale.length(whole, part))
         differences.compare(

@@ -81,6 +81,7 @@ from ptrain.verification.jobs.shards import (
     values_of,
 )
 from ptrain.verification.jobs.step import (
+    CLIPPED,
     Drawing,
     LoopPair,
     RandomState,
@@ -103,12 +104,14 @@ _STILL = 2  # steps at the end without a move, from which a schedule's last step
 
 @dataclass(slots=True)
 class Watched:
-    """`trained`: parameters that had a gradient; `steps`: of each step whether any parameter had a
-    gradient, and whether any moved; `has_masters`: an optimizer updates tensors that are none of
-    the model's; `emptied`: how often an optimizer had nothing left of what it
-    had kept of a parameter."""
+    """`values`: those of the parameters after the last step; `trained`: parameters that had a
+    gradient; `steps`: of each step whether any parameter had a gradient, and whether any moved;
+    `has_masters`: an optimizer updates tensors that are none of the model's; `emptied`: how often
+    an optimizer had nothing left of what it had kept of a parameter."""
 
     num_ranks: int
+    wholes: Mapping[str, ParameterShard]
+    values: Mapping[str, Tensor]
     trained: set[str] = field(default_factory=set)
     steps: list[tuple[bool, bool]] = field(default_factory=list)
     has_masters: bool = False
@@ -116,26 +119,19 @@ class Watched:
     notes: list[str] = field(default_factory=list)
     _given: set[str] = field(default_factory=set)
     _kept: set[str] = field(default_factory=set)
-    _values: dict[str, Tensor] = field(default_factory=dict)
-    _shapes: dict[str, torch.Size] = field(default_factory=dict)
 
-    def begin(self, wholes: Mapping[str, ParameterShard]) -> None:
-        """Take the values of the start."""
-        self._values = values_of(wholes)
-        self._shapes = {name: shard.shape for name, shard in wholes.items()}
-
-    def see(self, run: StepRecorder, wholes: Mapping[str, ParameterShard]) -> None:
+    def see(self, run: StepRecorder) -> None:
         """Take what a step shows."""
-        now = values_of(wholes)
+        now = values_of(self.wholes)
         trained = {name for name, gradient in run.gradients.items() if bool(gradient.any())}
-        moved = any(not torch.equal(row, self._values[name]) for name, row in now.items())
+        moved = any(not torch.equal(row, self.values[name]) for name, row in now.items())
         self.trained |= trained
         self.steps.append((bool(trained), moved))
         for name in self._kept & run.record.before.keys():
             state = run.record.before[name].state.values()
             has_any = any(isinstance(row, Tensor) and bool(row.any()) for row in state)
             self.emptied[name] = self.emptied.get(name, 0) + (not has_any)
-        own = {id(shard.parameter): name for name, shard in wholes.items()}
+        own = {id(shard.parameter): name for name, shard in self.wholes.items()}
         given = [
             id(parameter)
             for optimizer in run.optimizers
@@ -151,7 +147,7 @@ class Watched:
             if id(parameter) in own
             and any(isinstance(row, Tensor) and bool(row.any()) for row in state.values())
         }
-        self._values = now
+        self.values = now
 
     def relations(self, origin: Mapping[str, Tensor]) -> Iterator[TriedRelation]:
         """Yield what holds of any training, and what does not; `origin`: the values of the
@@ -159,7 +155,7 @@ class Watched:
         count = len(self.steps)
         if count < 2:
             return
-        moved = {n for n in self.trained if not torch.equal(self._values[n], origin[n].flatten())}
+        moved = {n for n in self.trained if not torch.equal(self.values[n], origin[n].flatten())}
         still = [] if self.has_masters or not moved else sorted(self.trained - moved)
         if rounded := [name for name in still if name in self._given]:
             self.notes.append(
@@ -169,7 +165,9 @@ class Watched:
         stalled = len([*takewhile(lambda its: its == (True, False), reversed(self.steps))])
         is_stalled = _STILL <= stalled < count
         emptied = [n for n, times in self.emptied.items() if times == count - 1 > 1]
-        alike = [name for name in moved if _has_equal_rows(self._values[name], self._shapes[name])]
+        alike = [
+            name for name in moved if _has_equal_rows(self.values[name], self.wholes[name].shape)
+        ]
         wrong = {
             "what gets a gradient moves": (
                 Subject.PARAMETERS, "not updated in the reference either",
@@ -264,11 +262,10 @@ class Examiner:
         self.sums = [{"parameters": digests(self.pair.holds, self.start)}]
         self.root_cause: RootCause | None = None
         self.before: dict[str, torch.Tensor] = {}
-        self._count = 0  # of steps
         self._batch: Any = None  # of the step that is examined
         self._share: Any = None
         self._has_rows = False  # a batch's first dimension is samples, which ranks have some of
-        self.watched = Watched(self.ranks.size)
+        self.watched = Watched(self.ranks.size, self.pair.wholes, self.pair.origin)
 
     @property
     def mismatches(self) -> list[Mismatch]:
@@ -279,7 +276,7 @@ class Examiner:
     ) -> LoopVerdict:
         """Every step, and the first batch once more at the end."""
         self._begin(batches[0], shares[0])
-        steps, self._count = 0, len(batches)
+        steps = 0
         for step, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             if self.root_cause is not None:
                 break
@@ -323,7 +320,6 @@ class Examiner:
 
     def _begin(self, batch: Any, share: Any) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
-        self.watched.begin(self.pair.wholes)
         holds, is_program = self.pair.holds, self.pair.loop.evidence is not None
         names = holds if is_program else parameter_names(self.pair.loop.model, self._tied)
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
@@ -353,7 +349,7 @@ class Examiner:
         self.drawing.require_attributed()
         if seen.expected.updates and not has_closure:  # else not every gradient is seen
             self.norms.append(math.sqrt(sum(map(square, seen.expected.gradients.values()))))
-        self.watched.see(seen.expected, self.pair.wholes)
+        self.watched.see(seen.expected)
         if step == 0 and self.pair.loop.evidence is None:
             everyones = self.ranks.gather(rows_of(seen.seen.calls))
             samples = ledger_of(rows_of(seen.expected.calls), everyones)
@@ -427,7 +423,8 @@ class Examiner:
             case Moment.GRADIENTS:
                 return self._explain_gradients(step, first)
             case _ if first[0].subject is Subject.LOSS:
-                known = "match after clipping" if step.is_clipped else "match"
+                is_plain = abs((step.clip or 0.0) - 1.0) <= CLIPPED
+                known = "match" if is_plain else "match after clipping"
                 return self._explain_loss(first, number(step.losses[1]), known)
             case _:
                 others = [its for its in first if its.subject is not Subject.AVERAGE]
@@ -448,8 +445,7 @@ class Examiner:
             return None
         buffers = [its for its in mismatches if its.subject is Subject.BUFFERS]
         models = self.pair.reference.model, self.pair.loop.model
-        limit = self.limit.updates
-        return explain_buffers(buffers, models, self.ranks, limit) if buffers else None
+        return explain_buffers(buffers, models, self.ranks, self.limit.updates) if buffers else None
 
     def _explain_updates(self, first: Sequence[Mismatch], step: StepComparison) -> RootCause:
         """Ranks whose optimizers do not step as often as one device's, and what these update."""
@@ -500,11 +496,9 @@ class Examiner:
         if right is None or measured is None:
             return
         if not self.terms.tolerance:
-            dtypes = (loss_dtype(returned), loss_dtype(own))
+            dtypes = (loss_dtype(returned), loss_dtype(own))  # of a stage without a loss none
             mine = [TOLERANCES[dtype].losses for dtype in dtypes if dtype in TOLERANCES]
-            limits = self.ranks.gather(
-                max(mine, default=0.0)
-            )  # a stage without a loss has no dtype
+            limits = self.ranks.gather(max(mine, default=0.0))
             self.worst_loss.tolerance = max(self.worst_loss.tolerance, *limits)
         limit = self.worst_loss.tolerance
         for losses, loss in zip(self.losses, (right, measured), strict=True):
@@ -528,9 +522,8 @@ class Examiner:
         }
         job = again()
         self.random.restore()
-        first = self.sums[: _REPEATED + 1]
         cause = repeated(
-            job, wholes, self.terms, shares=shares[: len(first) - 1], first=first,
+            job, wholes, self.terms, shares=shares, first=self.sums[: _REPEATED + 1],
             drawing=self.drawing, tied=self._tied,
         )  # fmt: skip
         if self.root_cause is None or self.root_cause.certainty is not Certainty.PROVEN:
@@ -549,10 +542,9 @@ class Examiner:
             self.notes.append(
                 f"no further step can be run, so the loss after it is unknown: {error}"
             )
-        way = distance(self.pair.origin, values_of(self.pair.wholes))
         run = Trajectory(
             losses=tuple(self.losses[0]), gradient_norms=tuple(self.norms), parameters={},
-            travelled=way, again=again,
+            travelled=distance(self.pair.origin, values_of(self.pair.wholes)), again=again,
         )  # fmt: skip
         return list(alive("reference", run))
 

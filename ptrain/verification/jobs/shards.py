@@ -19,7 +19,7 @@ from ptrain.models.ledger import local
 from ptrain.verification.parts import canonical_name, held
 
 # Fused projections hold so many matrices on top of each other, each of which is cut (q, k and v).
-_FUSED = (1, 2, 3)
+FUSED = (1, 2, 3)
 
 
 @dataclass(slots=True)
@@ -296,7 +296,7 @@ def _candidates(part: torch.Size, whole: torch.Size) -> Iterator[tuple[int, int,
     (dim,) = differing
     numbers = numbered(whole)
     most = dist.get_world_size() if dist.is_initialized() else 1
-    for fused in _FUSED:
+    for fused in FUSED:
         for count in range(2, most + 1):
             if fused > 1 and whole[dim] % (fused * count):
                 continue

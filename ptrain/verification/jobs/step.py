@@ -6,24 +6,24 @@ loop's masks instead of its own, dropout is compared as tightly as a model witho
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ptrain.report.finding import POSSIBLE, Moment, RootCause, Subject
 from ptrain.verification.compare import Differences, ParameterMove
-from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.draws import DrawMode, EveryonesDraws, Key, RandomDraw
-from ptrain.verification.jobs.job import Alone, Job, Ranks, SavedState, Terms, Tolerance
+from ptrain.verification.jobs.job import Alone, Average, Job, Ranks, SavedState, Terms, Tolerance
 from ptrain.verification.jobs.record import (
     Buffers,
     ModelState,
     StepRecorder,
+    beside_way,
     compare_buffers,
     compare_gradients,
     compare_in_use,
@@ -37,9 +37,14 @@ from ptrain.verification.jobs.record import (
     sure_of,
 )
 from ptrain.verification.jobs.root_causes import families
-from ptrain.verification.jobs.shards import ParameterShard, held_by, values_of
-from ptrain.verification.parts import COARSER, Magnitude, named, square
-from ptrain.verification.updates.clip import UpdateCase, compare_masters, kept_squares
+from ptrain.verification.jobs.shards import ParameterShard, held_by, shard_of, values_of
+from ptrain.verification.parts import COARSER, Magnitude, canonical_name, difference, named, norm
+from ptrain.verification.updates.clip import (
+    UpdateCase,
+    common_factor,
+    compare_masters,
+    kept_squares,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +93,13 @@ class Drawing:
 
     def recorded(self, model: nn.Module) -> Any:
         """Return what the loop's step is to run in."""
-        self.loop = DrawMode(model, replace=self._stilled)
+        self.loop = DrawMode(
+            model, replace=lambda draw: draw.stilled() if draw.path in self.still else None
+        )
         return self.loop if self.draws else nullcontext()
 
     def exchange(self) -> None:
         """All ranks tell each other what they drew."""
-        if not self.draws:
-            return
         self.everyones = EveryonesDraws.gathered(self.loop, self.ranks)
         hidden = self.ranks.gather(sorted(self.loop.hidden))
         self.hidden |= {path for paths in hidden for path in paths}
@@ -103,39 +108,27 @@ class Drawing:
     def replayed(self, *models: nn.Module, still: Collection[Key] = ()) -> Any:
         """Return what passes of the plain model are to run in: each sample is dropped out as on the
         rank that had it."""
-        if not self.draws:
-            return nullcontext()
-        mode: DrawMode
 
-        def instead(draw: RandomDraw) -> Tensor | None:
-            if draw.path in self.still or (draw.path, draw.number) in still:
-                return draw.stilled()
+        def value(draw: RandomDraw, mode: DrawMode) -> Tensor | None:
             place = draw.outer, draw.call
             return self.everyones.of(draw, mode.rows[place], mode.times[place])
 
-        mode = DrawMode(*models, replace=instead)
-        return mode
+        return self._instead(models, still, value)
 
     def repeated(self, *models: nn.Module, alike: bool = False, still: Collection[Key] = ()) -> Any:
         """Return what passes of the loop's modules, or of plain ones on what these were given, are
         to run in: they draw what this rank's drew in its step. `alike`: ranks with the same samples
         draw what the first of them drew; and backward draws what forward drew."""
-        if not self.draws:
-            return nullcontext()
         own = {(draw.path, draw.number, draw.call): draw.value for draw in self.loop.draws}
-        mode: DrawMode
 
-        def instead(draw: RandomDraw) -> Tensor | None:
-            if draw.path in self.still or (draw.path, draw.number) in still:
-                return draw.stilled()
-            value = own.get((draw.path, draw.number, draw.call))
+        def value(draw: RandomDraw, mode: DrawMode) -> Tensor | None:
+            its = own.get((draw.path, draw.number, draw.call))
             rows = mode.rows.get((draw.outer, draw.call), ())
             if alike and (first := self.everyones.of_first(draw, rows)) is not None:
-                value = first
-            return value if value is not None and value.shape == draw.value.shape else None
+                its = first
+            return its if its is not None and its.shape == draw.value.shape else None
 
-        mode = DrawMode(*models, replace=instead, keeps=alike)
-        return mode
+        return self._instead(models, still, value, keeps=alike)
 
     def stilled(self, model: nn.Module) -> Any:
         """Return what passes are to run in that are to draw nothing."""
@@ -173,19 +166,91 @@ class Drawing:
                 "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) to compare with it"
             )
 
-    def _stilled(self, draw: RandomDraw) -> Tensor | None:
-        return draw.stilled() if draw.path in self.still else None
+    def _instead(
+        self, models: Sequence[nn.Module], still: Collection[Key],
+        value: Callable[[RandomDraw, DrawMode], Tensor | None], *, keeps: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return what passes are to run in that draw these values, and nothing where it is
+        `still`."""
+        mode: DrawMode
 
+        def instead(draw: RandomDraw) -> Tensor | None:
+            is_still = draw.path in self.still or (draw.path, draw.number) in still
+            return draw.stilled() if is_still else value(draw, mode)
 
-@contextmanager
-def drawing_from(state: RandomState, model: nn.Module) -> Iterator[None]:
-    """Draw from `state` on within, and go on afterwards from where the generators stand now."""
-    with torch.random.fork_rng(devices=cuda_devices(model)):
-        state.restore()
-        yield
+        mode = DrawMode(*models, replace=instead, keeps=keeps)
+        return mode if self.draws else nullcontext()
 
 
 Rows = dict[str, Tensor]
+
+_ROUNDINGS = 4  # of an average, in its own dtype
+_LARGE = 0.05  # of its way: a fault is larger, even where its way is not much more than roundings
+
+# This rank's elements of the loop's average and of one device's.
+Both = dict[str, tuple[Tensor, Tensor]]
+
+
+class Averages:
+    """Moving averages of the parameters (torch.optim.swa_utils.AveragedModel, or a copy by hand)
+    beside one device's: `before` and `compare` around every step."""
+
+    def __init__(self, reference: Job, loop: Job, holds: Mapping[str, ParameterShard]) -> None:
+        self._reference, self._loop, self._holds = reference, loop, holds
+        self._origin, self._before = Both(), Both()
+
+    def before(self) -> None:
+        """Take the averages before a step."""
+        self._before = self._values()
+        self._origin = self._origin or self._before
+
+    def compare(self, differences: Differences, limit: Tolerance) -> None:
+        """Add a mismatch of each average that is not one device's."""
+        now = self._values()
+        for name, (own, right) in now.items():
+            was, its = self._before[name]
+            way = norm(right.double() - self._origin[name][1].double())
+            # relative to its way or to its roundings
+            eps = torch.finfo(own.dtype).eps * _ROUNDINGS * norm(right)
+            size = max(
+                beside_way(own, right, way, limit, _ROUNDINGS),
+                difference(own, right, max(way, eps / _LARGE)) * limit.updates / _LARGE,
+            )
+            if torch.equal(own, was) and 2 * int((right != its).sum()) > right.numel():
+                size = max(size, 1.0)
+            differences.compare(
+                Moment.UPDATE, Subject.AVERAGE, name, difference=size, tolerance=limit.updates
+            )
+
+    def _values(self) -> Both:
+        rights, rows = dict(_tensors(self._reference.average)), Both()
+        for name, tensor in _tensors(self._loop.average):
+            if name not in rights or name not in self._holds:
+                continue
+            shard = _shard(name, tensor, rights[name].shape, self._holds[name])
+            rows[name] = shard.value().clone(), shard.of(rights[name].detach()).clone()
+        return rows
+
+
+def _shard(
+    name: str, tensor: Tensor, shape: torch.Size, parameter: ParameterShard
+) -> ParameterShard:
+    """Return which elements of the whole an average is: as it says itself, all, or those that the
+    rank has of the parameter."""
+    if isinstance(tensor, DTensor):
+        return shard_of(name, tensor, shape)
+    if tensor.shape == shape:
+        return ParameterShard(name, tensor, shape)
+    return replace(parameter, parameter=tensor, within=None)
+
+
+def _tensors(average: Average | None) -> Iterator[tuple[str, Tensor]]:
+    if average is None:
+        return
+    rows = average.named_parameters() if isinstance(average, nn.Module) else average.items()
+    for name, tensor in rows:
+        if tensor.is_floating_point():
+            yield canonical_name(name), tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,37 +273,32 @@ class LoopPair:
 
     def values(self) -> Rows:
         """Return copies of this rank's elements of the loop's parameters."""
-        evidence = self.loop.evidence
-        return evidence.values(self.holds) if evidence else values_of(self.holds)
+        its = self.loop.evidence
+        return its.values(self.holds) if its else values_of(self.holds)
 
     def kept(self, seen: StepRecorder) -> Mapping[str, Mapping[str, Tensor]]:
         """Return what the loop's optimizers keep beside each parameter."""
-        evidence = self.loop.evidence
-        return evidence.kept() if evidence else state_of(seen, self.holds)
+        return self.loop.evidence.kept() if self.loop.evidence else state_of(seen, self.holds)
 
     def buffers(self) -> Buffers:
         """Yield the buffers that both sides have."""
-        evidence = self.loop.evidence
-        both = self.reference.model, self.loop.model
-        return evidence.buffers(both[0]) if evidence else shared_buffers(*both)
+        plain, its = self.reference.model, self.loop.evidence
+        return its.buffers(plain) if its else shared_buffers(plain, self.loop.model)
 
     def recorders(self) -> tuple[StepRecorder, StepRecorder]:
         """Return a recorder of the reference's step, and one of the loop's."""
-        sides = (self.reference, self.wholes), (self.loop, self.holds)
-        expected, seen = (
-            job.recorder(holds) if job.recorder else StepRecorder(job.model, holds)
-            for job, holds in sides
-        )
-        return expected, seen
+        if self.loop.evidence:
+            return self.loop.evidence.recorders(self.wholes, self.holds)
+        plain = StepRecorder(self.reference.model, self.wholes)
+        return plain, StepRecorder(self.loop.model, self.holds)
 
     def states(self) -> tuple[SavedState, SavedState]:
         """Return copies of the state of both, the reference's first."""
-        evidence = self.loop.evidence
-        own = evidence.state() if evidence else ModelState.of(self.loop.model)
+        own = self.loop.evidence.state() if self.loop.evidence else ModelState.of(self.loop.model)
         return ModelState.of(self.reference.model), own
 
 
-_CLIPPED = 1e-6  # of the squared norm: what it loses to clipping, beyond a rounding
+CLIPPED = 1e-6  # relative: by what factors of clipping may differ, beyond a rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,24 +320,14 @@ class StepComparison:
     unclipped: dict[str, float]
 
     @property
-    def is_clipped(self) -> bool:
-        """Return whether the reference's gradients were made shorter before its update."""
-        taken = sum(map(square, self.expected.gradients.values()))
-        return sum(self.unclipped.values()) > taken * (1 + _CLIPPED)
-
-    @property
     def clip(self) -> float | None:
         """Return what the reference multiplies all gradients by after backward; None where that is
         no one number, or where the recorders divide by it."""
         if self.expected.clip != 1.0 or self.seen.clip != 1.0:
             return None
-        rows = {n: its for n, its in self.expected.gradients.items() if self.unclipped.get(n)}
-        factors = [math.sqrt(square(its) / self.unclipped[name]) for name, its in rows.items()]
-        rounding = max([_CLIPPED, *(torch.finfo(its.dtype).eps for its in rows.values())])
-        if not factors or max(factors) - min(factors) > rounding * max(factors):
-            return None if factors else 1.0
-        taken = sum(map(square, rows.values()))
-        return math.sqrt(taken / sum(self.unclipped[name] for name in rows))
+        rows = self.expected.gradients
+        rounding = max([CLIPPED, *(torch.finfo(its.dtype).eps for its in rows.values())])
+        return common_factor(self.unclipped, rows, rounding)
 
 
 Watches = Sequence[AbstractContextManager[object]]
@@ -296,7 +346,8 @@ def both_losses(
             stack.enter_context(context)
         loss = pair.loop.step(share)
     drawing.exchange()
-    with drawing_from(random, plain), ExitStack() as stack:
+    with torch.random.fork_rng(devices=cuda_devices(plain)), ExitStack() as stack:
+        random.restore()
         alone = nullcontext() if pair.loop.evidence else Alone()  # slow: it sees every operator
         for context in (*of_reference, drawing.replayed(plain), alone):
             stack.enter_context(context)
@@ -319,8 +370,10 @@ def run_step(
     right, loss = both_losses(pair, batch, share, drawing, watches)
     differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:
-        description = f"{seen.updates} updates, {expected.updates} in the reference"
-        differences.add(Moment.START, Subject.COUNTER, "optimizer.step", description)
+        differences.add(
+            Moment.START, Subject.COUNTER, "optimizer.step",
+            f"{seen.updates} updates, {expected.updates} in the reference",
+        )  # fmt: skip
     sides = expected, seen
     own = {name: shard for name, shard in pair.holds.items() if name not in seen.omitted}
     own = of_own_optimizers(seen.updated, own, drawing.ranks)
@@ -424,65 +477,36 @@ def repeated(
     """Return why a loop that is run again gives other bits; None where it does not. Runs as many
     steps as `first` has checksums of, which begins with those of the start."""
     holds = held_by(job.model, wholes, terms.part, tied=tied, padded=terms.padded)
-    ranks = drawing.ranks
-    differing = _gathered(ranks, _differing(first[0], {"parameters": checksums_of(holds)}))
-    if differing:
-        return _not_reproducible(
-            differing,
-            0,
-            "Built again, the loop has other weights.",
-            "Seed its construction on every rank.",
-        )
-    for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
-        with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
-            job.step(share)
-        now = {"gradients": digests(holds, seen.gradients), "parameters": checksums_of(holds)}
-        differing = _gathered(ranks, _differing(expected, now))
-        if differing:
-            return _not_reproducible(
-                differing, step,
-                "Run again from the same weights on the same batch, the loop gives other bits. "
-                f"{POSSIBLE}an unseeded dropout or draw; a collective that is not waited for; an "
-                "operator that is not deterministic.",
-                "Seed what is drawn, wait for every collective, and set "
-                "torch.use_deterministic_algorithms(True).",
+    now = {"parameters": checksums_of(holds)}
+    for step, expected in enumerate(first):
+        if step:
+            with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
+                job.step(shares[step - 1])
+            # gradients before parameters
+            now = {"gradients": digests(holds, seen.gradients), "parameters": checksums_of(holds)}
+        mine = {
+            kind: [name for name, bits in sums.items() if expected[kind].get(name) != bits]
+            for kind, sums in now.items()
+        }
+        everyones = drawing.ranks.gather(mine)
+        kind = next((its for its in now if any(of_rank[its] for of_rank in everyones)), None)
+        if kind is not None:
+            return RootCause(
+                state=Subject(kind), axis="", factor="not reproducible", step=max(step - 1, 0),
+                place=families(name for its in everyones for name in its[kind]),
+                ranks=tuple(rank for rank, its in enumerate(everyones) if its[kind]),
+                sentence="Run again from the same weights on the same batch, the loop gives other "
+                f"bits. {POSSIBLE}an unseeded dropout or draw; a collective that is not waited "
+                "for; an operator that is not deterministic."
+                if step
+                else "Built again, the loop has other weights.",
+                fix="Seed what is drawn, wait for every collective, and set "
+                "torch.use_deterministic_algorithms(True)."
+                if step
+                else "Seed its construction on every rank.",
             )  # fmt: skip
     return None
 
 
 def checksums_of(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
     return digests(holds, {name: shard.value() for name, shard in holds.items()})
-
-
-def _differing(expected: Sums, now: Sums) -> dict[str, list[str]]:
-    """Return what differs, by kind; gradients before parameters."""
-    return {
-        kind: [name for name, checksum in sums.items() if expected[kind].get(name) != checksum]
-        for kind, sums in now.items()
-    }
-
-
-def _gathered(ranks: Ranks, mine: dict[str, list[str]]) -> list[tuple[int, str, list[str]]]:
-    """(rank, kind, names) of the first kind that differs on any rank."""
-    everyones = ranks.gather(mine)
-    for kind in mine:
-        rows = [(rank, kind, its[kind]) for rank, its in enumerate(everyones) if its[kind]]
-        if rows:
-            return rows
-    return []
-
-
-def _not_reproducible(
-    rows: Sequence[tuple[int, str, list[str]]], step: int, sentence: str, fix: str
-) -> RootCause:
-    names = dict.fromkeys(name for _, _, group in rows for name in group)
-    return RootCause(
-        state=Subject(rows[0][1]),
-        axis="",
-        factor="not reproducible",
-        place=families(names),
-        step=step,
-        ranks=tuple(rank for rank, _, _ in rows),
-        sentence=sentence,
-        fix=fix,
-    )

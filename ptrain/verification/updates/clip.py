@@ -82,9 +82,13 @@ class UpdateCase:
     limit: Tolerance
 
     @cached_property
-    def is_noise(self) -> Callable[[str], bool]:
-        """Whether the verdict does not compare a parameter, as its gradient is nothing."""
-        return Magnitude.noise_among(self.reference.gradients)
+    def _scale(self) -> Magnitude:
+        return Magnitude.of(self.reference.gradients)
+
+    def is_noise(self, name: str) -> bool:
+        """Return whether the verdict does not compare a parameter, as its gradient is nothing."""
+        gradient = self.reference.gradients.get(name)
+        return gradient is not None and self._scale.is_noise(gradient)
 
     @cached_property
     def own(self) -> dict[str, Ingredients]:
@@ -278,6 +282,18 @@ class Scaling:
     part: str = ""
 
 
+def common_factor(
+    squares: Mapping[str, float], gradients: Mapping[str, Tensor], tolerance: float
+) -> float | None:
+    """Return what all gradients are multiplied by that had these squares; 1 where none had any,
+    None where it is no one number."""
+    rows = {name: square(its) for name, its in gradients.items() if squares.get(name)}
+    factors = [math.sqrt(row / squares[name]) for name, row in rows.items()]
+    if not factors or max(factors) - min(factors) > tolerance * max(factors):
+        return None if factors else 1.0
+    return math.sqrt(sum(rows.values()) / sum(squares[name] for name in rows))
+
+
 @dataclass(frozen=True, slots=True)
 class ClippedGradient:
     """One device's: squares by parameter before clipping, and what clipping multiplied it by."""
@@ -291,16 +307,9 @@ class ClippedGradient:
     ) -> ClippedGradient | None:
         """None where all are not scaled alike, or not at all, or by a power of two (a loss's
         scale)."""
-        factors = [
-            math.sqrt(square(gradient) / squares[name])
-            for name, gradient in gradients.items()
-            if squares.get(name)
-        ]
-        factor, most = (min(factors), max(factors)) if factors else (0.0, 0.0)
-        is_clip = 0.0 < factor < 1.0 - _LEAST and not math.log2(factor).is_integer()
-        if not is_clip or most - factor > tolerance * most:
-            return None
-        return cls(squares, factor)
+        factor = common_factor(squares, gradients, tolerance) or 1.0
+        is_clip = factor < 1.0 - _LEAST and not math.log2(factor).is_integer()
+        return cls(squares, factor) if is_clip else None
 
     def norm(self, names: Sequence[str] | None = None) -> float:
         """Return that of these parameters, or of all, before clipping."""

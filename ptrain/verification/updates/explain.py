@@ -257,14 +257,14 @@ def explain_replicas(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
 def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> RootCause:
     """Explain mismatches at the moment of the update. All ranks call it with the same."""
     explainer = UpdateExplainer(mismatches, case, ranks)
-    if any(mismatch.subject in _UPDATED for mismatch in explainer.mismatches):
+    if any(mismatch.subject in UPDATED for mismatch in explainer.mismatches):
         return explainer.root_cause()
     return explain_replicas(mismatches, ranks)
 
 
 _COARSE = 1e-6  # of what is left: a reader wants to see what it was before
 _FOREIGN = "no torch.optim.Optimizer of the reference has the differing tensors"
-_UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
+UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
 
 
 class UpdateExplainer:
@@ -303,7 +303,7 @@ class UpdateExplainer:
         return {
             mismatch.name.partition(" · ")[0]
             for mismatch in self.mismatches
-            if mismatch.rank == self.case.verdict.rank and mismatch.subject in _UPDATED
+            if mismatch.rank == self.case.verdict.rank and mismatch.subject in UPDATED
         }
 
     def _rows(self, names: Sequence[str]) -> list[tuple[int, str]]:
