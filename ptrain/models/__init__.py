@@ -1,1 +1,1 @@
-"""Llama, GPT, Transformers and custom models. No parallelism."""
+"""Llama, GPT, Transformers and custom models, without parallelism."""

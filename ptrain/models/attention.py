@@ -1,17 +1,20 @@
-"""What attention computes between its projections: `core(q, k, v)`, causal, by the spec's kind.
+"""Attention between its projections: causal `core(q, k, v)` modules, one per kernel kind of a spec.
 
 Legend of shape suffixes: B samples, H heads, G key-value heads, R heads per key-value head, T
-tokens, D elements per head. A core has no parameters; it is given keys and values of as many heads
-as they have, and repeats them by an explicit copy: not every kernel takes fewer. Where a layer has
-a window it is given a mask too, whose elements are added to scores: 0, or -inf; where samples are
-of documents one of each sample [B, 1, T, T].
+tokens, D elements per head.
 
-In samples of several documents a token attends to those of its own document alone, up to itself.
-Positions are those in the sample: they do not begin anew with a document. Rotary ones are the same
-either way, since scores depend on their differences.
+A core has no parameters. Keys and values arrive with G heads, and a core repeats them by an
+explicit copy, because not every kernel accepts fewer heads than queries have. A layer with a window
+also passes a mask, which is added to the scores: 0 or -inf. For samples that hold several documents
+the mask has one entry per sample: [B, 1, T, T].
 
-Note: of eager attention every tensor that is saved for the backward pass has a size that is one
-product of shape fields, and none is changed in place, so that a policy may keep any of them.
+In samples of several documents a token attends only to earlier tokens of its document and to
+itself. Positions count from the start of the sample, not of the document. For rotary embeddings
+both give identical scores, since scores depend on position differences.
+
+Note: every tensor that eager attention saves for the backward pass has a size that is one product
+of shape fields, and none is changed in place. A recomputation policy may therefore keep any of
+them.
 """
 
 from __future__ import annotations
@@ -34,8 +37,13 @@ from ptrain.spec.model import Attention, ExternalModel, ModelShape, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What becomes of scores. `scale`: None for D ** -0.5; `cap` bounds them; `window`: tokens that
-    a query attends to, None for all."""
+    """The transformations of attention scores before the softmax.
+
+    Attributes:
+        scale: Factor of the scores; None means D ** -0.5.
+        cap: Bound of the scores, applied by tanh; None leaves them unbounded.
+        window: Number of most recent tokens that a query attends to; None means all.
+    """
 
     scale: float | None = None
     cap: float | None = None
@@ -43,7 +51,7 @@ class Scores:
 
 
 class Core(nn.Module):
-    """torch's scaled_dot_product_attention, whatever kernel it takes."""
+    """Attention by torch's `scaled_dot_product_attention`, with the kernel that torch selects."""
 
     def __init__(self, dropout: float = 0.0, scores: Scores | None = None) -> None:
         super().__init__()
@@ -60,9 +68,12 @@ class Core(nn.Module):
     def attend(
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
     ) -> Tensor:
-        """Return the values that each query attends to, of as many heads each. The fused kernels of
-        processors, and flash's of GPUs, take values as wide as queries: narrower ones are filled up
-        with zeros."""
+        """Return the attention output [B, H, T, D] of queries, keys and values with equal head
+        counts.
+
+        CPU kernels and the GPU's flash kernel need values as wide as queries, so narrower values
+        are padded with zeros, and the padding is removed from the output.
+        """
         narrow, wide = v_BHTD.shape[-1], q_BHTD.shape[-1]
         y_BHTD = F.scaled_dot_product_attention(
             q_BHTD,
@@ -77,8 +88,10 @@ class Core(nn.Module):
 
 
 class EagerCore(Core):
-    """Operator by operator: scores, probabilities and what dropout leaves of them are B·H·T·T
-    elements each. The softmax is computed in at least fp32."""
+    """Attention operator by operator, with the softmax in at least fp32.
+
+    Scores, probabilities and their dropout output have B·H·T·T elements each.
+    """
 
     def attend(
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
@@ -93,9 +106,12 @@ class EagerCore(Core):
 
 
 class FlexCore(Core):
-    """torch's flex_attention over the blocks that a causal mask leaves, compiled where it trains:
-    on a processor it has no backward pass. Nothing is compiled while a dispatch mode watches: a
-    ledger sees what it returns, not what it allocates in between."""
+    """Attention by torch's `flex_attention` over the blocks that a causal mask keeps.
+
+    It is compiled on CUDA only; on a CPU it has no backward pass. Dispatch modes are disabled
+    during the call, because a memory ledger would see the result but not the allocations inside the
+    compiled kernel.
+    """
 
     def attend(
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
@@ -112,8 +128,18 @@ class FlexCore(Core):
 
 
 def attention_core(shape: ModelShape, layer: int) -> Core:
-    """The core of a layer's attention. No kernel that torch's scaled_dot_product_attention may take
-    bounds scores: where they are, it goes operator by operator."""
+    """Return the attention module of a layer.
+
+    No kernel behind torch's `scaled_dot_product_attention` caps scores, so models that cap them use
+    `EagerCore`.
+
+    Args:
+        shape: The model.
+        layer: Index of the layer, which decides if its attention has a window.
+
+    Raises:
+        SpecError: The model has attention dropout, which `flex_attention` does not support.
+    """
     dropout = shape.dropouts.attention
     scores = Scores(
         scale=shape.attention_scale,
@@ -138,13 +164,13 @@ def attention_core(shape: ModelShape, layer: int) -> Core:
 
 
 def is_trainable(model: ModelSpec, device: torch.device) -> bool:
-    """Return whether the model's attention has a backward pass on this device."""
+    """Return True if the model's attention has a backward pass on this device."""
     is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX
     return not is_flex or device.type == "cuda"
 
 
 def require_trainable(model: ModelSpec, device: torch.device) -> None:
-    """Raises SpecError for attention that has no backward pass on this device."""
+    """Raise SpecError if the model's attention has no backward pass on this device."""
     if not is_trainable(model, device):
         raise refused(
             "attention",
@@ -154,7 +180,8 @@ def require_trainable(model: ModelSpec, device: torch.device) -> None:
 
 
 def repeated(x_BGTD: Tensor, repeats: int) -> Tensor:
-    """Return each head `repeats` times in a row: a copy, even where G = 1 allows a view."""
+    """Return a copy with each head repeated `repeats` times in a row, even where G = 1 allows a
+    view."""
     if repeats == 1:
         return x_BGTD
     x_BTGRD = x_BGTD.transpose(1, 2).unsqueeze(3).expand(-1, -1, -1, repeats, -1)
@@ -163,7 +190,7 @@ def repeated(x_BGTD: Tensor, repeats: int) -> Tensor:
 
 
 def _softmax(scores_BHTT: Tensor, mask_TT: Tensor | None) -> Tensor:
-    """Of every token over itself and those before it, or those that a mask leaves."""
+    """Return probabilities of causal scores, or of scores to which a mask is added."""
     num_tokens = scores_BHTT.shape[-1]
     if mask_TT is not None:
         masked_BHTT = widen(scores_BHTT) + mask_TT
@@ -178,7 +205,7 @@ def _causal(_sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tenso
 
 
 def _capping(cap: float) -> Callable[..., Tensor]:
-    """Return what flex_attention makes of a score."""
+    """Return a `score_mod` for `flex_attention` that bounds scores by ±`cap`."""
 
     def change(
         score: Tensor, _sample: Tensor, _head: Tensor, _query: Tensor, _key: Tensor
@@ -190,7 +217,10 @@ def _capping(cap: float) -> Callable[..., Tensor]:
 
 @cache
 def _causal_blocks(num_tokens: int, window: int | None, device: torch.device) -> BlockMask:
-    """One for all layers with this window: it depends on no value."""
+    """Return the block mask of causal attention, shared by all layers with this window.
+
+    The mask depends on no tensor values, so it is cached.
+    """
 
     def within(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return _causal(sample, head, query, key) & (query - key < (window or 0))
@@ -201,32 +231,35 @@ def _causal_blocks(num_tokens: int, window: int | None, device: torch.device) ->
 
 @cache
 def _compiled() -> Any:
-    """Uncompiled it would compute every score."""
+    """Return the compiled `flex_attention`; the uncompiled one computes all T·T scores."""
     return torch.compile(flex_attention)
 
 
 class Documents(nn.Module):
-    """The documents of samples, each of which begins with the token `edge`, or, if that `ends`
-    them, ends with it."""
+    """The module that finds the document boundaries of samples and masks attention across them.
+
+    The token `edge` starts each document, or ends it if `ends` is True.
+    """
 
     def __init__(self, edge: int, *, ends: bool) -> None:
         super().__init__()
         self.edge, self.ends = edge, ends
 
     def forward(self, tokens_BT: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what is added to scores of every head [B, 1, T, T]: 0, or -inf of what a token
-        does not attend to."""
+        """Return the additive attention mask [B, 1, T, T]: 0, or -inf for tokens that are not
+        attended to."""
         documents_BT = self.numbered(tokens_BT == self.edge)
         return added_mask(documents_BT, documents_BT, dtype)
 
     def numbered(self, edges_BT: Tensor) -> Tensor:
-        """Return which document of its sample each token is in, by where edges are."""
+        """Return the index of each token's document within its sample, given where edge tokens
+        are."""
         begun_BT = edges_BT.cumsum(1)
         return begun_BT - edges_BT.to(begun_BT.dtype) if self.ends else begun_BT
 
 
 def documents_of(shape: ModelShape) -> Documents | None:
-    """Return the documents of a model's samples; None where each sample is one."""
+    """Return the document module of a model; None if each sample is one document."""
     if shape.document_start is not None:
         return Documents(shape.document_start, ends=False)
     return None if shape.document_end is None else Documents(shape.document_end, ends=True)
@@ -235,20 +268,27 @@ def documents_of(shape: ModelShape) -> Documents | None:
 def added_mask(
     queries_BT: Tensor, keys_BT: Tensor, dtype: torch.dtype, *, first: int = 0
 ) -> Tensor:
-    """Return the mask [B, 1, queries, keys] of tokens by the number of their document; the first
-    query is the key at `first`."""
+    """Return the additive causal mask [B, 1, queries, keys] for tokens with these document indices.
+
+    Args:
+        queries_BT: Document index of each query.
+        keys_BT: Document index of each key.
+        dtype: Data type of the mask.
+        first: Index of the key that is the first query.
+    """
     apart_BTT = are_apart(queries_BT, keys_BT)
     apart_BTT |= torch.ones_like(apart_BTT[0]).triu(1 + first)
     return hiding(apart_BTT, dtype)
 
 
 def are_apart(queries_BT: Tensor, keys_BT: Tensor) -> Tensor:
-    """Return of tokens by the number of their document whether queries and keys [B, queries, keys]
-    are of two."""
+    """Return True for each pair [B, queries, keys] whose query and key are in different
+    documents."""
     return queries_BT[:, :, None] != keys_BT[:, None, :]
 
 
 def hiding(hidden_BTT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores of every head [B, 1, queries, keys]: -inf where hidden."""
+    """Return the additive mask [B, 1, queries, keys] that is -inf where `hidden_BTT` is True, else
+    0."""
     mask_BTT = torch.zeros_like(hidden_BTT, dtype=dtype)
     return mask_BTT.masked_fill_(hidden_BTT, float("-inf")).unsqueeze(1)

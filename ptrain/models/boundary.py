@@ -1,5 +1,5 @@
-"""The boundary to code that is not ptrain's: whatever it raises while a model is built, or first
-run, is the user's to read as one message."""
+"""The boundary to user code: any exception raised while a model is built or first run becomes one
+message."""
 
 from __future__ import annotations
 
@@ -22,29 +22,38 @@ _NOT_THEIRS = tuple(str(Path(module.__file__ or "").parent) for module in (ptrai
 _STANDARD = sysconfig.get_path("stdlib")
 
 
-# Mistakes of Python: not that a fake tensor has no values, or an operator no fake.
+# Errors that Python itself raises for mistakes in code. Not included: errors that fake tensors
+# cause, since they have no values and some operators have no fake implementation.
 PYTHONS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 class CodeRaised(SpecError):
-    """Code that a spec names raised something, which is the cause. `is_certain`: it would on real
-    tensors too."""
+    """Code named in a spec raised an exception, which is the `__cause__` of this error."""
 
     @property
     def is_certain(self) -> bool:
+        """True if real tensors would raise this error too, not only fake ones."""
         cause = self.__cause__
         return isinstance(cause, PYTHONS) or (cause is not None and _is_of_shapes(cause))
 
 
 def _is_of_shapes(error: BaseException) -> bool:
-    """Whether an operator's own check of shapes and dtypes raised it: `torch._check`."""
+    """Return True if `torch._check` raised the error: an operator's check of shapes and dtypes."""
     return [frame.name for frame in extract_tb(error.__traceback__)[-1:]] == ["_check_with"]
 
 
 @contextmanager
 def boundary(refusal: Callable[[BaseException], Fault]) -> Iterator[None]:
-    """Raises CodeRaised, with the fault that `refusal` makes of an exception, in place of whatever
-    is raised within. ptrain's own errors pass, as does a value that is read off a fake tensor."""
+    """Temporarily turn exceptions into CodeRaised, with the fault that `refusal` builds from each.
+
+    PtrainError and reads of values from fake tensors pass through unchanged.
+
+    Args:
+        refusal: Builds the fault from the exception.
+
+    Raises:
+        CodeRaised: The body raised any other exception, or SystemExit.
+    """
     try:
         yield
     except (PtrainError, *READ):
@@ -54,19 +63,24 @@ def boundary(refusal: Callable[[BaseException], Fault]) -> Iterator[None]:
 
 
 def raising(place: str, what: str, remedy: str) -> AbstractContextManager[None]:
-    """`boundary` with the fault that `what` raised, at a place of the spec."""
+    """Return `boundary` with the fault "`what` raised …", reported at a place of the spec."""
     return boundary(lambda error: Fault(place, f"{what} raised {said(error)}", remedy))
 
 
 def said(error: BaseException) -> str:
-    """`ValueError: no such width (model.py:12)`, with the innermost line of the user's own code; of
-    an exception in a library, of the code that called it."""
+    """Return the error as text: `ValueError: no such width (model.py:12)`.
+
+    The place is the innermost line of the user's code. If a library raised the exception and no
+    user code is on the stack, it is the innermost line of library code other than torch's.
+    """
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     where = _place(error)
     return f"{type(error).__name__}{f': {text}' if text else ''}{f' ({where})' if where else ''}"
 
 
 def _place(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame in user code, else in an installed library; else
+    ""."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = [frame for frame in extract_tb(error.__traceback__) if _is_code(frame.filename)]
@@ -77,14 +91,18 @@ def _place(error: BaseException) -> str:
 
 
 def _is_code(file: str) -> bool:
-    """Whether it is neither ptrain's nor torch's nor Python's."""
+    """Return True if the file belongs neither to ptrain, torch nor Python's standard library."""
     is_standard = file.startswith(f"{_STANDARD}/") and not any(part in file for part in _INSTALLED)
     is_known = any(file.startswith(f"{folder}/") for folder in _NOT_THEIRS)
     return not (file.startswith("<") or is_standard or is_known)
 
 
 def kind_of(value: Any) -> str:
-    """`a tuple of (float32 [2, 16, 260], NoneType)`: types and shapes, no values."""
+    """Return types and shapes of a value without its data: `tuple (float32 [2, 16, 260],
+    NoneType)`.
+
+    Collections show at most four items.
+    """
     match value:
         case Tensor():
             return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -1,21 +1,20 @@
-"""Find what pipeline parallelism can cut in a model that is not built in: its layers, and the
+"""Find the layers of a custom model that pipeline parallelism can split into stages, and the
 modules before and after them.
 
 The layers are those that the module names (transformers' `base_model_pp_plan` and `_pp_plan`, or
 `pp_plan` of the user's function), else its blocks. A forward pass of a few tokens checks them: each
-layer must receive the hidden states of the layer before it, and nothing else that carries
-gradients. For this check each layer's input is a leaf of a graph of its own, so that whatever was
-computed between two layers must lead back to that leaf and to parameters of the layer in between.
-Every stage computes what is neither before nor after the layers (a rotary embedding, masks) for
-itself.
+layer must receive the hidden states of the previous layer, and nothing else that carries gradients.
+For this check each layer's input is a new autograd leaf. Every tensor computed between two layers
+must then lead back to that leaf and to parameters of the layer in between. Modules that are neither
+before nor after the layers (a rotary embedding, masks) run on every stage.
 
-Whether random numbers that a model draws outside of its layers stay where they are drawn. Every
-stage of a pipeline draws its own: a mask that is drawn once and used around several layers would be
-another on each stage, and layers that are skipped at random others.
+The check also covers random numbers that a model draws outside of its layers, because every stage
+draws separately. A mask that is drawn once and used around several layers would differ between
+stages, and so would the choice of layers that are skipped at random.
 
-The model runs forward under one seed, then under others, where every layer gives again what it gave
-at first. Numbers drawn in front of the layers may then show in the first hidden states alone, and
-numbers drawn behind a layer in what the next is given.
+To find such draws the model runs forward under one seed, then under others, while every layer
+returns its output of the first pass. Numbers drawn before the layers may then change only the first
+hidden states, and numbers drawn after a layer only the next layer's input.
 """
 
 from __future__ import annotations
@@ -46,11 +45,14 @@ from ptrain.units import grouped
 
 _SKIPS = "the model skips some layers at random"
 _OWN = "random numbers are drawn outside of the layers, so stages would draw different ones"
-_FEW, _MANY = 2, 8  # runs; of those that skip layers many, since a layer is rarely skipped
+# Extra passes with other seeds. A layer is rarely skipped, so a model whose forward pass
+# draws by itself needs many to show that it skips layers.
+_FEW, _MANY = 2, 8
 
 
 class Redraws:
-    """The forward passes of a model, `run`, that are held against the first one."""
+    """Repeats the forward pass `run` of a model under other seeds and compares it with the first
+    pass."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], run: Callable[[], Tensor]) -> None:
         self._model, self._layers, self._run = model, layers, run
@@ -61,8 +63,11 @@ class Redraws:
 
     @torch.no_grad()
     def fault(self, *, draws_itself: bool) -> str:
-        """Return what differs, if anything; `draws_itself`: the model's own forward draws, not
-        only modules that it calls in front of the layers."""
+        """Return the first difference between passes, or "" if there is none.
+
+        `draws_itself`: the model's forward method draws random numbers itself, not only modules
+        that it calls before the layers. Then more passes are made.
+        """
         first = self._pass()
         for number in range(1, 1 + (_MANY if draws_itself else _FEW)):
             self._number = number
@@ -89,8 +94,8 @@ class Redraws:
         return output
 
     def _repeats(self, index: int) -> bool:
-        """Whether what is drawn behind a layer is what the first pass drew there: behind every
-        other one, so that what was drawn before shows in what the next is given."""
+        """Return True if the draws after this layer use the first pass's seed: after every other
+        layer, so that draws in between show in the input of the next one."""
         return (index + self._number) % 2 == 0
 
     def _enters(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -102,12 +107,15 @@ class Redraws:
             self._fault = f"the input of {name} depends on earlier random numbers, and {_OWN}"
 
     def _is_alike(self, name: str, given: list[Any]) -> bool:
+        """Return True if a layer's inputs agree with the first pass, where they are comparable."""
         before, index = self._given[name], self._layers.index(name)
         if index == 0:  # hidden states may differ
             return _are_alike(_beside_hidden(before), _beside_hidden(given))
         return not self._repeats(index - 1) or _are_alike(before, given)
 
     def _leaves(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
+        """Replace a layer's output by its output of the first pass, and seed the draws that
+        follow."""
         if not self._number:
             self._gave[name] = tree_map(_copied, output)
         reseed(0 if self._repeats(self._layers.index(name)) else self._number)
@@ -119,17 +127,19 @@ def _copied(value: object) -> object:
 
 
 def _beside_hidden(given: list[Any]) -> list[Any]:
+    """Return all inputs except the first floating-point tensor, the hidden states."""
     hidden = next(x for x in given if isinstance(x, Tensor) and x.is_floating_point())
     return [value for value in given if value is not hidden]
 
 
 def _are_alike(these: Sequence[Any], those: Sequence[Any]) -> bool:
-    """Whether tensors and numbers are equal; of other things, and of tensors
-    without values, nobody can tell."""
+    """Return True if tensors and numbers are equal pairwise; meta tensors are compared by shape and
+    dtype only, other objects by type only."""
     return len(these) == len(those) and all(map(_is_equal, these, those))
 
 
 def _is_equal(one: object, other: object) -> bool:
+    """Return True if two values are equal; NaNs at equal positions count as equal."""
     match one, other:
         case Tensor(), Tensor():
             if one.shape != other.shape or one.dtype != other.dtype:
@@ -147,13 +157,21 @@ _DRAWS = "the forward pass draws random numbers between its layers"
 
 @dataclass(slots=True)
 class Flow:
-    """A forward pass. `visited`: the layers in their order; `shapes` of what they are given;
-    `returns`: how many things each gave in a tuple, 0 for a tensor; `front` and `behind`: modules
-    that were called there, outermost first; `used_in_front` and `used_behind`: names of parameters
-    that the first layer's hidden states, or the output, depend on. `is_written`: the model writes
-    into what a module in front gave, or a layer. `draws`: random numbers are drawn outside of the
-    layers, before the last; `draws_itself`: in front of them by no module that is called there.
-    `faults`: what else goes from layer to layer."""
+    """The record of one forward pass through the layers of a model.
+
+    Attributes:
+        visited: Names of the layers in call order.
+        shapes: Shape of the hidden states that each layer received.
+        returns: Number of values in the tuple that each layer returned, 0 for a tensor.
+        front: Outermost modules called before the first layer.
+        behind: Outermost modules called after the last layer.
+        used_in_front: Names of parameters that the inputs of the layers depend on.
+        used_behind: Names of parameters that the output depends on after the last layer.
+        is_written: True if the model writes into the output of a layer or of a module before them.
+        draws: True if random numbers are drawn outside of the layers, before the last one.
+        draws_itself: True if they are drawn before the layers by no module called there.
+        faults: Violations of the rule that only hidden states pass from layer to layer.
+    """
 
     visited: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -169,29 +187,30 @@ class Flow:
 
 
 class FlowWatch:
-    """Hooks on a model that fill in a Flow: around one forward pass, with gradients, whose output
-    is told to `end`."""
+    """The hooks that record a Flow during one forward pass with gradients.
+
+    Call the model within `watching`, then pass its output to `end`.
+    """
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         self.flow = Flow()
         self._model, self._layers = model, layers
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._leaves: dict[int, str] = {}  # by id of a layer's hidden states, the layer
-        self._kept: list[Tensor] = []  # so that no other tensor gets its id
-        self._versions: list[tuple[Tensor, int]] = []  # of what modules in front and layers gave
+        self._leaves: dict[int, str] = {}  # id of a layer's hidden states: its name
+        self._kept: list[Tensor] = []  # keeps ids unique while they are keys
+        self._versions: list[tuple[Tensor, int]] = []  # outputs of layers and of modules before
         self._outside = OutsideDraws()
         self._drew_between = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the forward pass."""
         self._outside = OutsideDraws()
         modules = ((n, module) for n, module in self._model.named_modules() if self._is_watched(n))
         with watching(modules, before=self._begins, after=self._ends):
             yield
 
     def end(self, output: Any) -> Flow:
-        """Return what was seen, with what the model's output depends on."""
+        """Return the record, completed with the parameters that the model's output depends on."""
         flow = self.flow
         flow.front, flow.behind = _outermost(flow.front), _outermost(flow.behind)
         last = flow.visited[-1:]
@@ -200,7 +219,8 @@ class FlowWatch:
         return flow
 
     def _is_watched(self, name: str) -> bool:
-        """Whether it is a layer, or neither around one nor within."""
+        """Return True for layers and for modules that neither contain a layer nor are inside
+        one."""
         is_within_one = is_within(name, self._layers)
         is_around = any(is_within(layer, (name,)) for layer in self._layers)
         return name in self._layers or (bool(name) and not (is_within_one or is_around))
@@ -226,6 +246,8 @@ class FlowWatch:
                 self._watch_writes(output)
 
     def _enters_layer(self, layer: str, given: Any) -> Any:
+        """Check a layer's inputs, and return them with the hidden states replaced by a new autograd
+        leaf."""
         if self._drew_between:
             self.flow.faults.append(f"{_DRAWS}: stages would draw different ones")
         self.flow.draws |= self._outside.enter_layer()
@@ -261,8 +283,8 @@ class FlowWatch:
     def _require_from(
         self, before: Sequence[str], tensor: Tensor, what: str, used: set[str]
     ) -> None:
-        """`before`: the layer that it comes from, if it comes from one. `used` takes the
-        parameters that belong to none, where some may."""
+        """Report faults for graph edges to `tensor` that bypass the previous layer, `before`, and
+        add the parameters outside of that layer that the tensor depends on to `used`."""
         is_output = used is self.flow.used_behind
         # the tensors that autograd would give gradients, once each
         for leaf in {id(leaf): leaf for leaf, _ in uses_of_leaves(tensor)}.values():
@@ -281,7 +303,7 @@ class FlowWatch:
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
-    """Return those that are in no other, once each, in their order."""
+    """Return the names that are inside no other name, without duplicates, in order."""
     others = {*names}
     return [name for name in dict.fromkeys(names) if not is_within(name, others - {name})]
 
@@ -290,8 +312,8 @@ def _differentiable(values: Any) -> Iterator[Tensor]:
     return (x for x in tree_iter(values) if isinstance(x, Tensor) and x.requires_grad)
 
 
-TOKENS = 4  # of one sample, to look at: shapes and order do not depend on how many
-_BUILT_IN = ("embed.weight", "head.weight")  # what a tied head of ours takes
+TOKENS = 4  # of one sample; shapes and call order do not depend on the number
+_BUILT_IN = ("embed.weight", "head.weight")  # names of a built-in model's tied tensor
 _ATTRIBUTE = (
     "`pp_plan`: the names of its modules in forward order, one of them the ModuleList of layers"
 )
@@ -299,8 +321,9 @@ _ATTRIBUTE = (
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """A model's layers by name; `plan` is whose word it is, `place` where the spec says which model
-    it is. `front` and `behind`: what the plan names around them; None where there is no plan."""
+    """The names of a model's layers. `plan` describes their source, `place` is the spec's place
+    that names the model; `front` and `behind` are the modules that a plan lists before and after
+    the layers, None without a plan."""
 
     place: str
     plan: str
@@ -310,9 +333,14 @@ class _Layers:
 
 
 def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
-    """None where pp is not in the mesh. Raises SpecError where more than hidden states goes from
-    layer to layer, or the module says something that it is not. Runs it forward, on a few
-    tokens."""
+    """Return the chain of layers that pipeline parallelism splits; None if the mesh has no pp axis.
+
+    Runs a custom model forward on a few tokens.
+
+    Raises:
+        SpecError: The model cannot be split: more than hidden states passes from layer to layer, or
+            its plan does not match its forward pass.
+    """
     if spec.degree(Axis.PP) == 1:
         return None
     if isinstance(module, Transformer):
@@ -335,15 +363,15 @@ def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
 
 
 def sample(module: nn.Module, spec: Spec) -> torch.Tensor:
-    """A few tokens, all different: [1, tokens]."""
+    """Return a few tokens, all different: int64 [1, tokens]."""
     device = next(module.parameters()).device
     count = min(TOKENS, spec.batch.sequence)
     return torch.arange(1, 1 + count, device=device).unsqueeze(0)
 
 
 def probe(module: nn.Module, spec: Spec) -> SampleBatch:
-    """Return samples to look at a model with: a few tokens and those that follow, or a micro-batch
-    of the user's."""
+    """Return the samples of a check: a few tokens with targets, or a micro-batch of a user's
+    dataset."""
     tokens = sample(module, spec)
     if spec.data.function is None:
         return SampleBatch(TokenPair(tokens, tokens + 1))
@@ -376,13 +404,13 @@ def _layers_of(module: nn.Module, spec: Spec) -> _Layers:
 
 
 def _names(plan: object) -> tuple[str, ...]:
-    """Of a mapping as transformers has them, or of the names alone."""
+    """Return the module names of a plan: keys of transformers' mapping, or a plain list."""
     return tuple(map(str, plan)) if isinstance(plan, Iterable) else ()
 
 
 def _their_names(module: nn.Module) -> Iterator[str]:
-    """Yield the modules that the config of the base model names, wherever that model is, then those
-    that the class adds (the head)."""
+    """Yield the module names of transformers' plans: from the base model's config, with that
+    model's prefix, then the names that the class adds (the head)."""
     base = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
     if not base:
         return
@@ -424,9 +452,8 @@ def _require_whole_units(module: nn.Module, layers: _Layers, spec: Spec) -> None
 
 
 def _flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec: Spec) -> Flow:
-    """Run the model forward as in training; more than once where it draws random numbers outside of
-    its layers. Raises SpecError where its code does, and where something else than hidden states
-    goes from layer to layer."""
+    """Run the model forward in training mode, and repeat the pass if it draws random numbers
+    outside of its layers. Raise SpecError if its code raises, or if the layers are not a chain."""
     watch = FlowWatch(module, layers.names)
     with in_mode(module, training=True):
         with torch.enable_grad(), forked(), copied_buffers(module), watch.watching():
@@ -451,8 +478,7 @@ def _require_flow(flow: Flow, layers: _Layers) -> None:
 
 
 def _hidden_states(flow: Flow, layers: _Layers, samples: SampleBatch) -> tuple[int, ...]:
-    """Return the shape of what goes from layer to layer: samples first, features last, and of
-    tokens these between."""
+    """Return the shape of the hidden states between layers: samples, tokens (if any), features."""
     if len({*flow.returns}) > 1:
         finding = f"the layers of {layers.plan} return different numbers of values"
         raise refused(
@@ -460,7 +486,8 @@ def _hidden_states(flow: Flow, layers: _Layers, samples: SampleBatch) -> tuple[i
             finding,
             "Let each layer return the same number of values, or use `mesh.pp=1`.",
         )
-    (shape, *others) = sorted({*(flow.shapes[1:] or flow.shapes)})  # the first is no boundary
+    # The first layer's input crosses no stage boundary, so its shape may differ.
+    (shape, *others) = sorted({*(flow.shapes[1:] or flow.shapes)})
     is_of_tokens = isinstance(samples.data, TokenPair)
     wanted = tuple(samples.inputs.shape) if is_of_tokens else (samples.rows,)
     is_unlike = len(shape) != 3 if is_of_tokens else len(shape) < 2
@@ -479,9 +506,9 @@ def _counted(samples: SampleBatch) -> str:
 
 
 def _ends(module: nn.Module, layers: _Layers, flow: Flow) -> Ends:
-    """Return what is in front of the layers and behind them: what was called there, and parameters
-    of none of that which were used there, or which the plan names there. Raises SpecError for a
-    parameter that would be on every stage, or on two by one name."""
+    """Return the modules called before and after the layers, and parameters outside of them that
+    are used there or that the plan lists there. Raise SpecError for a parameter that would be on
+    every stage, or on two stages under one name."""
     both = {*flow.front} & {*flow.behind}
     front = [name for name in flow.front if name not in both and _is_there_alone(module, name)]
     behind = [name for name in flow.behind if name not in both]
@@ -502,13 +529,15 @@ def _ends(module: nn.Module, layers: _Layers, flow: Flow) -> Ends:
 
 
 def _is_there_alone(module: nn.Module, name: str) -> bool:
-    """Whether no other module has it too: what stands in for it there would be everywhere."""
+    """Return True if the module has one name only; a placeholder for a shared one would replace all
+    uses."""
     inner = module.get_submodule(name)
     return sum(child is inner for _, child in module.named_modules(remove_duplicate=False)) == 1
 
 
 def _require_as_planned(module: nn.Module, layers: _Layers, ends: Ends) -> None:
-    """A plan is its author's word: what is used at an end is named there."""
+    """Raise SpecError for a parameter used at an end of the model where the plan does not list
+    it."""
     for named, used, place in (
         (layers.front, ends.front, "before"),
         (layers.behind, ends.behind, "after"),
@@ -523,7 +552,7 @@ def _require_as_planned(module: nn.Module, layers: _Layers, ends: Ends) -> None:
 
 
 def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Flow) -> None:
-    """A tensor of both ends has a name at each."""
+    """Raise SpecError for a parameter used at both ends that has no name at the last one."""
     names = {first: [first, *others] for first, *others in names_of_parameters(module)}
     for name in sorted(flow.used_in_front & flow.used_behind):
         if not any(is_within(alias, ends.behind) for alias in names[name]):
@@ -538,7 +567,8 @@ def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Fl
 
 
 def _tied(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str, str]]:
-    """Tensors in front that a module behind has too. Those of layers must be a layer's own."""
+    """Yield the names of each parameter that the first and the last stage share. Raise SpecError
+    for a parameter that belongs to two layers, or whose name at the last stage comes first."""
     places = (ends.front, *((layer,) for layer in layers.names), ends.behind)
     for first, *others in names_of_parameters(module):
         for other in others:
@@ -553,6 +583,6 @@ def _tied(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str,
 
 
 def names_of_parameters(module: nn.Module) -> list[list[str]]:
-    """Return the names of every parameter, of which a tied one has several."""
+    """Return the names of every parameter, grouped; a tied parameter has several."""
     named = module.named_parameters(remove_duplicate=False)
     return [*grouped((id(parameter), name) for name, parameter in named).values()]

@@ -1,8 +1,9 @@
-"""What a model must do: take tokens and give logits. The first forward pass of a model is where its
-code shows whether it does.
+"""The interface that a model must have: it takes tokens and returns logits. The first forward pass
+checks it.
 
-One sample goes through it to inspect that pass, or several to see whether its code depends on their
-values: the first are all equal, the others differ from them."""
+The pass uses one sample to inspect the model, or several samples to find out if the code depends on
+token values: the first samples are all equal, the others differ from them.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +52,23 @@ _WITHIN = (
 
 
 def logits_of(model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
-    """Return the logits that `model` gives of tokens. Raises SpecError where its code raises, and
-    where what it gives is no logits."""
+    """Return the logits of `model` for tokens.
+
+    Args:
+        model: The model to run forward.
+        tokens_BT: int64 tokens [batch, sequence].
+        spec: Names the model in messages.
+
+    Raises:
+        SpecError: The model's code raises, or its output is not a tensor of logits.
+    """
     with forward_of(model, tokens_BT, spec):
         output = model(tokens_BT)
     return require_logits(output, model, tokens_BT, spec)
 
 
 def forward_of(model: nn.Module, inputs: Any, spec: Spec) -> AbstractContextManager[None]:
-    """Around a forward pass of these inputs: raises SpecError in place of what the model raises."""
+    """Temporarily turn exceptions of a forward pass with these inputs into SpecError."""
     place, name = named_in_spec(model, spec)
     is_of_tokens = spec.data.function is None
     given = f"given {'tokens ' * is_of_tokens}{kind_of(inputs)},"
@@ -68,7 +77,11 @@ def forward_of(model: nn.Module, inputs: Any, spec: Spec) -> AbstractContextMana
 
 
 def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
-    """Raises SpecError for what is not the logits of these tokens."""
+    """Return `output` if it holds the logits of these tokens; raise SpecError otherwise.
+
+    The output must be one floating-point tensor [batch, sequence, vocabulary]. With gradients
+    enabled it must also depend on a trainable parameter.
+    """
     if isinstance(output, Tensor) and _is_of(output, tokens_BT):
         if torch.is_grad_enabled() and not output.requires_grad:
             raise _refused(model, spec, "logits that depend on no trainable parameter")
@@ -77,8 +90,8 @@ def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec)
 
 
 def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
-    """Raises SpecError for a forward that other inputs than tokens must be given. For a model that
-    nobody runs."""
+    """Raise SpecError if `forward` cannot be called with tokens only; for models that are not
+    run."""
     try:
         inspect.signature(model.forward).bind(None)
     except ValueError:
@@ -93,11 +106,14 @@ def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
 
 
 def _is_of(output: Tensor, tokens_BT: Tensor) -> bool:
+    """Return True for a floating-point tensor [batch, sequence, any] that matches the tokens'
+    shape."""
     is_each = output.dim() == 3 and output.shape[:2] == tokens_BT.shape
     return is_each and output.is_floating_point()
 
 
 def _refused(model: nn.Module, spec: Spec, output: str, given: str = "") -> SpecError:
+    """Return the error for an output that is not a tensor of logits."""
     place, name = named_in_spec(model, spec)
     return refused(
         place,
@@ -107,16 +123,28 @@ def _refused(model: nn.Module, spec: Spec, output: str, given: str = "") -> Spec
 
 
 def outcome_of(model: nn.Module, samples: SampleBatch, spec: Spec) -> Tensor:
-    """Run the model forward on samples of the spec's. Return its logits, or the loss where a
-    function of the user's takes part. Raises SpecError as `logits_of` and `loss_of` do."""
+    """Run the model forward on samples of the spec, and return its logits or the user's loss.
+
+    Returns:
+        The logits, or the loss (0-d) if the spec names a loss or step function.
+
+    Raises:
+        SpecError: See `logits_of` and `loss_of`.
+    """
     if spec.loss.user_function is None:
         return logits_of(model, samples.inputs, spec)
     return loss_of(model, samples, objective_of(spec), spec)
 
 
 def forward_once(model: nn.Module, spec: Spec) -> int | None:
-    """Run a micro-batch of the spec's forward. Return how many logits a token has; None where the
-    loss is a function of the user's. Raises SpecError as `logits_of` and `loss_of` do."""
+    """Run one micro-batch of the spec forward.
+
+    Returns:
+        The vocabulary size of the logits, or None if the spec names a loss or step function.
+
+    Raises:
+        SpecError: See `logits_of` and `loss_of`.
+    """
     samples = sample_batch(spec)
     if spec.loss.user_function is None:
         return logits_of(model, samples.inputs, spec).shape[-1]
@@ -125,13 +153,23 @@ def forward_once(model: nn.Module, spec: Spec) -> int | None:
 
 
 def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: Spec) -> Tensor:
-    """Return the loss that a function of the user's gives of a micro-batch. Raises SpecError where
-    the model's code or the function raises, and where what it gives is no loss."""
+    """Return the loss of a micro-batch by the user's loss or step function.
+
+    Args:
+        model: The model to run forward.
+        samples: The micro-batch.
+        objective: Calls the user's function.
+        spec: Names that function; it must have one.
+
+    Raises:
+        SpecError: The model or the function raises, the loss is invalid, or a step function runs
+            backward or uses parameters outside of the model call.
+    """
     function = spec.loss.user_function
     assert function is not None, "other losses are computed from logits"
     if spec.loss.step is not None:
         return _loss_of_step(model, samples, objective, function)
-    inputs = samples.inputs  # which the data may not say
+    inputs = samples.inputs  # raises here if the dataset has no key `inputs`
     with forward_of(model, inputs, spec):
         output = model(inputs)
     with boundary(lambda error: raised(function, error, f", given {_given(output, samples)},")):
@@ -139,7 +177,8 @@ def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: 
 
 
 def _given(output: object, samples: SampleBatch) -> str:
-    """Return what a loss receives: `float32 [2, 1] and list (float32 [2, 16], int64 [2])`."""
+    """Describe a loss function's arguments: `float32 [2, 1] and list (float32 [2, 16], int64
+    [2])`."""
     data = samples.data
     batch = "(inputs, targets)" if isinstance(data, TokenPair) else kind_of(data)
     return f"output {kind_of(output)} and batch {batch}"
@@ -148,6 +187,7 @@ def _given(output: object, samples: SampleBatch) -> str:
 def _loss_of_step(
     model: nn.Module, samples: SampleBatch, objective: Objective, function: UserFunction
 ) -> Tensor:
+    """Return the loss of a user's step function, which calls the model itself."""
     calls = ModelCalls(model)
     with (
         _without_backward(model, function),
@@ -167,8 +207,10 @@ def _loss_of_step(
 
 @contextmanager
 def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None]:
-    """Raises SpecError where a parameter has another gradient afterwards, whatever else is wrong:
-    what runs backward is not the step."""
+    """Temporarily watch gradients, and raise SpecError if any parameter's gradient was replaced.
+
+    This fault takes precedence over others: a function that runs backward is no step function.
+    """
     before = [parameter.grad for parameter in model.parameters()]
 
     def require_none() -> None:
@@ -189,18 +231,31 @@ def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None
 
 
 def least_embeddings(module: nn.Module) -> int | None:
-    """Return the rows of a model's smallest embedding: tokens below it are in all of them. None
-    where it has none."""
+    """Return the row count of the smallest embedding, or None without one.
+
+    Every embedding of the model accepts tokens below this number.
+    """
     tables = (child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding))
     return min(tables, default=None)
 
 
 def other_samples(module: nn.Module, spec: Spec, vocabulary: int | None) -> list[SampleBatch]:
-    """Return micro-batches of the spec's shapes and dtypes: of the user's own dataset its last
-    sample over and over, and some from all over it; else tokens that are drawn below `vocabulary`,
-    or, where None says how many logits a token has, below the rows of the smallest embedding. Empty
-    where nobody knows which tokens the model takes, and where tensors are fake. Raises SpecError
-    for a sample that cannot be read."""
+    """Return micro-batches of the spec's shapes and dtypes with other values than the first
+    sample's.
+
+    Args:
+        module: The model, whose smallest embedding bounds the tokens if `vocabulary` is None.
+        spec: Gives shapes, dtypes and the user's dataset, if any.
+        vocabulary: Exclusive upper bound of random tokens.
+
+    Returns:
+        For a user's dataset two micro-batches: its last sample repeated, and samples spread over
+            the dataset. Otherwise one micro-batch of random tokens. Empty under fake tensors, and
+            if no bound on the tokens is known.
+
+    Raises:
+        SpecError: A sample cannot be read.
+    """
     if detect_fake_mode() is not None:
         return []
     rows, function = spec.batch.micro, spec.data.function
@@ -214,21 +269,25 @@ def other_samples(module: nn.Module, spec: Spec, vocabulary: int | None) -> list
 
 
 def _of_dataset(dataset: MapDataset, rows: int) -> Iterator[object]:
+    """Yield two micro-batches: the last sample repeated, and samples at even distances."""
     last = dataset.read([dataset.size - 1])
     yield tree_map(lambda leaf: leaf.repeat_interleave(rows, dim=0), last)
     yield dataset.read([dataset.size * row // rows for row in range(rows)])
 
 
 class OnePass:
-    """One sample of the spec's data through its model: of tokens zeros. Where the spec has a step
-    that calls the model, the pass is that step's."""
+    """A forward pass of one sample of the spec through its model; token samples are zeros.
+
+    If the spec has a step function, the function runs instead and calls the model.
+    """
 
     def __init__(self, module: nn.Module, spec: Spec) -> None:
         self._module, self._spec = module, spec
         self.samples = sample_batch(spec, rows=1, device=next(module.parameters()).device)
 
     def vectors(self, block: str) -> int | None:
-        """Return how many vectors of the sample a block gives; None where it gives no tensor."""
+        """Return the number of vectors in a block's output for the sample; None without a
+        tensor."""
         counts: list[int] = []
 
         def note(_: str, __: nn.Module, ___: object, output: object) -> None:
@@ -242,8 +301,10 @@ class OnePass:
 
     @contextmanager
     def prepared(self) -> Iterator[Callable[[], object]]:
-        """Give what runs the pass and returns the model's output, or the step's loss; the model's
-        buffers are left as they were."""
+        """Temporarily provide a function that runs the pass; buffers are restored afterwards.
+
+        The function returns the model's output, or the loss of the step function.
+        """
         copies = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         if self._spec.loss.step is None:
             yield partial(torch.func.functional_call, self._module, copies, (self.samples.inputs,))

@@ -1,8 +1,9 @@
-"""Check that a model that is not built in can be cut over tp as its plan says: operators of the
-right kind and size, in pairs, with every gradient summed.
+"""Check that tensor parallelism can shard a custom model as its plan states: operators of the right
+kind and size, in column-row pairs, with every gradient summed.
 
-For sequence parallelism also check that the parts between sub-blocks act on each token by itself:
-one sample is computed slice by slice, as the ranks would, and compared with the whole.
+For sequence parallelism the check also covers the modules between sub-blocks, which must compute
+each token independently. One sample is computed shard by shard, as the ranks would, and compared
+with the pass over all tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits, in_any_b
 from ptrain.spec.spec import Spec
 
 Named = Mapping[str, Role]
-_STRIDE = 7  # so that a token is not its place
+_STRIDE = 7  # distance of consecutive tokens, so that tokens differ from positions
 _REMEDY = "Use `placement.tp.activations=R`."
 
 
 @dataclass(frozen=True, slots=True)
 class _Boundary:
-    """Where a rank takes its own tokens of what a module is given or gives, or gathers all."""
+    """A module input or output at which a rank takes its shard of the tokens, or all-gathers
+    them."""
 
     name: str
     of_input: bool
@@ -47,20 +49,24 @@ class _Boundary:
 
 
 class _AllTokens:
-    """What the tensors at the boundaries are where all tokens are there, call by call."""
+    """The tensors that cross each boundary in the pass over all tokens, in call order."""
 
     def __init__(self) -> None:
         self.tensors: dict[_Boundary, list[Tensor]] = {}
 
     def crossed(self, at: _Boundary, tensor: Tensor) -> Tensor:
+        """Record a tensor at a boundary, and return it unchanged."""
         self.tensors.setdefault(at, []).append(tensor)
         return tensor
 
 
 @dataclass
 class _Part:
-    """The same where only a slice of the tokens is there: all that is gathered of them is compared,
-    and all of it given."""
+    """A pass over one shard of the tokens.
+
+    It compares each tensor that would be all-gathered with the matching shard of the full pass,
+    then continues with the full tensor. `problem` describes the first difference.
+    """
 
     whole: _AllTokens
     tokens: slice
@@ -68,6 +74,7 @@ class _Part:
     calls: dict[_Boundary, int] = field(default_factory=dict)
 
     def crossed(self, at: _Boundary, tensor: Tensor) -> Tensor:
+        """Return the tensor that a rank continues with after a boundary."""
         if not at.gathers:
             return tensor[:, self.tokens]
         number = self.calls.get(at, 0)
@@ -86,8 +93,18 @@ class _Part:
 def require_alike(
     module: nn.Module, named: Named, blocks: Sequence[str], place: str, spec: Spec
 ) -> None:
-    """Raises SpecError, of `place`, where the model cannot run on slices of the tokens, or gives
-    something else there. The model is left as it was; one without values is not tried."""
+    """Raise SpecError if the model computes other values on shards of the tokens than on all
+    tokens.
+
+    The model is left unchanged. Models on meta or under fake tensors are not checked.
+
+    Args:
+        module: The model.
+        named: Role of each module.
+        blocks: Names of the blocks between which ranks hold token shards.
+        place: Place of the spec that errors name.
+        spec: Gives the tp degree and the sequence length.
+    """
     if detect_fake_mode() is not None or next(module.parameters()).is_meta:
         return
     once = OnePass(module, spec)
@@ -117,7 +134,7 @@ def require_alike(
 
 
 def _tell_apart(once: OnePass, module: nn.Module) -> None:
-    """Give each of a sample's tokens another number, as far as there are so many."""
+    """Give each position of the sample a different token, as far as the vocabulary allows."""
     count = least_embeddings(module) or 1
     for tokens in once.samples.tensors:
         numbers = torch.arange(tokens.shape[-1], device=tokens.device)
@@ -125,7 +142,8 @@ def _tell_apart(once: OnePass, module: nn.Module) -> None:
 
 
 def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding: sums of other shapes have another order."""
+    """Return True if tensors are equal up to rounding: sums of other shapes may round
+    differently."""
     size = float(expected.abs().max()) if expected.numel() else 0.0
     tolerance = float(torch.finfo(expected.dtype).eps ** 0.5) * size
     return tensor.shape == expected.shape and torch.allclose(tensor, expected, 0.0, tolerance)
@@ -135,7 +153,7 @@ def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
 def _crossing(
     module: nn.Module, named: Named, blocks: Sequence[str], tensors: _AllTokens | _Part
 ) -> Iterator[None]:
-    """While entered, what crosses a boundary goes through `tensors`."""
+    """Temporarily pass every tensor that crosses a boundary through `tensors`."""
     boundaries = {(at.name, at.of_input): at for at in _boundaries(module, named, blocks)}
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -157,6 +175,7 @@ def _crossing(
 
 
 def _boundaries(module: nn.Module, named: Named, blocks: Sequence[str]) -> Iterator[_Boundary]:
+    """Yield the boundaries: the blocks' ends, inputs of sub-blocks and outputs of row layers."""
     yield _Boundary(blocks[0], of_input=True, gathers=False)
     alone = standing_alone(named.items())
     for name, role in named.items():
@@ -176,10 +195,22 @@ _KINDS = {**dict.fromkeys((*_LINEAR, Role.HEAD), nn.Linear), Role.VOCABULARY: nn
 def cutting(
     module: nn.Module, roles: Roles, blocks: Sequence[str], place: str, spec: Spec
 ) -> tuple[Roles, Fusions]:
-    """Return roles of what is used on a rank's slice of the tokens, which it has in `blocks`, if
-    any; and which column layers are several projections in one, as the model takes what they give
-    apart. Raises SpecError where it cannot be cut; `place` is whose the plan is. Runs the model
-    forward, whole."""
+    """Check that the plan's roles shard the model correctly. Runs the full model forward.
+
+    Args:
+        module: The model.
+        roles: Roles by pattern of module names.
+        blocks: Names of the blocks, if ranks hold token shards between sub-blocks; else empty.
+        place: Place of the spec that holds the plan, for errors.
+        spec: Gives degree, batch and tensor-parallel options.
+
+    Returns:
+        The roles of modules that are used on token shards, whose gradients must be summed; and the
+            widths of the projections of each column layer that fuses several.
+
+    Raises:
+        SpecError: The model cannot be sharded by this plan.
+    """
     named = {name: role for pattern, role in roles for name in matching(module, pattern)}
     _require_one_role(module, roles, place)
     _require_something_cut(named, place)
@@ -213,7 +244,8 @@ def cutting(
 
 
 def _shared(module: nn.Module, names: set[str]) -> Iterator[tuple[str, Role]]:
-    """Yield the roles of modules by pattern, where all that it means are among them."""
+    """Yield (pattern, SHARED) pairs for modules; single names where the pattern matches others
+    too."""
     for pattern in dict.fromkeys(map(in_any_block, sorted(names))):
         alike = list(matching(module, pattern))
         patterns = [pattern] if names.issuperset(alike) else names.intersection(alike)
@@ -223,7 +255,7 @@ def _shared(module: nn.Module, names: set[str]) -> Iterator[tuple[str, Role]]:
 def _by_pattern(
     module: nn.Module, roles: Roles, lengths: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the lengths of fused projections, where all blocks have the same once for all."""
+    """Yield the projection widths of fused column layers, by pattern if all blocks agree."""
     for pattern, role in roles:
         if role in COLUMNS:
             names = list(matching(module, pattern))
@@ -235,6 +267,7 @@ def _by_pattern(
 
 
 def _require_fused(named: dict[str, Role], lengths: dict[str, tuple[int, ...]], place: str) -> None:
+    """Raise SpecError if a layer with the role fused column is not split into projections."""
     for name, role in named.items():
         if role is Role.FUSED_COLUMN and not lengths[name]:
             finding = f"{name} has the role fused column, but its output is not split into "
@@ -243,6 +276,7 @@ def _require_fused(named: dict[str, Role], lengths: dict[str, tuple[int, ...]], 
 
 
 def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> Iterator[Fault]:
+    """Yield a fault for the first fused layer with a projection that the degree does not divide."""
     for name, its in lengths.items():
         if any(length % degree for length in its):
             finding = f"tp={degree} does not divide the projections of {name}: "
@@ -258,13 +292,16 @@ def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> It
 
 
 def matching(module: nn.Module, pattern: str) -> Iterator[str]:
-    """The names of the modules that a pattern means."""
+    """Return the names of the modules that match a pattern."""
     return (name for name, _ in module.named_modules() if fits(pattern, name))
 
 
 def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
-    """What cut operators send is counted by `batch.sequence`, of samples that are not tokens too:
-    there it is what goes from block to block."""
+    """Raise SpecError if a user's sample has another number of vectors than `batch.sequence`.
+
+    Tensor-parallel traffic is computed from `batch.sequence`, also for samples that are not tokens;
+    there the output of the first block gives the number of vectors.
+    """
     blocks = blocks_of(module, spec.model.blocks)
     if spec.data.function is None or not blocks:
         return
@@ -276,6 +313,7 @@ def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
 
 
 def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
+    """Raise SpecError if two patterns give one module or attribute different roles."""
     seen: dict[str, Role] = {}
     for pattern, role in roles:
         for name in _meant(module, pattern, role):
@@ -287,7 +325,8 @@ def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
 
 
 def _meant(module: nn.Module, pattern: str, role: Role) -> Iterator[str]:
-    """The names of the modules that a pattern means, or of the attributes of such that count."""
+    """Return the names of the modules that a pattern matches, or of attributes for the role
+    count."""
     if role is not Role.COUNT:
         return matching(module, pattern)
     owner, _, attribute = pattern.rpartition(".")
@@ -295,6 +334,7 @@ def _meant(module: nn.Module, pattern: str, role: Role) -> Iterator[str]:
 
 
 def _require_something_cut(named: dict[str, Role], place: str) -> None:
+    """Raise SpecError if no module has a role that shards it."""
     if not set(_KINDS) & set(named.values()):
         words = ", ".join(_KINDS)
         raise refused(
@@ -305,6 +345,7 @@ def _require_something_cut(named: dict[str, Role], place: str) -> None:
 
 
 def _require_one_head(named: dict[str, Role], place: str) -> None:
+    """Raise SpecError if several modules have the role head."""
     heads = [name for name, role in named.items() if role is Role.HEAD]
     if len(heads) > 1:
         raise refused(
@@ -315,7 +356,7 @@ def _require_one_head(named: dict[str, Role], place: str) -> None:
 
 
 def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
-    """Yield for each pattern a fault of the first module of another kind than the role's."""
+    """Yield one fault per pattern, for its first module whose class does not fit the role."""
     for pattern, role in roles:
         for name in matching(module, pattern):
             child, kind = module.get_submodule(name), _KINDS.get(role)
@@ -331,8 +372,8 @@ def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
 
 
 def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
-    """Yield a fault for each size that the degree does not divide; the choices divide all that is
-    cut."""
+    """Yield a fault for each size that the degree does not divide; remedies list common
+    divisors."""
     sizes = {**_heads(module), **_counts(module, roles), **dict(_cut_sizes(module, roles))}
     common = gcd(*sizes.values())
     choices = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
@@ -346,8 +387,10 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
 
 
 def _heads(module: nn.Module) -> dict[str, int]:
-    """Return the numbers of heads, each of which one rank computes. Models of transformers, and
-    ours, say how many they have."""
+    """Return the numbers of attention heads, which the degree must divide, by description.
+
+    They come from the shape of a built-in model or the config of a Transformers model.
+    """
     if isinstance(module, Transformer):
         shape = module.shape
         return {f"heads: {shape.heads}": shape.heads, f"kv_heads: {shape.kv_heads}": shape.kv_heads}
@@ -358,7 +401,7 @@ def _heads(module: nn.Module) -> dict[str, int]:
 
 
 def _counts(module: nn.Module, roles: Roles) -> dict[str, int]:
-    """Return the numbers that attributes count."""
+    """Return the values of attributes with the role count, by description."""
     counts: dict[str, int] = {}
     for pattern, role in roles:
         owner, _, attribute = pattern.rpartition(".")
@@ -369,7 +412,8 @@ def _counts(module: nn.Module, roles: Roles) -> dict[str, int]:
 
 
 def _cut_sizes(module: nn.Module, roles: Roles) -> Iterator[tuple[str, int]]:
-    """Of layers of one size the first one's name."""
+    """Yield description and size of each distinct sharded width, with the first layer that has
+    it."""
     seen: set[int] = set()
     for pattern, role in roles:
         for name in matching(module, pattern):
@@ -383,6 +427,8 @@ def _cut_sizes(module: nn.Module, roles: Roles) -> Iterator[tuple[str, int]]:
 
 
 def _unequal(module: nn.Module, named: dict[str, Role], spec: Spec) -> Iterator[Fault]:
+    """Yield a fault for each head whose output the degree does not divide, without loss
+    parallelism."""
     degree = spec.degree(Axis.TP)
     for name, role in named.items():
         child = module.get_submodule(name)

@@ -1,9 +1,10 @@
-"""Initial values that a constructor draws, drawn again tensor by tensor.
+"""Initial values that a constructor draws, reproduced tensor by tensor.
 
-A constructor runs once without memory for its parameters. Every operator that writes to one is
-recorded, with the state of its generator, and random ones run on a scratch tensor, so that the
-generators advance as with real parameters. `DrawnWeights` then repeats what was recorded of one
-parameter, to the bit. Whatever this cannot represent raises NeedsValues: the model is built whole.
+The constructor runs once without memory for its parameters. Every operator that writes to a
+parameter is recorded with the state of its generator. Random operators run on a scratch tensor, so
+that the generators advance as with real parameters. `DrawnWeights` then replays the record of one
+parameter, bit for bit. A constructor that cannot be recorded raises NeedsValues, and the model is
+built with real parameters instead.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from ptrain.models.meta import (
 )
 from ptrain.models.window import Window, narrowed
 
-MOST_KEPT = 2**26  # bytes of values that nothing recorded, as from a file: they are kept
-_FEW = 2**20  # elements of a parameter that a look draws in full
+MOST_KEPT = 2**26  # bytes of values without a record (as from a file), which are stored
+_FEW = 2**20  # elements: `LookedWeights` draws larger parameters from another source
 _ATEN = torch.ops.aten
 _EMPTY = {
     _ATEN.empty.memory_format,
@@ -50,7 +51,7 @@ _FILLING = {
     _ATEN.fill_.Scalar,
 }
 _OVERWRITING = _FILLING | {_ATEN.copy_.default, _ATEN.index_put_.default, _ATEN.eye.m_out}
-# They give a tensor's memory to code whose writes are no operators of torch.
+# They expose a tensor's memory to code whose writes are not torch operators.
 _EXPOSING = {
     torch.Tensor.numpy,
     torch.Tensor.__array__,
@@ -61,14 +62,16 @@ _IS_META, _DEVICE = torch.Tensor.is_meta.__get__, torch.Tensor.device.__get__
 
 
 class _Scratch:
-    """One place for the tensors that are drawn, as large as the largest so far. Of places that are
-    freed in between, glibc takes none again."""
+    """A buffer for drawn tensors, as large as the largest so far.
+
+    One buffer is kept, because glibc does not reuse large blocks that are freed in between.
+    """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of one dimension, as large as a storage, with any values."""
+        """Return an uninitialized tensor of one dimension with the size of a storage."""
         if self._bytes.numel() < storage.nbytes():
             self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one is freed
             self._bytes = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
@@ -77,8 +80,14 @@ class _Scratch:
 
 @dataclass(slots=True)
 class _History:
-    """What has been written to a storage of parameters. `base`: values to begin with, or how to
-    compute them; `storage` is kept, so that no other one gets its key."""
+    """The writes to one parameter storage.
+
+    Attributes:
+        storage: The storage, kept alive so that no other one gets its key.
+        dtype: Data type of its elements.
+        base: Initial values, or the call that computes them; None if the first write covers them.
+        calls: The writes in order.
+    """
 
     storage: torch.UntypedStorage
     dtype: torch.dtype
@@ -86,10 +95,11 @@ class _History:
     calls: list[_RecordedCall] = field(default_factory=list)
 
     def snapshot(self) -> _History:
+        """Return a copy that later writes do not change."""
         return _History(self.storage, self.dtype, self.base, [*self.calls])
 
     def values(self, scratch: _Scratch | None = None) -> Tensor:
-        """Return all elements of the storage, in one dimension; in `scratch`, if there is one."""
+        """Return all elements of the storage in one dimension, in `scratch` if given."""
         count = self.storage.nbytes() // self.dtype.itemsize
         if isinstance(self.base, _RecordedCall):
             flat = self.base.run().as_strided((count,), (1,), 0)
@@ -104,8 +114,8 @@ class _History:
 
 @dataclass(frozen=True, slots=True)
 class _ParameterView:
-    """A tensor among an operator's arguments: a view of the storage that the operator writes to,
-    or of `source`, as that was then."""
+    """An operator argument that is a view: of the storage that the operator writes to, or of
+    `source` as it was at the time of the call."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -113,7 +123,7 @@ class _ParameterView:
     source: _History | None
 
     def of(self, flat: Tensor | None) -> Tensor:
-        """Return the view of `flat`, the storage that is written to, or else of its source."""
+        """Return this view of `flat`, the storage that is written to, or of its source's values."""
         values = flat if self.source is None else self.source.values()
         assert values is not None, "the storage is written to"
         return values.as_strided(self.shape, self.strides, self.offset)
@@ -121,7 +131,7 @@ class _ParameterView:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedCall:
-    """An operator with its arguments. `state`: of the generator that it draws from."""
+    """An operator with its arguments, and the `state` of the generator that it draws from."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -129,7 +139,8 @@ class _RecordedCall:
     state: Tensor | None = None
 
     def run(self, flat: Tensor | None = None, *, repeats: bool = True) -> Any:
-        """Run it on `flat`; unless it `repeats`, with the generators as they are."""
+        """Run the operator on `flat`, with the recorded generator state if `repeats`, else the
+        current one."""
 
         def real(value: Any) -> Any:
             if isinstance(value, torch.Generator) and repeats:
@@ -146,8 +157,11 @@ class _RecordedCall:
 
 
 class _Recorder(OperatorMode):
-    """Records writes to the parameters that `empty` has taken the values of. `draws`: whether
-    random operators run, which takes as long as they do; without, the record gives other values."""
+    """The mode that records writes to parameters whose values `empty` has removed.
+
+    `draws`: whether random operators run, which costs their full time. Without, the record gives
+    other values than the constructor would draw.
+    """
 
     def __init__(self, *, draws: bool) -> None:
         super().__init__()
@@ -159,16 +173,21 @@ class _Recorder(OperatorMode):
         self.scratch = _Scratch()
 
     def tracks(self, tensor: Tensor) -> bool:
+        """Return True if the tensor's storage has a history."""
         return storage_key(tensor) in self.histories
 
     def expose(self, tensor: Tensor) -> None:
-        """Note that other code has the memory of a tensor, and may write to it unseen."""
+        """Mark a tensor's memory as visible to other code, whose writes are not recorded."""
         storage = tensor.untyped_storage()
         self._exposed[storage._cdata] = storage
 
     @torch.no_grad()
     def empty(self, parameter: nn.Parameter) -> None:
-        """Take the values of a parameter as soon as a module has it."""
+        """Move a parameter to meta as soon as a module registers it, and start its history.
+
+        Raises:
+            NeedsValues: Other code has the parameter's memory, or too many values must be stored.
+        """
         if self.tracks(parameter) or not has_memory(parameter):
             return
         if storage_key(parameter) in self._exposed:
@@ -182,6 +201,7 @@ class _Recorder(OperatorMode):
         self.histories[storage._cdata] = _History(storage, parameter.dtype, base)
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and record it if it reads or writes a tracked storage."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(self.tracks(tensor) for tensor in tensors):
             return self._record(function, args, kwargs)
@@ -194,6 +214,13 @@ class _Recorder(OperatorMode):
         return result
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator that writes to a tracked storage, and run it unless it is random.
+
+        An operator that fills the full storage replaces the previous history.
+
+        Raises:
+            NeedsValues: The write cannot be replayed.
+        """
         written = [*written_tensors(function, args, kwargs)]
         keys = {storage_key(tensor) for tensor in written}
         if not keys:
@@ -220,11 +247,11 @@ class _Recorder(OperatorMode):
         return written[0]
 
     def draw(self, call: _RecordedCall, target: _History) -> None:
-        """Run a random operator on a scratch tensor: generators advance by it."""
+        """Run a random operator on a scratch tensor, so that the generator advances."""
         call.run(self.scratch.of(target.storage, target.dtype), repeats=False)
 
     def _record_result(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that writes to nothing; what it makes of parameters has a history too."""
+        """Run an operator that writes to nothing, and give its new result a history too."""
         if torch.Tag.nondeterministic_seeded in function.tags:
             raise NeedsValues(f"its constructor draws random numbers from parameters ({function})")
         result = function(*args, **kwargs)
@@ -248,7 +275,8 @@ class _Recorder(OperatorMode):
         *,
         is_random: bool,
     ) -> _RecordedCall:
-        """`target`: the storage that it writes to."""
+        """Return the recorded form of a call; `target` is the key of the storage that it writes
+        to."""
 
         def kept(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -269,13 +297,14 @@ class _Recorder(OperatorMode):
         state = None
         if is_random:
             self._draws += 1
-            if not self.draws:  # the generator does not advance: each draw gets a seed of its own
+            if not self.draws:  # the generator does not advance: each draw gets a different seed
                 generator = torch.Generator().manual_seed(self._draws)
             state = generator.get_state()
         own_args, own_kwargs = tree_map(kept, (args, kwargs))
         return _RecordedCall(function, own_args, own_kwargs, state)
 
     def _keep(self, values: Tensor) -> Tensor:
+        """Return values that must be stored; raise NeedsValues above `MOST_KEPT` bytes in total."""
         self._kept += values.nbytes
         if self._kept > MOST_KEPT:
             raise NeedsValues("its constructor computes values before it makes them parameters")
@@ -283,7 +312,7 @@ class _Recorder(OperatorMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Temporarily record; parameters look to code as if they were on the CPU."""
+        """Temporarily record a constructor, to which parameters appear to be on the CPU."""
         with (
             without_values(self.empty),
             truncated_normal_as(self._truncated_normal),
@@ -294,12 +323,13 @@ class _Recorder(OperatorMode):
 
     @torch.no_grad()
     def _truncated_normal(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Record torch's truncated normal as one operator: it reads what it draws."""
+        """Record torch's truncated normal as one operator, because it reads its draws to reject
+        some."""
         target = self.histories.get(key := storage_key(tensor))
         if target is None or tensor.dtype != target.dtype:
             result: Tensor = original(tensor, *args, **kwargs)
             return result
-        tensor.zero_()  # so that whatever looks for writes sees one
+        tensor.zero_()  # a visible write, for modes that look for writes
         call = self._call(original, (tensor, *args), kwargs, key, is_random=True)
         if tensor.nbytes == target.storage.nbytes():
             target.base, target.calls = None, []
@@ -310,8 +340,10 @@ class _Recorder(OperatorMode):
 
 
 class _AsOnCPU(TorchFunctionMode):
-    """Tells code that tracked parameters are on the CPU, as real ones are: torch's and the user's
-    initializations leave out what is on meta."""
+    """The mode that reports tracked parameters as CPU tensors.
+
+    Initialization code, torch's and the user's, skips tensors on meta.
+    """
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -332,7 +364,7 @@ class _AsOnCPU(TorchFunctionMode):
 
 
 class DrawnWeights:
-    """The initial values of a module that has none, as its constructor draws them."""
+    """The initial values of a module on meta, as its constructor draws them."""
 
     def __init__(self, module: nn.Module, recorder: _Recorder) -> None:
         self._views: dict[str, tuple[_ParameterView, _History]] = {}
@@ -348,16 +380,22 @@ class DrawnWeights:
     def read_window(
         self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
     ) -> None:
-        """Write a window of a parameter to `part`, rounded to the constructor's dtype and then to
-        `dtype`. The parameter is drawn whole."""
+        """Write a window of a parameter to `part`.
+
+        Values are rounded to the constructor's dtype and then to `dtype`. The full parameter is
+        drawn.
+        """
         if part.numel():
             view, history = self._views[name]
             part.copy_(narrowed(view.of(history.values(self._scratch)), window).to(dtype))
 
 
 class LookedWeights:
-    """Values for a look at a module before it is cut: its own where a parameter is small, else any
-    of the usual size, since to draw large ones takes seconds."""
+    """The values for an inspection of a module before it is sharded.
+
+    Small parameters get their drawn values. Large ones get normal values with standard deviation
+    0.02, since drawing them by the record takes seconds.
+    """
 
     def __init__(self, weights: DrawnWeights) -> None:
         self._weights = weights
@@ -365,7 +403,7 @@ class LookedWeights:
     def read_window(
         self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
     ) -> None:
-        """Write as `DrawnWeights.read_window`."""
+        """Write a window of a parameter to `part`; see `DrawnWeights.read_window`."""
         if torch.Size(shape).numel() <= _FEW:
             self._weights.read_window(name, shape, window, part, dtype)
         else:
@@ -373,14 +411,14 @@ class LookedWeights:
 
 
 def build_drawn(build: Build, *, draws: bool = True) -> tuple[nn.Module, DrawnWeights]:
-    """Build a module with its parameters on meta, and what its constructor draws for them.
+    """Build a module with its parameters on meta, and record the values that its constructor draws.
 
     Args:
-        build: Gives the module; the generator is seeded within.
-        draws: Whether anything is drawn. Without, the weights are drawn from other seeds.
+        build: Builds the module and seeds the generator.
+        draws: Whether random operators run. Without, the weights are drawn from other seeds.
 
     Raises:
-        NeedsValues: The constructor cannot do without real parameters, or ends.
+        NeedsValues: The constructor needs real parameters, or raises.
     """
     recorder = _Recorder(draws=draws)
     with recorder.recording():

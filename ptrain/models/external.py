@@ -1,12 +1,12 @@
-"""A model of the user's own, and whatever else a spec names by `package.module:function`.
+"""Custom models, and other objects that a spec names by `package.module:function`.
 
-The function is imported like any installed module, and, where no other is of its name, from the
-folder of the spec that names it. That of a model is called with the spec's `arguments` and returns
-an nn.Module, that of data a map-style dataset, as torch.utils.data has it.
+The function is imported like any installed module. If no installed module has its name, it is
+imported from the folder of the spec. A model function is called with the spec's `arguments` and
+returns an nn.Module. A data function returns a map-style dataset, as defined by torch.utils.data.
 
-A dataset's code runs with the generators of torch, numpy and Python at a seed: a sample's own index
-while it is read, so that what it draws of them is the same each time, on every rank and in a
-resumed run.
+Dataset code runs with the generators of torch, numpy and Python seeded by the sample's index. A
+sample that draws random numbers is therefore the same each time, on every rank and in a resumed
+run.
 """
 
 from __future__ import annotations
@@ -48,21 +48,27 @@ _KINDS = {
 
 
 def named_in_spec(module: nn.Module, spec: Spec) -> tuple[str, str]:
-    """Return where the spec says which model it is, and what it is called."""
+    """Return the key of the spec that names the model, and the name."""
     match spec.model:
         case HuggingFaceModel(hf=name):
             return "model.hf", name
         case ExternalModel(target=name):
             return "model.target", name
-        case ModelShape():  # another module was given in its place
+        case ModelShape():  # a caller replaced the built-in model
             return "model", type(module).__name__
         case model:
             assert_never(model)
 
 
 def build_external(model: ExternalModel) -> nn.Module:
-    """Call the target. Only after the user has allowed it: importing runs the module's code. Raises
-    SpecError for a target that is none, and for whatever its code raises."""
+    """Build the model by calling the user's function.
+
+    Call it only after the user has allowed imports, since importing runs the module's code.
+
+    Raises:
+        SpecError: The target does not exist or is no function, its code raises, or it returns no
+            nn.Module.
+    """
     function = model.function
     module = called(function)
     if not isinstance(module, nn.Module):
@@ -75,16 +81,29 @@ def build_external(model: ExternalModel) -> nn.Module:
 
 
 def called(function: UserFunction) -> object:
-    """Return what a target gives, called with the spec's arguments. Raises SpecError as
-    `build_external`."""
+    """Return the result of a target, called with the spec's arguments.
+
+    Raises:
+        SpecError: See `build_external`.
+    """
     target = resolved(function)
     with boundary(lambda error: raised(function, error)):
         return target(**function.arguments)
 
 
 def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
-    """Return a target, which can be called with the arguments of these names and then the spec's,
-    by keyword. Raises SpecError where it cannot, and for a target that is none."""
+    """Import a target and check its signature.
+
+    Args:
+        function: The target and its arguments from the spec.
+        given: Names of positional arguments that the caller passes before them.
+
+    Returns:
+        The target, which accepts these arguments.
+
+    Raises:
+        SpecError: The target does not exist, is no function, or does not accept the arguments.
+    """
     target = _imported(function)
     try:
         signature = inspect.signature(target)
@@ -102,7 +121,7 @@ def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
 
 
 def raised(function: UserFunction, error: BaseException, given: str = "") -> Fault:
-    """Return the fault of a target that raised."""
+    """Return the fault for an exception of a target; `given` describes its inputs."""
     more = (
         f" and accepts {function.section}.arguments"
         if function.section in ("model", "data")
@@ -117,6 +136,7 @@ def _remedy(function: UserFunction) -> str:
 
 
 def _imported(function: UserFunction) -> Callable[..., object]:
+    """Return the function that a target names."""
     target, remedy = function.target, _remedy(function)
     module_name, colon, attribute = target.partition(":")
     names = (*module_name.split("."), attribute)
@@ -140,18 +160,24 @@ def _imported(function: UserFunction) -> Callable[..., object]:
 
 
 def _import(name: str, function: UserFunction) -> ModuleType:
-    """Tensors that a module has of its own are real, whatever the model is built of."""
+    """Import a module, from the folder of the spec if it is not installed elsewhere.
+
+    Fake tensors are disabled meanwhile, so that tensors at module level are real.
+    """
     if (folder := function.folder) is not None:
-        importlib.invalidate_caches()  # a file may be younger than what was read of its folder
+        importlib.invalidate_caches()  # the folder may have changed since it was listed
         _require_alone(name, folder, function)
         if folder not in sys.path and os.path.isdir(folder):
-            sys.path.append(folder)  # the last: no file beside a spec hides an installed module
+            sys.path.append(
+                folder
+            )  # last, so that no file next to a spec shadows an installed module
     with unset_fake_temporarily(), boundary(lambda error: _unimportable(name, function, error)):
         return importlib.import_module(name)
 
 
 def _require_alone(name: str, folder: str, function: UserFunction) -> None:
-    """Raises SpecError where the folder has a module of the name, and another one would run."""
+    """Raise SpecError if the folder has a module of this name, but `import` would load another
+    one."""
     top = name.partition(".")[0]
     here = _first_file(name, PathFinder.find_spec(top, [folder]))
     there = _first_file(name, _elsewhere(top))
@@ -163,16 +189,18 @@ def _require_alone(name: str, folder: str, function: UserFunction) -> None:
 
 
 def _elsewhere(top: str) -> ModuleSpec | None:
-    """What `import` would take by itself."""
+    """Return the module spec that `import` would use, or None."""
     try:
         return find_spec(top)
-    except ValueError:  # it is loaded, and nobody says from where
+    except ValueError:  # it is loaded and its `__spec__` is None
         return None
 
 
 def _first_file(name: str, top: ModuleSpec | None) -> str:
-    """That of the first package on the way to the module that has one: a folder without
-    `__init__.py` is none yet."""
+    """Return the file of the first package on the path to the module that has one, or "".
+
+    A folder without `__init__.py` has no file.
+    """
     module, parts = top, name.split(".")
     for depth in range(2, len(parts) + 2):
         if module is None or module.origin:
@@ -183,6 +211,7 @@ def _first_file(name: str, top: ModuleSpec | None) -> str:
 
 
 def _unimportable(name: str, function: UserFunction, error: BaseException) -> Fault:
+    """Return the fault for a failed import, with a remedy that depends on the missing module."""
     folder = function.folder
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
         return _fault(
@@ -210,7 +239,10 @@ _NEEDED = (
 
 
 class MapDataset:
-    """Its samples, collated. `first` is sample 0, as a batch of one."""
+    """A user's dataset, whose samples are read and collated by index.
+
+    `first` is sample 0 as a batch of one.
+    """
 
     def __init__(self, function: UserFunction) -> None:
         self._function = function
@@ -227,20 +259,25 @@ class MapDataset:
 
     @property
     def name(self) -> str:
+        """The target of the dataset's function."""
         return self._function.target
 
     def read(self, indices: Sequence[int]) -> Any:
-        """Return these samples, collated: a tree of tensors with the samples in dimension 0. Raises
-        SpecError for what the user's code raises, and for a sample of another form than sample
-        0."""
+        """Return samples, collated into a tree of tensors with samples in dimension 0.
+
+        Raises:
+            SpecError: The user's code raises, or a sample differs from sample 0 in structure, shape
+                or dtype.
+        """
         with _apart():
             return default_collate([self._sample(index) for index in indices])
 
     def digests(self) -> dict[int, str]:
-        """Return one of the values of the first sample and of the last, by their indices."""
+        """Return SHA-256 digests of the first and the last sample's values, by index."""
         return {index: _digest(self.read([index])) for index in (0, self.size - 1)}
 
     def _opened(self) -> Any:
+        """Call the user's function and return the dataset."""
         with _apart(), _seeded(0):
             dataset = called(self._function)
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -257,6 +294,7 @@ class MapDataset:
         return size
 
     def _sample(self, index: int) -> Any:
+        """Read one sample with all generators seeded by its index, and check its form."""
         code = raising(self._function.place, f"sample {index} of {self.name}", _NEEDED)
         with _seeded(index), code:
             sample = default_collate([self._samples[index]])
@@ -274,11 +312,15 @@ class MapDataset:
 
 
 def dataset_of(function: UserFunction) -> MapDataset:
-    """Return what a spec's function gives, opened once in a process. Raises SpecError for one that
-    gives no dataset."""
+    """Return the dataset of a spec's function, opened once per process.
+
+    Raises:
+        SpecError: The function fails or returns no map-style dataset.
+    """
     return _opened_once(function, function.folder)
 
 
+# `_folder` is only a cache key: it decides from where the function is imported.
 @cache
 def _opened_once(function: UserFunction, _folder: str | None) -> MapDataset:
     return MapDataset(function)
@@ -286,14 +328,15 @@ def _opened_once(function: UserFunction, _folder: str | None) -> MapDataset:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Real tensors on the processor, whatever the model is built of."""
+    """Temporarily create real tensors on the CPU, whatever mode and device the model is built
+    with."""
     with unset_fake_temporarily(), torch.device("cpu"):
         yield
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """The generators that code draws of without seeding them, at this seed; as they were
+    """Temporarily seed the generators of torch, numpy and Python; restore their states
     afterwards."""
     python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
@@ -308,6 +351,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _digest(samples: Any) -> str:
+    """Return the SHA-256 digest of dtypes, shapes and values of a tree of tensors."""
     digest = hashlib.sha256()
     for leaf in tree_iter(samples):
         digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
@@ -316,7 +360,7 @@ def _digest(samples: Any) -> str:
 
 
 def _form(sample: Any) -> tuple[str, ...]:
-    """A word for each tensor of a sample; empty for what is none."""
+    """Return dtype and shape of each tensor of a batch of one; "" for other leaves."""
     return tuple(
         f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape[1:])}"
         if isinstance(leaf, Tensor)
@@ -326,10 +370,12 @@ def _form(sample: Any) -> tuple[str, ...]:
 
 
 def _described(sample: Any) -> str:
+    """Describe a sample that is not a non-empty tree of tensors."""
     kinds = [type(leaf).__name__ for leaf in tree_iter(sample) if not isinstance(leaf, Tensor)]
     return f"not made of tensors only: it contains a {kinds[0]}" if kinds else "empty"
 
 
 def _equal(one: Any, other: Any) -> bool:
+    """Return True if two trees have equal tensors; NaN counts as equal to NaN."""
     pairs = zip(tree_iter(one), tree_iter(other), strict=True)
     return all(torch.equal(leaf.nan_to_num(), its.nan_to_num()) for leaf, its in pairs)

@@ -1,14 +1,14 @@
-"""Read the facts that a prediction needs from a model that is not built in, including its layers of
-experts.
+"""Read the facts that a prediction needs from a custom model, including its MoE layers.
 
-A layer of experts holds all experts along the first dimension of each tensor and has `forward(rows
-[N, D], experts [N, K], weights [N, K]) -> [N, D]`, as in transformers. Given tensors of fewer
-experts it must compute the share of these; an attribute `num_experts` is then their number.
+A module of experts stacks all experts of a layer along the first dimension of each tensor and
+defines `forward(rows [N, D], experts [N, K], weights [N, K]) -> [N, D]`, as in transformers. With
+tensors of fewer experts it must compute only their share. If it has an attribute `num_experts`, the
+attribute is the number of experts in its tensors.
 
-Attention of such a model is known where it calls torch's scaled_dot_product_attention: which
-modules call it and with which arguments, and another function can replace it. The call must name
-`torch.nn.functional.scaled_dot_product_attention`, or look it up when it runs, as transformers and
-nn.MultiheadAttention do.
+Attention of such a model is recognized by calls of torch's scaled_dot_product_attention. They show
+which modules compute attention and with which arguments, and another function can replace them. The
+code must call `torch.nn.functional.scaled_dot_product_attention` by this name, or look it up when
+it runs, as transformers and nn.MultiheadAttention do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from ptrain.spec.spec import Spec
 _NAME = "torch.nn.functional.scaled_dot_product_attention"
 POSITIONS = ("position_ids", "positions")  # what an argument for them is called
 _NO_CP = "or use `mesh.cp=1`."
-_KINDS = 29  # of tokens, which every vocabulary has
+_KINDS = 29  # different tokens; every vocabulary is assumed to have as many
 _OF_HEADS = 4  # dimensions: samples, heads, tokens, features
 # By the name of a config's field: attention to fewer tokens than all before, which transformers
 # writes as a mask only where a pass has as many tokens or more.
@@ -66,7 +66,7 @@ _BY_LENGTH = ("dynamic", "longrope")  # rotations that depend on the last positi
 
 @dataclass(frozen=True, slots=True)
 class AttendingCall:
-    """One call: its heads [B, H, T, D], and what is said beside."""
+    """The arguments of one attention call; heads are [B, H, T, D]."""
 
     query: Tensor
     key: Tensor
@@ -79,8 +79,7 @@ class AttendingCall:
 
     @property
     def fault(self) -> str:
-        """What of it is more than plain causal attention of some tokens to themselves; nothing of
-        what is not."""
+        """The reason why the call is not plain causal self-attention; "" if it is."""
         shapes = [tuple(x.shape) for x in (self.query, self.key, self.value)]
         (*samples, length, features), key, value = shapes
         if self.mask is not None:
@@ -97,7 +96,7 @@ class AttendingCall:
 
     @property
     def heads(self) -> AttentionHeads:
-        """Of what heads it is."""
+        """The numbers of query and key heads, and the width of a head."""
         return AttentionHeads(
             heads=self.query.shape[1],
             kv_heads=self.key.shape[1],
@@ -105,7 +104,8 @@ class AttendingCall:
         )
 
     def by_torch(self, attend: Callable[..., Tensor], *heads: Tensor) -> Tensor:
-        """Return what `attend`, torch's own function, makes of the call, or of other heads."""
+        """Return the result of torch's function `attend` for this call, or for other query, key and
+        value."""
         return attend(
             *(heads or (self.query, self.key, self.value)),
             attn_mask=self.mask,
@@ -118,7 +118,7 @@ class AttendingCall:
 
 @contextmanager
 def attention_by(attend: Callable[[AttendingCall], Tensor]) -> Iterator[None]:
-    """Within it `attend` is given every call."""
+    """Temporarily replace torch's scaled_dot_product_attention by `attend`."""
 
     def attended(
         query: Tensor,
@@ -139,8 +139,8 @@ def attention_by(attend: Callable[[AttendingCall], Tensor]) -> Iterator[None]:
 
 
 class AttentionWatch:
-    """Follows the attention of a model's forward passes: `attend` is given each call, with the name
-    of the module whose code makes it."""
+    """The hooks that pass each attention call of a model to `attend`, with the calling module's
+    name."""
 
     def __init__(self, model: nn.Module, attend: Callable[[str, AttendingCall], Tensor]) -> None:
         self._model, self._attend = model, attend
@@ -148,14 +148,14 @@ class AttentionWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Calls made within it are given on."""
+        """Temporarily redirect the model's attention calls."""
         modules = self._model.named_modules()
         with watching(modules) as self._running, attention_by(self._called):
             yield
 
     @property
     def running(self) -> str:
-        """The module whose code runs; "" is the model."""
+        """The name of the innermost module that is running; "" for the model."""
         return self._running[-1] if self._running else ""
 
     def _called(self, call: AttendingCall) -> Tensor:
@@ -163,9 +163,13 @@ class AttentionWatch:
 
 
 def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
-    """Return what slices of the tokens need of a model that is not built in; None without cp.
-    Raises SpecError for attention that is more than plainly causal. Runs the model forward, on a
-    few tokens."""
+    """Return the attention facts that token shards need; None without cp or for a built-in model.
+
+    Runs the model forward on a few tokens.
+
+    Raises:
+        SpecError: Attention is not plainly causal, a module calls it twice, or no module calls it.
+    """
     if not spec.has_token_slices or isinstance(model, Transformer):
         return None
     place, name = named_in_spec(model, spec)
@@ -211,15 +215,25 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
 
 
 def logits_at(model: nn.Module, positions: Tensor, argument: str, spec: Spec) -> Tensor:
-    """Return the logits that `model` gives of some tokens at these positions [1, T], with which it
-    is called by an argument of this name, if it has one. Raises SpecError as `logits_of`."""
+    """Return the logits of `model` for arbitrary tokens at these positions.
+
+    Args:
+        model: The model.
+        positions: Positions of the tokens, int64 [1, T].
+        argument: Name of the model's argument for positions; "" if it has none.
+        spec: Names the model in messages.
+
+    Raises:
+        SpecError: See `logits_of`.
+    """
     tokens = 1 + positions % _KINDS
-    with forward_of(model, tokens, spec), torch.enable_grad():  # without a gradient they are none
+    with forward_of(model, tokens, spec), torch.enable_grad():  # `require_logits` needs a graph
         output = model(tokens, **({argument: positions} if argument else {}))
     return require_logits(output, model, tokens, spec)
 
 
 def _positions(model: nn.Module) -> str:
+    """Return the name of the model's argument for positions, or ""."""
     try:
         known = inspect.signature(model.forward).parameters
     except ValueError:  # a builtin may have no signature
@@ -228,7 +242,7 @@ def _positions(model: nn.Module) -> str:
 
 
 def not_plain(place: str, module: str, call: AttendingCall) -> SpecError:
-    """Return the refusal of a call that is more than plain causal attention, of this module."""
+    """Return the error for an attention call of this module that is not plain causal attention."""
     finding = f"the attention of {module} {call.fault}, but cp supports plain causal "
     finding += "attention only"
     remedy = f"Call `{_NAME}(…, is_causal=True)` without other options"
@@ -239,8 +253,11 @@ def not_plain(place: str, module: str, call: AttendingCall) -> SpecError:
 
 
 def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
-    """Raises SpecError for a config of transformers by which attention, or what positions mean,
-    depends on how many tokens a pass has: a rank's pass has a slice of them."""
+    """Raise SpecError if the config makes attention or positions depend on the tokens of a pass.
+
+    Under cp a pass has only a shard of the tokens. Affected are sliding windows, chunked attention
+    and rotary embeddings that scale with the length.
+    """
     at = place if place != "model.hf" else "model.config"
     for field in _WINDOWS:
         size = getattr(config, field, None)
@@ -266,7 +283,8 @@ def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
 
 
 def _rotations(parameters: object) -> Iterator[tuple[str, int]]:
-    """Yield kind and original length of a config's rotations, which each kind of layer may have."""
+    """Yield type and original length of the config's rotary embeddings, which layer kinds may
+    nest."""
     if not isinstance(parameters, Mapping):
         return
     if "rope_type" in parameters:
@@ -276,14 +294,22 @@ def _rotations(parameters: object) -> Iterator[tuple[str, int]]:
         yield from _rotations(inner)
 
 
-Made = dict[str, tuple[Tensor, int]]  # by module: what it returned, and in which version
+Made = dict[str, tuple[Tensor, int]]  # by module: its output, and the output's version counter
 
 
 def head_of(model: nn.Module, spec: Spec) -> str:
-    """Return the name of the head; the root's, of a built-in model, which has a method for it.
-    Raises SpecError where the loss cannot be computed in its place: where the model changes what
-    its head gives, or torch has no operator for both. Runs a model that is not built in forward
-    once."""
+    """Return the name of the linear layer that computes the logits.
+
+    A built-in model has a method for its head, so the root's name is returned. Another model runs
+    forward once.
+
+    Args:
+        model: The model.
+        spec: The spec, whose loss replaces the head.
+
+    Raises:
+        SpecError: The model changes the output of its head, or torch lacks the fused operator.
+    """
     if spec.loss.fused and not can_fuse():
         finding = f"torch {torch.__version__} has no linear_cross_entropy that works in chunks"
         raise refused(
@@ -315,7 +341,7 @@ def head_of(model: nn.Module, spec: Spec) -> str:
 
 
 def _is(logits: Tensor, output: Tensor, version: int) -> bool:
-    """The same tensor into which nobody wrote, or the same numbers in another dtype."""
+    """Return True if the logits are the unmodified output, or equal to it in another dtype."""
     if output.shape != logits.shape or output._version != version:
         return False
     if output.dtype != logits.dtype:
@@ -332,8 +358,8 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What the experts of a layer are given for one sample: `rows` of so many `features`, each for
-    so many of them (`chosen`)."""
+    """The inputs of a layer's experts for one sample: `rows` with `features` elements each, and the
+    number of experts `chosen` per row."""
 
     rows: int
     features: int
@@ -341,9 +367,13 @@ class _Call:
 
 
 def expert_layers_of(module: nn.Module, spec: Spec) -> ExpertLayers | None:
-    """Return a model's layers with experts; None where no axis gives ranks some each, or the model
-    is built in. Runs the model forward on a sample, without its experts. Raises SpecError where
-    nothing says which they are, and for modules that are none."""
+    """Return the MoE layers of a model; None if no axis shards experts or the model is built in.
+
+    Runs the model forward on one sample, with its experts replaced by zeros.
+
+    Raises:
+        SpecError: No plan names the experts, or the modules do not have the required form.
+    """
     if not spec.is_cut_over(EXPERT_AXES) or isinstance(spec.model, ModelShape):
         return None
     place, names = names_of_experts(module, spec)
@@ -356,7 +386,7 @@ def expert_layers_of(module: nn.Module, spec: Spec) -> ExpertLayers | None:
 
 
 def _number(experts: nn.Module, name: str, place: str) -> int:
-    """Return how many experts a module has."""
+    """Return the number of experts that a module stacks along dimension 0."""
     sizes = {path: tuple(tensor.shape) for path, tensor in experts.named_parameters()}
     firsts = {shape[:1] for shape in sizes.values()}
     if len(firsts) != 1 or firsts == {()}:
@@ -379,6 +409,7 @@ def _number(experts: nn.Module, name: str, place: str) -> int:
 
 
 def _require_alike(place: str, layers: Sequence[tuple[int, int, int]]) -> None:
+    """Raise SpecError if MoE layers differ in experts, experts per token or features."""
     if len({*layers}) > 1:
         kinds = dict.fromkeys(layers)
         shown = " and ".join(f"{n} experts, {k} per token, {d} features" for n, k, d in kinds)
@@ -390,7 +421,7 @@ def _require_alike(place: str, layers: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _calls(module: nn.Module, names: Sequence[str], place: str, spec: Spec) -> list[_Call]:
-    """Return what the experts of each layer are given for a sample."""
+    """Return the inputs of each layer's experts for one sample."""
     once, calls = OnePass(module, spec), {name: list[_Call]() for name in names}
     given, called = named_in_spec(module, spec)
 
@@ -414,7 +445,7 @@ def _calls(module: nn.Module, names: Sequence[str], place: str, spec: Spec) -> l
 
 @contextmanager
 def _noted(module: nn.Module, calls: dict[str, list[_Call]], place: str) -> Iterator[None]:
-    """Within it experts note what they are given, and give zeros."""
+    """Temporarily replace experts by functions that record their inputs and return zeros."""
 
     def note(name: str, *args: Any, **named: Any) -> Tensor:
         sizes = [tuple(x.shape) for x in (*args, *named.values()) if isinstance(x, Tensor)]
@@ -429,7 +460,9 @@ def _noted(module: nn.Module, calls: dict[str, list[_Call]], place: str) -> Iter
 
     modules = {name: module.get_submodule(name) for name in calls}
     for name, experts in modules.items():
-        vars(experts)["forward"] = partial(note, name)  # before nn.Module looks at its class
+        vars(experts)["forward"] = partial(
+            note, name
+        )  # an instance attribute takes precedence over the class
     try:
         yield
     finally:
@@ -438,8 +471,8 @@ def _noted(module: nn.Module, calls: dict[str, list[_Call]], place: str) -> Iter
 
 
 def _one_call(name: str, calls: Sequence[_Call], place: str, spec: Spec) -> _Call:
-    """Return the call of a layer's experts. A micro-batch's rows are those of `batch.sequence`
-    tokens of each of its samples."""
+    """Return the only call of a layer's experts, which must have one row per token of the
+    sample."""
     tokens = spec.batch.sequence
     if len(calls) != 1 or calls[0].rows != tokens:
         rows = " and ".join(str(call.rows) for call in calls) or "no"
@@ -449,11 +482,11 @@ def _one_call(name: str, calls: Sequence[_Call], place: str, spec: Spec) -> _Cal
     return calls[0]
 
 
-_WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
+_WIDE_BYTES = 4  # floating-point buffers are fp32, or fp64 in fp64 models
 
 
 def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
-    """Return the facts that are read off the module itself."""
+    """Return the facts of a model that need no trace of its memory."""
     roles, fusions = cutting_of_module(model, spec)
     experts = expert_layers_of(model, spec)
     apart = experts.modules if experts else expert_modules(spec)
@@ -473,7 +506,7 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
 
 
 def _units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple[UnitFacts, ...]:
-    """Each unit with the parameters that no unit before it has."""
+    """Return each wrap unit with the parameters that no earlier unit has."""
     seen: set[int] = set()
     units = []
     for modules in groups:
@@ -493,6 +526,6 @@ def _units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple[UnitF
 
 
 def _nbytes(buffer: torch.Tensor) -> int:
-    """As it is stored beside parameters of at most fp32."""
+    """Return the bytes of a buffer as stored next to parameters of at most fp32."""
     itemsize = _WIDE_BYTES if buffer.is_floating_point() else buffer.itemsize
     return buffer.numel() * itemsize

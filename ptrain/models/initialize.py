@@ -1,33 +1,32 @@
-"""Build a spec's model and initialize its weights from the seed and each parameter's name alone.
+"""Build a spec's model, and initialize its weights from the seed and each parameter's name alone.
 
-Every tensor is drawn whole, in fp32 on the CPU, from a generator of its own, and cast afterwards:
-whatever the placement, the dtype or the rank, the model starts from the same numbers. A model
-built on the meta device is made real by
+Every parameter is drawn in full, in fp32 on the CPU, from a separate generator, and cast
+afterwards. The model therefore starts from the same numbers for any placement, dtype and rank. A
+model built on the meta device gets values by
 
     module.to_empty(device=...)     # no values yet, neither parameters nor buffers
     initialize(module, seed)        # fills both
 
-or, where a rank keeps only a part, part by part by `InitialValues` and then `reset_buffers`.
-A module with buffers defines how to refill them in a method `reset_buffers(self) -> None`.
+or, where a rank keeps only shards, by `InitialValues` for each shard and then `reset_buffers`. A
+module with buffers defines a method `reset_buffers(self) -> None` that refills them.
 
-A built-in model whose spec names a published one's folder begins with the weights in it.
+A built-in model whose spec names a folder of published weights starts with these.
 
-A model that is not ptrain's keeps its constructor's values (`keeps_its_weights`): `build` seeds
-torch's generator before it constructs, so every rank has the same weights. `models.drawn` gives
-these tensor by tensor; a rank builds a full model only if this cannot represent it.
+A custom model keeps the values of its constructor (`keeps_its_weights`). `build` seeds torch's
+generator before it constructs the model, so every rank has the same weights. `models.drawn`
+reproduces them tensor by tensor; a rank builds the full model only if that is not possible.
 
-Initial weights of a model that is not built in may come from a folder of safetensors under the
-module's own names. They are read some rows at a time: into the part that a rank keeps of a module
-without values, or into a full module before it is sharded.
+Initial weights of a custom model may come from a folder of safetensors with the module's names.
+They are read some rows at a time, into the shards of a module without values, or into a full module
+before it is sharded.
 
-A tied tensor has several names, and a file any of them. transformers keeps some tensors under other
-names than its files, and the experts of a layer stacked: its own conversion of a state of numbered
-rows shows which rows of ours are which of theirs.
+A tied tensor has several names, and a file may use any of them. transformers stores some tensors
+under other names than in files, and stacks experts. To find the mapping, its conversion is applied
+to a state whose rows are numbered.
 
-A module that the user built may replace the spec's model: any module with `forward(tokens) ->
-logits`, on the CPU or the rank's device, with its weights. A causal language model of transformers
-returns its logits inside an object. From here on it returns the logits alone, unless the spec's
-loss is a function of the user's.
+A user may pass a module in place of the spec's model: any module with `forward(tokens) -> logits`
+and weights, on the CPU or the rank's device. A causal language model of transformers returns an
+object; it is changed to return the logits, unless the spec names a user's loss function.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ _MAY_LACK, _PASSED_OVER = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on
 
 
 class NamedTensor(NamedTuple):
-    """A parameter or a kept buffer, by all of its names: several, where it is tied."""
+    """A parameter or persistent buffer with all of its names; a tied one has several."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -89,22 +88,25 @@ class NamedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """One of theirs, in this `shape`, that is rows of one of ours, from the `first`; of ours all
-    dimensions but the last are counted as one."""
+    """A tensor of a file, with this `shape`, that holds rows of a parameter from row `first`.
+
+    Rows count all dimensions of the parameter but the last as one.
+    """
 
     name: str
     first: int
     shape: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return these rows of ours, as a view in the shape of theirs."""
+        """Return these rows of a parameter, as a view in the shape of the file's tensor."""
         if tensor.shape == self.shape:
             return tensor
         count = math.prod(self.shape[:-1])
         return tensor.view(-1, tensor.shape[-1])[self.first : self.first + count].view(self.shape)
 
     def pieces(self, shape: Sequence[int], window: Window, part: Tensor) -> Iterator[StoredPiece]:
-        """Yield what `part`, this window of ours in a `shape`, takes of theirs."""
+        """Yield the windows of the file's tensor that fill `part`, a window of a parameter of
+        `shape`."""
         if tuple(shape) == self.shape:
             yield StoredPiece(self.name, window, part)
             return
@@ -117,7 +119,7 @@ class StoredRows:
             place += count
 
     def _lines(self, first: int, place: Tensor, columns: tuple[int, int]) -> Iterator[StoredPiece]:
-        """Yield rows of ours from the `first` on, all of which are rows of theirs."""
+        """Yield the pieces of consecutive rows that all lie in this tensor."""
         first -= self.first
         if len(self.shape) == _MATRIX:
             yield StoredPiece(self.name, ((first, len(place)), columns), place)
@@ -132,8 +134,7 @@ class StoredRows:
 
 
 def _runs(shape: Sequence[int], window: Window) -> Iterator[tuple[int, int]]:
-    """Yield where the places of a window of a tensor of this shape are, counted through, as runs:
-    the first and how many."""
+    """Yield start and length of each contiguous run of a window, in elements of the full tensor."""
     depth = len(shape)
     while depth > 1 and window[depth - 1] == (0, shape[depth - 1]):
         depth -= 1
@@ -148,7 +149,7 @@ def _runs(shape: Sequence[int], window: Window) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """One of ours that is several of theirs, or one with another name."""
+    """A parameter that files store as several tensors, or under another name."""
 
     rows: tuple[StoredRows, ...]
     is_transposed: bool = False
@@ -156,18 +157,23 @@ class StoredParts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of theirs."""
+        """The names of the file's tensors."""
         return tuple(rows.name for rows in self.rows)
 
     def write(self, tensor: Tensor) -> Mapping[str, Tensor]:
-        """Return theirs of this one by name."""
+        """Return the file's tensors of this parameter by name."""
         return {rows.name: rows.of(tensor) for rows in self.rows}
 
 
 class ModuleWeights:
-    """What a module takes of a folder, rounded to the dtypes that it has now. The module need have
-    no values, and is not kept. Raises SpecError where the folder is not of this module, or as
-    PretrainedFolder."""
+    """The weights of a folder for one module, rounded to the dtypes that the module has at
+    construction.
+
+    The module may lack values, and is not kept.
+
+    Raises:
+        SpecError: The folder does not match the module, or see `PretrainedFolder`.
+    """
 
     def __init__(self, module: nn.Module, folder: str) -> None:
         prefix = getattr(module, "base_model_prefix", "")
@@ -183,8 +189,7 @@ class ModuleWeights:
 
     @torch.no_grad()
     def read(self, module: nn.Module, *, only_buffers: bool = False) -> None:
-        """Write to the module what the files have, in the dtypes of the module; or only to its
-        buffers."""
+        """Write the folder's values to the module, or to its buffers only."""
         for (name, *_), tensor in named_tensors(module):
             if not (only_buffers and isinstance(tensor, nn.Parameter)):
                 place = tensor.detach()
@@ -193,8 +198,10 @@ class ModuleWeights:
     def read_window(
         self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
     ) -> None:
-        """Write a window of a tensor of this shape to `part`, rounded to the dtype that the module
-        had and then to `dtype`."""
+        """Write a window of a tensor of this shape to `part`.
+
+        Values are rounded to the dtype that the module had and then to `dtype`.
+        """
         if not part.numel():
             return
         for rows in self._rows[name]:
@@ -203,18 +210,20 @@ class ModuleWeights:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors that have been read so far."""
+        """The bytes of tensors read so far."""
         return self._folder.bytes_read
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has anything of a tensor, by any of its names."""
+        """Return True if the folder has the tensor under any of its names."""
         return bool(self._rows[name])
 
     def _of(
         self, module: nn.Module, named: NamedTensor, stored: Sequence[StoredRows]
     ) -> Iterator[StoredRows]:
-        """Yield theirs of a tensor, by the names that they have in this folder; `stored`: those
-        that they usually have."""
+        """Yield the file tensors of a parameter, by their names in this folder.
+
+        `stored` are the tensors under their usual names.
+        """
         tensor = named.tensor
         there = [theirs for name in named.names if (theirs := self._folder.called(name))]
         if not there and _may_lack(module, named):
@@ -225,6 +234,7 @@ class ModuleWeights:
             yield replace(rows, name=theirs)
 
     def _require_all_used(self, module: nn.Module) -> None:
+        """Raise SpecError for tensors of the folder that the module does not use."""
         known = {self._folder.called(name) for name in module.state_dict()}
         used = {rows.name for parts in self._rows.values() for rows in parts}
         others = self._folder.file_of.keys() - used - known
@@ -232,8 +242,10 @@ class ModuleWeights:
 
 
 def _may_lack(module: nn.Module, named: NamedTensor) -> bool:
-    """Return whether a folder may lack a tensor, which then is as the constructor made it. It may
-    lack no parameter: ranks that keep a part have none that was made."""
+    """Return True if a folder may lack a tensor, which then keeps the constructor's values.
+
+    No parameter may be missing, since ranks with shards have no constructed values.
+    """
     if isinstance(named.tensor, nn.Parameter):
         return False
     is_own = not is_of_transformers(module)
@@ -242,19 +254,20 @@ def _may_lack(module: nn.Module, named: NamedTensor) -> bool:
 
 
 def _says(module: nn.Module, attribute: str, name: str) -> bool:
-    """Return whether the class of transformers has a pattern of this kind for a name."""
+    """Return True if the class of transformers lists a pattern in this attribute that matches a
+    name."""
     patterns = getattr(module, attribute, None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def named_tensors(module: nn.Module) -> list[NamedTensor]:
-    """Return the tensors of a module's state: parameters, and buffers that are kept."""
+    """Return the parameters and persistent buffers of a module."""
     state = module.state_dict(keep_vars=True)
     by_tensor = grouped(
         (id(tensor), (name, tensor))
         for name, tensor in state.items()
         if isinstance(tensor, Tensor)
-        and name.rpartition(".")[2] != "_extra_state"  # which a module makes when asked
+        and name.rpartition(".")[2] != "_extra_state"  # a module computes it on demand
     )
     return [
         NamedTensor(tuple(name for name, _ in named), named[0][1]) for named in by_tensor.values()
@@ -262,8 +275,11 @@ def named_tensors(module: nn.Module) -> list[NamedTensor]:
 
 
 def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
-    """Return how files have each tensor of a module, by the first of its names. Raises SpecError
-    where they have it neither whole nor as rows."""
+    """Return the file tensors of each tensor of a module, by the first of its names.
+
+    Raises:
+        SpecError: Files store a tensor neither in full nor as rows.
+    """
     shapes = {named.names[0]: tuple(named.tensor.shape) for named in named_tensors(module)}
     if not is_of_transformers(module):
         return {name: [StoredRows(name, 0, shape)] for name, shape in shapes.items()}
@@ -294,7 +310,7 @@ def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
 
 
 def holds_buffers(module: nn.Module) -> bool:
-    """Return whether files of a module have buffers."""
+    """Return True if files of the module contain buffers."""
     return bool(_buffers(module))
 
 
@@ -303,8 +319,13 @@ def _buffers(module: nn.Module) -> list[NamedTensor]:
 
 
 def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
-    """Return the buffers that a folder has of a module, by name, whether the module has values or
-    not. They are given to the module. Raises SpecError as ModuleWeights."""
+    """Return the buffers of a module that a folder has, by name, and set them in the module.
+
+    The module may be on meta.
+
+    Raises:
+        SpecError: See `ModuleWeights`.
+    """
     if not (buffers := _buffers(module)):
         return {}
     for (name, *_), tensor in buffers:
@@ -318,15 +339,13 @@ def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
 
 
 def require_module_weights(module: nn.Module, folder: str | None) -> None:
-    """Raises SpecError unless a folder, where there is one, has what `module` needs, and nothing
-    else."""
+    """Raise SpecError unless a folder, if there is one, has exactly the tensors of `module`."""
     if folder is not None:
         ModuleWeights(module, folder)
 
 
 def read_module_weights(module: nn.Module, folder: str | None) -> None:
-    """Let a module begin with the weights in a folder, where there is one; of fake tensors, which
-    have no values, nothing is read."""
+    """Read the weights of a folder, if there is one, into a module; no effect on fake tensors."""
     if folder is not None and detect_fake_mode() is None:
         ModuleWeights(module, folder).read(module)
 
@@ -334,9 +353,21 @@ def read_module_weights(module: nn.Module, folder: str | None) -> None:
 def build(
     model: ModelSpec, *, sequence: int, allow_import: bool = False, seed: int = 0
 ) -> nn.Module:
-    """A built-in model comes without its initial weights, which `models.initialize` gives (a folder
-    of them is known to fit); another with those of its constructor, which runs with torch's
-    generator at `seed`, or of a folder that fits, which `models.initialize` reads."""
+    """Build a spec's model.
+
+    A built-in model has no initial values yet; `initialize` fills it. Another model has the values
+    of its constructor, which runs with torch's generator at `seed`; weights in a folder are read
+    later.
+
+    Args:
+        model: The model section of the spec.
+        sequence: Number of tokens of a sample.
+        allow_import: Whether the user allows imports of the model's code.
+        seed: Seed of the constructor.
+
+    Raises:
+        SpecError: The model cannot be built, or its folder of weights does not match it.
+    """
     match model:
         case ModelShape():
             return _build_shape(model, sequence)
@@ -366,19 +397,24 @@ def _build_shape(shape: ModelShape, sequence: int) -> nn.Module:
 
 
 STD = 0.02
-_RESIDUAL = ("attention.output.weight", ".down.weight")  # what adds to the residual stream
+_RESIDUAL = (
+    "attention.output.weight",
+    ".down.weight",
+)  # projections whose output is added to the residual stream
 
 
 def keeps_its_weights(module: nn.Module) -> bool:
-    """True for a model whose constructor gave its weights: it must be built off the meta device."""
+    """Return True if the constructor gave the model its weights; it must then be built off meta."""
     return not isinstance(module, Transformer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialValues:
-    """The initial parameters of `module`, whose own are not read unless the model keeps its
-    weights; rounded to `dtype`, whichever they are then stored in. `weights`: those of a module
-    that is not built in and has no values."""
+    """The initial parameters of `module`, rounded to `dtype`.
+
+    The module's values are read only if it keeps its weights. `weights`: the values of a custom
+    module without values.
+    """
 
     module: nn.Module
     seed: int
@@ -387,8 +423,10 @@ class InitialValues:
 
     @torch.no_grad()
     def write(self, name: str, shape: Sequence[int], window: Window, part: Tensor) -> None:
-        """Fill `part`, on any device, with this window of a parameter. What is drawn is drawn
-        whole; of a published model's files nothing else is read."""
+        """Fill `part`, on any device, with this window of a parameter.
+
+        Drawn parameters are drawn in full; of published files only the window is read.
+        """
         if self.weights is not None:
             self.weights.read_window(name, shape, window, part, self.dtype)
         elif self._is_read:
@@ -405,12 +443,12 @@ class InitialValues:
 
 
 def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Tensor:
-    """One parameter of a model that begins with no files, whole, in fp32 on the CPU."""
+    """Return one full parameter of a model that starts without files, in fp32 on the CPU."""
     if keeps_its_weights(module):
         return module.get_parameter(name).detach().to("cpu", torch.float32, copy=True)
     assert isinstance(module, Transformer), "only built-in models have no weights"
     if name.endswith("norm.weight"):
-        # with which a norm does nothing but norm
+        # the identity scale
         weight = 0.0 if module.shape.norm is Norm.RMS_PLUS_ONE else 1.0
         return torch.full(shape, weight, device="cpu")
     if name.endswith("bias"):
@@ -428,7 +466,7 @@ def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Te
 
 
 def initialize(module: nn.Module, seed: int) -> None:
-    """Fill every parameter and every buffer of a model none of whose tensors are cut."""
+    """Fill every parameter and buffer of a model without sharded tensors."""
     if keeps_its_weights(module):
         return
     values = InitialValues(module=module, seed=seed)
@@ -439,7 +477,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def reset_buffers(module: nn.Module) -> None:
-    """Refill the buffers of every submodule that knows how to."""
+    """Refill the buffers of every submodule that has a method `reset_buffers`."""
     for child in module.modules():
         reset = getattr(child, "reset_buffers", None)
         if callable(reset):
@@ -448,7 +486,7 @@ def reset_buffers(module: nn.Module) -> None:
 
 @torch.no_grad()
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters to `dtype`; buffers that hold reals stay wide: fp32, or fp64 with fp64."""
+    """Cast parameters to `dtype`, and floating-point buffers to fp32, or to fp64 with fp64."""
     wide = torch.promote_types(dtype, torch.float32)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -456,7 +494,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in child.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(child, name, buffer.to(wide))
-    if wide is torch.float64:  # tables computed in fp64 and stored in fp32 have lost their tail
+    if wide is torch.float64:  # values stored in fp32 lost precision, so tables are recomputed
         reset_buffers(module)
 
 
@@ -465,9 +503,14 @@ _WRAPPERS = (DistributedDataParallel, FSDPModule, FSDP1)
 
 
 def accept(module: nn.Module, spec: Spec) -> Spec:
-    """Return the spec with `module` for its model. The module is changed in place: it is in
-    training mode, its parameters are in the spec's dtype, and one of transformers gives logits.
-    Raises SpecError for what is no module, is wrapped already or has no values."""
+    """Return the spec with `module` as its model, and prepare the module in place.
+
+    It is set to training mode, its parameters are cast to the spec's dtype, and a model of
+    transformers is changed to return logits.
+
+    Raises:
+        SpecError: It is no module, is wrapped already, or has no values.
+    """
     require_fresh(module)
     if gives_objects(module) and spec.loss.user_function is None:
         to_logits(module)
@@ -477,8 +520,10 @@ def accept(module: nn.Module, spec: Spec) -> Spec:
 
 
 def with_model(spec: Spec, module: nn.Module) -> Spec:
-    """Return the spec with what is known of a module for its model: the shape of one of ours; the
-    module's class, in the place of a shape that is none of its own."""
+    """Return the spec with a module as its model: the shape of a built-in one, else its class.
+
+    A spec with a custom model is returned unchanged.
+    """
     if not isinstance(spec.model, ModelShape):
         return spec
     if isinstance(module, Transformer):
@@ -489,7 +534,7 @@ def with_model(spec: Spec, module: nn.Module) -> Spec:
 
 
 def require_fresh(module: nn.Module) -> None:
-    """Raises SpecError for what is no module, is wrapped already or has no values."""
+    """Raise SpecError for an object that is no module, is wrapped already, or has no values."""
     if not isinstance(module, nn.Module):
         raise refused(
             _PLACE,
@@ -518,6 +563,7 @@ def require_fresh(module: nn.Module) -> None:
 
 
 def _require_values(module: nn.Module) -> None:
+    """Raise SpecError for a tensor on the meta device."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     on_meta = [path for path, tensor in tensors if tensor.is_meta]
     if on_meta:

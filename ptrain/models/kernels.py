@@ -1,9 +1,9 @@
-"""CPU stand-ins for GPU kernels that allocate what the GPU's do, for traces and simulations. They
-compute sizes, not values.
+"""CPU stand-ins for GPU kernels that allocate as many bytes as the GPU's, for traces and
+simulations. They compute sizes, not values.
 
 RMSNorm: a GPU's fused kernel allocates its output and one number per row (fp32 at least), where a
-CPU runs operator by operator. It is an operator of its own, so that a recomputation policy can keep
-its output.
+CPU runs operator by operator. The stand-in is a custom operator, so that a recomputation policy can
+keep its output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _sizes(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _ = inputs
-    ctx.set_materialize_grads(False)  # nobody uses the rows, and CUDA's makes no gradient of them
+    ctx.set_materialize_grads(
+        False
+    )  # rows are unused, and CUDA's kernel allocates no gradient for them
     ctx.save_for_backward(x, weight, output[1])
 
 
@@ -55,15 +57,18 @@ _norm.register_autograd(_backward, setup_context=_keep)
 
 
 def is_fused(x: Tensor, weight: Tensor | None) -> bool:
-    """Return whether a GPU has one kernel for it: not where input and weight differ in dtype, nor
-    where they do not fit."""
+    """Return True if a GPU has one RMSNorm kernel for these tensors.
+
+    It has none if input and weight differ in dtype, or if their shapes do not match.
+    """
     if weight is None:
         return True
     return weight.dtype == x.dtype and weight.shape == x.shape[x.dim() - weight.dim() :]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, dims: int) -> Tensor:
-    """Return a tensor of the norm's shape, over the last `dims` dimensions."""
+    """Return a tensor of ones with the norm's output shape; the norm covers the last `dims`
+    dimensions."""
     y: Tensor = _norm(x, weight, dims)[0]
     return y
 
@@ -71,13 +76,15 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, dims: int) -> Tensor:
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _WIDE_BYTES = 4
-_SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")  # of attention operator by operator
+_SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")  # operators of unfused attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """What decides how a GPU computes attention. `is_grouped`: keys have fewer heads than
-    queries."""
+    """The arguments that decide how a GPU computes attention.
+
+    `is_grouped`: keys have fewer heads than queries.
+    """
 
     dtype: torch.dtype
     head_dim: int
@@ -87,27 +94,38 @@ class AttentionCall:
 
 
 class Keeping(Protocol):
-    """Says what a GPU's attention keeps."""
+    """The interface that answers which tensors a GPU's attention saves for backward."""
 
     def __call__(self, call: AttentionCall) -> Callable[[int], int] | None:
-        """Return a function that gives the bytes it keeps beside its output, of those that a
-        processor's does; None where nobody knows."""
+        """Return a function from the bytes that a CPU kernel saves next to its output to the GPU's.
+
+        None if the GPU's kernel is unknown.
+        """
 
     def goes_by_operators(self, call: AttentionCall) -> bool:
-        """Return whether it is known that a GPU computes it operator by operator."""
+        """Return True if a GPU is known to compute this call operator by operator."""
 
 
 @dataclass(slots=True)
 class UnknownKernels:
-    """Attention of which nobody knows what a GPU's kernels would keep, in a few words."""
+    """The attention calls whose GPU kernels are unknown, described in a few words each."""
 
     attention: dict[str, None] = field(default_factory=dict)
 
 
 @contextmanager
 def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator[UnknownKernels]:
-    """Within it a processor allocates what that kind of device does. Entered behind a mode of fake
-    tensors, where there is one."""
+    """Temporarily make a CPU allocate as the target device does.
+
+    Enter it after a mode of fake tensors, if there is one.
+
+    Args:
+        is_for_cuda: Whether the target is a GPU. If not, nothing is replaced.
+        keeping: The saved tensors of attention kernels; None leaves attention unchanged.
+
+    Returns:
+        The attention calls that could not be modeled.
+    """
     unknown = UnknownKernels()
     if not is_for_cuda:
         yield unknown
@@ -118,10 +136,13 @@ def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator
 
 
 class _Kernels(OperatorMode):
-    """Fused attention keeps a number for each row, batch and head for backward, on GPUs in a
-    kernel's own measure, and beside them seed and offset of its dropout, which are put into the
-    same storage here. `drops`: dropout is asked of the attention that runs, and
-    `goes_by_operators` that it is no kernel. (What a checkpoint kept of it is neither.)"""
+    """The mode that resizes tensors saved by attention and LayerNorm to the sizes on a GPU.
+
+    Fused attention saves one number per row, head and sample for backward; GPU kernels pad the
+    rows. Seed and offset of dropout are added to the same storage here. `drops`: the running
+    attention has dropout. `goes_by_operators`: it is not a fused kernel. Both are False for tensors
+    that a checkpoint kept.
+    """
 
     def __init__(self, keeping: Keeping, unknown: UnknownKernels) -> None:
         super().__init__()
@@ -156,10 +177,12 @@ class _Kernels(OperatorMode):
         drops: bool,
         is_masked: bool,
     ) -> Tensor:
-        """Return the output of an attention. Of one that goes operator by operator on a processor,
-        nobody knows whether a GPU has a kernel; one that does so on a GPU is made to here, where
-        there is no mask and nothing drops out between its operators, and no GPU has confirmed
-        it."""
+        """Run an attention call and return its output.
+
+        A call that a CPU computes operator by operator is noted as unknown, because a GPU may have
+        a kernel for it. A call that a GPU computes operator by operator is forced to do so here,
+        unless it has a mask or dropout, which no GPU measurement has confirmed.
+        """
         self.drops, self.goes_by_operators = drops, False
         is_known = not drops and not is_masked and _is_whole(query, key)
         by_operators = is_known and self.keeping.goes_by_operators(_call(query, key, drops=False))
@@ -174,12 +197,14 @@ class _Kernels(OperatorMode):
         return y
 
     def _note(self, query: Tensor, what: str) -> None:
+        """Record a call whose GPU kernel is unknown."""
         size = f"head_dim {query.shape[-1]} in {DTYPE_NAMES.get(query.dtype, query.dtype)}"
         self.unknown.attention[f"{size}, {what}" if what else size] = None
 
 
 def _is_whole(query: Tensor, key: Tensor) -> bool:
-    """Whether these have samples, heads, tokens and features, of as many tokens."""
+    """Return True if query and key are [samples, heads, tokens, features] with equal token
+    counts."""
     return query.dim() == key.dim() == 4 and query.shape[-2] == key.shape[-2]
 
 
@@ -195,24 +220,28 @@ def _call(query: Tensor, key: Tensor, *, drops: bool) -> AttentionCall:
 
 
 def _in_wide_rows(rows: Tensor) -> Tensor:
-    """Return mean or deviation of a LayerNorm's rows: in fp32 at least on a GPU, and on a processor
-    as wide as its input."""
+    """Return LayerNorm's row statistics in at least fp32, as a GPU stores them.
+
+    A CPU stores them in the dtype of the input.
+    """
     is_wide = rows.itemsize >= _WIDE_BYTES
     return rows if is_wide else _in_more(rows, rows.numel() * _WIDE_BYTES)
 
 
 def _in_more(tensor: Tensor, size: int) -> Tensor:
-    """Return the tensor in a storage of so many bytes."""
+    """Return a copy of the tensor in a storage of `size` bytes."""
     whole = tensor.new_empty(size // tensor.itemsize)
     return whole.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 @contextmanager
 def _replacing(attention: _Kernels | None) -> Iterator[None]:
-    """Within it dropout allocates on a processor what it does on a GPU: a mask of one byte an
-    element (`at::dropout` calls native_dropout there, and on a processor multiplies by noise as
-    wide as its input). Fused attention saves no mask, for backward draws it anew from seed and
-    offset. And RMSNorm is one kernel.
+    """Temporarily replace dropout, attention and RMSNorm by versions that allocate as a GPU does.
+
+    - Dropout saves a mask of one byte per element: `at::dropout` calls native_dropout on a GPU,
+      while a CPU multiplies by noise in the input's dtype.
+    - Fused attention saves no dropout mask, because backward draws it again from seed and offset.
+    - RMSNorm is one kernel.
     """
     attend: Any = F.scaled_dot_product_attention
     drop: Any = F.dropout

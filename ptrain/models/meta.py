@@ -1,11 +1,9 @@
-"""Modules whose tensors have no values, and the values that a module built on meta gives itself.
+"""Modules on the meta device, and the initialization of modules that were built there.
 
-Modules that are built without values of parameters: these are on meta, everything else is what
-the constructor makes of it.
-
-A constructor that reads a parameter's values ends there, or leaves something beside parameters that
-has none. One that draws what is no parameter would draw other numbers here: values that parameters
-do not get are not drawn either. Both are found out, and no module is given in their place.
+`hollow` builds a module with parameters on meta and everything else as its constructor computes it.
+A constructor that reads parameter values fails, or leaves another tensor without values. A
+constructor that draws other tensors would draw other numbers, since values of parameters are not
+drawn. Both cases are detected and raise NeedsValues.
 """
 
 from __future__ import annotations
@@ -29,17 +27,25 @@ from ptrain.models.external import raised
 from ptrain.models.ledger import OperatorMode
 from ptrain.spec.function import UserFunction
 
-Build = Callable[[int], nn.Module]  # given how much is added to the seed
-_STATE = ("_parameters", "_buffers", "_modules")  # of a module's own attributes
+Build = Callable[[int], nn.Module]  # takes an offset of the seed
+_STATE = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+)  # attributes of every nn.Module that hold its state
 
 
 class NeedsValues(Exception):
-    """A constructor that cannot do without values of parameters; the message says why."""
+    """A constructor needs values of parameters; the message gives the reason."""
 
 
 def hollow(build: Build) -> nn.Module:
-    """Return what `build` gives, its parameters on meta. Raises NeedsValues where something beside
-    them would be other than it is with values, or the constructor raises."""
+    """Build a module with its parameters on meta.
+
+    Raises:
+        NeedsValues: The constructor raises, or another tensor or number would differ from a build
+            with real parameters.
+    """
     draws = _ConstructorDraws()
     with without_values(), draws:
         module = run_constructor(build, 0)
@@ -58,7 +64,7 @@ def hollow(build: Build) -> nn.Module:
 
 @torch.no_grad()
 def empty_parameter(parameter: nn.Parameter) -> None:
-    """Take a parameter's values; it stays the same object, which may have several names."""
+    """Move a parameter to meta in place; it stays the same object, which may have several names."""
     if parameter.is_meta:
         return
     bare = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -70,8 +76,10 @@ def empty_parameter(parameter: nn.Parameter) -> None:
 def without_values(
     empty: Callable[[nn.Parameter], None] = empty_parameter,
 ) -> Iterator[None]:
-    """Temporarily build modules without values of parameters, which `empty` puts on meta as soon as
-    a module has them; buffers are computed."""
+    """Temporarily build modules without parameter values; buffers are computed.
+
+    `empty` moves each parameter to meta as soon as a module registers it.
+    """
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -84,12 +92,12 @@ def without_values(
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return False on meta, whatever the tensor's device is while `models.drawn` records."""
+    """Return False on meta, even while `models.drawn` reports the tensor's device as CPU."""
     return tensor.untyped_storage().device.type != "meta"
 
 
 def run_constructor(build: Build, more: int) -> nn.Module:
-    """Return what `build` gives. Raises NeedsValues where it raises."""
+    """Return `build(more)`; raise NeedsValues if it raises."""
     try:
         return build(more)
     except CodeRaised as error:
@@ -101,7 +109,7 @@ def run_constructor(build: Build, more: int) -> nn.Module:
 
 
 def require_hollow(module: nn.Module) -> None:
-    """Raises NeedsValues for a parameter with values, or something else without."""
+    """Raise NeedsValues for a parameter with values, or another tensor without."""
     parameters = [*module.parameters()]
     if not parameters or not all(parameter.is_meta for parameter in parameters):
         raise NeedsValues("one of its parameters is not a torch.nn.Parameter of a module")
@@ -113,13 +121,14 @@ def require_hollow(module: nn.Module) -> None:
 
 
 def _beside_parameters(module: nn.Module) -> Iterable[tuple[str, Any]]:
-    """Yield what a module itself has, parameters and modules left out, by attribute."""
+    """Yield name and value of a module's attributes and buffers, without parameters and
+    submodules."""
     yield from ((name, value) for name, value in vars(module).items() if name not in _STATE)
     yield from module._buffers.items()
 
 
 def _left_by(module: nn.Module) -> list[Any]:
-    """Return all tensors, numbers and texts that a module and those in it have, in their order."""
+    """Return all tensors, numbers and strings of a module and its submodules, in order."""
     return [
         leaf
         for child in module.modules()
@@ -129,6 +138,7 @@ def _left_by(module: nn.Module) -> list[Any]:
 
 
 def _are_equal(these: list[Any], those: list[Any]) -> bool:
+    """Return True if two lists of leaves agree in types and values."""
     if [type(leaf) for leaf in these] != [type(leaf) for leaf in those]:
         return False
     return all(
@@ -138,8 +148,10 @@ def _are_equal(these: list[Any], those: list[Any]) -> bool:
 
 
 class _ConstructorDraws(OperatorMode):
-    """Sees which random numbers are drawn: `of_values`, for a tensor that has some;
-    `by_own_generator`, of one that the code made itself."""
+    """The mode that notes random draws of a constructor.
+
+    `of_values`: a tensor off meta was drawn. `by_own_generator`: the code passed a generator.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +171,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # torch's layers have one o
 
 @torch.no_grad()
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose tensors have no values."""
+    """Return a copy of a module with all tensors on meta."""
     with without_modes():
         tensors: dict[int, Any] = {id(buffer): as_meta(buffer) for buffer in module.buffers()}
         for parameter in module.parameters():
@@ -168,7 +180,7 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def as_meta(value: object) -> object:
-    """Return a tensor of the same shape and dtype without values; anything else as it is."""
+    """Return a meta tensor of the same shape and dtype; other objects are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -208,11 +220,12 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
 
 
 def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> dict[int, Tensor]:
-    """Replace the meta tensors of a module by empty ones, ties kept; return these by storage.
+    """Replace the meta tensors of a module by empty ones, keep ties, and return the new ones by
+    storage.
 
-    While `models.meta` builds, every parameter stays on meta: its values come from a folder.
+    While `without_values` is active, every parameter stays on meta: its values come from a folder.
     """
-    new: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept, so that no id comes twice
+    new: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept, so that ids stay unique
     for child in module.modules():
         for name, tensor in [*child._parameters.items(), *child._buffers.items()]:
             if tensor is None or tensor.device.type != "meta":
@@ -229,16 +242,20 @@ def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> dict[int,
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return an uninitialized tensor on a device, with the attributes of the old one."""
     empty = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, tensor.requires_grad)
     for name, value in vars(tensor).items():
-        vars(empty).setdefault(name, value)  # a fake tensor has its device among these
+        vars(empty).setdefault(
+            name, value
+        )  # without overwriting: a fake tensor stores its device here
     return empty
 
 
 def _run_own_initialization(module: nn.Module, device: torch.device) -> str:
-    """Let a module initialize itself; return how a message begins about what it omits."""
+    """Let a module initialize itself, and return the start of the message about tensors it
+    omits."""
     initialize: Any = getattr(module, "init_weights", None)
     if callable(initialize):
         names = inspect.signature(initialize).parameters
@@ -255,7 +272,7 @@ def _run_own_initialization(module: nn.Module, device: torch.device) -> str:
 
 
 class WrittenStorages(OperatorMode):
-    """The storages that operators write to: an in-place operator, and one with `out`."""
+    """The mode that collects the storages that operators write to, in place or by `out`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +287,7 @@ class WrittenStorages(OperatorMode):
 def written_tensors(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:
-    """Yield the arguments that an operator changes in place, by its schema."""
+    """Yield the arguments that an operator's schema marks as written."""
     for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -278,5 +295,5 @@ def written_tensors(
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that all views of one living storage share, on meta too."""
+    """Return a key that all views of one live storage share, on meta too."""
     return tensor.untyped_storage()._cdata

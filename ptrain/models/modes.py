@@ -1,11 +1,8 @@
-"""Set and restore a model's modes while it is only inspected: training, evaluation, and dropout.
+"""Temporary changes of a model's modes during an inspection: training, evaluation, dropout, buffers
+and random generators.
 
-Buffers that a forward pass may write into are restored after an inspection.
-
-The generators that a model's code on the host draws random numbers from are torch's and Python's
-own.
-
-A module's attributes show where it drops values, and another dropout can replace torch's.
+Generators are torch's and Python's, from which model code on the host draws. Dropout is found by
+the modules' attributes, and torch's dropout function can be replaced.
 """
 
 from __future__ import annotations
@@ -30,13 +27,13 @@ _FUNCTIONS = (
 
 
 def dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield the dotted name and the probability of each attribute for dropout that is not 0."""
+    """Yield dotted name and probability of each attribute with a dropout probability above 0."""
     for name, child in module.named_modules():
         yield from ((f"{name}.{key}".lstrip("."), value) for key, value in own_dropouts(child))
 
 
 def own_dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield the same of the module itself, by the attribute's name."""
+    """Yield name and probability of a module's dropout attributes, without submodules."""
     rates = {key: value for key, value in vars(module).items() if "drop" in key}
     if isinstance(module, _DropoutNd):
         rates["p"] = module.p
@@ -48,13 +45,16 @@ def own_dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def drops_out(module: nn.Module) -> bool:
-    """Return whether some module says that it drops out; what a function drops a trace tells."""
+    """Return True if an attribute of some module sets dropout; a trace finds dropout by
+    functions."""
     return any(True for _ in dropouts(module))
 
 
 class SwitchedOff:
-    """Stands where a function of torch's drops out, and gives what it is given. `drops`: something
-    would have been dropped."""
+    """A replacement of torch's dropout functions that returns its input.
+
+    `drops` is True once a call would have dropped values.
+    """
 
     def __init__(self) -> None:
         self.drops = False
@@ -68,7 +68,7 @@ class SwitchedOff:
 
 @contextmanager
 def switched_off() -> Iterator[SwitchedOff]:
-    """Within it nothing is dropped by torch's functions, outside of attention."""
+    """Temporarily disable torch's dropout functions; attention dropout stays enabled."""
     off = SwitchedOff()
     with replaced(F, **dict.fromkeys(_FUNCTIONS, off)):
         yield off
@@ -76,8 +76,10 @@ def switched_off() -> Iterator[SwitchedOff]:
 
 @dataclass(frozen=True, slots=True)
 class DropoutCall:
-    """A call of `torch.nn.functional.dropout` that draws: 0 < `rate` < 1. `before` is what the name
-    stood for."""
+    """A call of `torch.nn.functional.dropout` that draws a mask: 0 < `rate` < 1.
+
+    `before` is the function that was replaced.
+    """
 
     input: Tensor
     rate: float
@@ -85,7 +87,7 @@ class DropoutCall:
     before: Callable[..., Tensor]
 
     def by_before(self) -> Tensor:
-        """Return what it gives."""
+        """Return the result of the replaced function."""
         return self.before(self.input, self.rate, True, self.is_in_place)
 
 
@@ -94,8 +96,10 @@ Drop: TypeAlias = Callable[[DropoutCall], Tensor]
 
 @contextmanager
 def dropout_by(drop: Drop) -> Iterator[None]:
-    """Within it `drop` is given every call by this name that draws; nn.Dropout calls it so. Where
-    dropout is switched off it is that."""
+    """Temporarily pass every call of F.dropout that draws a mask to `drop`, including nn.Dropout's.
+
+    Within `switched_off` it has no effect.
+    """
     before: Any = F.dropout
     if isinstance(before, SwitchedOff):
         yield
@@ -113,50 +117,56 @@ def dropout_by(drop: Drop) -> Iterator[None]:
 
 
 def drawn_state() -> Any:
-    """Return what is another after a draw. Under fake tensors, which draw nothing, always the
-    same."""
+    """Return the state of the generators, which changes with each draw.
+
+    Returns None under fake tensors, where nothing is drawn.
+    """
     if detect_fake_mode() is not None:
         return None
     return torch.get_rng_state().numpy().tobytes(), random.getstate()
 
 
 class OutsideDraws:
-    """Follows a forward pass: whether anything is drawn outside of its layers, and while no module
-    that is watched runs, a layer or another."""
+    """The record of random draws outside of a model's layers during a forward pass, and outside of
+    all watched modules."""
 
     def __init__(self) -> None:
         self._outside = self._between = drawn_state()
         self._depth = 0
 
     def enter(self) -> bool:
-        """A watched module is about to run. Return whether something was drawn since the last one
-        had run."""
+        """Note that a watched module starts; return True if numbers were drawn since the last one
+        ended."""
         self._depth += 1
         return self._depth == 1 and drawn_state() != self._between
 
     def leave(self) -> None:
-        """A watched module has run."""
+        """Note that a watched module has ended."""
         self._depth -= 1
         if not self._depth:
             self._between = drawn_state()
 
     def enter_layer(self) -> bool:
-        """Return whether something was drawn since the layer before had run."""
+        """Return True if numbers were drawn since the previous layer ended."""
         return bool(drawn_state() != self._outside)
 
     def leave_layer(self) -> None:
-        """A layer has run."""
+        """Note that a layer has ended."""
         self._outside = drawn_state()
 
 
 def seed_of_step(seed: int, step: int, index: int) -> int:
-    """Return what a step (from 0) seeds with the ranks that draw the `index`-th random numbers."""
+    """Return the seed of a step for the ranks that share random stream `index`; steps count from
+    0."""
     return (seed * 1_000_003 + step) * 65_537 + index
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seed what code on a device draws from, and on the host. torch.manual_seed seeds every kind of
-    device, and writes down where it was called for each that nobody uses: 0.4 ms, in each step."""
+    """Seed the generators of the host and of one device.
+
+    torch.manual_seed seeds every kind of device, and formats a traceback for each that is not
+    initialized, which takes 0.4 ms per step.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -164,14 +174,14 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 def reseed(seed: int) -> None:
-    """Set both generators to `seed`."""
+    """Seed the generators of torch and Python."""
     torch.manual_seed(seed)
     random.seed(seed)
 
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """What is drawn while entered is not drawn for whoever comes after."""
+    """Temporarily allow draws that do not advance the generators for later code."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -182,7 +192,7 @@ def forked() -> Iterator[None]:
 
 @contextmanager
 def copied_buffers(module: nn.Module) -> Iterator[None]:
-    """While entered, `module` has copies of its buffers, so that its own stay as they are."""
+    """Temporarily replace the module's buffers by copies, so that the originals stay unchanged."""
     own = [
         (child, name, buffer)
         for child in module.modules()
@@ -201,7 +211,7 @@ def copied_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """While entered, every module of it is in that mode; each is left in the one it was in."""
+    """Temporarily set training or evaluation mode for all modules, then restore each one's mode."""
     modes = [(child, child.training) for child in module.modules()]
     module.train(training)
     try:
@@ -213,8 +223,10 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """While entered, the probabilities that its modules say by an attribute are 0: nothing is
-    dropped in training mode either, unless the model draws numbers of its own."""
+    """Temporarily set all dropout attributes of the modules to 0.
+
+    Dropout that does not depend on such an attribute stays.
+    """
     with ExitStack() as restored:
         for name, probability in [*dropouts(module)]:
             path, _, attribute = name.rpartition(".")

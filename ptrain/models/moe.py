@@ -1,23 +1,22 @@
-"""Feed-forward layers: one for all tokens, or experts of which a router chooses some for every
-token.
+"""Feed-forward layers: dense ones, and mixtures of experts with a router.
 
-Note: no size depends on the routing, except rows that travel to other ranks. With a capacity every
-expert has equally many places, some of which stay empty. Without one, all rows are sorted by
-expert, multiplied group by group and put back in order. torch's grouped product multiplies the
-groups where it exists; else (fp64, or rows that do not fill 16 bytes) one group after the other
-goes into one result.
+Note: no size depends on the routing, except the number of rows that travel to other ranks. With a
+capacity every expert has the same number of places, some of which stay empty. Without one, rows are
+sorted by expert, multiplied group by group and put back in order. torch's grouped product
+multiplies the groups where it exists. Otherwise (fp64, or rows that do not fill 16 bytes) the
+groups are multiplied one by one into one result.
 
-Experts of a model that is not built in may receive rows of other ranks: the module is given rows,
-each with its experts and weights, sorts them by expert, and gives each expert its own. For experts
-as transformers has them, torch's grouped product computes the rows, whatever their dtype. Any other
-module runs its own code on rows for one expert each, with weights of one.
+Experts of a custom model may receive rows of other ranks. Their module is given rows with their
+experts and weights, sorts them by expert, and passes each expert its rows. For experts of
+transformers, the grouped product above computes the rows in any dtype. Any other module runs its
+code on rows with one expert each and weights of one.
 
-The balance losses of routers need counts of all tokens of the layer's samples.
+The balance losses of routers need counts over all tokens of the layer's samples.
 
 Legend of shape suffixes: B samples, T tokens, N tokens of all samples, C hidden, E experts, K
-experts of a token, G groups of e experts each (groups of the grouped product in its functions),
-M = N·K rows sorted by expert, F features inside an expert, S places of an expert or of all experts,
-I inputs, O outputs.
+experts of a token, G groups of e experts each (groups of the grouped product in its functions), M =
+N·K rows sorted by expert, F features inside an expert, S places of an expert or of all experts, I
+inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from ptrain.models.watch import runs_again
 from ptrain.spec.block import Activation, Bias, Router
 from ptrain.spec.model import ModelShape
 
-ALIGNED = 16  # bytes of a row that torch's grouped product takes
+ALIGNED = 16  # bytes: torch's grouped product needs rows that are a multiple
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_product(x_MI: Tensor, weights_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """Return what each row gives with the matrix of its group: [M, O]. `ends_E` (int32) are the
-    rows behind each group's last; a group may have none."""
+    """Return the product of each row with the matrix of its group: [M, O]. `ends_E` (int32) holds
+    the exclusive end row of each group; a group may be empty."""
     y_MO: Tensor
     if _is_torchs(x_MI, weights_EIO):
         y_MO = F.grouped_mm(x_MI, weights_EIO, offs=ends_E)
@@ -54,18 +53,19 @@ def grouped_product(x_MI: Tensor, weights_EIO: Tensor, ends_E: Tensor) -> Tensor
 
 
 def _is_torchs(x_MI: Tensor, weights_EIO: Tensor) -> bool:
+    """Return True if torch's grouped product accepts these dtypes and widths."""
     is_even = all(width * x_MI.itemsize % ALIGNED == 0 for width in weights_EIO.shape[1:])
     return is_even and x_MI.dtype in DTYPES
 
 
-# Arguments and meaning are those of aten::_grouped_mm: the second factor has the groups as its
-# first dimension, or the groups are of the inner one, as in a weight's gradient.
+# Same arguments and meaning as aten::_grouped_mm: the second factor has the groups in its first
+# dimension, or the groups divide the inner dimension, as in a weight's gradient.
 @torch.library.custom_op("ptrain::_grouped_mm", mutates_args=())
 def _by_group(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     result = _empty(left, right, offs)
     for group, (first, behind) in enumerate(pairwise([0, *offs.tolist()])):
         if right.dim() == 3:
-            # into the result's own rows: a product allocates nothing beside it
+            # into rows of the result, so that the product allocates nothing else
             torch.mm(left[first:behind], right[group], out=result[first:behind])
         else:
             torch.mm(left[:, first:behind], right[first:behind], out=result[group])
@@ -86,7 +86,7 @@ def _backward(ctx: Any, gradient_MO: Tensor) -> tuple[Tensor | None, Tensor | No
     x_MI, weights_EIO, ends_E = ctx.saved_tensors
     needs_x, needs_weights, _ = ctx.needs_input_grad
     of_x = _by_group(gradient_MO, weights_EIO.mT, ends_E) if needs_x else None
-    # the transposed one is computed, so that a weight kept transposed has a contiguous gradient
+    # computed transposed, because weights are stored transposed and need contiguous gradients
     of_weights = _by_group(gradient_MO.mT, x_MI, ends_E).mT if needs_weights else None
     return of_x, of_weights, None
 
@@ -95,34 +95,34 @@ _by_group.register_autograd(_backward, setup_context=_keep)
 
 
 class Journey:
-    """The way of one forward pass, where nothing travels."""
+    """The exchange of rows in one forward pass; this base class keeps all rows on the rank."""
 
     def __init__(self) -> None:
         self._beside: Callable[[], Tensor] | None = None
 
     def compute_beside(self, compute: Callable[[], Tensor]) -> None:
-        """Say what may be computed while rows travel, before they set out."""
+        """Set the computation that may overlap with the exchange; call it before rows are sent."""
         self._beside = compute
 
     def computed_beside(self) -> Tensor:
-        """Return what that gave, when rows are back."""
+        """Return the result of the overlapped computation, after rows are back."""
         assert self._beside is not None, "compute_beside was called first"
         return self._beside()
 
     def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows that this rank's experts get, and where those of each of these end."""
+        """Return the rows for this rank's experts, and the end row of each expert."""
         return x_MC, ends_E
 
     def rows_back(self, y_MC: Tensor) -> Tensor:
-        """Return what the rows that set out have become, in their order."""
+        """Return the results of the rows that were sent, in their order."""
         return y_MC
 
     def places_there(self, x_ESC: Tensor) -> Tensor:
-        """Return the places that this rank's experts get."""
+        """Return the places of this rank's experts."""
         return x_ESC
 
     def places_back(self, y_ESC: Tensor) -> Tensor:
-        """Return what the places that set out have become."""
+        """Return the results of the places that were sent."""
         return y_ESC
 
 
@@ -132,7 +132,7 @@ OnRows = Callable[[Tensor, Tensor], Tensor]  # (rows [M, C], where each expert's
 def dropless(
     x_NC: Tensor, chosen_NK: Tensor, num_experts: int, journey: Journey, experts: OnRows
 ) -> Tensor:
-    """Return what each token's experts give [N, K, C]."""
+    """Return the outputs of each token's experts [N, K, C], without a capacity limit."""
     num_chosen, chosen_M = chosen_NK.shape[1], chosen_NK.flatten()
     order_M = chosen_M.argsort(stable=True)
     x_MC, ends_E = journey.rows_there(x_NC[order_M // num_chosen], ends_of(chosen_M, num_experts))
@@ -143,16 +143,16 @@ def dropless(
 
 
 def ends_of(chosen_M: Tensor, num_experts: int) -> Tensor:
-    """Return the rows behind the last of each expert, sorted by expert: int32, as torch's grouped
-    product takes them."""
+    """Return the exclusive end row of each expert in rows sorted by expert: int32 [E], as torch's
+    grouped product takes it."""
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen_M.device)
     counts_E = counts_E.scatter_add(0, chosen_M, torch.ones_like(chosen_M))
     return counts_E.cumsum(0, dtype=torch.int32)
 
 
-NUMBER = "num_experts"  # an attribute of such a module, if it has it: how many a rank has
+NUMBER = "num_experts"  # optional attribute of such a module: the rank's number of experts
 
-_GATE = "_apply_gate"  # a method of every class of experts that transformers has
+_GATE = "_apply_gate"  # a method of all experts classes in transformers
 _LOST = (
     "{name} would send no gradient to its parameters and to the ranks whose rows it "
     "received. Call every expert, even with zero rows."
@@ -160,16 +160,18 @@ _LOST = (
 
 
 class RoutedRows(nn.Module):
-    """What is mixed into the class of such a module. `journey` makes what rows go through in a
-    forward pass, and `reading` what is around the use of its tensors; the layer has so many experts
-    (`num_all`), on all ranks together."""
+    """The mixin that lets a custom module of experts exchange rows with other ranks.
+
+    `journey` builds the exchange of one forward pass, `reading` returns a context around the use of
+    the module's tensors, and `num_all` is the layer's number of experts over all ranks.
+    """
 
     journey: Callable[[], Journey]
     reading: Callable[[nn.Module], AbstractContextManager[None]] | None = None
     num_all: int
 
     def forward(self, x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Return what each token's experts give, by weight [N, C]."""
+        """Return the weighted sum of each token's experts [N, C]."""
         rows_NKC = dropless(x_NC, chosen_NK, self.num_all, self.journey(), self._of_own)
         return (rows_NKC * weights_NK[..., None]).sum(1).to(x_NC.dtype)
 
@@ -178,7 +180,8 @@ class RoutedRows(nn.Module):
             return self.of_rows(x_MC, ends_E)
 
     def of_rows(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
-        """Return what rows become, which are sorted by expert."""
+        """Return the outputs of rows sorted by expert. Raise PtrainError for an output without a
+        graph, which would lose the gradients of other ranks' rows."""
         chosen_M1 = _experts_of(x_MC, ends_E)[:, None]
         y_MC: Tensor = super().forward(x_MC, chosen_M1, x_MC.new_ones(chosen_M1.shape))
         if torch.is_grad_enabled() and not y_MC.requires_grad:
@@ -187,8 +190,8 @@ class RoutedRows(nn.Module):
 
 
 class _TransformersRows(RoutedRows):
-    """The same of experts as transformers has them: two tensors of projections, of which the first
-    may be two in one."""
+    """The mixin for experts of transformers, which have two projection tensors; the first may fuse
+    gate and up projections."""
 
     def of_rows(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
         own: Any = self
@@ -198,7 +201,7 @@ class _TransformersRows(RoutedRows):
         return own.post_expert_norm(y_MC) if own.has_post_expert_norm else y_MC
 
     def _product(self, x_MI: Tensor, name: str, ends_E: Tensor) -> Tensor:
-        """Return what rows give with one of the projections of their experts [M, outputs]."""
+        """Return the product of rows with one projection of their experts [M, outputs]."""
         own: Any = self
         weight = getattr(own, name)
         y_MO = grouped_product(x_MI, weight if own.is_transposed else weight.mT, ends_E)
@@ -208,9 +211,9 @@ class _TransformersRows(RoutedRows):
 
 
 def route(model: nn.Module, modules: Iterable[str], number: int) -> None:
-    """Let these modules of a model, each all of a layer's so many experts, sort their rows by
-    expert. They are changed in place, as torch's fully_shard changes what it wraps; their rows
-    travel nowhere as yet."""
+    """Make modules of a model, each with all `number` experts of a layer, sort their rows by
+    expert. Their classes are replaced in place, as in torch's fully_shard; rows stay on the rank
+    until `journey` is replaced."""
     for name in modules:
         experts: Any = model.get_submodule(name)
         if not isinstance(experts, RoutedRows):
@@ -221,49 +224,51 @@ def route(model: nn.Module, modules: Iterable[str], number: int) -> None:
 
 @cache
 def _routed(kind: type) -> type:
-    """Return a class that routes rows, of a class of experts."""
+    """Return a subclass of a class of experts with the mixin that routes rows."""
     mixin = _TransformersRows if hasattr(kind, _GATE) else RoutedRows
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def _experts_of(x_MC: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the expert of each row."""
+    """Return the index of each row's expert."""
     rows_M = torch.arange(len(x_MC), dtype=ends_E.dtype, device=ends_E.device)
     return torch.searchsorted(ends_E, rows_M, right=True)
 
 
 class SampleTokens:
-    """The tokens of samples that a rank has: all. `slices` are those that a sample's are cut
-    into."""
+    """The tokens of a sample that a rank has; here all of them. `slices`: the number of shards of a
+    sample's tokens."""
 
     slices = 1
 
     def summed(self, counts_BE: Tensor) -> Tensor:
-        """Return the counts of all tokens, of those of the rank's own."""
+        """Return counts over all tokens, given the counts over the rank's tokens."""
         return counts_BE
 
     def before(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
-        """Return how many choices of all tokens fall on a choice's expert before it, of those of
-        the rank's own that do: first choices come before second ones, earlier tokens before later
-        ones."""
+        """Return the number of earlier choices of each choice's expert over all tokens, given the
+        number within the rank's tokens. First choices come before second ones, earlier tokens
+        before later ones."""
         return before_BKT
 
 
 class Balance(nn.Module):
-    """The losses of one router, summed over the samples of a micro-batch (0-d). Each sample's has
-    all of its tokens and no other's, so that it is the same wherever samples are computed, and
-    `weight`, one over the samples of the global batch, makes their mean of the sum; where several
-    ranks route the same tokens, or slices of a sample's, each adds its share of it."""
+    """The auxiliary losses of one router, summed over the samples of a micro-batch (0-d).
+
+    Each sample's loss covers exactly its tokens, so it does not depend on the placement. `weight`
+    is one over the samples of the global batch, so that the sum is their mean. Ranks that route the
+    same tokens, or shards of a sample, each add their share of it.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape, self.weight = shape, 1.0
-        self.scale: Tensor | None = None  # 0-d: of the loss that backward begins with
+        self.scale: Tensor | None = None  # 0-d: scale of the loss that backward starts from
         self.tokens = SampleTokens()
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is such a loss."""
+        """True if the model has an auxiliary loss or a z-loss."""
         return bool(self.shape.aux_loss or self.shape.z_loss)
 
     def forward(self, logits_BTE: Tensor, scores_BTE: Tensor, chosen_BTK: Tensor) -> Tensor:
@@ -276,11 +281,12 @@ class Balance(nn.Module):
         return losses[0] if len(losses) == 1 else losses[0] + losses[1]
 
     def _unevenness(self, scores_BTE: Tensor, chosen_BTK: Tensor) -> Tensor:
-        """The sum over experts of the share of choices that fell on one and its mean score, times
-        their number: 1 where both are even (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6;
-        sample by sample as DeepSeek-V3, arXiv:2412.19437, equations 17 to 20)."""
+        """Return the load-balancing loss: the number of experts times the sum, over experts, of
+        choice share times mean score. A sample with even shares and scores has 1. See Fedus et al.
+        2021 (arXiv:2101.03961, equations 4 to 6); per sample as in DeepSeek-V3 (arXiv:2412.19437,
+        equations 17 to 20)."""
         num_experts = scores_BTE.shape[-1]
-        if self.shape.router is Router.SIGMOID:  # of each by itself, whose sum may be anything
+        if self.shape.router is Router.SIGMOID:  # sigmoid scores do not sum to 1
             scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
         chosen_BQ = chosen_BTK.flatten(1)
         ones_BQ = torch.ones_like(chosen_BQ, dtype=scores_BTE.dtype)
@@ -293,23 +299,23 @@ class Balance(nn.Module):
 
 
 def weigh(model: nn.Module, weight: float) -> None:
-    """Let the routers' losses of a model be multiplied by this too in a step's loss."""
+    """Multiply the weight of all router losses of a model."""
     for module in model.modules():
         if isinstance(module, Balance):
             module.weight *= weight
 
 
 def scale_losses(model: nn.Module, scale: Tensor) -> None:
-    """Let the routers' losses of a model be multiplied by a scale (0-d) as the step's loss is: by
-    what it is when a backward pass comes to them."""
+    """Multiply the router losses of a model by a scale (0-d), which is read when a backward pass
+    reaches them, so that it equals the scale of the step's loss."""
     for module in model.modules():
         if isinstance(module, Balance):
             module.scale = scale
 
 
 def with_loss(x: Tensor, loss: Tensor, weight: float, scale: Tensor | None = None) -> Tensor:
-    """Return `x`, in whose backward pass `loss` (0-d) has the gradient `weight` too, times
-    `scale`."""
+    """Return `x`, whose backward pass also sends the gradient `weight` times `scale` to `loss`
+    (0-d)."""
     y: Tensor = _WithLoss.apply(x, loss, weight, scale)
     return y
 
@@ -330,7 +336,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class FeedForward(nn.Module):
-    """`width`: features between its projections."""
+    """A dense feed-forward layer with `width` features between its projections."""
 
     def __init__(self, shape: ModelShape, width: int) -> None:
         super().__init__()
@@ -365,12 +371,12 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activation_of(shape: ModelShape) -> Callable[[Tensor], Tensor]:
-    """Return what stands between the projections of a feed-forward part."""
+    """Return the activation function between the projections of a feed-forward layer."""
     return _FUNCTIONS[shape.activation]
 
 
 class Score(nn.Module):
-    """Makes scores of a router's logits."""
+    """The function from router logits to scores: softmax or sigmoid."""
 
     def __init__(self, router: Router) -> None:
         super().__init__()
@@ -381,11 +387,11 @@ class Score(nn.Module):
 
 
 class Gate(nn.Module):
-    """Chooses the experts of each token, and what theirs counts. Its parameter is a matrix.
+    """The router, which chooses the experts of each token and their weights.
 
-    Where a shape says so it has two buffers beside it: a bias that is added to the scores of each
-    expert for the choice alone, and how often each was chosen since somebody cleared it. What moves
-    the bias stands elsewhere (`interpreter.construction`): no pass does.
+    Its parameter is a matrix [E, C]. If the model updates router biases, it has two buffers:
+    `bias_E`, which is added to scores for the choice only, and `load_E`, which counts choices since
+    it was last cleared. `interpreter.construction` updates the bias between steps.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -405,13 +411,13 @@ class Gate(nn.Module):
         self.register_buffer("load_E", load_E, persistent=False)
 
     def reset_buffers(self) -> None:
-        """No expert is favoured, and none has been chosen."""
+        """Zero the biases and the counts."""
         for buffer in (self.bias_E, self.load_E):
             if buffer is not None:
                 buffer.zero_()
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights [N, K] and experts [N, K], the best first."""
+        """Return weights [N, K] and expert indices [N, K] of each token's chosen experts."""
         x_NC = x_BTC.flatten(0, 1)
         logits_NE = F.linear(widen(x_NC), widen(self.weight))
         scores_NE: Tensor = self.score(logits_NE)
@@ -434,9 +440,9 @@ class Gate(nn.Module):
         return weights_NK.to(x_NC.dtype), chosen_NK
 
     def _choice(self, scores_NE: Tensor) -> Tensor:
-        """Return the experts [N, K] whose scores and biases together are best, of all groups, or of
-        those whose two best have the largest sum (DeepSeek-V3, arXiv:2412.19437, equations 15 and
-        16, and its section 2.1.2 on nodes)."""
+        """Return the experts [N, K] with the highest biased scores: of all groups, or of those
+        whose two best scores have the largest sum (DeepSeek-V3, arXiv:2412.19437, equations 15 and
+        16, and section 2.1.2 on nodes)."""
         if self.bias_E is not None:
             scores_NE = scores_NE + self.bias_E
         if self.groups is not None:
@@ -449,21 +455,21 @@ class Gate(nn.Module):
 
 
 class ExpertProjections(nn.Module):
-    """One linear layer of every expert, their matrices in one tensor."""
+    """One linear layer of all experts, with their matrices in one tensor [E, outputs, inputs]."""
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
 
     def forward(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
-        """Return what rows give with the matrices of their experts: sorted by expert, with where
-        each one's rows end; or as many of each [E, S, inputs]."""
+        """Return the products of rows with their experts' matrices. Rows are sorted by expert with
+        end rows `ends_E`, or have the shape [E, S, inputs]."""
         matrices = self.weight.mT
         return x @ matrices if ends_E is None else grouped_product(x, matrices, ends_E)
 
 
 class Experts(nn.Module):
-    """All experts of a layer: of each of their projections one module."""
+    """All experts of a layer, with one module per projection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -476,7 +482,7 @@ class Experts(nn.Module):
         self.down = ExpertProjections(shape.experts, inner, outer)
 
     def forward(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
-        """Return what rows become; both as of a projection."""
+        """Return the outputs of rows; see `ExpertProjections.forward` for the arguments."""
         if self.gate is None:
             h = self.activate(self.up(x, ends_E))
         else:
@@ -486,9 +492,11 @@ class Experts(nn.Module):
 
 
 class ExpertPlaces(nn.Module):
-    """Finds each choice a place among those of all experts. An expert has as many of every sample,
-    for the first choices of its tokens before the second ones, and for earlier tokens before later
-    ones (GShard, arXiv:2006.16668, algorithm 1)."""
+    """The assignment of choices to places of experts with a capacity.
+
+    Each expert has the same number of places per sample. First choices of all tokens come before
+    second ones, earlier tokens before later ones (GShard, arXiv:2006.16668, algorithm 1).
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -497,10 +505,9 @@ class ExpertPlaces(nn.Module):
         self.tokens = SampleTokens()
 
     def forward(self, chosen_BTK: Tensor) -> Tensor:
-        """Return the place [N, K] of each choice, which is the number of places where there is
-        none."""
+        """Return the place [N, K] of each choice; the number of places if the expert is full."""
         num_samples, num_tokens, num_chosen = chosen_BTK.shape
-        chosen_BQ = chosen_BTK.transpose(1, 2).flatten(1)  # in the order of their places
+        chosen_BQ = chosen_BTK.transpose(1, 2).flatten(1)  # in order of priority
         is_own_BQE = F.one_hot(chosen_BQ, self.num_experts)
         before_BQ = (is_own_BQE.cumsum(1) * is_own_BQE).sum(-1) - 1
         samples_B1 = torch.arange(num_samples, device=chosen_BQ.device)[:, None]
@@ -512,20 +519,21 @@ class ExpertPlaces(nn.Module):
         return places_BQ.unflatten(1, (num_chosen, num_tokens)).transpose(1, 2).flatten(0, 1)
 
     def number(self, num_samples: int, num_tokens: int) -> int:
-        """Return the places that all experts have for so many tokens of each sample."""
+        """Return the number of places of all experts, for `num_tokens` tokens of each sample."""
         return self.num_experts * num_samples * self._own(num_tokens)
 
     def _capacity(self, num_tokens: int) -> int:
         return self.shape.capacity(num_tokens * self.tokens.slices)
 
     def _own(self, num_tokens: int) -> int:
-        """As many as the expert takes of all of a sample's tokens, should they all be here."""
+        """Return an expert's places per sample on this rank: its capacity, but at most the rank's
+        tokens."""
         return min(self._capacity(num_tokens), num_tokens)
 
 
 class MoE(nn.Module):
-    """Router and experts, and those that all tokens go to. `journey` makes what rows go through in
-    a forward pass, before their experts and behind them."""
+    """A feed-forward layer of a router, its experts, and shared experts that receive all tokens.
+    `journey` builds the exchange of rows around the experts in a forward pass."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -555,8 +563,8 @@ class MoE(nn.Module):
     def _in_places(
         self, journey: Journey, x_NC: Tensor, places_NK: Tensor, num_places: int
     ) -> Tensor:
-        """Return what each token's experts give [N, K, C], where these have a capacity: of a choice
-        that finds no place, zeros."""
+        """Return the outputs of each token's experts [N, K, C]; zeros for choices without a
+        place."""
         num_experts = self.experts.num_experts
         tokens_S = places_NK.new_full((num_places + 1,), len(x_NC))  # an empty place has row N
         owners_NK = torch.arange(len(x_NC), device=x_NC.device)[:, None].expand_as(places_NK)

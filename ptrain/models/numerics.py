@@ -1,5 +1,7 @@
-"""The dtypes of a spec as torch's, and where models leave the compute dtype: only upwards, and only
-inside norms, RoPE and the loss."""
+"""The torch dtypes of a spec's dtypes, and operations outside of the compute dtype.
+
+Models leave the compute dtype only upwards, and only inside norms, RoPE and the loss.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in at least fp32; fp64 stays fp64, and a tensor that is wide already is not copied."""
+    """Return `x` in at least fp32; fp32 and fp64 tensors are returned without a copy."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Return numbers bound by +-cap, by tanh; as they are, where it is None."""
+    """Return `x` bounded to ±cap by tanh, or `x` itself if `cap` is None."""
     return x if cap is None else torch.tanh(x / cap) * cap

@@ -1,11 +1,11 @@
-"""Find operations along features that a rank of tp cannot do on its slice: splitting or joining the
-features, or counting heads that it does not have all of.
+"""Find operations that a tensor-parallel rank cannot do on its shard of the features: splitting or
+joining features, and views with a fixed number of heads.
 
-Also finds which dimension of a tensor holds sliced features, which operators work along it, and
-which linear layers are several projections in one. Linear layers are of two kinds: torch's own, and
-transformers' Conv1D, whose weight is stored inputs by outputs.
+The module also finds which dimension of a tensor is sharded, which operators work along it, and
+which linear layers fuse several projections. Linear layers are torch's nn.Linear and transformers'
+Conv1D, whose weight is stored as [inputs, outputs].
 
-A backward pass has left a module when the gradients of its inputs are complete.
+It also provides a hook for the time when the gradients of a module's inputs are complete.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from ptrain.spec.role import Role, in_any_block
 
 
 class _LeaveBackward(torch.autograd.Function):
-    """The identity; its backward runs when the gradients of a unit's inputs are complete. FSDP2
-    places its own hook in the same way."""
+    """The identity function, whose backward runs when the gradients of all its inputs are complete.
+
+    FSDP2 places its post-backward hook in the same way.
+    """
 
     @staticmethod
     def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -40,8 +42,10 @@ class _LeaveBackward(torch.autograd.Function):
 
 
 def when_left(inputs: Any, notify: Callable[[], None]) -> Any:
-    """Return a module's inputs, nested as they are. When a backward pass has the gradients of all
-    that have one, it calls `notify`; where none has, nobody does."""
+    """Return a module's inputs, marked so that `notify` runs when their gradients are complete.
+
+    If no input requires gradients, `notify` is never called.
+    """
     tensors: list[Tensor] = []
     tree_map(lambda x: tensors.append(x) if has_gradient(x) else None, inputs)
     if not tensors:
@@ -51,14 +55,17 @@ def when_left(inputs: Any, notify: Callable[[], None]) -> Any:
 
 
 def has_gradient(x: Any) -> bool:
-    """Return whether it is a tensor that autograd makes a gradient of."""
+    """Return True for a tensor that requires gradients."""
     return isinstance(x, Tensor) and x.requires_grad
 
 
 class Projections:
-    """Sees the views that are taken of what linear layers give. A view of each head's features (of
-    the rotated ones, or of a query in layers that mix the three head by head) is no projection: its
-    features do not lie side by side."""
+    """The record of views into the outputs of linear layers, from which fused projections are
+    found.
+
+    A view of part of every head (the rotated features, or the queries of a layer that interleaves
+    query, key and value by head) is no projection, because its features are not contiguous.
+    """
 
     def __init__(self) -> None:
         # name, features and elements
@@ -67,12 +74,12 @@ class Projections:
         self._pieces: dict[str, set[tuple[int, int]]] = {}  # first feature and number of features
 
     def gives(self, name: str, output: torch.Tensor) -> None:
-        """Declare what a layer gives."""
+        """Register the output of a layer."""
         self._features[name] = features = output.shape[-1]
         self._outputs[storage_of(output)] = name, features, output.numel()
 
     def see(self, read: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
-        """An operator made `results` of what it read."""
+        """Record the results of an operator that are views of part of a layer's output."""
         whole = {storage_of(tensor) for tensor in read if self.is_whole(tensor)}
         for tensor in results:
             key = storage_of(tensor)
@@ -84,18 +91,21 @@ class Projections:
                     self._pieces.setdefault(name, set()).add(piece)
 
     def lengths(self, name: str) -> tuple[int, ...]:
-        """Return the features of each projection of a layer; none where it is one alone."""
+        """Return the widths of a layer's projections, or () if it is a single one.
+
+        Views count as projections if they tile the output's features without gaps.
+        """
         pieces = sorted(self._pieces.get(name, ()))
         ends = [first + number for first, number in pieces]
         is_tiled = [0, *ends] == [*(first for first, _ in pieces), self._features.get(name)]
         return tuple(number for _, number in pieces) if is_tiled and len(pieces) > 1 else ()
 
     def owner(self, tensor: torch.Tensor) -> str:
-        """Return the layer that gives a tensor, or what it is a view of; empty where none does."""
+        """Return the name of the layer whose output the tensor is or views, or ""."""
         return self._outputs.get(storage_of(tensor), ("", 0, -1))[0]
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a view of all that a layer gives."""
+        """Return True if a tensor views all elements of a layer's output."""
         _, _, elements = self._outputs.get(storage_of(tensor), ("", 0, -1))
         return tensor.numel() == elements
 
@@ -108,6 +118,8 @@ _APART = VIEWS | {"aten::glu", "aten::index_select", "aten::unsafe_split", "aten
 
 
 def _places(tensor: torch.Tensor, cut: int, result: torch.Tensor) -> Iterable[int]:
+    """Yield the dimensions of a result that may be the sharded one: same size, same place from an
+    end."""
     from_end = cut - tensor.dim() + result.dim()
     yield from (
         place
@@ -117,7 +129,8 @@ def _places(tensor: torch.Tensor, cut: int, result: torch.Tensor) -> Iterable[in
 
 
 def _is_of_every_part(values: Mapping[str, Any], size: int) -> bool:
-    """Whether a slice is all, or every second (third) feature: each rank has those of its own."""
+    """Return True if a slice selects every n-th feature, or all; each rank then has its share of
+    them."""
     start, end, step = values["start"] or 0, values["end"], values["step"]
     return 0 <= start < step and (end is None or end >= size) and size % step == 0
 
@@ -129,11 +142,13 @@ _RESHAPED = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 
 class Parting:
-    """Judges operators and views on slices. Views of what a column layer itself gives may be its
-    projections: that shows when all of them have been seen.
+    """The checks of operators and views on feature shards.
 
-    It keeps of each storage of a slice the extent, in elements, of the dimension that is cut: of
-    any view the dimension that is cut is the outermost within."""
+    Splitting the direct output of a column layer is valid if the pieces are its projections, which
+    is known only when all pieces have been seen. For each storage of a shard the record holds the
+    extent in elements (size times stride) of the sharded dimension. In any view of the storage, the
+    sharded dimension is the outermost one within this extent.
+    """
 
     def __init__(self) -> None:
         self.projections = Projections()
@@ -141,7 +156,7 @@ class Parting:
         self._if_not_projections: list[tuple[str, int, Problem]] = []  # layer, their number
 
     def gives(self, column: str, output: torch.Tensor) -> None:
-        """Declare what a column layer gives: its last dimension is cut."""
+        """Register the output of a column layer, whose last dimension is sharded."""
         self.projections.gives(column, output)
         self._keep(output, output.dim() - 1)
 
@@ -153,8 +168,15 @@ class Parting:
         slices: Iterable[tuple[torch.Tensor, str]],
         where: str,
     ) -> Iterator[Problem]:
-        """Yield what is wrong with an operator in the forward of `where` on slices, each beside its
-        column."""
+        """Yield the problems of an operator on shards.
+
+        Args:
+            function: The operator.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            slices: The shards among the arguments, each with the name of its column layer.
+            where: Name of the module that runs it.
+        """
         for tensor, column in slices:
             if self._is_parted(function, args, kwargs, tensor):
                 name = function._schema.name
@@ -173,8 +195,8 @@ class Parting:
         column: str,
         where: str,
     ) -> Iterator[Problem]:
-        """Yield a problem where a slice becomes heads of a number that is written and a width that
-        is not."""
+        """Yield a problem if a shard is viewed as a fixed number of heads with an inferred
+        width."""
         before, after = self._dimension(tensor), self._dimension(view)
         if before is None or after is None or -1 not in sizes[after + 1 :]:
             return
@@ -187,15 +209,18 @@ class Parting:
                 yield problem
 
     def _dimension(self, tensor: torch.Tensor) -> int | None:
-        """Return the dimension that is cut; None where that is not known."""
+        """Return the sharded dimension of a tensor, or None if it is unknown."""
         extent = self._extents.get(storage_of(tensor), 0)
         strides = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
         cut = [(stride, d) for d, (stride, size) in strides if 0 < stride < extent and size > 1]
         return max(cut)[1] if cut else None
 
     def passes_on(self, read: Sequence[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
-        """An operator made `results` of slices: where a new tensor has a dimension of the same size
-        in the same place, from either end, that is cut."""
+        """Find the sharded dimension of an operator's new results.
+
+        It is a dimension with the size of an input's sharded dimension, at the same place counted
+        from either end.
+        """
         sources = [(tensor, cut) for tensor in read if (cut := self._dimension(tensor)) is not None]
         views = {storage_of(tensor) for tensor in read}
         for result in results:
@@ -209,7 +234,8 @@ class Parting:
     def _is_parted(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: torch.Tensor
     ) -> bool:
-        """Whether an operator takes a slice apart, or puts slices together, where they are cut."""
+        """Return True if an operator splits a shard, or concatenates shards, along the sharded
+        dimension."""
         if function._schema.name not in _APART:
             return False
         cut = self._dimension(tensor)
@@ -232,7 +258,8 @@ class Parting:
         self._extents[storage_of(tensor)] = extent
 
     def end(self) -> Iterator[Problem]:
-        """Yield the problems of what would have been right of projections, and was of none."""
+        """Yield the problems of splits that would be valid for projections but turned out to be
+        none."""
         for owner, number, problem in self._if_not_projections:
             lengths = self.projections.lengths(owner)
             if not lengths or number not in (0, len(lengths)):
@@ -240,6 +267,7 @@ class Parting:
 
 
 def _parted(operator: str, column: str, where: str) -> Problem:
+    """Return the problem of an operator that splits or concatenates shards."""
     verb = "concatenates shards" if operator == "aten::cat" else "splits a shard"
     finding = f"in the forward pass of {where}, {operator} {verb} of the features of {column}: "
     finding += "each rank would do this with its local shard only"
@@ -248,6 +276,7 @@ def _parted(operator: str, column: str, where: str) -> Problem:
 
 
 def _counted(heads: int, column: str, where: str) -> Problem:
+    """Return the problem of a view with a fixed number of heads."""
     finding = (
         f"the forward pass of {where} splits the output of {column} into {heads} heads "
         "of any width: "
@@ -257,8 +286,11 @@ def _counted(heads: int, column: str, where: str) -> Problem:
 
 
 class ViewCalls(TorchFunctionMode):
-    """Sees how a model writes the sizes of views while it is entered: an operator has them without
-    the -1. `judge` is given the tensor, the sizes as they are written, and the view."""
+    """The mode that reports the sizes of views as the code writes them.
+
+    Operators receive sizes without -1, so dispatch modes cannot see them. `judge` is called with
+    the tensor, the written sizes and the view.
+    """
 
     def __init__(
         self, judge: Callable[[torch.Tensor, tuple[int, ...], torch.Tensor], None]
@@ -286,7 +318,7 @@ class ViewCalls(TorchFunctionMode):
 
 
 def _flat(written: list[Any]) -> tuple[int, ...] | None:
-    """Sizes however they are written; none of them where a view is one of another dtype."""
+    """Return the sizes of a view call as one tuple, or None if it changes the dtype instead."""
     sizes = [
         s for value in written for s in (value if isinstance(value, list | tuple) else [value])
     ]
@@ -294,25 +326,28 @@ def _flat(written: list[Any]) -> tuple[int, ...] | None:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether it is transformers' Conv1D, which only models that have it import."""
+    """Return True for transformers' Conv1D; checked by name, so that transformers need not be
+    imported."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether it is a linear layer of either kind."""
+    """Return True for a linear layer of either kind."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Return inputs and outputs of a linear layer."""
+    """Return (inputs, outputs) of a linear layer."""
     first, second = module.get_parameter("weight").shape
     return (first, second) if is_transposed(module) else (second, first)
 
 
 def standing_alone(named: Iterable[tuple[str, Role]]) -> frozenset[str]:
-    """Return the names of those that are in none: what such a column is given it makes whole for
-    itself."""
+    """Return the names that are inside no module with the role whole input.
+
+    Such a column layer all-gathers its input itself.
+    """
     roles = dict(named)
     opened = tuple(f"{name}." for name, role in roles.items() if role is Role.WHOLE_INPUT)
     return frozenset(name for name in roles if not name.startswith(opened))

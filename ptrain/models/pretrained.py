@@ -1,15 +1,14 @@
-"""Build a causal language model of transformers, and read published weights from safetensors. A
-rank reads only the elements that it keeps, some rows at a time, so it never holds more than these
-rows in addition.
+"""Build causal language models of transformers, and read published weights from safetensors.
 
-A model is built by its class or its model type, from a config alone. Its class is made here:
-transformers' own with `forward(tokens_BT) -> logits_BTV`, so that parameters keep the names that
-transformers gives them. transformers is imported only where such a model is built, because the
-import takes seconds.
+A rank reads only the elements that it keeps, some rows at a time, so that it never holds more than
+these rows in addition.
 
-The contents of files are checked before any weight is read: every tensor of the model is there
-once, in its shape, in a dtype of weights, in a file next to the index. No code that comes with
-weights is run.
+A model is built from a config alone, by its class name or model type. The class is a subclass of
+transformers' with `forward(tokens_BT) -> logits_BTV`, so that parameters keep their names.
+transformers is imported only to build such a model, because the import takes seconds.
+
+Files are checked before any weight is read: every tensor of the model must exist once, with its
+shape, in a dtype of weights, in a file next to the index. No code that comes with weights is run.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.resolve_sections import CONFIG
 from ptrain.spec.slips import near_word
 
-# What is ptrain's to say: no keys and values are kept; attention and dtypes are those of the spec.
+# Fields that ptrain sets: no key-value cache. Attention and dtypes come from the spec.
 _FIXED = {"use_cache": False}
 _ATTENTION = "attn_implementation"
 _KINDS = {
@@ -57,22 +56,22 @@ _KINDS = {
     Attention.FLEX: ("flex_attention", "_supports_flex_attn"),
 }
 _BASE = "transformers.modeling_utils.PreTrainedModel"
-_IS_PLAIN = "_gives_logits"  # of the classes that are made here
-PACKED = "find_packed_sequence_indices"  # of `masks`
-_FIELD = re.compile(r"field '(\w+)'")  # as strict dataclasses of newer versions name it
+_IS_PLAIN = "_gives_logits"  # attribute of subclasses created here
+PACKED = "find_packed_sequence_indices"  # a function of `masks()`
+_FIELD = re.compile(r"field '(\w+)'")  # in errors of strict dataclasses (newer versions)
 # Fields of a config with which a class adds a term to its loss. It does so only if it is given
 # labels; ptrain gives none, and computes the loss of the logits.
 _ROUTERS = "output_router_logits"
 _MORE_LOSS = {_ROUTERS: False, "z_loss_coefficient": 0.0}
-_LAYERS = "num_hidden_layers"  # as transformers calls it, whatever a config does
+_LAYERS = "num_hidden_layers"  # transformers' standard name; a config may map another to it
 
 
 def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
-    """Raises SpecError for a class that is none, and for a config that the class does not take."""
+    """Build a model of transformers; raise SpecError for an unknown class or an invalid config."""
     require_transformers(model)
     try:
         named = _class_of(model.hf)
-    except SpecError as error:  # a class with code of its own is often unknown too
+    except SpecError as error:  # a class with custom code is often unknown too
         raise SpecError(*faults_of_class(model.config), *error.faults) from error
     config = _config(named, model)
     _require_plain_loss(named, config, "model.config")
@@ -85,10 +84,10 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
         )
     with boundary(partial(_unbuilt, named, _attention(named, model))):
         module: nn.Module = _with_logits(named)(config)
-        is_flex = model.attention is Attention.FLEX  # which a processor would compile, in minutes
+        is_flex = model.attention is Attention.FLEX  # a CPU would compile it for minutes
         is_real = all(has_memory(parameter) for parameter in module.parameters())
         if not is_flex and is_real and detect_fake_mode() is None:  # fakes lack some operators too
-            with torch.no_grad():  # sizes that do not fit one another show when they meet
+            with torch.no_grad():  # a forward pass finds inconsistent sizes
                 module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
     return module
 
@@ -112,36 +111,35 @@ def _require_plain_loss(named: Any, config: Any, place: str) -> None:
 
 
 def layers_of(model: HuggingFaceModel) -> int | None:
-    """Return how many layers its config says there are; None where it says none. Raises SpecError
-    as `build_hugging_face`."""
+    """Return the number of layers in the config, or None; raise SpecError as
+    `build_hugging_face`."""
     require_transformers(model)
     layers = getattr(_config(_class_of(model.hf), model), _LAYERS, None)
     return layers if isinstance(layers, int) else None
 
 
 def ignored_fields(model: HuggingFaceModel) -> tuple[str, ...]:
-    """Return what of a whole config has no influence, each with the reason."""
+    """Return the fields of a full config that have no effect, each with the reason."""
     return taken(_class_of(model.hf), model.config).ignored
 
 
 def config_of_class(model: HuggingFaceModel) -> dict[str, Any]:
-    """Return the fields of the config.json that says what a model is: those of its class, and of
-    the file that it was built of those that nothing here reads. Raises SpecError as
-    `build_hugging_face`."""
+    """Return the fields of the config.json of a model: its class's, and fields of the original file
+    that nothing here reads. Raise SpecError as `build_hugging_face`."""
     require_transformers(model)
     named = _class_of(model.hf)
     fields: dict[str, Any] = json.loads(_config(named, model).to_json_string())
     said = {name: value for name, value in model.config.items() if name != EXPERTS}
-    kept = {name: said.get(name, True) for name in _FIXED}  # keys and values are, where it is used
+    kept = {name: said.get(name, True) for name in _FIXED}  # the cache is used after training
     return {**said, **fields, **kept, "architectures": [named.__name__]}
 
 
 def as_saved(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's state as its files have it: newer versions of transformers rename some of
-    their modules and stack experts when they read one. Raises SpecError where they cannot say."""
+    """Return a model's state as in its files; newer versions of transformers rename modules and
+    stack experts at load. Raise SpecError if the layout in files is unknown."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # an older one keeps what files have
+    except ImportError:  # older versions keep the layout of files
         return state
     with boundary(
         lambda error: _unfit(f"the layout of its tensors in files is unknown: {_line(error)}")
@@ -151,8 +149,7 @@ def as_saved(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unreal(model: HuggingFaceModel) -> nn.Module:
-    """Return the module without values, on the meta device. Raises SpecError as
-    `build_hugging_face`."""
+    """Return the module on the meta device; raise SpecError as `build_hugging_face`."""
     require_transformers(model)
     named = _class_of(model.hf)
     config = _config(named, model)
@@ -162,7 +159,7 @@ def unreal(model: HuggingFaceModel) -> nn.Module:
 
 
 def with_layers(model: HuggingFaceModel, layers: int) -> HuggingFaceModel:
-    """Return the model with so many layers; lists with an entry for each layer are cut."""
+    """Return the model with `layers` layers; lists with one entry per layer are shortened."""
     kind = _class_of(model.hf).config_class
     names = (_LAYERS, kind.attribute_map.get(_LAYERS, _LAYERS))
     before = layers_of(model)
@@ -175,7 +172,7 @@ def with_layers(model: HuggingFaceModel, layers: int) -> HuggingFaceModel:
 
 
 def _attention(named: type, model: HuggingFaceModel) -> Attention:
-    """What the spec says; else the best that the class has, as transformers itself chooses."""
+    """Return the spec's attention, else SDPA if the class supports it, as transformers chooses."""
     if model.attention is not None:
         return model.attention
     _, supported = _KINDS[Attention.SDPA]
@@ -197,7 +194,7 @@ def _unfit(finding: str) -> Fault:
 
 
 def masks() -> ModuleType:
-    """Return the module in which transformers makes the masks of attention."""
+    """Return the module of transformers that makes attention masks."""
     from transformers import masking_utils
 
     module: ModuleType = masking_utils
@@ -205,30 +202,29 @@ def masks() -> ModuleType:
 
 
 def _never_packed() -> AbstractContextManager[None]:
-    """Within it transformers makes no mask of positions. Where one is not followed by the next it
-    takes them for several samples in a row; they are a rank's chunks of one sample."""
-    looks = hasattr(masks(), PACKED)  # an older transformers does not look at them
+    """Temporarily disable transformers' detection of packed samples, which takes a jump in
+    positions for a new sample; here the positions are a rank's chunks of one sample."""
+    looks = hasattr(masks(), PACKED)  # older versions have no detection
     return replaced(masks(), **{PACKED: never_packed}) if looks else nullcontext()
 
 
 def never_packed(position_ids: Tensor) -> None:
-    """Stand in for transformers' reading of positions: no two samples are in one row."""
+    """Replace transformers' detection of packed samples: no row has two samples."""
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Return whether transformers made it, or it is of a class that is made here of theirs."""
+    """Return True for a model of transformers, or of a subclass created here."""
     return _BASE in {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
 
 
 def gives_objects(module: nn.Module) -> bool:
-    """Return whether it is a causal language model as transformers makes it, whose forward gives an
-    object that has the logits."""
+    """Return True for a causal language model of transformers whose forward returns an object."""
     return is_of_transformers(module) and not getattr(type(module), _IS_PLAIN, False)
 
 
 def to_logits(module: nn.Module) -> None:
-    """Let a model of transformers give logits of tokens. It is changed in place, as torch's
-    fully_shard changes what it wraps. Raises SpecError for one that makes no logits."""
+    """Make a model of transformers return logits, by replacing its class in place. Raise SpecError
+    if it has no output head."""
     if not callable(getattr(module, "get_output_embeddings", None)) or (
         module.get_output_embeddings() is None
     ):
@@ -244,8 +240,8 @@ def to_logits(module: nn.Module) -> None:
 
 @cache
 def _with_logits(named: type) -> type:
-    """`named`, whose forward takes tokens and gives logits. Where the tokens are not the first of
-    their samples it is given their positions [1, T] too."""
+    """Return a subclass whose forward takes tokens and returns logits. It also takes positions [1,
+    T], for tokens that are not the first of their samples."""
 
     class Logits(named):
         def forward(self, tokens_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -257,12 +253,12 @@ def _with_logits(named: type) -> type:
 
     setattr(Logits, _IS_PLAIN, True)
     Logits.__name__ = Logits.__qualname__ = named.__name__
-    Logits.__module__ = named.__module__  # whose source transformers reads for what it supports
+    Logits.__module__ = named.__module__  # transformers reads its source to find supported features
     return Logits
 
 
 def _class_of(name: str) -> Any:
-    """The class of a causal language model, by its own name or by its model type."""
+    """Return the class of a causal language model, by class name or model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -322,7 +318,7 @@ def _rejected(kind: type, error: BaseException, fields: Mapping[str, object]) ->
 
 
 def _experts(given: object) -> dict[str, object]:
-    """How layers of experts compute; nothing of a transformers that has no choice."""
+    """Return the config field for the implementation of experts; {} for older versions."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
     except ImportError:
@@ -331,13 +327,13 @@ def _experts(given: object) -> dict[str, object]:
 
 
 def _line(error: BaseException) -> str:
-    """An error's message on one line; its class, where it has none."""
+    """Return an error's message on one line, or its class name."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element
-# What holds no reals is no weight, and stands in files in its own dtype.
+# Tensors without floating-point values are no weights, and keep their dtype in files.
 _OTHERS = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -348,15 +344,15 @@ _OTHERS = {
     "C64": torch.complex64,
 }
 _ALL_WIDTHS = {**WIDTHS, **{name: dtype.itemsize for name, dtype in _OTHERS.items()}}
-MOST_MAPPED = 2**24  # bytes of a file that a process has in its memory at once
+MOST_MAPPED = 2**24  # bytes of a file that are mapped at once
 POSITIONS = "positions.weight"
 _PLACE = "model.pretrained"
 _AS_IT_IS = "Remove the size keys of the model, or use a folder with weights of these sizes."
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _PREFIXES = ("model.", "transformer.")
-# Tables that older versions saved: they are made, not learnt.
+# Tables that older versions saved; they are computed, not learned.
 _TABLES = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
-_MOST_INDEX = 2**28  # bytes of an index: those of 405B have 10^5
+_MOST_INDEX = 2**28  # bytes of an index; a 405B model's has 10^5
 
 
 def _wrong(folder: Path, finding: str, remedy: str = "") -> Exception:
@@ -365,9 +361,9 @@ def _wrong(folder: Path, finding: str, remedy: str = "") -> Exception:
 
 
 class PretrainedFolder:
-    """The tensors of a folder by name, each in its file. `prefixes`: those that names of the whole
-    model have and names of a bare one lack. Raises SpecError for files that are not there, not
-    whole, outside the folder, or have a tensor twice."""
+    """The tensors of a folder by name, each with its file. `prefixes`: name prefixes that a bare
+    base model lacks. Raises SpecError for files that are missing, damaged or outside the folder,
+    and for tensors that occur twice."""
 
     def __init__(self, folder: Path, prefixes: Sequence[str] = ()) -> None:
         self.folder, self._prefixes = folder, prefixes
@@ -387,15 +383,14 @@ class PretrainedFolder:
                 raise _wrong(folder, f"{INDEX} lists {name} in {file}, but {has}")
 
     def called(self, name: str) -> str | None:
-        """Return the name that a tensor has in this folder; None where it is not there."""
+        """Return a tensor's name in this folder, or None if it is missing."""
         bare = (name.removeprefix(prefix) for prefix in self._prefixes)
         return next((name for name in (name, *bare) if name in self.file_of), None)
 
     def read(self, piece: StoredPiece, *dtypes: torch.dtype) -> None:
-        """Write a window of a tensor to its place, rounded to all of `dtypes`, one after the other;
-        one without dimensions is one row. A file is mapped anew for every MOST_MAPPED bytes: what
-        was read of it counts as this process's memory until then, and of a slice along columns the
-        kernel maps the rows whole."""
+        """Write a window of a tensor to its target, rounded to each of `dtypes` in turn; a 0-d
+        tensor is one row. The file is mapped again for every MOST_MAPPED bytes, since mapped pages
+        count as memory of the process. A window of columns maps full rows."""
         place = torch.atleast_1d(piece.place)
         if not place.numel():
             return
@@ -412,8 +407,8 @@ class PretrainedFolder:
     def require(
         self, name: str, expected: tuple[int, ...], dtype: torch.dtype = torch.float32
     ) -> None:
-        """Raises SpecError unless there is a tensor of this name, in this shape: of weights, or if
-        `dtype` is none of reals, of this one."""
+        """Raise SpecError unless a tensor has this name and shape, in a dtype of weights, or in
+        `dtype` if that is no floating-point type."""
         if name not in self.file_of:
             raise _wrong(self.folder, f"the tensor {name} is missing", _AS_IT_IS)
         if self.shapes[name] != expected:
@@ -435,7 +430,7 @@ class PretrainedFolder:
             )
 
     def refuse(self, others: Iterable[str]) -> None:
-        """Raises SpecError for tensors that no part of a model takes, but tables that are made."""
+        """Raise SpecError for tensors that the model does not use, except computed tables."""
         if surplus := sorted(name for name in others if not _TABLES.fullmatch(name)):
             raise _wrong(
                 self.folder,
@@ -488,8 +483,8 @@ class PretrainedFolder:
 
 
 class PretrainedWeights:
-    """The initial parameters of a built-in model, from a folder. Raises SpecError where the folder
-    is not of this model."""
+    """The initial parameters of a built-in model, from a folder. Raises SpecError if the folder
+    does not match the model."""
 
     def __init__(self, shape: ModelShape) -> None:
         assert shape.pretrained is not None, "the spec has a folder"
@@ -497,7 +492,7 @@ class PretrainedWeights:
         self._kind = kind_of(Path(shape.pretrained))
 
     def require(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises SpecError unless the folder has these, by ptrain's names, and nothing else."""
+        """Raise SpecError unless the folder has exactly these parameters, by ptrain's names."""
         used: set[str] = set()
         for name, shape in parameters.items():
             of_files = self._stored(name)
@@ -514,9 +509,9 @@ class PretrainedWeights:
     def read(
         self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
     ) -> None:
-        """Write a window of a parameter, by ptrain's name, of this shape, to `part`, rounded to
-        `dtype`. Of positions those of a sample are the first: the others are not trained. Rows that
-        pad the vocabulary are zero."""
+        """Write a window of a parameter to `part`, rounded to `dtype`. Only the first positions are
+        read, as many as a sample has; others are not trained. Rows that pad the vocabulary are
+        zero."""
         if name in OF_VOCABULARY:
             (first, rows), *others = window
             count = min(max(self._shape.vocab - first, 0), rows)
@@ -529,19 +524,19 @@ class PretrainedWeights:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors that this process has read so far."""
+        """The bytes of tensors that this process has read."""
         return self._folder.bytes_read
 
     def _stored(self, name: str) -> StoredTensor:
         return stored(self._kind, name, self._shape)
 
     def _called(self, theirs: str) -> str:
-        """Return the name in this folder, or where it has none, that which it should have."""
+        """Return a tensor's name in this folder, or its standard name if it is missing."""
         return self._folder.called(theirs) or theirs
 
     def _longer(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of positions with as many as the folder has. Raises SpecError for fewer
-        than a sample needs."""
+        """Return the expected shape with as many positions as the folder has; raise SpecError for
+        fewer than a sample needs."""
         there = self._folder.shapes.get(name, expected)
         if there[1:] == expected[1:] and there[0] < expected[0]:
             raise _wrong(
@@ -553,7 +548,7 @@ class PretrainedWeights:
 
 
 def _expected(shape: tuple[int, ...], of_files: StoredTensor) -> tuple[int, ...]:
-    """Return the shape of theirs, of one of ours with this one."""
+    """Return the shape in files of a parameter with this shape."""
     if of_files.is_stacked:
         return shape[1:]
     if of_files.section is not None:
@@ -563,12 +558,12 @@ def _expected(shape: tuple[int, ...], of_files: StoredTensor) -> tuple[int, ...]
 
 @lru_cache(maxsize=4)
 def weights_of(shape: ModelShape) -> PretrainedWeights:
-    """Return the weights that a shape begins with. Raises SpecError as PretrainedFolder."""
+    """Return the initial weights of a shape; raise SpecError as `PretrainedFolder`."""
     return PretrainedWeights(shape)
 
 
 def require_weights(module: nn.Module, shape: ModelShape) -> None:
-    """Raises SpecError unless a shape's folder has what `module` needs, and nothing else."""
+    """Raise SpecError unless a shape's folder has exactly the tensors of `module`."""
     weights_of(shape).require({name: tuple(p.shape) for name, p in module.named_parameters()})
 
 
@@ -585,6 +580,6 @@ def _safetensors() -> Any:
 
 
 def kind_of(folder: Path) -> str:
-    """Return the model type that a folder's config names, which has been read before."""
+    """Return the model type in a folder's config, which must have been checked before."""
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     return str(config["model_type"])

@@ -1,20 +1,19 @@
-"""The config of a class of transformers as a spec gives it: some fields of the class, or the whole
-config.json that somebody has published, which `architectures` or `model_type` tells.
+"""Configs of Transformers classes as a spec gives them, and tensor names of published weights.
 
-Of a whole file all is taken that the class has a field for, or that its code reads. Fields that
-ptrain sets itself are left out, and so are fields that nothing reads. All of them are named, except
-those that `specs/published.yaml` lists as silent. A word that is nearly that of a field which is
-missing is refused: it may be meant. All faults of a config are reported at once.
+A config is either some fields of the class, or a full published config.json, which is recognized by
+`architectures` or `model_type`. From a full file the class gets all fields that it declares or that
+its code reads. Fields that ptrain sets and fields that nothing reads are left out. They are
+reported, unless `specs/published.yaml` lists them as silent. A field name that nearly matches a
+missing field is rejected as a likely typo. All faults of a config are reported at once.
 
-How transformers' layers of experts compute where a spec says nothing: as transformers itself
-chooses, by torch's grouped product, whose sizes depend on no token. Where torch has none (in fp64,
-and of rows that do not fill 16 bytes) expert by expert, for the tokens that are routed to each.
+If a spec does not choose an implementation of MoE layers, transformers' default is used: torch's
+grouped product, whose sizes depend on no token. Where torch has none (in fp64, and for rows that do
+not fill 16 bytes) experts run one by one.
 
 Legend of shape suffixes: N tokens, D hidden.
 
-How files of published models have the tensors of a built-in one: under which names, and cut in
-which way. By ptrain's name of a module theirs; {} is a block's number, and of experts a second one
-is the expert's.
+The tables of names map ptrain's module names to those in files of published weights. `{}` is the
+number of a block; a second `{}` is the number of an expert.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ _SIDE_BY_SIDE = {"gpt2": _QKV, "phi3": (*_QKV, "gate", "up")}  # parts of one of
 
 
 class StoredPiece(NamedTuple):
-    """A window of one of theirs, and the place that takes it."""
+    """A window of a tensor in a file, and the tensor that receives it."""
 
     name: str
     window: Window
@@ -129,8 +128,13 @@ class StoredPiece(NamedTuple):
 
 
 class JoinedRows(NamedTuple):
-    """Which rows of a tensor that is several of ours are this one: the `number`th part, from row
-    `first`, of `total` rows."""
+    """The rows of a parameter within a fused tensor of a file.
+
+    Attributes:
+        number: Index of the parameter among the fused ones.
+        first: First of its rows.
+        total: Number of rows of the fused tensor.
+    """
 
     number: int
     first: int
@@ -139,9 +143,14 @@ class JoinedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One of ours in files: the only one of `names`, or all of them stacked (`is_stacked`).
-    `is_transposed`: theirs has inputs first. `section`: where it stands in theirs, as ours has its
-    dimensions."""
+    """The representation of a built-in model's parameter in files.
+
+    Attributes:
+        names: Names of the tensors in files; several only if stacked.
+        is_stacked: True if the parameter stacks one file tensor per expert.
+        is_transposed: True if the file has inputs in the first dimension.
+        section: Rows of the parameter in a fused file tensor; None if it is not fused.
+    """
 
     names: tuple[str, ...]
     is_stacked: bool = False
@@ -149,7 +158,8 @@ class StoredTensor:
     section: JoinedRows | None = None
 
     def pieces(self, part: Tensor, window: Window) -> Iterator[StoredPiece]:
-        """Yield what `part` takes of theirs. It is this window of ours."""
+        """Yield the windows of file tensors that fill `part`, which is this window of the
+        parameter."""
         (first, count), *others = window
         if self.is_stacked:
             for name, place in zip(self.names[first : first + count], part, strict=True):
@@ -162,14 +172,20 @@ class StoredTensor:
         yield StoredPiece(self.names[0], window, part)
 
     def write(self, tensor: Tensor) -> Mapping[str, Tensor]:
-        """Return theirs of this one by name; of a section, its part."""
+        """Return the file tensors of this parameter by name; for a fused one, only its rows."""
         if self.is_stacked:
             return dict(zip(self.names, tensor.unbind(), strict=True))
         return {self.names[0]: tensor.T if self.is_transposed else tensor}
 
 
 def stored(kind: str, name: str, shape: ModelShape) -> StoredTensor:
-    """Return how files of a `kind` have a parameter of ours, of a model of this shape."""
+    """Return the representation of a parameter in files.
+
+    Args:
+        kind: Format of the files, a key of `NAMES`.
+        name: Name of the parameter in ptrain.
+        shape: The model.
+    """
     module, _, leaf = name.rpartition(".")
     numbers = re.findall(r"\d+", module)
     theirs = NAMES[kind][re.sub(r"\d+", "{}", module)]
@@ -186,7 +202,7 @@ def stored(kind: str, name: str, shape: ModelShape) -> StoredTensor:
 
 
 def _section(kind: str, part: str, shape: ModelShape) -> JoinedRows | None:
-    """Return where a module's rows stand in theirs, if that has those of others too."""
+    """Return the rows of a module in the fused file tensor; None if the tensor is not fused."""
     widths = {"query": shape.query_width, "key": shape.kv_width, "value": shape.kv_width}
     for parts in (widths, {"gate": shape.ffn, "up": shape.ffn}):
         if part in parts and part in _SIDE_BY_SIDE.get(kind, ()):
@@ -206,9 +222,17 @@ _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def experts_setting(register: Register, product: Experts, given: object) -> dict[str, object]:
-    """Return the setting of a config, where its own is `given`: transformers knows it by a name
-    that is registered; `product` is its forward pass by grouped products. Where these are given and
-    torch has none, a forward pass raises SpecError."""
+    """Register forward passes for MoE layers, and return the config field that selects one.
+
+    Args:
+        register: transformers' function to register an implementation by name.
+        product: transformers' implementation by grouped products.
+        given: Value of the field in the spec's config, or None.
+
+    Returns:
+        The field with the name of the implementation. If `grouped_mm` was given, a forward pass
+            that torch cannot compute by grouped products raises SpecError.
+    """
 
     def grouped(module: nn.Module, hidden_ND: Tensor, *routing: Tensor) -> Tensor:
         if not _is_grouped(module, hidden_ND):
@@ -234,7 +258,7 @@ def experts_setting(register: Register, product: Experts, given: object) -> dict
 
 
 def _is_grouped(module: nn.Module, hidden_ND: Tensor) -> bool:
-    """Whether torch has a grouped product of these, forward and backward."""
+    """Return True if torch has forward and backward grouped products for these weights and rows."""
     weights = [*module.parameters()]
     widths = (width for weight in weights for width in weight.shape[1:])
     aligned = all(width * hidden_ND.itemsize % _ALIGNED == 0 for width in widths)
@@ -249,22 +273,30 @@ _SAID_BY = {
     "attn_implementation": "attention",
     "_attn_implementation": "attention",
 }
-_TYPO = 0.85  # how alike a slip is: a letter or two; fields of other classes are less so
-_OLD_NAMES = ("rope_theta", "rope_scaling")  # taken for the sake of configs that are published
+# Minimum similarity of a typo: a letter or two. Fields of other classes are less similar.
+_TYPO = 0.85
+_OLD_NAMES = ("rope_theta", "rope_scaling")  # accepted because published configs have them
 _READ = re.compile(r"""getattr\((?:self\.)?config, ["'](\w+)["']""")
-_CONVERTED = re.compile(r"""kwargs\.(?:pop|get)\(["'](\w+)["']""")  # into fields of today's names
+_CONVERTED = re.compile(
+    r"""kwargs\.(?:pop|get)\(["'](\w+)["']"""
+)  # old names that a config class converts
 _PLACE = "model.config."
-_COMPUTING = tuple(  # not the modules that document fields, generate text or add MTP layers to it
+_COMPUTING = tuple(  # not modules that document fields, generate text or add MTP layers
     f"transformers.{name}"
     for name in ("models.", "integrations.", "masking_", "modeling_rope_", "modeling_utils")
 )
-_BASE = "transformers.configuration_utils"  # takes what loading a file takes
+_BASE = "transformers.configuration_utils"  # its kwargs are arguments of loading a file, not fields
 
 
 @dataclass(frozen=True, slots=True)
 class TakenConfig:
-    """The `fields` that a class is given, one phrase for each field without effect, and all faults
-    of the config."""
+    """The selection from a config.
+
+    Attributes:
+        fields: Fields that the class is built with.
+        ignored: Phrases that name fields without effect.
+        faults: All faults of the config.
+    """
 
     fields: Mapping[str, object]
     ignored: tuple[str, ...] = ()
@@ -272,14 +304,14 @@ class TakenConfig:
 
 
 def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
-    """Select the fields of a spec's config that a class takes.
+    """Select the fields of a spec's config that a class accepts.
 
     Args:
-        named: the class of transformers.
-        config: fields of its config, or a whole published file.
+        named: The class of transformers.
+        config: Fields of its config, or a full published file.
 
     Returns:
-        The fields, and the faults of those that the class does not take.
+        The fields, the ignored ones, and all faults.
     """
     kind, known, faults = named.config_class, _fields(named), [*faults_of_class(config)]
     fields = {**config}
@@ -313,13 +345,15 @@ def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
 
 
 def is_whole(config: Mapping[str, object]) -> bool:
-    """Return whether it is a published file."""
+    """Return True if the config is a full published file."""
     return "architectures" in config or "model_type" in config
 
 
 def faults_of_class(config: Mapping[str, object]) -> Iterator[Fault]:
-    """Yield the faults that a config has for every class: several models, foreign code or quantized
-    weights."""
+    """Yield the faults that a config has for every class.
+
+    These are nested models, custom code and quantized weights.
+    """
     for fault in find_refused(config):
         yield _fault(fault.field, fault.finding.removeprefix(f"{fault.field}: "), fault.remedy)
     for field, value in config.items():
@@ -335,12 +369,12 @@ def faults_of_class(config: Mapping[str, object]) -> Iterator[Fault]:
 
 
 def _is_taken(field: str, known: tuple[str, ...]) -> bool:
-    """Return True if a class is given this field of a whole file."""
+    """Return True if this field of a full file is passed to the class."""
     return field == EXPERTS or (field in known and field not in (*_OF_FILE, *_SAID_BY))
 
 
 def _slips(kind: Any, known: tuple[str, ...], config: Mapping[str, object]) -> Iterator[Fault]:
-    """Yield the fields of a whole file that are nearly a field of the class which is missing."""
+    """Yield a fault for each unknown field of a full file that nearly matches a missing field."""
     missing = [name for name in known if name not in config]
     for field in config:
         is_known = field in (*known, *_OF_FILE, *_SAID_BY, EXPERTS)
@@ -349,7 +383,7 @@ def _slips(kind: Any, known: tuple[str, ...], config: Mapping[str, object]) -> I
 
 
 def _unknown(kind: Any, known: tuple[str, ...], fields: Iterable[str]) -> Iterator[Fault]:
-    """Yield the fields that the class does not have, or that ptrain sets itself."""
+    """Yield a fault for each field that the class lacks or that another part of the spec sets."""
     for field in fields:
         if by := _SAID_BY.get(field):
             remedy = "Remove it."
@@ -367,8 +401,11 @@ def _fault(field: str, finding: str, remedy: str) -> Fault:
 
 @cache
 def _fields(named: Any) -> tuple[str, ...]:
-    """Names that a class's config takes, its own first; then those that it converts
-    (`rotary_pct`), and those that the class reads where they are there (`head_dim` of some)."""
+    """Return the field names that a class's config accepts.
+
+    First come declared fields, then aliases, old names, and names that the code reads if present
+    (`head_dim` in some classes).
+    """
     kind = named.config_class
     return tuple(
         dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, *_read(named)])
@@ -376,6 +413,8 @@ def _fields(named: Any) -> tuple[str, ...]:
 
 
 def _read(named: Any) -> Iterator[str]:
+    """Yield field names that the config classes convert or that the model's module reads by
+    getattr."""
     for kind in named.config_class.__mro__:
         if kind.__module__.startswith("transformers.") and kind.__module__ != _BASE:
             yield from _CONVERTED.findall(inspect.getsource(kind))
@@ -384,8 +423,10 @@ def _read(named: Any) -> Iterator[str]:
 
 @cache
 def _is_read(named: Any, field: str) -> bool:
-    """Return True if the class, or a module that it imports from, may read a field. Its word in
-    their sources, or in an attribute that the config computes, counts as reading it."""
+    """Return True if the class, or a module that it imports from, may read a field.
+
+    An occurrence of the name in their sources, or in a computed attribute of the config, counts.
+    """
     kind = named.config_class
     if field in (*_OLD_NAMES, *_read(named)):
         return True
@@ -398,7 +439,7 @@ def _is_read(named: Any, field: str) -> bool:
 
 @cache
 def _sources(named: Any) -> str:
-    """Return the sources of a class's module and of the modules of transformers that it uses."""
+    """Return the sources of a class's module and of the transformers modules that it uses."""
     module = sys.modules[named.__module__]
     used = {getattr(value, "__module__", None) for value in vars(module).values()}
     modules = {name for name in used if name and name.startswith(_COMPUTING)}
@@ -407,6 +448,7 @@ def _sources(named: Any) -> str:
 
 
 def _some(known: tuple[str, ...]) -> str:
+    """Return a remedy that lists usual fields of the class."""
     usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     named = [field for field in usual if field in known]
     return f"Use fields of that class, such as {', '.join(named)}." if named else "Remove it."

@@ -1,10 +1,11 @@
-"""Roles of a model's layers in tensor parallelism: from the spec's `tensor.plan`, else from the
-module's own `tp_plan` (of the user's function or of transformers), else from a table by
-transformers model type. A user's function may return a built-in model, which has the roles of
-its family.
+"""The tensor-parallel roles of a model's layers.
 
-A plan maps patterns of module names to roles, in ptrain's or in transformers' words. Modules that
-it does not name are whole on every rank.
+They come from the spec's `tensor.plan`, else from the module's `tp_plan` (of the user's function or
+of transformers), else from a table by transformers model type. If a user's function returns a
+built-in model, it has the roles of its family.
+
+A plan maps patterns of module names to roles, in ptrain's or transformers' words. Modules without a
+role are replicated.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ KNOWN_PLANS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-# transformers' words (4.56 to 5). None: whole on every rank, which is how between the sub-blocks
-# everything is here.
+# Roles in plans of transformers 4.56 to 5. None means replicated, as activations between sub-blocks
+# are here without sequence parallelism.
 _THEIRS: Mapping[str, Role | None] = {
     "colwise": Role.COLUMN,
     "rowwise": Role.ROW,
@@ -56,14 +57,19 @@ _THEIRS: Mapping[str, Role | None] = {
     "moe_tp_experts": None,
 }
 _OF_EXPERTS = (Role.EXPERTS.value, "moe_tp_experts")
-_SEEN = (Role.NORM, Role.LAST_NORM)  # what is used on a slice of the tokens is seen as it runs
+_SEEN = (Role.NORM, Role.LAST_NORM)  # found by the forward pass: modules that run on token shards
 _GATHERED = ("colwise_rep", "colwise_gather_output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """`place` is whose it is; `theirs`: a model's of transformers, in which not every pattern need
-    mean a module."""
+    """A tensor-parallel plan.
+
+    Attributes:
+        place: Place of the spec that holds the plan, for errors.
+        entries: Role by pattern of module names, as written.
+        theirs: True for a plan of transformers, whose patterns need not all match a module.
+    """
 
     place: str
     entries: Mapping[str, str]
@@ -71,8 +77,15 @@ class _Plan:
 
 
 def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
-    """Patterns with roles, and of fused projections with their lengths; none where tp is not in the
-    mesh, or where the model is built in. Raises SpecError where the plan cannot be followed."""
+    """Return the roles of a custom model's modules, and the widths of fused projections.
+
+    Returns:
+        (pattern, role) pairs and (pattern, widths) pairs; both empty without tp, and for a built-in
+            model without `tensor.plan`.
+
+    Raises:
+        SpecError: The model cannot be sharded by its plan.
+    """
     if spec.degree(Axis.TP) == 1:
         return (), ()
     if isinstance(module, Transformer) and not spec.tensor.roles:
@@ -84,13 +97,14 @@ def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
         is_whole = all(f.placement.activations == R for f in spec.factors if f.axis is Axis.TP)
         blocks = [] if is_whole else _blocks(module, place, spec)
     shared, fusions = cutting(module, roles, blocks, place, spec)
-    cut = tuple(  # the lengths of a fused projection tell that it is several
+    cut = tuple(  # a fused projection is recognized by its widths
         (pattern, Role.COLUMN if role is Role.FUSED_COLUMN else role) for pattern, role in roles
     )
     return (*cut, *shared, *_ends(blocks)), fusions
 
 
 def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
+    """Return the names of the model's blocks; raise SpecError if it has none."""
     if not (names := blocks_of(module, spec.model.blocks)):
         raise refused(
             place,
@@ -101,7 +115,7 @@ def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
 
 
 def _ends(blocks: list[str]) -> Iterator[tuple[str, Role]]:
-    """Yield the roles of what has a slice of the tokens."""
+    """Yield the roles of blocks, between which ranks hold token shards."""
     if blocks:
         yield from ((pattern, Role.BLOCK) for pattern in dict.fromkeys(map(in_any_block, blocks)))
         yield blocks[0], Role.FIRST_BLOCK
@@ -109,7 +123,7 @@ def _ends(blocks: list[str]) -> Iterator[tuple[str, Role]]:
 
 
 def _planned(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
-    """Whose plan it is, and what it says."""
+    """Return the place of the plan, and the roles from it."""
     plan = _plan_of(module, spec)
     roles = tuple(_known(module, plan))
     if plan.theirs:
@@ -118,8 +132,11 @@ def _planned(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
 
 
 def names_of_experts(module: nn.Module, spec: Spec) -> tuple[str, list[str]]:
-    """Return whose plan says which modules hold the experts of a layer, and which do, in the order
-    of the model. Raises SpecError where no plan says it."""
+    """Return the place of the plan, and the names of modules that hold a layer's experts.
+
+    Raises:
+        SpecError: No plan entry matches a module of experts.
+    """
     plan = _given_plan(module, spec)
     meant = [pattern for pattern, word in plan.entries.items() if word in _OF_EXPERTS]
     names = [name for name, _ in module.named_modules() if any(fits(x, name) for x in meant)]
@@ -131,7 +148,7 @@ def names_of_experts(module: nn.Module, spec: Spec) -> tuple[str, list[str]]:
 
 
 def _given_plan(module: nn.Module, spec: Spec) -> _Plan:
-    """Return the plan that there is; maybe without entries."""
+    """Return the model's plan, which may have no entries."""
     place, _ = named_in_spec(module, spec)
     if spec.tensor.roles:
         entries = {pattern: role.value for pattern, role in spec.tensor.roles}
@@ -145,6 +162,7 @@ def _given_plan(module: nn.Module, spec: Spec) -> _Plan:
 
 
 def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
+    """Return the model's plan; raise SpecError if it has no entries."""
     plan = _given_plan(module, spec)
     if not plan.entries:
         _, name = named_in_spec(module, spec)
@@ -165,14 +183,18 @@ def _missing(entries: str, plan: _Plan) -> str:
 
 
 def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractContextManager[None]:
-    """Around reading a plan that may be computed."""
+    """Temporarily turn exceptions into SpecError while a plan attribute, maybe a property, is
+    read."""
     place, name = named_in_spec(module, spec)
     return raising(place, f"{attribute} of {name}", "Correct the attribute, or remove it.")
 
 
 def _their_plan(module: nn.Module) -> dict[str, str]:
-    """Return what the config says of the base model, what the class adds (the head), and what the
-    module made of both, which before 5.0 leaves out the class's."""
+    """Return the plan of a Transformers model, from a table by model type or from the model.
+
+    The model's plan combines the entries of the base model's config, of the class (the head) and of
+    the instance. Before transformers 5.0 the instance lacks the entries of the class.
+    """
     prefix = getattr(module, "base_model_prefix", "")
     config = getattr(module, "config", None)
     if known := KNOWN_PLANS.get(getattr(config, "model_type", "")):
@@ -188,6 +210,8 @@ def _their_plan(module: nn.Module) -> dict[str, str]:
 
 
 def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
+    """Yield the plan's (pattern, role) pairs in ptrain's roles; raise SpecError for an invalid
+    entry."""
     for pattern, word in plan.entries.items():
         is_count = word == Role.COUNT
         names = list((_counting if is_count else matching)(module, pattern))
@@ -223,7 +247,7 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
 
 
 def _counting(module: nn.Module, pattern: str) -> Iterator[str]:
-    """The names of the modules that have the integer attribute which a pattern means."""
+    """Yield the names of modules with the integer attribute that a pattern names."""
     owners, _, attribute = pattern.rpartition(".")
     for name in matching(module, owners):
         value = getattr(module.get_submodule(name), attribute, None)
@@ -232,7 +256,7 @@ def _counting(module: nn.Module, pattern: str) -> Iterator[str]:
 
 
 def _as_stored(role: Role, module: nn.Module) -> Role:
-    """Return the role as the cut knows it: by how a weight is stored."""
+    """Return the role for a weight's storage layout: transposed for Conv1D."""
     match role:
         case Role.COLUMN | Role.FUSED_COLUMN:
             return Role.TRANSPOSED_COLUMN if is_transposed(module) else role
@@ -243,14 +267,14 @@ def _as_stored(role: Role, module: nn.Module) -> Role:
 
 
 def _head(module: nn.Module) -> nn.Module | None:
-    """The layer to the vocabulary, where the model says which it is."""
+    """Return the output head that the model names, or None."""
     ask = getattr(module, "get_output_embeddings", None)
     head = ask() if callable(ask) else None
     return head if isinstance(head, nn.Module) else None
 
 
 def _shown(module: nn.Module) -> str:
-    """The names of its layers, once for all blocks."""
+    """Return the patterns of the model's layers, for messages."""
     names = [name for name, child in module.named_modules() if isinstance(child, _LAYERS)]
     patterns = dict.fromkeys(map(in_any_block, names))
     return ", ".join(patterns) or "none (no linear layer, no embedding)"
@@ -260,8 +284,10 @@ _LAYERS = (nn.Linear, nn.Embedding)
 
 
 def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
-    """Yield the sub-blocks whose column operators share an input. A block is none: it adds to its
-    own."""
+    """Yield the role whole input for each parent of column layers, whose input they share.
+
+    A block gets no such role, because its input also enters the residual sum.
+    """
     blocks = getattr(module, "_no_split_modules", None) or ()
     parents = dict.fromkeys(
         pattern.rpartition(".")[0] for pattern, role in roles if role in COLUMNS
@@ -273,7 +299,7 @@ def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]
 
 
 def _tied(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
-    """What shares its weight with a module that is cut is cut alike."""
+    """Yield the roles of embeddings and heads that share a weight with a sharded one."""
     owners = grouped(
         (id(child.weight), name)
         for name, child in module.named_modules()

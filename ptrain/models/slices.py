@@ -1,13 +1,13 @@
-"""Track slices of features through one forward pass of a whole model, in which every tensor carries
-what it would be on a rank of tp.
+"""Track feature shards through one forward pass of a full model, in which every tensor represents
+its counterpart on a tensor-parallel rank.
 
-A column layer returns a slice, and so does everything computed from it until a row layer sums it.
-The gradient that flows from a slice into a replicated parameter is each rank's part only, so a
-slice may meet a parameter only where a role sums it. Dropout needs one mask for replicated tensors
-and a mask per rank for slices, which is checked too.
+A column layer returns a shard, and so does everything computed from it until a row layer sums it.
+The gradient that flows from a shard into a replicated parameter is only each rank's part, so a
+shard may meet a parameter only where a role sums its gradient. Dropout needs one mask for
+replicated tensors and a separate mask per rank for shards, which is checked too.
 
-Note: only elements are tracked. A norm without parameters over sliced features uses one rank's
-statistics.
+Note: only elements are tracked. A norm without parameters over sharded features would use the
+statistics of one rank.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _WITH_MASKS = ("aten::bernoulli", "aten::bernoulli_", "aten::native_dropout", "a
 
 
 class Draws:
-    """Follows where ranks draw for themselves: within a row's module, from what the first column
-    gives to what the row takes; or within `blocks`, if a rank has its own tokens there."""
+    """The tracker of regions in which ranks draw separate random numbers.
+
+    They lie inside a row layer's parent module, from the output of its first column to the input of
+    the row; or inside `blocks`, if ranks hold token shards there.
+    """
 
     def __init__(self, named: Mapping[str, Role], blocks: Sequence[str]) -> None:
         self._owners = {name.rpartition(".")[0] for name, role in named.items() if role in ROWS}
@@ -45,21 +48,23 @@ class Draws:
         self._like_own: OfStorages[bool] = WeakKeyDictionary()
 
     def enter(self, name: str) -> None:
-        """A module is about to run."""
+        """Note that a module starts."""
         if name in self._blocks:
             self._inside.add(name)
         if self._named.get(name) in ROWS:
             self._inside.discard(name.rpartition(".")[0])
 
     def leave(self, name: str) -> None:
-        """A module has run."""
+        """Note that a module has ended."""
         self._inside.discard(name)
         if self._named.get(name) in COLUMNS and not self._blocks:
             self._inside.update(o for o in self._owners if o and name.startswith(f"{o}."))
 
     def see(self, function: Any, results: Iterable[torch.Tensor], *, is_own: bool) -> bool:
-        """Return whether an operator that read what only its rank has, or did not, drew a mask as
-        no rank may."""
+        """Return True if an operator draws a mask that would be wrong on ranks.
+
+        `is_own`: the operator reads tensors that differ between ranks.
+        """
         name = function._schema.name
         storages = [*map(storage_of, results)]
         if name.endswith(_LIKE):
@@ -71,35 +76,37 @@ class Draws:
 
 
 class TokenSlices:
-    """Says of the storages that live which are a slice of the tokens on a rank; what is in a
-    sub-block is not, nor what is in front of the `blocks` and behind them; where there are none,
-    nothing is. A sample has `count` tokens."""
+    """The set of live storages that are token shards on a rank.
+
+    Tensors inside sub-blocks are not in it, nor tensors outside of `blocks`. Without blocks it
+    stays empty. `count` is the number of tokens of a sample.
+    """
 
     def __init__(self, named: Named, blocks: Sequence[str], count: int) -> None:
         self.blocks, self.count = blocks, count
-        self.modules: set[str] = set()  # whose parameters are used on slices
+        self.modules: set[str] = set()  # modules with parameters used on token shards
         self._named = named
         self.first = blocks[0] if blocks else None
         self.last = blocks[-1] if blocks else None
-        self._on_all: set[str] = set()  # whose parameters are used on all tokens
+        self._on_all: set[str] = set()  # modules with parameters used on all tokens
         self._slices: WeakSet[Storage] = WeakSet()
 
     @property
     def on_both(self) -> set[str]:
-        """The modules whose parameters are used on slices and on all tokens: whose gradient is then
-        whole on a rank in part."""
+        """The modules with parameters used on token shards and on all tokens; no reduction fits
+        both gradients."""
         return self.modules & self._on_all
 
     def __contains__(self, storage: Storage) -> bool:
         return storage in self._slices
 
     def enter(self, name: str, first: Storage) -> None:
-        """A module is given a tensor."""
+        """Note that a module receives a tensor."""
         if name == self.first:
             self._slices.add(first)
 
     def leave(self, name: str, outputs: Iterable[Storage]) -> None:
-        """A module has run."""
+        """Note that a module has returned tensors."""
         role = self._named.get(name)
         if name == self.last or role in COLUMNS:
             self._slices.difference_update(outputs)
@@ -107,13 +114,18 @@ class TokenSlices:
             self._slices.update(outputs)
 
     def see(self, owners: Iterable[str], results: Iterable[Storage], *, is_slice: bool) -> None:
-        """An operator read parameters of `owners`, and a slice or all of the tokens."""
+        """Note an operator that reads parameters of `owners`, on a token shard or on all tokens."""
         (self.modules if is_slice else self._on_all).update(owners)
         if is_slice:
             self._slices.update(results)
 
 
-_OPERATORS = (*COLUMNS, *ROWS, Role.HEAD, Role.VOCABULARY)  # cut together with what they read
+_OPERATORS = (
+    *COLUMNS,
+    *ROWS,
+    Role.HEAD,
+    Role.VOCABULARY,
+)  # sharded together with the parameters that they read
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 
 
@@ -126,9 +138,20 @@ def follow(
     once: OnePass,
     is_naive: bool,
 ) -> Follower:
-    """Return what was seen of a forward pass; its `problem` is the first thing that roles do not
-    account for. `counting` are the modules that count features by attributes, `tokens` says where a
-    rank has its slice of them alone. Buffers and torch's generators are left as they were."""
+    """Run the model forward and return the follower of the pass.
+
+    Its `problem` is the first violation of the roles. Buffers and torch's generators are left
+    unchanged.
+
+    Args:
+        module: The model.
+        named: Role of each module.
+        counting: Modules with attributes that count features.
+        tokens: Tracks which tensors are token shards.
+        once: The pass to run.
+        is_naive: Whether every column layer sums the gradient of its input itself, so that no
+            sub-block shares one input.
+    """
     device = next(module.parameters()).device
     follower = Follower(module, named, counting, tokens, is_naive=is_naive)
     devices = [device] if device.type == "cuda" else []
@@ -147,8 +170,14 @@ def follow(
 
 
 class Follower(OperatorMode):
-    """Says of every storage that lives what it is: a slice, and of which layers; the input that a
-    sub-block makes whole; learnt, of which parameters alone or of the tokens too; given."""
+    """The mode that classifies every live storage of a forward pass.
+
+    - Feature shards, with the column layers that they come from.
+    - The replicated input of a sub-block with the role whole input.
+    - Tensors that carry gradients: computed from parameters only (with their names), or from tokens
+      too.
+    - Tensors computed from the model's inputs only.
+    """
 
     def __init__(
         self,
@@ -166,22 +195,24 @@ class Follower(OperatorMode):
         self.tokens = tokens
         self._draws = Draws(named, tokens.blocks)
         self._counting = counting
-        self._counted: OfStorages[str] = WeakKeyDictionary()  # what modules that count are given
+        self._counted: OfStorages[str] = WeakKeyDictionary()  # inputs of counting modules, by name
         self._module, self._named, self._is_naive = module, named, is_naive
         self.running: list[str] = []
         self._slices: OfStorages[frozenset[str]] = WeakKeyDictionary()
         self._opened: OfStorages[str] = WeakKeyDictionary()
-        self._learnt: OfStorages[frozenset[str]] = WeakKeyDictionary()  # empty: of the tokens too
+        self._learnt: OfStorages[frozenset[str]] = (
+            WeakKeyDictionary()
+        )  # parameter names; empty if tokens are used too
         self._given: WeakSet[Storage] = WeakSet()
 
     def give(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Declares what the model is given, and its parameters."""
+        """Register the model's inputs and parameters."""
         self._given.update(map(storage_of, inputs))
         for name, parameter in self._module.named_parameters():
             self._learnt[storage_of(parameter)] = frozenset((name,))
 
     def end(self, output: object) -> None:
-        """Complain where the model returns a slice of the features."""
+        """Check that the model does not return a feature shard, except of the output head."""
         self._say_first(self._parting.end())
         origins = self._origins(map(storage_of, tensors_of(output)))
         if columns := [name for name in origins if self._named.get(name) is not Role.HEAD]:
@@ -192,10 +223,10 @@ class Follower(OperatorMode):
             )
 
     def begins(self, name: str, child: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module is about to run."""
+        """Check and track the input of a module that starts."""
         role = self._named.get(name)
         self._draws.enter(name)
-        if role in _OPERATORS and not args:  # torch's styles look at what has a place alone
+        if role in _OPERATORS and not args:  # torch's parallel styles see positional inputs only
             self._say(
                 f"{name} has the role {role}, but receives its input as a keyword argument",
                 "Pass the input as the first positional argument: `layer(x)`.",
@@ -223,7 +254,7 @@ class Follower(OperatorMode):
             self._say_unpaired(name, min(self._slices[given]))
 
     def ends(self, name: str, _: nn.Module, __: object, output: object) -> None:
-        """A module has run."""
+        """Track the outputs of a module that has ended."""
         role = self._named.get(name)
         self._draws.leave(name)
         for storage in [storage for storage, of in self._counted.items() if of == name]:
@@ -235,6 +266,7 @@ class Follower(OperatorMode):
             self._parting.gives(name, output)
 
     def _enter(self, name: str, role: Role | None, first: Storage) -> None:
+        """Check that a module's role fits its input."""
         match role:
             case Role.ROW | Role.TRANSPOSED_ROW if first not in self._slices:
                 finding = f"{name} has the role row, but its input is replicated: "
@@ -256,6 +288,7 @@ class Follower(OperatorMode):
                 self._opened[first] = name
 
     def _say_unpaired(self, name: str, column: str) -> None:
+        """Report a column layer without a row layer."""
         finding = (
             f"{column} has the role column, but {name}, which receives its shard of the features, "
         )
@@ -267,6 +300,7 @@ class Follower(OperatorMode):
         self._say(finding, f"{remedy}or remove the role of {in_any_block(column)}.")
 
     def _leave(self, name: str, role: Role | None, outputs: list[Storage]) -> None:
+        """Classify the outputs of a module by its role."""
         match role:
             case _ if role in (*COLUMNS, Role.HEAD):
                 self._slices.update(dict.fromkeys(outputs, frozenset((name,))))
@@ -280,6 +314,7 @@ class Follower(OperatorMode):
                     self._learnt[key] = frozenset()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, check its inputs and classify its results."""
         tensors = list(tensors_of((args, kwargs)))
         read = [storage_of(tensor) for tensor in tensors]
         result = function(*args, **kwargs)
@@ -306,12 +341,14 @@ class Follower(OperatorMode):
         return result
 
     def judge_view(self, tensor: torch.Tensor, sizes: tuple[int, ...], view: torch.Tensor) -> None:
-        """Complain where heads are counted of a slice, and nobody counts for a rank."""
+        """Check views of feature shards that fix the number of heads, except in counting
+        modules."""
         column = min(self._slices.get(storage_of(tensor), ()), default="")
         if column and not any(name in self._counting for name in self.running[-1:]):
             self._say_first(self._parting.view(tensor, sizes, view, column, self._where()))
 
     def _judge(self, read: list[Storage]) -> None:
+        """Check the tensors that an operator combines."""
         slices, learnt = self._origins(read), self._whole(read)
         if any(self._named.get(name) in _OPERATORS for name in self.running[-1:]):
             return
@@ -335,10 +372,11 @@ class Follower(OperatorMode):
             self._say(finding, f"Remove the role of {in_any_block(opened[0])}.")
 
     def _is_own(self, storage: Storage) -> bool:
-        """Whether a rank has its slice of the tokens alone."""
+        """Return True for a token shard that no sub-block has all-gathered."""
         return storage in self.tokens and storage not in self._opened
 
     def _see_tokens(self, read: list[Storage], results: list[Storage]) -> None:
+        """Check and track operators that combine token shards with parameters or full tensors."""
         on_slice = [key for key in read if self._is_own(key)]
         learnt = [key for key in self._whole(read) if key not in self.tokens]
         names = {name for key in learnt for name in self._learnt[key]}
@@ -355,6 +393,7 @@ class Follower(OperatorMode):
             self.tokens.see(owners, results, is_slice=bool(on_slice))
 
     def _judge_meeting(self, slices: list[str], learnt: list[Storage]) -> None:
+        """Report parameters and replicated tensors that are combined with feature shards."""
         for key in learnt:
             names = self._learnt[key]
             alone = sorted(name for name in names if not self._is_summed(name))
@@ -373,7 +412,10 @@ class Follower(OperatorMode):
                 )
 
     def _judge_count(self, read: list[Storage]) -> None:
-        """What a module is given that counts features is narrower than that on a rank."""
+        """Check that the input of a counting module is used by its column layers only.
+
+        On a rank the features that it counts are narrower than this input.
+        """
         is_within = any(self._named.get(name) in COLUMNS for name in self.running[-1:])
         counted = [self._counted[key] for key in read if key in self._counted]
         if counted and not is_within:
@@ -384,6 +426,7 @@ class Follower(OperatorMode):
             self._say(finding, "Give attributes of another module the role `count`.")
 
     def _say_drawn(self, function: Any) -> None:
+        """Report a random mask in the wrong region."""
         where = self.running[-1] if self.running else ""
         finding = (
             f"in the forward pass of {where or 'the model'}, {function._schema.name} "
@@ -394,6 +437,7 @@ class Follower(OperatorMode):
         self._say(finding, "Build the model with dropout 0 there, or use another `tensor.plan`.")
 
     def _say_parameter(self, parameter: str, slices: list[str]) -> None:
+        """Report a parameter used on feature shards whose gradient is not summed."""
         owner = parameter.rpartition(".")[0]
         finding = f"{parameter} is used on a shard of "
         finding += f"the features (from {slices[0]}), but no role makes the ranks sum its "
@@ -407,11 +451,13 @@ class Follower(OperatorMode):
         self._say(finding, remedy)
 
     def _is_summed(self, parameter: str) -> bool:
-        """Whether ranks add up a parameter's gradient: while its module runs, they do."""
+        """Return True if ranks sum a parameter's gradient: its module has the role shared and is
+        running."""
         owner = parameter.rpartition(".")[0]
         return self._named.get(owner) is Role.SHARED and owner in self.running
 
     def _mark(self, tensor: torch.Tensor, read: list[Storage]) -> None:
+        """Classify the result of an operator by the tensors that it read."""
         key, learnt = storage_of(tensor), self._whole(read)
         opened = [self._opened[source] for source in read if source in self._opened]
         if slices := self._origins(read):
@@ -426,11 +472,11 @@ class Follower(OperatorMode):
             self._given.add(key)
 
     def _origins(self, storages: Iterable[Storage]) -> frozenset[str]:
-        """The layers whose slices are among storages."""
+        """Return the column layers that the feature shards among these storages come from."""
         return frozenset(chain(*(self._slices.get(key, ()) for key in storages)))
 
     def _whole(self, storages: Iterable[Storage]) -> list[Storage]:
-        """Those storages that every rank has whole and that gradients flow into."""
+        """Return the storages that are replicated on all ranks and carry gradients."""
         return [
             key
             for key in storages
@@ -441,8 +487,10 @@ class Follower(OperatorMode):
         return (self.running[-1] if self.running else "") or "the model"
 
     def _say_first(self, problems: Iterable[Problem]) -> None:
+        """Report the first of several problems."""
         for problem in problems:
             self._say(*problem)
 
     def _say(self, finding: str, remedy: str) -> None:
+        """Keep the problem if it is the first one."""
         self.problem = self.problem or (finding, remedy)

@@ -1,15 +1,15 @@
-"""A trace: the events of a micro-batch, or of its passes by themselves, on one device.
+"""Traces: the memory events of a micro-batch, or of its separate passes, on one device.
 
-Between two boundaries (a unit is entered or left, in forward and in backward) events record what is
-allocated and freed, and where each parameter's gradient is complete. A wrapper's own allocations
-happen at those boundaries, so replaying a plan means to interleave the two.
+Between two boundaries (a unit starts or ends, in forward or backward) events record allocations,
+frees, and completed gradients of parameters. A wrapper allocates at those boundaries, so a plan is
+replayed by interleaving its allocations with the events.
 
-Operators such as `nonzero`, `masked_select` and indexing by a mask select elements by values. The
-sizes after them depend on data if the selection does: on tokens, or on parameters, which train. A
-router's selection does; a mask made of positions alone does not. Such a model is traced at two
-extents, all elements and one, between which every step lies if its allocations grow with the
-selection. Every selection is taken by itself, so the upper extent is wide where several share rows
-(each of a router's experts is given all).
+Operators such as `nonzero`, `masked_select` and indexing by a mask select elements by values. Later
+sizes depend on data if the selection does: on tokens, or on parameters, which train. A router's
+selection does; a mask made of positions does not. Such a model is traced at two extents, with all
+elements selected and with one. If allocations grow with the selection, every step lies between the
+two. Each selection is treated separately, so the upper extent is wide if several selections share
+rows (each of a router's experts is given all of them).
 """
 
 from __future__ import annotations
@@ -29,28 +29,33 @@ from ptrain.timeline import Boundary, Item, Timeline
 
 
 class Extent(StrEnum):
-    """How many elements a trace lets operators select by data."""
+    """The number of elements that data-dependent operators select in a trace."""
 
-    GIVEN = "given"  # as many as its values say
+    GIVEN = "given"  # as the values select
     MOST = "most"  # all
     LEAST = "least"  # one
-    FIRST = "first"  # one where a module selects first, and then none: no token for other experts
+    FIRST = "first"  # one at a module's first selection, then none: other experts get no token
 
 
-BOUNDS = (Extent.MOST, Extent.LEAST)  # of a model whose sizes depend on data
+BOUNDS = (Extent.MOST, Extent.LEAST)  # for models whose sizes depend on data
 
-_SELECTS_BY = {"aten::nonzero": 0, "aten::masked_select": 1}  # the place of what says which
+_SELECTS_BY = {"aten::nonzero": 0, "aten::masked_select": 1}  # index of the argument that selects
 _INDEX = "aten::index"
-_VALUES = ("aten::_local_scalar_dense", "aten::equal")  # which give Python a value
+_VALUES = ("aten::_local_scalar_dense", "aten::equal")  # operators that return a value to Python
 _MASKS = (torch.bool, torch.uint8)
 _OF_SHAPES = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """What of a trace depends on data: the `modules` within which something was selected by data,
-    and by which `operators`; of those that are `unbounded` no extent is known. `reads`: Python was
-    given a value that depends on data."""
+    """The data-dependent part of a trace.
+
+    Attributes:
+        modules: Modules in which elements were selected by data.
+        operators: Names of the operators that selected them.
+        unbounded: Operators whose extent is unknown.
+        reads: True if Python read a value that depends on data.
+    """
 
     modules: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
@@ -59,7 +64,8 @@ class Selected:
 
 
 class Selection:
-    """Follows which storages hold what depends on data, and overwrites what operators select by."""
+    """The tracker of storages whose values depend on data; it overwrites masks to set the
+    extent."""
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
@@ -72,7 +78,7 @@ class Selection:
 
     @property
     def selected(self) -> Selected:
-        """Return what was selected so far."""
+        """The selections so far."""
         return Selected(
             modules=tuple(self._modules),
             operators=tuple(self._operators),
@@ -81,21 +87,22 @@ class Selection:
         )
 
     def depends_on(self, tensor: Tensor) -> None:
-        """Declare a tensor that somebody else fills: what is made of it depends on data."""
+        """Register an input tensor: everything computed from it depends on data."""
         self._given.add(_key(tensor))
         self._dependent.add(_key(tensor))
 
     def forget(self, key: int) -> None:
-        """Another storage may have this key from now on."""
+        """Remove a freed storage, whose key may be reused."""
         self._given.discard(key)
         self._dependent.discard(key)
 
     def read(self, tree: object) -> None:
-        """Declare tensors whose values Python is given."""
+        """Register tensors whose values Python reads."""
         self._reads |= self._is_dependent(tree)
 
     def before(self, function: Any, arguments: tuple[Any, ...], module: str) -> None:
-        """An operator is about to run within a module."""
+        """Record and overwrite data-dependent selections of an operator before it runs in
+        `module`."""
         name = function._schema.name
         if name in _VALUES:
             self.read(arguments)
@@ -107,13 +114,14 @@ class Selection:
         is_first = module not in self._modules
         self._operators[name] = self._modules[module] = None
         if not masks or any(_key(mask) in self._given for mask in masks):
-            self._unbounded[name] = None  # nor is what is not its own overwritten
+            self._unbounded[name] = None  # a mask that is an input is not overwritten either
         elif self.extent is not Extent.GIVEN:
             for mask in masks:
                 _select(mask, self.extent, is_first=is_first)
 
     def after(self, function: Any, arguments: object, result: object) -> None:
-        """An operator has run: its results depend on what it was given, unless only on shapes."""
+        """Mark results that depend on data: drawn ones, and those computed from dependent
+        values."""
         name = function._schema.name
         is_drawn = torch.Tag.nondeterministic_seeded in function.tags
         if is_drawn or (not name.endswith(_OF_SHAPES) and self._is_dependent(arguments)):
@@ -124,7 +132,7 @@ class Selection:
 
 
 def _masks(name: str, arguments: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yield what says which elements an operator selects."""
+    """Yield the arguments that select elements."""
     if name in _SELECTS_BY:
         yield arguments[_SELECTS_BY[name]]
     elif name == _INDEX:
@@ -132,7 +140,7 @@ def _masks(name: str, arguments: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def _select(mask: Tensor, extent: Extent, *, is_first: bool) -> None:
-    """Overwrite the mask itself, since its backward pass reads it too."""
+    """Overwrite a mask in place, because its backward pass reads it too."""
     mask.fill_(extent is Extent.MOST)
     has_one = extent is Extent.LEAST or (extent is Extent.FIRST and is_first)
     if has_one and mask.numel():
@@ -153,7 +161,7 @@ def _tensors(tree: object) -> Iterable[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Born:
-    """A storage is allocated by an operator."""
+    """An operator allocates a storage of `size` bytes."""
 
     id: int
     size: int
@@ -169,9 +177,11 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A parameter's gradient is complete and lies in storage `id`; `cloned` where autograd had to
-    copy it there because it could not keep the tensor that arrived. `freed` are the storages that
-    died since: before a hook is called autograd has let go of what arrived."""
+    """A parameter's gradient is complete, in storage `id`.
+
+    `cloned`: autograd copied it there because it could not keep the incoming tensor. `freed`:
+    storages freed since the copy; autograd releases the incoming tensor before it calls a hook.
+    """
 
     parameter: str
     id: int
@@ -185,13 +195,19 @@ Works = tuple[tuple[int, OperatorWork], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The events of one micro-batch by pass: `forward`, and `backward` or its halves `input` and
-    `weight`; `sizes` of all storages by id. `moved` are those off the device, each with its tier:
-    no event speaks of them. `works`: what operators computed and sent by pass, each with the number
-    of the pass's events before it. `draws`: random numbers were drawn. `is_opaque`:
-    some operator is not torch's own, and what it computes is not known. `statistics` are the
-    storages that fused attention keeps beside its output; `output` the one that a stage hands on.
-    `selected` is what of it depends on data."""
+    """The record of one micro-batch, by pass.
+
+    Attributes:
+        passes: Events of `forward`, and of `backward` or its halves `input` and `weight`.
+        sizes: Bytes of all storages by id.
+        moved: Storages off the device with their tiers; they have no events.
+        works: Computation and communication by pass, each with the number of events before it.
+        draws: True if random numbers were drawn.
+        is_opaque: True if some operator is custom, so that its computation is unknown.
+        statistics: Storages that fused attention saves next to its output.
+        output: Storage that a stage sends to the next one; None without stages.
+        selected: The data-dependent part.
+    """
 
     passes: Mapping[str, tuple[Event, ...]]
     sizes: Mapping[int, int]
@@ -205,17 +221,18 @@ class Recording:
 
     @property
     def forward(self) -> tuple[Event, ...]:
+        """The events of the forward pass."""
         return self.passes["forward"]
 
     @property
     def backward(self) -> tuple[Event, ...]:
-        """All that is not forward."""
+        """The events of all other passes."""
         others = (events for name, events in self.passes.items() if name != "forward")
         return tuple(event for events in others for event in events)
 
     @property
     def saved(self) -> tuple[Born, ...]:
-        """What forward allocated and left alive for the backward pass, in order."""
+        """The allocations of forward that are alive at its end, in order."""
         dead = {event.id for event in self.forward if isinstance(event, Died)}
         return tuple(
             event for event in self.forward if isinstance(event, Born) and event.id not in dead
@@ -223,12 +240,12 @@ class Recording:
 
     @property
     def repeated(self) -> tuple[tuple[str, int], ...]:
-        """The collectives over tp of forward that backward ran again, as a timeline has them."""
+        """The tensor-parallel collectives of forward that backward ran again, for a timeline."""
         return tuple(pair for works in self.works.values() for pair in sent_again(works))
 
 
 def sent_again(works: Works) -> list[tuple[str, int]]:
-    """Return which collectives over tp of forward ran again, with the whole tensor's bytes."""
+    """Return kind and full-tensor bytes of each tensor-parallel collective that ran again."""
     return [
         (work.what.collective.value, work.what.payload)
         for _, work in works
@@ -237,7 +254,7 @@ def sent_again(works: Works) -> list[tuple[str, int]]:
 
 
 def to_timeline(recording: Recording) -> Timeline:
-    """The recording in bytes, with what happens between two boundaries as one run."""
+    """Return the recording in bytes, with all events between two boundaries merged."""
     return Timeline(
         forward=tuple(_items(recording.forward, recording.sizes)),
         backward=tuple(_items(recording.backward, recording.sizes)),
@@ -247,6 +264,7 @@ def to_timeline(recording: Recording) -> Timeline:
 
 
 def _items(events: Sequence[Event], sizes: Mapping[int, int]) -> Iterator[Item]:
+    """Yield the timeline items of a pass."""
     last = last_views(events)
     for part in between_boundaries(events):
         match part:
@@ -264,7 +282,7 @@ def _items(events: Sequence[Event], sizes: Mapping[int, int]) -> Iterator[Item]:
 def between_boundaries(
     events: Sequence[Event],
 ) -> Iterator[Boundary | Completion | list[Born | Died]]:
-    """Yield boundaries and completed gradients, and what happens between two of them together."""
+    """Yield boundaries and completed gradients, and the allocations between them as lists."""
     lives: list[Born | Died] = []
     for event in events:
         if isinstance(event, Born | Died):
@@ -279,15 +297,17 @@ def between_boundaries(
 
 
 def last_views(events: Sequence[Event]) -> dict[int, Completion]:
-    """Return by storage the last gradient of a pass that is complete in it."""
+    """Return the last completed gradient in each storage of a pass."""
     return {event.id: event for event in events if isinstance(event, Completion)}
 
 
 def completion(
     event: Completion, last: Mapping[int, Completion], sizes: Mapping[int, int]
 ) -> timeline.Complete:
-    """Return it in bytes. Gradients that are views of one storage keep it until the `last` of them
-    goes."""
+    """Return a completed gradient in bytes.
+
+    Gradients that are views of one storage keep it alive, so only the `last` one carries its size.
+    """
     size = sizes[event.id] if last[event.id] is event else 0
     beside = sum(sizes[number] for number in event.freed)
     return timeline.Complete(event.parameter, size, event.cloned, beside)

@@ -1,6 +1,8 @@
-"""The built-in models: a decoder of equal blocks with attention and a feed-forward layer, each
-behind a norm and added to the residual stream; rotary positions; multi-head latent attention
-(DeepSeek-V2, arXiv:2405.04434, equations 9 to 19).
+"""The built-in models: decoders of equal blocks, with rotary or learned positions and standard or
+latent attention.
+
+A block has attention and a feed-forward layer, each after a norm and added to the residual stream.
+Multi-head latent attention follows DeepSeek-V2 (arXiv:2405.04434, equations 9 to 19).
 
 Legend of shape suffixes: B samples, T tokens, C hidden or features, V vocabulary, H heads, G
 key-value heads, D elements per head, K rotation pairs, L latent features; of latent attention R
@@ -8,9 +10,9 @@ elements of a head that rotate, N that do not, V elements of a head's value, E b
 
 Notes: a tied head reads the embedding's weight instead of sharing a Parameter, so that `to_empty`
 cannot untie it. Query, key and value are three projections, so that the size of every tensor saved
-for backward is one product of shape fields. Norms compute in fp32 at least. In latent attention the
-rotating elements come first within a head; published models have them last with a pair side by
-side, so their rows are reordered, which gives the same scores.
+for backward is one product of shape fields. Norms compute in at least fp32. In latent attention the
+rotating elements come first within a head. Published models have them last, with the elements of a
+pair adjacent, so their rows are reordered, which gives identical scores.
 
 Sources: Su et al. 2021 (rotary positions); Llama 3.1's scaling as in Meta's llama-models,
 `apply_scaling`; YaRN, Peng et al. 2023 (arXiv:2309.00071), section 3.2.
@@ -34,8 +36,11 @@ from ptrain.spec.model import ModelShape
 
 
 def rotate(x_BTHD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """RoPE: pair (i, i + K) of every head turns by position · base^(-i/K); what is behind the pairs
-    stays. The tables may be of more tokens than there are."""
+    """Apply rotary positions: rotate pair (i, i + K) of every head by position · base^(-i/K).
+
+    Elements after the pairs stay unchanged. The tables may have rows for more tokens than there
+    are.
+    """
     num_tokens, num_turned = x_BTHD.shape[1], 2 * cos_TK.shape[-1]
     cos_T1K, sin_T1K = cos_TK[:num_tokens, None], sin_TK[:num_tokens, None]
     if num_turned == x_BTHD.shape[-1]:
@@ -61,8 +66,15 @@ def fill_tables(
     spans: tuple[tuple[int, int], ...] = (),
     is_local: bool,
 ) -> None:
-    """Fill the tables of a model's layers, with a window or without, where they stand: computed in
-    fp64, stored in their dtype. They are of the positions in `spans`, or from 0."""
+    """Fill the tables of angles in place: computed in fp64, stored in the dtype of the tables.
+
+    Args:
+        shape: The model.
+        cos_TK: Table of cosines.
+        sin_TK: Table of sines.
+        spans: Ranges of positions of the rows, end exclusive. Default: from 0.
+        is_local: Whether the tables are for layers with a window.
+    """
     where: Any = {"dtype": torch.float64, "device": cos_TK.device}
     spans = spans or ((0, cos_TK.shape[0]),)
     positions_T = torch.cat([torch.arange(first, behind, **where) for first, behind in spans])
@@ -72,7 +84,7 @@ def fill_tables(
 
 
 def _frequencies(shape: ModelShape, device: torch.device, *, is_local: bool) -> Tensor:
-    """Radians a token, by pair."""
+    """Return the radians per token of each pair."""
     num_pairs = shape.rotary_dim // 2
     pairs_K = torch.arange(num_pairs, dtype=torch.float64, device=device)
     if is_local and shape.window_rope_base is not None:
@@ -92,8 +104,12 @@ def _frequencies(shape: ModelShape, device: torch.device, *, is_local: bool) -> 
 
 
 def _lowered_where_slow(shape: ModelShape, frequencies_K: Tensor) -> Tensor:
-    """Divided by the factor where a pair turns less than the low factor's times in the original
-    texts, not at all above the high one's, and in between in proportion."""
+    """Return frequencies scaled as in Llama 3.1, by the turns of a pair in the original context
+    length.
+
+    Below the low factor's turns they are divided by the factor, above the high factor's they are
+    kept, and in between they are interpolated.
+    """
     turns_K = shape.rope_original * frequencies_K / (2 * math.pi)
     span = shape.rope_high_factor - shape.rope_low_factor
     kept_K = ((turns_K - shape.rope_low_factor) / span).clamp(0.0, 1.0)
@@ -101,8 +117,11 @@ def _lowered_where_slow(shape: ModelShape, frequencies_K: Tensor) -> Tensor:
 
 
 def _lowered_along_pairs(shape: ModelShape, frequencies_K: Tensor) -> Tensor:
-    """The same with a ramp that is even in the pairs' numbers, not in their turns: from the last
-    pair with at least the high factor's turns to the first with at most the low factor's."""
+    """Return frequencies scaled as in YaRN: interpolated along the pairs' indices, not their turns.
+
+    The ramp runs from the last pair with at least the high factor's turns to the first with at most
+    the low factor's.
+    """
     num_pairs = len(frequencies_K)
 
     def pair_of(turns: float) -> float:
@@ -117,6 +136,9 @@ def _lowered_along_pairs(shape: ModelShape, frequencies_K: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
+    """Root mean square norm, computed in at least fp32 and multiplied by the weight after the
+    cast."""
+
     def __init__(self, features: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -129,7 +151,7 @@ class RMSNorm(nn.Module):
 
 
 class PlusOneRMSNorm(nn.Module):
-    """Gemma's: a weight of 0 leaves what is normed, and all is multiplied before it is cast."""
+    """Gemma's RMSNorm: multiplies by 1 + weight before the result is cast to the input's dtype."""
 
     def __init__(self, features: int, eps: float) -> None:
         super().__init__()
@@ -143,6 +165,8 @@ class PlusOneRMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
+    """Layer norm with an optional bias, computed in at least fp32."""
+
     def __init__(self, features: int, eps: float, *, has_bias: bool = True) -> None:
         super().__init__()
         self.eps = eps
@@ -150,7 +174,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(features)) if has_bias else None
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        # The weight is widened last, so that its gradient comes first whether or not it is a copy.
+        # The weight is widened last, so that its gradient completes first, copied or not.
         bias_C = None if self.bias is None else widen(self.bias)
         weight_C = widen(self.weight)
         y_BTC = F.layer_norm(widen(x_BTC), weight_C.shape, weight_C, bias_C, self.eps)
@@ -158,7 +182,7 @@ class LayerNorm(nn.Module):
 
 
 def norm_of(shape: ModelShape, features: int) -> nn.Module:
-    """Return a norm of the model's kind."""
+    """Return the model's kind of norm over `features` elements."""
     match shape.norm:
         case Norm.RMS:
             return RMSNorm(features, shape.norm_eps)
@@ -173,7 +197,8 @@ def norm_of(shape: ModelShape, features: int) -> nn.Module:
 
 
 class LatentAttention(nn.Module):
-    """Causal attention of the tokens to themselves; given what `block.SelfAttention` is given."""
+    """Causal multi-head latent attention; `forward` takes the arguments of
+    `SelfAttention.forward`."""
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
@@ -209,6 +234,7 @@ class LatentAttention(nn.Module):
         return y
 
     def _queries(self, x_BTC: Tensor) -> Tensor:
+        """Return the queries [B, T, H, D], by a low-rank projection if the model has one."""
         if self.query_down is not None and self.query_norm is not None:
             x_BTC = self.query_norm(self.query_down(x_BTC))
         return self.query_up(x_BTC).unflatten(-1, (-1, self.head_dim))
@@ -219,8 +245,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class SelfAttention(nn.Module):
-    """Causal attention of the tokens to themselves; `cos_TK` and `sin_TK` turn queries and keys,
-    `mask_TT` hides what a window does not reach."""
+    """Causal self-attention with optional query and key norms."""
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
@@ -241,17 +266,25 @@ class SelfAttention(nn.Module):
         sin_TK: Tensor | None = None,
         mask_TT: Tensor | None = None,
     ) -> Tensor:
+        """Return the output of attention [B, T, C].
+
+        Args:
+            x_BTC: Normalized hidden states.
+            cos_TK: Cosines of rotary angles; None without rotary positions.
+            sin_TK: Sines of rotary angles.
+            mask_TT: Additive mask of a window or of documents; None for plain causal attention.
+        """
         heads = self._heads(x_BTC, cos_TK, sin_TK)
         y_BHTD = self.core(*heads, mask_TT)
         if cos_TK is None:
-            del heads  # the committed tables have turned ones live until the output is there
+            del heads  # rotated ones stay alive until the output exists, as in committed traces
         y: Tensor = self.output(y_BHTD.transpose(1, 2).flatten(2))
         return y
 
     def _heads(
         self, x_BTC: Tensor, cos_TK: Tensor | None, sin_TK: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, heads first."""
+        """Return queries, keys and values with heads in dimension 1."""
 
         def placed(x_BTHD: Tensor, norm: nn.Module | None) -> Tensor:
             x_BTHD = x_BTHD if norm is None else norm(x_BTHD)
@@ -268,6 +301,9 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
+    """A decoder block: attention and feed-forward layer, sequential or parallel, with residual
+    sums."""
+
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
         self.dropout, self.residual_scale = shape.dropouts.hidden, shape.residual_scale
@@ -280,7 +316,8 @@ class Block(nn.Module):
         self.mlp_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
 
     def forward(self, x_BTC: Tensor, *given: Tensor | None) -> Tensor:
-        """`given` is what `SelfAttention` takes beside the stream."""
+        """Return the hidden states after the block; `given` are the further arguments of
+        attention."""
         if self.mlp_norm is None:
             y_BTC = self.attention_norm(x_BTC)
             x_BTC = x_BTC + self._added(self.attention(y_BTC, *given), self.attention_post_norm)
@@ -291,7 +328,7 @@ class Block(nn.Module):
         return x_BTC + self._added(self.mlp(self.mlp_norm(x_BTC)), self.mlp_post_norm)
 
     def _added(self, x_BTC: Tensor, norm: nn.Module | None) -> Tensor:
-        """Return what a sub-block adds to the stream, of what it gave."""
+        """Return the term that a sub-block's output adds to the residual stream."""
         if norm is not None:
             x_BTC = norm(x_BTC)
         if self.residual_scale is not None:
@@ -299,11 +336,11 @@ class Block(nn.Module):
         return F.dropout(x_BTC, self.dropout, self.training) if self.dropout else x_BTC
 
 
-Spans = tuple[tuple[int, int], ...]  # first position, and the one behind the last
+Spans = tuple[tuple[int, int], ...]  # first position, and the one after the last
 
 
 class EmbeddingScale(nn.Module):
-    """A multiplication by a number."""
+    """A multiplication of embeddings by a constant."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -314,8 +351,10 @@ class EmbeddingScale(nn.Module):
 
 
 class LearnedPositions(nn.Embedding):
-    """Positions with a vector each, added to what stands at them: at those of `spans`, or at the
-    first ones."""
+    """Learned position embeddings, added to the hidden states.
+
+    `spans` are the positions of the tokens; if empty, they count from 0.
+    """
 
     spans: Spans = ()
 
@@ -326,7 +365,8 @@ class LearnedPositions(nn.Embedding):
 
 
 class CappedHead(nn.Linear):
-    """Logits, bound by tanh within the head: whoever takes its place for a loss has them so."""
+    """An output head that bounds logits by tanh, so that a loss that replaces the head's call has
+    them too."""
 
     def __init__(self, hidden: int, vocab: int, cap: float, *, bias: bool, **where: Any) -> None:
         super().__init__(hidden, vocab, bias=bias, **where)
@@ -337,13 +377,17 @@ class CappedHead(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """`sequence` sizes the tables of positions and of windows; shorter inputs are fine, longer ones
-    are not."""
+    """A decoder-only language model: int64 tokens [B, T] to logits [B, T, V].
+
+    Args:
+        shape: The model.
+        sequence: Maximum number of tokens of a sample; sizes the tables of positions and windows.
+    """
 
     def __init__(self, shape: ModelShape, *, sequence: int) -> None:
         super().__init__()
         self.shape = shape
-        self.spans: Spans = ()  # of its tables of angles; without: from 0
+        self.spans: Spans = ()  # positions of the tables' rows; empty: from 0
         scale, rate = shape.embedding_scale, shape.dropouts.embedding
         is_learned = shape.positions is Positions.LEARNED
         self.embed = nn.Embedding(shape.vocab_rows, shape.hidden)
@@ -359,7 +403,8 @@ class Transformer(nn.Module):
         self.reset_buffers()
 
     def new_head(self, **where: Any) -> nn.Linear:
-        """Return a layer to the vocabulary; `where` as of nn.Linear, device and dtype."""
+        """Return a linear layer to the vocabulary; `where` takes nn.Linear's `device` and
+        `dtype`."""
         shape, cap = self.shape, self.shape.logit_soft_cap
         sizes = (shape.hidden, shape.vocab_rows)
         if cap is None:
@@ -368,7 +413,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """Fill the tables where they stand."""
+        """Fill the tables of angles and the window's mask in place."""
         own = dict(self.named_buffers(recurse=False))
         for prefix in ("", LOCAL):
             if (cos_TK := own.get(f"{prefix}cos_TK")) is not None:
@@ -381,8 +426,10 @@ class Transformer(nn.Module):
             mask_TT.zero_().masked_fill_(hidden_TT, float("-inf"))
 
     def place_tokens(self, spans: Spans) -> None:
-        """From here on inputs are the tokens at these positions. What a window hides is that of
-        whole sequences still."""
+        """Set the positions of all later inputs, and resize the tables of angles.
+
+        The window's mask still covers full sequences.
+        """
         self.spans = spans
         num_tokens = sum(behind - first for first, behind in spans)
         for name, table in list(self.named_buffers(recurse=False)):
@@ -413,9 +460,11 @@ class Transformer(nn.Module):
     def _tables(
         self, x_BTC: Tensor, mask_B1TT: Tensor | None = None
     ) -> tuple[tuple[Tensor | None, ...], ...]:
-        """Return what blocks take beside the stream: those without a window, and those with one.
-        One mask each, in the dtype of what attends, is there for all of them; `mask_B1TT` is that
-        of documents."""
+        """Return the further arguments of blocks without a window and of those with one.
+
+        Each mask is cast once, to the dtype of attention, and shared by all layers; `mask_B1TT` is
+        the mask of documents.
+        """
         own = dict(self.named_buffers(recurse=False))
         everywhere = (own["cos_TK"], own["sin_TK"]) if "cos_TK" in own else ()
         local = everywhere
@@ -429,4 +478,5 @@ class Transformer(nn.Module):
 
 
 def _with_mask(tables: tuple[Tensor, ...], mask: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return tables and mask as arguments; without tables they are None."""
     return tables if mask is None else (*(tables or (None, None)), mask)

@@ -1,4 +1,5 @@
-"""The units of a model: what is gathered, reduced and freed together."""
+"""The wrap units of a model: modules whose parameters are all-gathered, reduced and freed
+together."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.role import fits
 
 ROOT = ""
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: nothing calls their hooks
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without forward, so their hooks never run
 
 Units = tuple[tuple[str, ...], ...]
 
@@ -24,9 +25,17 @@ def unit_modules(
     pattern: str | None = None,
     apart: Sequence[str] = (),
 ) -> Units:
-    """The modules of each unit, inner before outer: made of the blocks as `unit` says (one block
-    each, where it is not given), then the root. Those that are kept `apart` are units of their own,
-    before that which they are a part of. `pattern` as of `blocks_of`."""
+    """Return the module names of each wrap unit, inner units before outer ones, the root last.
+
+    Args:
+        module: The model.
+        unit: Size of the units in blocks; None means one block each.
+        pattern: Names of the blocks; see `blocks_of`.
+        apart: Modules that become separate units, each placed before the unit that contains it.
+
+    Raises:
+        SpecError: The pattern matches no valid blocks.
+    """
     size = unit or UnitSize()
     names = blocks_of(module, pattern)
     match size.kind:
@@ -50,15 +59,25 @@ def unit_modules(
 
 
 def blocks_of(module: nn.Module, pattern: str | None = None) -> list[str]:
-    """Those whose names the spec's pattern fits; without one those that the model itself names, as
-    transformers' do; else those of its longest list. Raises SpecError where the pattern means no
-    blocks."""
+    """Return the names of a model's blocks.
+
+    Without a pattern they are the modules whose classes the model lists, as in transformers, else
+    the elements of its largest ModuleList.
+
+    Args:
+        module: The model.
+        pattern: Names with `*` for a number, from `model.blocks`.
+
+    Raises:
+        SpecError: The pattern matches nothing, a module without forward, or nested modules.
+    """
     if pattern is not None:
         return _meant_blocks(module, pattern)
     return _named_blocks(module) or _listed_blocks(module)
 
 
 def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
+    """Return the modules that a pattern matches, after checks."""
     named = dict(module.named_modules())
     names = [name for name in named if name and fits(pattern, name)]
     remedy = f"Use the names of its blocks, with * for a number: `model.blocks={_example(module)}`."
@@ -79,7 +98,7 @@ def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
 
 
 def _example(module: nn.Module) -> str:
-    """A pattern of blocks that would be found without one."""
+    """Return an example of a pattern, from the blocks found without one."""
     names = _named_blocks(module) or _listed_blocks(module)
     return re.sub(r"\d+", "*", names[0]) if names else "layers.*"
 
@@ -96,9 +115,11 @@ def _named_blocks(module: nn.Module) -> list[str]:
 
 
 def _listed_blocks(module: nn.Module) -> list[str]:
-    """The elements of the ModuleList that holds most parameters, first to last. For a built-in
-    model these are its blocks. Elements without parameters are none; a model without such a list
-    has none."""
+    """Return the elements with parameters of the ModuleList that holds most parameters.
+
+    A built-in model's blocks are found in this way. Without a ModuleList with parameters the result
+    is empty.
+    """
     lists = {
         name: _numel(child)
         for name, child in module.named_modules()
@@ -113,7 +134,7 @@ def _listed_blocks(module: nn.Module) -> list[str]:
 
 
 def _parts(module: nn.Module, block: str) -> Iterator[str]:
-    """A block's children that have children of their own: attention and mlp, but not a norm."""
+    """Yield a block's children that have children themselves: attention and mlp, but not a norm."""
     for name, child in module.get_submodule(block).named_children():
         is_composite = next(child.children(), None) is not None
         if is_composite and not isinstance(child, _CONTAINERS) and _numel(child):

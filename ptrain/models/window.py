@@ -1,4 +1,4 @@
-"""Windows: which elements of a tensor somebody keeps, an offset and a size along each dimension."""
+"""Windows of tensors: an offset and a size along each dimension, which describe a rank's shard."""
 
 from __future__ import annotations
 
@@ -11,29 +11,37 @@ Window = tuple[tuple[int, int], ...]
 
 
 def whole(shape: Sequence[int]) -> Window:
-    """Return the window of all elements."""
+    """Return the window of all elements of a shape."""
     return tuple((0, size) for size in shape)
 
 
 def narrowed(tensor: Tensor, window: Window) -> Tensor:
-    """Return a window of a tensor, as a view."""
+    """Return the view of a tensor that a window describes."""
     for dim, (offset, size) in enumerate(window):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
 def rows(window: Window, start: int, count: int) -> Window:
-    """Return a window's own window of so many rows, from its `start`th on; one of a tensor without
-    dimensions has none."""
+    """Return the part of a window with `count` rows from row `start`, relative to the window.
+
+    A window without dimensions is returned unchanged.
+    """
     return ((window[0][0] + start, count), *window[1:]) if window else window
 
 
 def stretches(
     window: Window, place: Tensor, shape: Sequence[int], most: int
 ) -> Iterator[tuple[Window, Tensor]]:
-    """Yield the parts of a window of a tensor of this shape, each with its part of `place`, which
-    is to have the window. None reaches over more than `most` elements of the tensor, unless one of
-    its last rows does."""
+    """Yield parts of a window, each with the matching part of a tensor that receives it.
+
+    Args:
+        window: Window of a tensor of this shape.
+        place: Tensor of the window's size.
+        shape: Shape of the full tensor.
+        most: Maximum number of elements of the full tensor that a part spans; a part of one row
+            along the last two dimensions may exceed it.
+    """
     row = math.prod(shape[1:])
     if row > most and len(shape) > 2:
         for index in range(len(place)):
@@ -47,6 +55,6 @@ def stretches(
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether the rows of a matrix, or of several, each begin one element behind the one
-    before."""
+    """Return True if rows of the last two dimensions overlap: each starts one element after the
+    last."""
     return tensor.dim() > 1 and tensor.stride()[-2:] == (1, 1) and min(tensor.shape[-2:]) > 1

@@ -1,6 +1,5 @@
-"""What operators compute and send: the kind, the dtype and the sizes that the time of each depends
-on, and the kind of a torch operator by its name.
-"""
+"""The computation and communication of operators: kind, dtype and sizes, on which their time
+depends."""
 
 from __future__ import annotations
 
@@ -51,31 +50,40 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split
 
 
 def is_free(name: str) -> bool:
-    """Return whether an operator of this name moves nothing: it allocates, or waits."""
+    """Return True if an operator of this name moves no bytes: it allocates, or waits."""
     return "empty" in name or name.endswith("::_local_scalar_dense")
 
 
 def kind_of(name: str) -> OperatorKind:
-    """Return the kind of an operator whose time depends on bytes, its gradient's too: whatever is
-    in no list goes element by element."""
+    """Return the kind of an operator whose time depends on bytes, also for its backward operator.
+
+    Names in no list count as pointwise.
+    """
     plain = name.removesuffix("_")
     names = (plain, plain.removesuffix("_data").removesuffix("_backward"))
     return next((_KIND_OF[known] for known in names if known in _KIND_OF), OperatorKind.POINTWISE)
 
 
 class When(StrEnum):
-    """Of a micro-batch."""
+    """The pass of a micro-batch."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    AGAIN = "again"  # of the forward pass, while backward runs
+    AGAIN = "again"  # forward operators that run again in backward
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorSizes:
-    """An operator that ran. `sizes`: the dimensions of its kind, or of a kind whose time depends on
-    bytes those of each tensor that it reads and of each that it writes; `dtypes` are theirs, None
-    of integers. `is_whole`: fused attention without a mask."""
+    """An operator that ran.
+
+    Attributes:
+        kind: Kind of the operator.
+        dtype: Its compute dtype.
+        sizes: Dimensions of the kind; for kinds whose time depends on bytes, the bytes of each
+            tensor that is read or written.
+        dtypes: Dtypes of these tensors; None for integers.
+        is_whole: True for fused attention without a mask.
+    """
 
     kind: OperatorKind
     dtype: DType
@@ -85,16 +93,24 @@ class OperatorSizes:
 
     @property
     def operator(self) -> Operator:
-        """The same as a clock reads it."""
+        """The operator in the form that a clock takes."""
         sizes = (sum(self.sizes),) if self.kind.is_of_bytes else self.sizes
         return Operator(self.kind, self.dtype, sizes, is_whole=self.is_whole)
 
 
 @dataclass(frozen=True, slots=True)
 class SentTensor:
-    """A collective over the axis that cuts operators, or over one that is named: bytes of the whole
-    tensor. `is_hop`: all of it goes to one rank. `ranks`: of how many the group is. `beside`: how
-    many works are noted behind it before it is awaited."""
+    """A collective inside a layer, over tp or over the axis in `axis`.
+
+    Attributes:
+        collective: Kind of the collective.
+        payload: Bytes of the full tensor.
+        dtype: Its dtype; None for integers.
+        axis: Name of the axis; "" for tp.
+        is_hop: True if the full tensor goes to one rank.
+        ranks: Size of the group; 0 if the axis is not named.
+        beside: Number of works recorded before it is awaited.
+    """
 
     collective: Collective
     payload: int
@@ -106,20 +122,20 @@ class SentTensor:
 
     @property
     def operator(self) -> InnerCollective:
-        """The same as a clock reads it."""
+        """The collective in the form that a clock takes."""
         collective = Collective.SEND if self.is_hop else self.collective
         return InnerCollective(collective, self.payload, axis=self.axis, ranks=self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """What an operator computed, or sent."""
+    """One computation or collective, with its pass."""
 
     when: When
     what: OperatorSizes | SentTensor
 
 
-# An integer operator moves bytes as any other; no rate is measured of them.
+# Integer operators count as fp32: they move bytes too, but have no measured rates.
 _WIDE = DType.FP32
 _DTYPES = {
     torch.float64: DType.FP64,
@@ -127,14 +143,16 @@ _DTYPES = {
     torch.bfloat16: DType.BF16,
     torch.float16: DType.FP16,
 }
-VIEW = OperatorSizes(OperatorKind.VIEW, _WIDE, ())  # no kernel runs, in no dtype
+VIEW = OperatorSizes(OperatorKind.VIEW, _WIDE, ())  # no kernel runs
 _Moved = tuple[int, DType | None]  # bytes, and the dtype of what they hold
 
 
 def products(name: str, args: Any, result: Any = None) -> list[tuple[int, int, int, int]]:
-    """Return (matrices, rows, inner, columns) of each of an operator's matrix products; none of any
-    other operator. Of a grouped product each row meets one group's factor alone. A convolution is
-    the product that computes it without a transform, as torch's counter has it."""
+    """Return (matrices, rows, inner, columns) of each matrix product of an operator; [] for others.
+
+    In a grouped product each row meets the factor of one group only. A convolution counts as the
+    product that computes it without a transform, as in torch's FLOP counter.
+    """
     if name.removesuffix("_") in ("mm", "addmm", "bmm", "baddbmm"):
         left, right = args[1:3] if "add" in name else args[:2]
         *matrices, rows, inner = left.shape
@@ -149,7 +167,7 @@ def products(name: str, args: Any, result: Any = None) -> list[tuple[int, int, i
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> tuple[int, int, int, int]:
-    """One group after the other, as if they were as large."""
+    """Return the dimensions of a grouped product, as if all groups were equally large."""
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     if left.dim() == right.dim() == 3:
         return left.shape[0], rows, inner, columns
@@ -167,9 +185,10 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> tuple[int, int
 def _convolution(
     x: Tensor, weight: Tensor, y: Tensor, is_transposed: bool, groups: int
 ) -> tuple[int, int, int, int]:
+    """Return the dimensions of the matrix product of a convolution."""
     places = (x if is_transposed else y).shape
     window = weight.shape[2:].numel()
-    own, others = weight.shape[0], weight.shape[1]  # the second is of a group
+    own, others = weight.shape[0], weight.shape[1]  # the second counts one group's
     rows = places[0] * places[2:].numel()
     if is_transposed:
         return groups, rows, own // groups, others * window
@@ -179,6 +198,8 @@ def _convolution(
 def _convolution_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any
 ) -> list[tuple[int, int, int, int]]:
+    """Return the dimensions of the needed products: gradient of the input, gradient of the
+    weight."""
     *_, is_transposed, _, groups, needs = rest
     matrices, rows, inner, columns = _convolution(x, weight, gradient, is_transposed, groups)
     of_input, of_weight = (
@@ -194,7 +215,7 @@ _KNOWN = ("aten", "prim", "prims", "profiler", "ptrain")
 
 
 def is_opaque(function: Any) -> bool:
-    """Return whether an operator is somebody's own, in whose name nobody reads what it computes."""
+    """Return True if an operator is custom, so that its name does not reveal its computation."""
     return function.namespace not in _KNOWN and "c10d" not in function.namespace
 
 
@@ -203,11 +224,13 @@ _MASKS = "attn_mask", "attn_bias"
 
 
 def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[OperatorSizes]:
-    """Return what an operator that ran computed: one entry, or of a convolution's backward pass one
-    for each product."""
+    """Return the computation of an operator that ran: usually one entry.
+
+    A convolution's backward has one per product; collectives and waits have none.
+    """
     name = function._schema.name.split("::")[-1]
     if "c10d" in function.namespace:
-        return []  # what is sent is a collective, and waiting for it no work
+        return []  # collectives are recorded by `sent`, and waiting is no work
     if is_free(function._schema.name):
         return [VIEW]
     if of_products := products(name, args, result):
@@ -226,8 +249,11 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
 
 
 def _attention(function: Any, name: str, args: Any, kwargs: Any) -> OperatorSizes:
-    """Fused attention has two products in forward (scores, and their product with the values) and
-    in backward five: the scores again, and four gradients."""
+    """Return the sizes of fused attention.
+
+    Forward has two products: scores, and probabilities times values. Backward has five: the scores
+    again and four gradients.
+    """
     is_backward = name.endswith("backward")
     query, key = args[1:3] if is_backward else args[:2]
     samples, heads, tokens, features = query.shape
@@ -244,22 +270,26 @@ def _dtype(tensor: Tensor) -> DType:
     return _DTYPES.get(tensor.dtype, _WIDE)
 
 
-# Operators that read of their first tensor only what their result holds, or their targets name.
+# Operators that read as many elements of their first tensor as the result (_GATHERS) or the target
+# (_NAMED) has.
 _GATHERS = {"embedding", "gather", "index_select", "index", "take", "masked_select"}
 _JOINS = {"cat", "stack"}
 _NAMED = {"nll_loss_forward", "nll_loss2d_forward"}
-# Operators that write into a tensor as many elements as they are given.
+# Operators that write as many elements of a tensor as they are given.
 _SCATTERS = {
     "index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_",
 }  # fmt: skip
-# In place, without a look at what was there.
+# In-place operators that do not read the old values.
 _OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "uniform_", "normal_", "exponential_"}
-_UNREAD = {"nll_loss_backward": 1, "nll_loss2d_backward": 1}  # the argument of which is the shape
+_UNREAD = {
+    "nll_loss_backward": 1,
+    "nll_loss2d_backward": 1,
+}  # index of an argument of which only the shape is read
 
 
 def _moved(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Iterator[_Moved]:
-    """Yield what an operator reads of each tensor and what it writes to each; nothing of one whose
-    results are views of what it is given."""
+    """Yield the bytes that an operator reads of each tensor, then those it writes; nothing for
+    views."""
     given = [*tensors_of((args, kwargs))]
     into = _written(function, args, kwargs)
     results = [tensor for tensor in tensors_of(result) if all(tensor is not own for own in into)]
@@ -268,7 +298,7 @@ def _moved(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Ite
     if not into and not new:
         return
     if name in _SCATTERS:
-        values = given[-1]  # what is there is read as it is written
+        values = given[-1]  # old values are read where new ones are written
         yield from map(_whole, (*given[1:], values, values))
         return
     yield from _read(name, args, given, into, new)
@@ -278,9 +308,10 @@ def _moved(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Ite
 def _read(
     name: str, args: Any, given: list[Tensor], into: list[Tensor], new: list[Tensor]
 ) -> Iterator[_Moved]:
+    """Yield the bytes that an operator reads of each tensor."""
     if name.endswith("_like") or name.startswith("new_"):
         return
-    if name in _JOINS:  # however many there are
+    if name in _JOINS:  # as many bytes as the results, however many inputs there are
         yield from map(_whole, new)
         return
     for place, tensor in enumerate(given):
@@ -295,7 +326,7 @@ def _read(
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operator changes."""
+    """Return the arguments that an operator changes."""
     written: list[Tensor] = []
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -304,13 +335,13 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _whole(tensor: Tensor) -> _Moved:
-    """Bytes of a tensor, of elements that are repeated without a copy once, and its dtype."""
+    """Return bytes and dtype of a tensor; elements repeated by stride 0 count once."""
     sides = zip(tensor.shape, tensor.stride(), strict=True)
     elements = math.prod(length if stride or not length else 1 for length, stride in sides)
     return elements * tensor.itemsize, _DTYPES.get(tensor.dtype)
 
 
-# Axes whose collectives within a layer are told by name from those of the operators' own, tp.
+# Axes that collectives inside a layer record by name; without a name it is tp.
 _BY_NAME = (*TOKEN_AXES, *EXPERT_AXES)
 _COLLECTIVES = {
     "all_reduce": (Collective.ALL_REDUCE, False),
@@ -321,8 +352,8 @@ _COLLECTIVES = {
 
 
 def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
-    """Return the collective that an operator is, of the bytes of the whole tensor; None of any
-    other operator."""
+    """Return the collective that an operator starts, with the bytes of the full tensor; else
+    None."""
     name = function._schema.name.split("::")[-1]
     if function.namespace != "_c10d_functional" or name not in _COLLECTIVES:
         return None
@@ -343,6 +374,6 @@ def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
 
 
 def is_wait(function: Any) -> bool:
-    """Return whether an operator awaits a collective."""
+    """Return True if an operator waits for a collective."""
     name = function._schema.name.split("::")[-1]
     return function.namespace == "_c10d_functional" and name == "wait_tensor"

@@ -1,1 +1,1 @@
-"""Search: whether a spec fits, changes that fit, the best placement, recomputation budgets."""
+"""Search: fit of a spec, changes that fit, the best placement, recomputation budgets."""

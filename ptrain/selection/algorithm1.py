@@ -1,9 +1,10 @@
-"""Algorithm 1 of the paper, verbatim: 16P, two thresholds, three answers, and where it has none.
+"""Algorithm 1 of the paper, verbatim: 16P, two thresholds, three answers, and cases without an
+answer.
 
-What the text leaves open is settled here and said in the answer: a *layer* is the largest block,
-and takes what s_unit does (Definition 3), 2 bytes a parameter; an interconnect is *fast* from
-`FAST_LINK` on; *within node* is as wide as a node. Beside what TP is composed with line 11 does not
-say; lines 2 to 7 have refused DP and ZeRO-3 by then.
+Points that the text leaves open are settled here and reported with the answer. A *layer* is the
+largest block, and needs the bytes of s_unit (Definition 3), 2 per parameter. An interconnect is
+*fast* from `FAST_LINK` on. *Within node* means all devices of a node. Line 11 does not state what
+to combine TP with; by then lines 2 to 7 have rejected DP and ZeRO-3 alone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
 from ptrain.units import format_memory
 
-STATE_BYTES = 16  # a parameter's: 2 of parameters, 2 of gradients, 12 of Adam and its master
-LAYER_BYTES = 2  # a parameter's, gathered for use: s_unit is one of parameters
+STATE_BYTES = 16  # per parameter: 2 parameter, 2 gradient, 12 Adam and master copy
+LAYER_BYTES = 2  # per parameter, all-gathered for use: s_unit counts parameters only
 FAST_LINK = 100e9  # bytes per second of a device: NVLink has 150 and more, PCIe 5 x16 64
 
 DATA_PARALLEL = Placement(parameters=R, optimizer=R, gradients=R)
@@ -29,7 +30,7 @@ TENSOR_PARALLEL = Placement(parameters=S, optimizer=S, gradients=S)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Shares of a device's memory: what model states may take, what a layer may."""
+    """The shares of a device's memory that model states, and a single layer, may use."""
 
     states: float = 0.7
     layer: float = 0.3
@@ -37,8 +38,16 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What the algorithm requires: P and a layer's share of it, M_d in bytes, N, how many of the
-    devices a node has (a divisor of N), and whether those are fast to each other."""
+    """The inputs of the algorithm.
+
+    Attributes:
+        parameters: P.
+        layer_parameters: Parameters of the largest block.
+        device_memory: M_d in bytes.
+        devices: N.
+        devices_per_node: Devices of a node that are used; a divisor of N.
+        has_fast_links: True if links within a node reach `FAST_LINK`.
+    """
 
     parameters: int
     layer_parameters: int
@@ -49,7 +58,7 @@ class Requirements:
 
 
 class Advice(StrEnum):
-    """What the algorithm ensures, or that it ensures nothing."""
+    """The strategy that the algorithm recommends, or no answer."""
 
     DATA_PARALLEL = "data parallelism"
     FULLY_SHARDED = "ZeRO-3"
@@ -59,8 +68,7 @@ class Advice(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdTest:
-    """One condition that was reached: its line in the algorithm, what it says, and whether it is
-    true."""
+    """A condition that was evaluated: its line in the algorithm, its text, and its value."""
 
     line: int
     text: str
@@ -69,8 +77,10 @@ class ThresholdTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The advice, the tuple of each axis that it names, and the conditions that led to it. There
-    are no tuples without an answer."""
+    """The recommendation, with degree and placement of each axis and the evaluated conditions.
+
+    Without an answer `degrees` is empty.
+    """
 
     requirements: Requirements
     thresholds: Thresholds
@@ -80,7 +90,7 @@ class Answer:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The dotlist that makes any spec one of these axes; none without an answer."""
+        """The overrides that give any spec these axes; empty without an answer."""
         if not self.degrees:
             return ()
         mesh = ", ".join(f"{axis}: {degree}" for axis, degree, _ in self.degrees)
@@ -89,7 +99,7 @@ class Answer:
 
 
 def requirements(facts: ModelFacts, cluster: Cluster, devices: int) -> Requirements:
-    """Return what the algorithm requires of a model on so many devices of a cluster."""
+    """Return the algorithm's inputs for a model on `devices` devices of a cluster."""
     return Requirements(
         parameters=facts.numel,
         layer_parameters=reconstruction_unit(facts),
@@ -101,7 +111,7 @@ def requirements(facts: ModelFacts, cluster: Cluster, devices: int) -> Requireme
 
 
 def algorithm1(required: Requirements, thresholds: Thresholds | None = None) -> Answer:
-    """Return the first answer whose condition holds, in the text's order."""
+    """Return the first answer whose condition holds, in the order of the text."""
     limits = thresholds or Thresholds()
     first, second, third = _tests(required, limits)
     devices, node = required.devices, required.devices_per_node
@@ -128,6 +138,7 @@ def algorithm1(required: Requirements, thresholds: Thresholds | None = None) -> 
 def _tests(
     required: Requirements, limits: Thresholds
 ) -> tuple[ThresholdTest, ThresholdTest, ThresholdTest]:
+    """Return the three conditions, evaluated."""
     states = STATE_BYTES * required.parameters
     share, layer = states / required.devices, LAYER_BYTES * required.layer_parameters
     room = limits.states * required.device_memory

@@ -1,9 +1,9 @@
-"""Estimate the bytes and the seconds of a step from what its parts take.
+"""Estimate bytes and seconds of a step from the figures of its parts.
 
-States are parameters over the ranks that share them, and activations are added up by what is in
-flight. A step takes what the slowest rank computes, what its schedule leaves idle and what of its
-communication does not fit beside that. What is short and differs from wrapper to wrapper is left
-out: `derive` plays the best candidates event by event.
+States are parameters divided by the ranks that share them, and activations are summed over chunks
+in flight. A step takes the compute time of the slowest rank, the idle time of its schedule, and the
+communication that does not overlap. Short, wrapper-specific operations are left out: `derive`
+replays the best candidates event by event.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Mask = Sequence[bool]
 
 @dataclass(frozen=True, kw_only=True)
 class DataWay:
-    """A choice of the data axes, whatever its degrees are: `cut` has by state which of its axes
-    shard it."""
+    """A choice of the data axes for any degrees. `cut`: by state, which axes shard it; `overlaps`:
+    gradients are reduced during backward; `ahead`: units that are all-gathered in advance."""
 
     choice: AxisChoice
     spec: Spec
@@ -61,7 +61,8 @@ class DataWay:
 
     @classmethod
     def of(cls, base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> DataWay:
-        """Return what a choice says beside others, which decide by which wrapper it is executed."""
+        """Return the way of a choice together with choices of other axes, which affect the
+        wrapper."""
         spec = chosen(base, (choice, *beside))
         form, factors = form_of(spec), choice.factors
         cut = {
@@ -81,39 +82,39 @@ class DataWay:
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
-        """Return what it says but for the dials that a descent chooses."""
+        """The choice without the dials that the descent sets."""
         choice = self.choice
         changes = tuple((name, str(value)) for name, value in choice.changes if name not in _BESIDE)
         return tuple(factor.placement for factor in choice.factors), changes
 
     @cached_property
     def is_bucket(self) -> bool:
-        """Return True if the size of a bucket decides what is gathered or reduced together."""
+        """True if the bucket size decides which units are all-gathered or reduced together."""
         return self.form in REPLICAS or joins_units(self.spec, self.form)
 
     @cached_property
     def is_made(self) -> bool:
-        """Return True if parameters are made of a master copy for use."""
+        """True if parameters are cast from a master copy for use."""
         return has(self.choice.factors, _THETA, Distribution.MATERIALIZED)
 
     @cached_property
     def is_brought(self) -> bool:
-        """Return True if parameters are gathered or copied for use."""
+        """True if parameters are all-gathered or copied for use."""
         return self.is_made or any(self.cut[_THETA]) or not self.is_near(_THETA)
 
     @cached_property
     def is_late(self) -> bool:
-        """Return True if gradients are reduced once a step."""
+        """True if gradients are reduced once per step."""
         return self.spec.sync.gradients is GradientSync.LAST
 
     @cached_property
     def keeps_forward(self) -> bool:
-        """Return True if what is gathered stays from the forward to the backward pass."""
+        """True if all-gathered parameters stay until the backward pass."""
         return self.is_brought and not self.spec.sync.reshard_after_forward
 
     @cached_property
     def keeps_backward(self) -> bool:
-        """Return True if what is gathered stays from one micro-batch to the next."""
+        """True if all-gathered parameters stay until the next micro-batch."""
         return self.is_brought and not self.spec.sync.reshard_after_backward
 
     def is_near(self, state: State) -> bool:
@@ -121,12 +122,11 @@ class DataWay:
         return tier_of(self.choice.factors, state) is Tier.DEVICE
 
     def parts(self, state: State, degrees: Sequence[int]) -> int:
-        """Return into how many shards a state is cut."""
+        """Return the number of shards of a state."""
         return prod(d for d, is_in in zip(degrees, self.cut[state], strict=True) if is_in)
 
     def layers_of_unit(self, sizes: Sizes) -> float:
-        """Return how many layers are gathered or reduced together, by the size of a bucket where
-        that decides."""
+        """Return the number of layers that are all-gathered or reduced together."""
         bucket = self.spec.bucket_bytes / self.spec.precision.effective.reduced.itemsize
         if self.form in REPLICAS:
             return min(bucket / sizes.block, sizes.layers)
@@ -142,14 +142,14 @@ class DataWay:
 
 
 def representatives(ways: Iterable[DataWay]) -> list[DataWay]:
-    """Return one of the ways that differ in the dials of a descent alone: the first of those that
-    overlap most."""
+    """Return the way with most overlap of each group that differs only in dials of the descent."""
     alike = grouped((way.kind, way) for way in ways)
     return [max(some, key=lambda way: (way.overlaps, way.ahead)) for some in alike.values()]
 
 
 def inside(degrees: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Return the degrees of the axes where the innermost is without so many ranks."""
+    """Return the degrees for experts: the innermost axis divided by the `ranks` that share
+    experts."""
     *outer, last = degrees or (1,)
     return (*outer, last // ranks) if degrees else ()
 
@@ -159,9 +159,10 @@ def inside(degrees: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayBytes:
-    """Bytes per parameter of a rank, of all but its own experts and of these: parameters and
-    optimizer state (`lives`), gradients after a step and from one micro-batch to the next. `whole`:
-    bytes per parameter that is gathered; `moving`: bytes of units that are gathered and reduced."""
+    """Bytes per parameter on a rank, in pairs for other parameters and for experts: parameters and
+    optimizer state (`lives`), gradients after a step (`grads`) and between micro-batches (`kept`).
+    `whole`: bytes per all-gathered parameter; `moving`: bytes of units that are all-gathered and
+    reduced."""
 
     lives: tuple[float, float]
     grads: tuple[float, float]
@@ -202,9 +203,9 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What a rank of a pipeline has: `layers` on all of its `stages`, which ends of the model, and
-    how many chunks are in flight, with gradients of all of its stages (`later`) and without;
-    `waiting`: how many others wait at the end of a last stage."""
+    """The part of a model on a pipeline rank: `layers` on all of its `stages`, and the ends of the
+    model that it has. `chunks`: chunks in flight at most; `later`: those in flight when gradients
+    of all its stages exist; `waiting`: other micro-batches that wait at the end of a last stage."""
 
     layers: int
     stages: int
@@ -216,7 +217,7 @@ class RankShare:
     waiting: int
 
     def root(self, sizes: Sizes) -> int:
-        """Return the parameters that are of no block."""
+        """Return the number of parameters outside of blocks."""
         head = sizes.behind + self.is_staged * sizes.copied
         return self.front * sizes.front + self.behind * head
 
@@ -224,7 +225,7 @@ class RankShare:
 def levels_of(
     shares: Iterable[RankShare], sizes: Sizes, act: Activity, micro: int, number: int
 ) -> Iterator[tuple[float, ...]]:
-    """Yield of each rank what decides its `peak`: parameters, and bytes of activations."""
+    """Yield the inputs of `peak` for each rank: parameter counts and bytes of activations."""
     for share in shares:
         layers = share.layers / share.stages
         chunk = micro * (act.block * layers + act.stage * share.is_staged)
@@ -238,8 +239,8 @@ def levels_of(
 
 
 def peak(rank: tuple[float, ...], way: WayBytes) -> float:
-    """Return the most bytes at once of a rank: its states with gradients, or its passes, of the
-    first micro-batch and of those that find gradients of others."""
+    """Return the largest bytes of a rank at once: in the optimizer step, in the passes of the first
+    micro-batch, or in later ones, which run with gradients of others allocated."""
     others, own, root, blocks, saved, later, in_block, head = rank
     lives = way.lives[0] * others + way.lives[1] * own
     grads = way.grads[0] * others + way.grads[1] * own
@@ -254,9 +255,11 @@ def peak(rank: tuple[float, ...], way: WayBytes) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSeconds:
-    """What is the same for all choices of the data axes: the micro-batches, the `layers` and the
-    other parameters of the rank that computes most on its `stages`, the seconds that it computes
-    and waits for activations (`moving`), that its schedule leaves idle and its host issues."""
+    """The figures that do not depend on the data axes: the `number` of micro-batches, and `layers`,
+    `stages` and other parameters (`root`) of the rank that computes most. Seconds of a block's
+    passes; per step of computing, of the bubble with transfers (`idle`) and of the host's launches
+    (`issued`, 0 if never the limit); per micro-batch of waits for offloaded activations
+    (`moving`)."""
 
     number: int
     layers: int
@@ -271,8 +274,8 @@ class FlowSeconds:
 
 
 class WaySeconds:
-    """Seconds of a step by a choice of the data axes, with degrees, shards innermost: these ranks
-    are `within` ranks apart."""
+    """The seconds of a step by a choice of the data axes with degrees; ranks of the innermost data
+    axis are `within` ranks apart."""
 
     def __init__(
         self, links: Links, way: DataWay, degrees: tuple[int, ...], sizes: Sizes, within: int
@@ -291,8 +294,9 @@ class WaySeconds:
         self._copy()
 
     def _send(self, degrees: tuple[int, ...], within: int, size: float) -> None:
-        """Add what is sent of so many parameters of a unit. Shards first: what copies sum then is a
-        shard. Flat units that keep whole gradients, and copies of flat shards, are summed once."""
+        """Add the communication for `size` parameters of a unit. Shards are reduced first, so
+        replicas sum only a shard. Flat units that keep full gradients, and replicas of flat shards,
+        are reduced once per step."""
         way, held, reduced = self.way, self.held * size, self.reduced * size
         theta, omega, grads = (way.cut[state] for state in (_THETA, _OMEGA, _GRADS))
         if way.form is Form.LOCAL or not degrees:
@@ -321,7 +325,7 @@ class WaySeconds:
             self.reduce += over(Collective.REDUCE_SCATTER, shards, reduced) + copies
 
     def _copy(self) -> None:
-        """Add what is copied of a unit that is gathered or reduced, and what hooks take."""
+        """Add the copies of a unit that is all-gathered or reduced, and the time of hooks."""
         way, operator, pace = self.way, self.links.operator, self.links.pace
         is_flat = way.form is Form.FLAT
         self.unpack = self.pack = self.add = 0.0
@@ -340,13 +344,13 @@ class WaySeconds:
             way.is_brought * pace.hook_seconds(gather),
             is_sent * pace.hook_seconds(reduce),
         )
-        if not pace.overlaps:  # a host that computes by itself issues between its operators
+        if not pace.overlaps:  # on CPU hooks run between operators, so their time adds up
             self.gather, self.reduce = self.gather + self.hooks[0], self.reduce + self.hooks[1]
 
     @cached_property
     def copied(self) -> float:
-        """Of a parameter: state that is updated on the device goes there and back; what the host
-        updates comes back as parameters."""
+        """The seconds per parameter of copies between tiers in an update: of state there and back
+        if the device updates it, else of parameters that come back."""
         way, links = self.way, self.links
         if way.is_near(_OMEGA):
             return 0.0
@@ -362,7 +366,7 @@ class WaySeconds:
 
     @cached_property
     def spreads_beside(self) -> bool:
-        """Return True if updated parameters are gathered while others are updated."""
+        """True if updated parameters are all-gathered while others are updated."""
         way, pace = self.way, self.links.pace
         is_beside = GatherAfterUpdate.DURING_UPDATE
         return pace.overlaps and way.form is Form.FLAT and when_gathered(way.spec) is is_beside
@@ -405,12 +409,12 @@ class WaySeconds:
         return max(seconds, flow.issued + calls * hooks)
 
 
-_ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
+_ROUNDS = 3  # rounds of as many micro-batches as ranks, after which the bubble is constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFlow:
-    """One choice of the pipeline's: ranks, stages on each, and its schedule (None of one rank)."""
+    """A choice of the pipeline: ranks, stages per rank, and schedule (None for one rank)."""
 
     choice: AxisChoice
     ranks: int
@@ -419,11 +423,12 @@ class PipelineFlow:
 
     @property
     def is_serial(self) -> bool:
-        """Return True if one rank at a time computes."""
+        """True if one rank at a time computes."""
         return self.schedule is not None and SCHEDULES[self.schedule].is_serial
 
     def size(self, micro_batches: int) -> PipelineSize:
-        """Return it with so many micro-batches; a rank alone has one of them at a time."""
+        """Return the pipeline with this number of micro-batches; a single rank runs them one by
+        one."""
         shape = PipelineShape(
             ranks=self.ranks, stages_per_rank=self.per_rank, microbatches=micro_batches
         )
@@ -431,7 +436,7 @@ class PipelineFlow:
 
 
 def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
-    """Return a choice as a flow."""
+    """Return the flow of a pipeline choice."""
     ranks = choice.degree(Axis.PP)
     if ranks == 1:
         return PipelineFlow(choice=choice, ranks=1, per_rank=1, schedule=None)
@@ -443,7 +448,7 @@ def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
 
 @dataclass(frozen=True)
 class PipelineFlows:
-    """The flows of one model's candidates; each cut is made once."""
+    """The flows of one model's candidates, with a cache of its splits into stages."""
 
     base: Spec
     facts: ModelFacts
@@ -458,12 +463,12 @@ class PipelineFlows:
 
     @cached_property
     def num_layers(self) -> int:
-        """Return the layers of the model."""
+        """The number of layers of the model."""
         return len(self._layers.layers)
 
     def shares(self, flow: PipelineFlow, number: int) -> tuple[RankShare, ...]:
-        """Return what unlike ranks have, of so many micro-batches: the first, the one with
-        most layers in the middle, and the last."""
+        """Return the shares of ranks that differ: the first, the middle one with most layers, the
+        last."""
         key = (flow.schedule, flow.ranks, flow.per_rank, number)
         if key not in self.known:
             self.known[key] = tuple(dict.fromkeys(self._shares(flow, number)))
@@ -500,8 +505,8 @@ class PipelineFlows:
     def seconds(
         self, flow: PipelineFlow, number: int, sums: PassSums, sizes: Sizes, hidden: float
     ) -> FlowSeconds:
-        """Return what the rank that computes most takes, whatever is done on the data axes.
-        `hidden`: bytes that go from stage to stage."""
+        """Return the seconds of the rank that computes most, independent of the data axes;
+        `hidden`: bytes of hidden states sent between stages."""
         shares = self.shares(flow, number)
         passes = [_passes(share, sums) for share in shares]
         busy = max(passes, key=lambda of_rank: of_rank[0] + of_rank[1])
@@ -524,14 +529,12 @@ class PipelineFlows:
         )
 
     def _crossing(self, flow: PipelineFlow, number: int, hidden: float) -> float:
-        """Return how long activations and their gradients are awaited that go from stage to
-        stage."""
         if flow.schedule is None:
             return 0.0
         times = flow.ranks - 1
         if flow.is_serial:
             times *= number
-        elif not self.links.pace.overlaps:  # a rank awaits what it sends itself, too
+        elif not self.links.pace.overlaps:  # a rank also waits for its sends
             times += number * flow.per_rank
         return (
             2 * times * self.links.seconds(Collective.SEND, 2, self.devices // flow.ranks, hidden)
@@ -540,15 +543,15 @@ class PipelineFlows:
     def _idle(
         self, flow: PipelineFlow, number: int, sums: PassSums, busy: tuple[float, float]
     ) -> float:
-        """Return the seconds that the rank which waits most waits in a step, `busy` being the
-        forward and backward passes of the longest of a micro-batch: by the literature's formulas
-        of equal stages, as far as the others are shorter."""
+        """Return the seconds of a step that the rank with the longest wait is idle, by the
+        literature's formulas for equal stages, scaled down if other stages are shorter. `busy`:
+        forward and backward seconds per micro-batch on the busiest rank."""
         name, per_rank = flow.schedule, flow.per_rank
-        if name is None or not any(busy):  # or nobody knows the seconds of an operation
+        if name is None or not any(busy):  # or no rates of operators are known
             return 0.0
         others = self.num_layers * sum(sums.block[:2]) + sum(sums.front[:2]) + sum(sums.behind[:2])
         others -= sum(busy)
-        if flow.is_serial:  # it waits while all others compute
+        if flow.is_serial:  # idle while all others compute
             return number * others
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
         share = sums.weights / sums.block[1] if sums.block[1] else 0.0
@@ -561,30 +564,27 @@ class PipelineFlows:
 
 
 def _few(size: PipelineSize) -> PipelineSize:
-    """Return the pipeline with no more micro-batches than it takes until all rounds are alike."""
     return replace(size, microbatches=min(size.microbatches, _ROUNDS * size.ranks))
 
 
 @cache
 def _simulated(size: PipelineSize) -> float:
-    """Return what waits in units of a third of a micro-batch's passes on a stage, which are
-    equal."""
+    """Return the idle time in thirds of a micro-batch's passes on a stage, for equal stages."""
     planned = schedule(size.schedule, size)
     makespan = simulate(planned, equal_stages(planned)).makespan
     return makespan - 3 * size.microbatches * size.stages_per_rank
 
 
 def _passes(share: RankShare, sums: PassSums) -> tuple[float, ...]:
-    """Return what a rank computes of a micro-batch, forward and backward, and what its host
-    issues."""
+    """Return seconds per micro-batch: forward, backward, and the host's launches."""
     parts = zip(sums.block, sums.front, sums.behind, strict=True)
     return tuple(share.layers * a + share.front * b + share.behind * c for a, b, c in parts)
 
 
 def _moving(share: RankShare, sums: PassSums) -> float:
-    """Return for how long a rank waits, in a micro-batch, for activations that leave the device and
-    come back: the last block's are back when all have left, and each other's set out with the block
-    behind it."""
+    """Return the seconds per micro-batch that a rank waits for offloaded activations. The last
+    block's come back after all have left; each earlier block's during the backward pass of the next
+    one."""
     out, back = sums.moved
     layers, stages = share.layers, share.stages
     between = share.behind * sum(sums.behind[:2]) + (layers - stages) * sums.block[0]

@@ -1,11 +1,11 @@
-"""`select`: which placement of a job is best, by the search's estimates and exactly for the best of
-them.
+"""`select`: find the best placement of a job, by the search's estimates, then exactly for the best
+candidates.
 
-From the best a descent changes one dial at a time, exactly derived, as long as that is better. The
-list of dials is fixed: when gradients are reduced and gathered units given back, what is gathered
-together, what moves beside computation and how far ahead, the size of a bucket, how blocks keep
-activations, the micro-batch, and the schedule with its stages. Where there is no candidate, the
-constraints or the rules that leave none are named.
+From the best candidates a descent changes one dial at a time, predicted exactly, as long as the
+result improves. The list of dials is fixed: when gradients are reduced and all-gathered units
+freed, the size of a unit, overlap and prefetch, the size of a bucket, the way to keep activations,
+the micro-batch, and the schedule with its stages. If there is no candidate, the constraints or
+rules that exclude all are reported.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ Changes = tuple[tuple[str, Any], ...]
 
 
 def neighbours(search: Search, candidate: Candidate) -> Iterator[Candidate]:
-    """Yield the candidates that differ in one dial that nobody wrote, and obey constraints."""
+    """Yield legal candidates that differ in one dial, which the spec does not set, and satisfy
+    constraints."""
     task = search.task
     rules = [rule for rule in task.where.constraints if rule.name not in RESULTS]
     for other in _changed(search, candidate):
@@ -126,7 +127,7 @@ def _changed(search: Search, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
-    """What the data axes may say instead, one dial at a time."""
+    """Yield other changes of the data axes, one dial at a time."""
     written, said = search.task.written, dict(choice.changes)
     bucket = said.get("bucket_bytes", search.task.base.bucket_bytes)
     offered: tuple[tuple[tuple[str, ...], Iterable[tuple[Any, ...]]], ...] = (
@@ -144,7 +145,7 @@ def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
                 yield changes
 
 
-_TRIED, _PER_FLOW = 200, 2  # specs that the rules are asked about, and data choices of a flow
+_TRIED, _PER_FLOW = 200, 2  # specs that are checked, and data choices per flow
 _UNKNOWN = Fault(
     place="activations",
     finding="no degrees divide the devices, or no memory table covers these blocks",
@@ -156,7 +157,7 @@ _UNKNOWN = Fault(
 
 
 def why_none(search: Search) -> tuple[str, str]:
-    """Return finding and remedy of a search that has no candidate under its constraints."""
+    """Return finding and remedy of a search without candidates under its constraints."""
     task = search.task
     rules = tuple(task.where.constraints)
     on = f"on {task.devices} devices"
@@ -176,8 +177,8 @@ def _without(rules: tuple[Constraint, ...], rule: Constraint) -> Where:
 
 
 def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str:
-    """Return why a search for what obeys these rules beside the others, the last one that was run,
-    has scored nothing, in a few words."""
+    """Return the reason, in a few words, why no candidate satisfies `rules` together with `others`,
+    the constraints of the last run."""
     task = search.task
     if others.constraints and search.has(Where(rules)):
         blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
@@ -191,13 +192,13 @@ def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str
 
 
 def _offered(search: Search, rule: Constraint) -> str:
-    """Return which values of a constraint's quantity the search has candidates for, whatever else
-    is chosen; "" where there is none that a constraint can name."""
+    """Return the values of a constraint's property for which candidates exist, as text; "" if
+    none."""
     quantity, task = QUANTITIES[rule.name], search.task
     values: Iterable[Value] = quantity.words
     if quantity.is_placement:
         values = placements_of(Axis(rule.name.partition(".")[2]))
-    elif not values:  # degrees, stages and micro-batches divide these, and nothing is prefetched
+    elif not values:  # degrees, stages and micro-batches are divisors; 0 for no prefetch
         values = (0, *divisors(task.devices * task.base.batch.global_samples))
     there = [
         f"[{value}]" if quantity.is_placement else str(value)
@@ -208,13 +209,13 @@ def _offered(search: Search, rule: Constraint) -> str:
 
 
 def _common_fault(task: SearchTask, where: Where) -> Fault | None:
-    """Return the most common fault of some candidates that obey constraints."""
+    """Return the most common fault of candidates that satisfy constraints, or None."""
     faults = Counter(islice(_faults(task, where), _TRIED)).most_common(1)
     return faults[0][0] if faults else None
 
 
 def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
-    """Yield the first fault of each of some candidates that obey constraints."""
+    """Yield the first fault of each of a sample of candidates that satisfy constraints."""
     base, written = task.placed, task.written
     ways = {
         axes: [c for c in some if where.admits(Aspect.DATA, chosen(base, (c,)))][:_PER_FLOW]
@@ -249,7 +250,7 @@ def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
 
 
 def _indivisible(base: Spec, data_ranks: int) -> Fault:
-    """Return why a rank has no micro-batch."""
+    """Return the fault of a global batch that the data ranks do not divide."""
     samples = base.batch.global_samples
     return Fault(
         place="batch.global",
@@ -258,11 +259,14 @@ def _indivisible(base: Spec, data_ranks: int) -> Fault:
     )
 
 
-_BEST_TRACED = 9  # candidates that are derived exactly of a model that has to be traced
-_SEEDS = 3  # placements whose dials are descended over
-_OF_KIND = 2  # candidates of a well-known choice that are derived before its dials
-_MOST_WORK, _WORK_OF_KIND = 1000, 12  # plain steps around a seed, and around a well-known choice
-_MOST_DEVICES = 2**13  # on which something is looked for that fits
+_BEST_TRACED = 9  # candidates predicted exactly for a model that must be traced
+_SEEDS = 3  # placements from which the descent starts
+_OF_KIND = 2  # candidates of a well-known choice predicted before its descent
+_MOST_WORK, _WORK_OF_KIND = (
+    1000,
+    12,
+)  # work in plain steps, around a seed and around a well-known choice
+_MOST_DEVICES = 2**13  # limit of the search for a number on which something fits
 
 
 def select(
@@ -281,11 +285,11 @@ def select(
     read: ReadFacts = read_or_kept,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlacementRanking:
-    """Search all legal placements of a model on a cluster, the best first.
+    """Search all legal placements of a model on a cluster, and rank the best ones.
 
     Args:
         source: A model name or file, or a spec in which `auto` or missing values are searched.
-        overrides: Overrides as on the command line; what they set is not searched.
+        overrides: Overrides as on the command line; the values that they set are not searched.
         cluster: The name or file of a cluster. Default: the cluster of the spec.
         devices: The number of devices. Default: all devices of the cluster.
         objective: `time` per step, `memory`, `devices` or `cost`.
@@ -298,7 +302,7 @@ def select(
         margin: The part of a GPU's memory that a placement leaves free. Default: 0.05, or 0 if
             `where` limits `memory`. If nothing leaves the margin, placements without it are ranked.
         read: Reads the facts of models that must be traced.
-        watch: Called with the number of candidates that are derived and of those that are wanted.
+        watch: Called with the numbers of derived and of wanted candidates.
 
     Returns:
         The ranking; `best` is its first row, and `spec` the best placement as a spec.
@@ -330,14 +334,16 @@ def select(
         leaving = answer(chooser, demand)
         if leaving.best is not None or leaving.is_far_from_fitting:
             return leaving
-    rows = {key: row for key, row in chooser.rows.items() if row}  # which are not derived again
+    rows = {
+        key: row for key, row in chooser.rows.items() if row
+    }  # rows that fit need not be derived again
     without = replace(chooser, job=job, rows={**rows}, on_host=[])
     return replace(answer(without, demand), asked_margin=margin)
 
 
 def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
-    """Return the ranking on the chooser's devices, or on as many as its objective asks for. Raises
-    SpecError where no number of devices does."""
+    """Return the ranking on the chooser's devices, or on the number that its objective selects.
+    Raise SpecError if a target or price is missing, or if no number of devices meets the target."""
     goal, most = chooser.objective, chooser.job.devices
     cluster = chooser.job.base.cluster
     if demand and demand.budget is not None and cluster and cluster.price is None:
@@ -380,7 +386,7 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
 def _on_number(
     chooser: Chooser, devices: int, rows: Iterable[tuple[int, Ranked]]
 ) -> PlacementRanking:
-    """The ranking on one of the numbers that were tried, with its best among these."""
+    """Return the ranking on one of the tried numbers of devices, with its best row among them."""
     ranking = chooser.on(devices).choose()
     tried = tuple(
         (number, ranking.best if number == devices and ranking.best else row)
@@ -390,7 +396,7 @@ def _on_number(
 
 
 def _by_number(chooser: Chooser) -> Iterator[tuple[int, Ranked]]:
-    """The best on each number of devices on which something fits."""
+    """Yield the best row on each number of devices on which something fits."""
     yield from (
         (number, row)
         for number in numbers(chooser.job.devices)
@@ -399,10 +405,10 @@ def _by_number(chooser: Chooser) -> Iterator[tuple[int, Ranked]]:
 
 
 class Chooser(Deriver):
-    """Ranks the candidates of one job, and says why others lost."""
+    """The ranking of one job's candidates, with the reasons why others lost."""
 
     def on(self, devices: int) -> Chooser:
-        """Return the same on another number of devices, by time."""
+        """Return a chooser for another number of devices, which ranks by time unless by memory."""
         job = replace(self.job, base=on_more(self.job.base, devices), devices=devices)
         by_time = self.objective not in (SearchGoal.TIME, SearchGoal.MEMORY)
         goal = SearchGoal.TIME if by_time else self.objective
@@ -411,13 +417,14 @@ class Chooser(Deriver):
         )
 
     def first(self) -> Ranked | None:
-        """Return the best that fits, exactly."""
+        """Return the best row that fits, predicted exactly; None if nothing fits."""
         return next(self._fitting(self.search.run(self.job.where).best, 1), None)
 
     # -- the answer
 
     def choose(self) -> PlacementRanking:
-        """Return the ranking, and what its figures say of the rest."""
+        """Return the ranking with its alternatives; raise SpecError if the search has no
+        candidates, or if all that seemed to fit do not."""
         result = self.search.run(self.job.where)
         if not result.counts.scored:
             raise refused("--devices", *why_none(self.search))
@@ -425,7 +432,7 @@ class Chooser(Deriver):
         derived = self.derived
         on_front = list(self._fitting(result.front, len(result.front))) if rows else []
         lost = tuple(self._of_kinds(result, rows)) if rows else ()
-        # a well-known choice may be what the dials of others lead to
+        # the descent of a well-known choice may find a better row
         known = (choice.best for choice in lost)
         rows = self._ordered((*rows, *(row for row in known if row and self._obeys(row))))
         selection = PlacementRanking(
@@ -466,8 +473,8 @@ class Chooser(Deriver):
         return replace(selection, lost=lost, winner=winner)
 
     def _best(self, result: SearchResult) -> list[Ranked]:
-        """The ranking. Where nothing of the few cuts that are traced fits, that which needs least
-        is tried. Raises PtrainError where nothing of what was tried can be derived."""
+        """Return the exact rows. If no traced part fits, try the candidate with least memory. Raise
+        PtrainError if nothing that was tried can be predicted."""
         rows = list(self._fitting(result.best, self.count))
         if self.cuts is not None:
             if not rows and (least := self._least(result)) is not None:
@@ -485,13 +492,12 @@ class Chooser(Deriver):
         return order_of(self.objective, row)
 
     def _ordered(self, rows: Iterable[Ranked]) -> list[Ranked]:
-        """Rows by the objective, each once."""
         known = {row.closed.candidate: row for row in rows}
         return undominated(sorted(folded(known.values()), key=self._order))
 
     def _descended(self, best: Ranked, work: float) -> Iterator[Ranked]:
-        """What is derived around a row, and around what is better than it, as long as that is. Each
-        time no more is derived than takes the work of so many plain steps."""
+        """Yield the rows around `best`, then around each better row, as long as they improve. Each
+        round derives at most `work` plain steps."""
         while True:
             around = map(self.search.score, neighbours(self.search, best.closed.candidate))
             near = sorted(filter(partial(self._may_beat, best), around), key=self._key)
@@ -505,7 +511,7 @@ class Chooser(Deriver):
             best = least
 
     def _may_beat(self, row: Ranked, scored: Scored) -> bool:
-        """Whether a candidate may fit and be better than a row, as far as estimates are away."""
+        """Return True if a candidate may fit and beat a row, within the error of estimates."""
         if self.objective is SearchGoal.MEMORY:
             return scored.peak <= row.closed.peak * SLACK
         is_fast = scored.seconds <= row.closed.seconds * SLACK
@@ -514,8 +520,8 @@ class Chooser(Deriver):
     # -- what lost, and what would fit
 
     def _of_kinds(self, result: SearchResult, ranked: Sequence[Ranked]) -> Iterator[Lost]:
-        """Well-known choices and what the paper's selection says by name, with the best of their
-        kind, or why there is none."""
+        """Yield well-known choices and the paper's recommendation, each with its best row or the
+        reason why there is none."""
         base, devices = self.job.base, self.job.devices
         placed = [(row.first.spec(base), row) for row in result.placements]
         for known in KNOWN:
@@ -544,7 +550,7 @@ class Chooser(Deriver):
         ranked: Sequence[Ranked],
         where: Iterable[str],
     ) -> tuple[Ranked | None, str]:
-        """The best that obeys more constraints, or why there is none."""
+        """Return the best row that satisfies further constraints, or None and the reason."""
         rules = tuple(map(parse, where))
 
         def obeys(spec: Spec) -> bool:
@@ -563,7 +569,7 @@ class Chooser(Deriver):
         if self.cuts is not None:
             return None, "would need another trace; use a larger `--exact`"
         least = self.exactly(min(alike, key=attrgetter("least")).tightest)
-        if least is not None and self._obeys(least):  # which may be far from the fastest that fits
+        if least is not None and self._obeys(least):  # it may be far from the fastest that fits
             return None, "the fastest by the estimate do not fit; the one with least memory does"
         return least, ""
 
@@ -571,12 +577,12 @@ class Chooser(Deriver):
         return scored.peak if self.objective is SearchGoal.MEMORY else scored.seconds
 
     def _least(self, result: SearchResult) -> Ranked | None:
-        """The exact figures of the candidate with the smallest estimate of memory."""
+        """Return the exact row of the candidate with the smallest estimate of memory."""
         return self.exactly(result.least) if result.least else None
 
     def _remedies(self, least: float) -> Iterator[Remedy]:
-        """Each constraint left out; then the fewest devices, twice as many each time, as long as
-        the least estimate of memory falls."""
+        """Yield changes that make something fit: each constraint left out, then twice as many
+        devices each time, while the least estimate of memory falls."""
         constraints = self.job.where.constraints
         for rule in constraints:
             others = Where(tuple(other for other in constraints if other is not rule))

@@ -1,8 +1,8 @@
-"""Derive the exact figures of a search's candidates, with what they share computed once.
+"""Derive the exact figures of a search's candidates, and compute shared results once.
 
-Where no rates of the machine were measured, candidates are ordered by a nominal pace: operations
-over the declared operations per second of the cluster, bytes over its declared bandwidths. That is
-not a prediction of time.
+Without measured rates of the machine, candidates are ordered by a nominal pace: operations over the
+cluster's declared operations per second, bytes over its declared bandwidths. That is not a
+prediction of time.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ from ptrain.steps.step import Plan
 
 @dataclass
 class TracedCuts:
-    """The cuts of a model that were traced, `most` of them, for each takes seconds; a cut is what a
-    trace depends on. `excess` is by how many bytes the last exact peak of a cut was above its
-    estimate: blocks differ from those of the stand-in, and all candidates of a cut have the same
-    blocks. `room`: the bytes that a peak may fill."""
+    """The traced parts of a model; a part is everything that a trace depends on.
+
+    At most `most` parts are traced, since each takes seconds. `excess` is the number of bytes by
+    which the last exact peak of a part exceeded its estimate: blocks differ from those of the
+    stand-in, and all candidates of a part have equal blocks. `room`: bytes that a peak may fill.
+    """
 
     read: ReadFacts
     most: int
@@ -62,32 +64,34 @@ class TracedCuts:
     excess: dict[int, float] = field(default_factory=dict)
 
     def cut(self, spec: Spec) -> int:
-        """Return the number of a spec's cut."""
-        part = traced_part(spec)  # which cannot be hashed as a whole
+        """Return the number of a spec's part."""
+        part = traced_part(spec)  # cannot be hashed as a whole
         key = part.factors, part.batch, part.unit, part.pipeline, part.context, part.activations
         cut, first = self.cuts.setdefault(key, (len(self.cuts), part))
         assert part == first, "all that a trace depends on and candidates choose is in the key"
         return cut
 
     def of(self, spec: Spec) -> ModelFacts:
-        """Return the facts of a spec's cut, which are read once. Raises PtrainError for what cannot
-        be traced."""
+        """Return the facts of a spec's part, traced once; raise PtrainError if it cannot be
+        traced."""
         if (cut := self.cut(spec)) not in self.facts:
             self.facts[cut] = self.read(spec)
         return self.facts[cut]
 
     @property
     def least_excess(self) -> float:
-        """Return how far estimates are below at least, of cuts that are not traced as of others."""
+        """The smallest excess of traced parts, assumed for others."""
         return min(self.excess.values(), default=0.0)
 
     def may_be(self, peak: float) -> bool:
-        """Return whether an estimated peak may fit, whatever the cut is."""
+        """Return True if a candidate with this estimated peak may fit in some part."""
         return peak + self.least_excess <= self.room
 
     def may_fit(self, spec: Spec, peak: float) -> bool:
-        """Return whether a candidate with this peak by its estimate is worth deriving: by what is
-        known of cuts it fits, and its own is traced or may be."""
+        """Return True if a candidate with this estimated peak is worth deriving.
+
+        By the known excess it fits, and its part is traced or may still be.
+        """
         cut = self.cut(spec)
         if cut in self.refusals:
             return False
@@ -96,16 +100,16 @@ class TracedCuts:
         return peak + self.excess.get(cut, self.least_excess) <= self.room
 
     def refuse(self, spec: Spec, error: PtrainError) -> None:
-        """Remember why a cut cannot be derived."""
+        """Record why a part cannot be derived."""
         self.refusals[self.cut(spec)] = error
 
     def close(self) -> None:
-        """Trace no other cut."""
+        """Disallow traces of further parts."""
         self.most = 0
 
 
 class NominalPace:
-    """By what a cluster's file says of its devices and links."""
+    """The pace by a cluster's declared figures, for ordering only."""
 
     overlaps = False
 
@@ -113,12 +117,14 @@ class NominalPace:
         self.cluster = cluster
 
     def operator_seconds(self, operator: Operator) -> float:
+        """Return operations over the declared operations per second; 0 if none is declared."""
         flops = self.cluster.flops
         return operator.times * operator.flops / flops if flops else 0.0
 
     def collective_seconds(
         self, collective: Collective, *, ranks: int, nodes: int, payload: int
     ) -> float:
+        """Return bus bytes over the declared bandwidth."""
         cluster = self.cluster
         bandwidth = cluster.inter_node_bandwidth if nodes > 1 else cluster.intra_node_bandwidth
         return payload * bus_factor(collective, ranks) / bandwidth
@@ -142,18 +148,21 @@ class NominalPace:
 
 
 BEST = 150  # candidates that are derived exactly
-_ALIKE = 2  # that differ in tuples and dials alone, of a pipeline in what its data axes say
-_TRIED = 3  # candidates for each that is wanted
-_MOST = 2**12  # candidates that are looked at, the best by their estimates
-_PLAIN = 1.0  # the work of a step without a pipeline
-_WORK, _LEAST = 0.5, 8.0  # plain steps of pipelines for each candidate that is wanted, and in all
-_PASSES, _HALVES = 300, 60  # of a pipeline, whole or split, that take as long as a plain step
-_PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
+_ALIKE = 2  # candidates that differ only in placements and dials; for pipelines, in data axes
+_TRIED = 3  # tried candidates per wanted one
+_MOST = 2**12  # candidates considered, best estimates first
+_PLAIN = 1.0  # work of a step without a pipeline
+_WORK, _LEAST = (
+    0.5,
+    8.0,
+)  # pipelines' work in plain steps: per wanted candidate, and minimum in total
+_PASSES, _HALVES = 300, 60  # pipeline passes, full or split, that take as long as a plain step
+_PER_CUT = 3  # wanted candidates per traced part of a model
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
 
 
 def _unwatched(done: int, count: int) -> None:
-    """Show no progress."""
+    """Do not report progress."""
 
 
 MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
@@ -161,9 +170,22 @@ MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
 
 @dataclass
 class Deriver:
-    """One job's search, its machine and what it has derived. `machine` tells that of a spec, which
-    is its cluster's unless somebody says another, `read` the facts of a model that no table tells
-    of; this one is scored by its stand-in, and derived itself."""
+    """One job's search, its machine, and the exact rows so far.
+
+    Attributes:
+        job: The job.
+        objective: Figure that the search minimizes.
+        machine: Returns the machine of a spec. Default: its cluster's.
+        count: Number of candidates to predict exactly.
+        read: Reads the facts of a model without tables. Its stand-in is scored, and the model
+            itself is derived.
+        facts: Facts by model and unit size.
+        works: Work by everything that it depends on.
+        rows: Exact rows; None for candidates that do not fit.
+        watch: Called with the number of derived and of wanted candidates.
+        derived: Number of derivations.
+        on_host: Fits of candidates that fit a device but not the host.
+    """
 
     job: SearchedJob
     objective: SearchGoal = SearchGoal.TIME
@@ -172,23 +194,27 @@ class Deriver:
     read: ReadFacts = read_or_kept
     facts: dict[tuple[ModelSpec, UnitSize], ModelFacts] = field(default_factory=dict)
     works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
-    rows: dict[Candidate, Ranked | None] = field(default_factory=dict)  # None: does not fit
+    rows: dict[Candidate, Ranked | None] = field(default_factory=dict)  # None if it does not fit
     watch: Callable[[int, int], None] = _unwatched
     derived: int = 0
-    on_host: list[Fit] = field(default_factory=list)  # of those that fit a device and no host
+    on_host: list[Fit] = field(
+        default_factory=list
+    )  # of candidates that fit a device but not the host
 
     # -- the machine
 
     @cached_property
     def _whole(self) -> tuple[Pace | None, str]:
-        """The pace of as many ranks as there are devices, or why there is none."""
+        """The pace for all devices, or None and the reason why it is unknown."""
         base, devices = self.job.scored, self.job.devices
         spec = chosen(base, [next(iter(DATA_SPACE.choices(base, devices, NOTHING)))])
         name, layout = base.optimizer.name, base.precision.effective
         try:
             machine = self._machine(spec)
             pace = machine.pace
-            pace.update_seconds(name, layout, elements=1, tensors=1)  # which all of them make
+            pace.update_seconds(
+                name, layout, elements=1, tensors=1
+            )  # every candidate has an update
             seconds_of(base, machine.work(0), clock_of(base, pace), 0.0)
             return pace, ""
         except UnknownRate as unknown:
@@ -196,12 +222,12 @@ class Deriver:
 
     @property
     def unknown(self) -> str:
-        """Why the time of a step is unknown; "" where it is not."""
+        """The reason why step times are unknown; "" if they are known."""
         return self._whole[1]
 
     @cached_property
     def search(self) -> Search:
-        """Return what goes through the space."""
+        """The search of the job's space."""
         base, shape, (pace, _) = self.job.scored, self.job.base.model, self._whole
         assert base.cluster is not None, "a job that is searched for has a cluster"
         return Search(
@@ -220,8 +246,11 @@ class Deriver:
         )
 
     def work(self, spec: Spec) -> ModelWork:
-        """Return what the first rank of a spec, as it is scored, computes of a micro-batch. Raises
-        UnknownRate."""
+        """Return the computation of the first rank of a spec, as it is scored, per micro-batch.
+
+        Raises:
+            UnknownRate: The rate of an operator is unknown.
+        """
         plan, facts = self._plan(spec), self._facts(spec)
         index = fullest_place(spec, plan)
         shape, like = self.job.base.model, self.job.stand_in
@@ -235,9 +264,12 @@ class Deriver:
         return with_heads(work, shape, like)
 
     def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
+        """Return the machine's work at an index, cached by everything that it depends on."""
         inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
         staged = spec.degree(Axis.PP) > 1
-        shape = spec.model if isinstance(spec.model, ModelShape) else None  # there is one other
+        shape = (
+            spec.model if isinstance(spec.model, ModelShape) else None
+        )  # a job has only one other model
         key = (shape, inner, spec.context, spec.batch.micro, spec.activations, staged, index)
         if key not in self.works:
             self.works[key] = machine.work(index)
@@ -261,22 +293,24 @@ class Deriver:
 
     @cached_property
     def cuts(self) -> TracedCuts | None:
-        """What is traced of a model that no table tells of; None of another."""
+        """The traced parts of a model without tables; None for other models."""
         if self.job.stand_in is None:
             return None
         most = max(1, self.count // _PER_CUT)
         return TracedCuts(self.read, most=most, room=self.job.room)
 
     def exactly(self, scored: Scored, limit: float = inf) -> Ranked | None:
-        """Return the exact figures of a candidate; None where it is not legal after all, where its
-        peak is not known, and of one that is above a limit."""
+        """Return the exact row of a candidate.
+
+        None if it is illegal, if its peak is unknown, or if its peak is above `limit` bytes.
+        """
         spec = scored.candidate.spec(self.job.base)
         try:
             row = self._ranked(spec, scored, limit) if is_sound(spec) else None
         except PtrainError as error:
             if self.cuts is None:
                 raise
-            self.cuts.refuse(spec, error)  # another cut may do
+            self.cuts.refuse(spec, error)  # another part may work
             return None
         if row is None or row.memory.peak_bytes is None:
             if row is not None and self.cuts is not None:
@@ -284,12 +318,12 @@ class Deriver:
             return None
         if self.cuts is not None:
             self.cuts.excess[self.cuts.cut(spec)] = row.peak_bytes - scored.peak
-        # with a spec that can be written: its resolved mapping is its own
+        # with the resolved mapping of this spec, so that it can be written
         spec = replace(spec, name=self.job.name)
         return replace(row, spec=replace(spec, resolved=to_mapping(spec, sync_is_written=True)))
 
     def _ranked(self, spec: Spec, scored: Scored, limit: float) -> Ranked | None:
-        """The figures of a spec, which are derived once for candidates that do the same."""
+        """Return the row of a spec, derived once for all candidates with equal steps."""
         key = played_as(scored.candidate, spec)
         if key not in self.rows or (self.rows[key] is None and limit == inf):
             self.derived += 1
@@ -301,7 +335,7 @@ class Deriver:
         return row and replace(row, spec=spec, closed=scored)
 
     def _timing(self, spec: Spec) -> Machine | None:
-        """With works that are asked for once; None where time is unknown."""
+        """Return the machine with cached works; None if the time is unknown."""
         if self.unknown:
             return None
         try:
@@ -311,8 +345,11 @@ class Deriver:
         return machine._replace(work=lambda index: self._work(spec, machine, index))
 
     def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
-        """The first so many that fit, of those that are tried: what fits only if its estimate is
-        wrong is tried as long as it would be faster than what fits."""
+        """Yield the first `count` rows that fit.
+
+        A candidate that fits only if its estimate is wrong is tried only while it would be faster
+        than the rows that fit.
+        """
         wanted, fastest, by_memory = count, inf, self.objective is SearchGoal.MEMORY
         tried = self._tried(scored, count, lambda: fastest == inf)
         room = self.search.task.room if self.cuts is None else inf
@@ -335,11 +372,15 @@ class Deriver:
     def _tried(
         self, scored: Iterable[Scored], count: int, is_needed: Callable[[], bool]
     ) -> Iterator[Scored]:
-        """Those of a few cuts of a model that is traced; of another those that are legal. Of those
-        that do the same in a step that is the first, and of those that differ in tuples and dials
-        alone the first `_ALIKE` that are not known to be too large: others come last. Pipelines
-        take no more work than `_WORK` plain steps for each candidate that is wanted: others come
-        last, if they are needed."""
+        """Yield the candidates to derive.
+
+        - For a traced model: candidates of a few parts.
+        - Of candidates with equal steps: the first.
+        - Of candidates that differ only in placements and dials: the first `_ALIKE` not known to be
+          too large; the rest come last.
+        - Pipelines with at most `_WORK` plain steps of work per wanted candidate; the rest come
+          last, if needed.
+        """
         if self.cuts is not None:
             yield from self._of_cuts(self.cuts, scored)
             return
@@ -362,8 +403,10 @@ class Deriver:
                 yield one
 
     def _of_cuts(self, cuts: TracedCuts, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Those of cuts that are traced, no more of each than are wanted. What may not fit by the
-        cuts that were traced before it is asked again at the end, when more of them are known."""
+        """Yield candidates of traced parts, at most `count` per part.
+
+        Candidates that seem not to fit are checked again at the end, when more is known.
+        """
         tried, later = Counter[int](), list[Scored]()
         for is_last, candidates in ((False, scored), (True, later)):
             for candidate in candidates:
@@ -378,7 +421,8 @@ class Deriver:
                     yield candidate
 
     def _obeys(self, row: Ranked) -> bool:
-        """Whether a row fits, leaves the margin free and satisfies constraints on figures."""
+        """Return True if a row fits, leaves the margin free and satisfies constraints on
+        figures."""
         figures = (("memory", float(row.peak_bytes)), ("time", row.seconds))
         return row.memory.leaves(self.job.margin_bytes) and all(
             figure is None or rule.holds_of(figure)
@@ -388,7 +432,7 @@ class Deriver:
 
 
 def work_of(spec: Spec) -> float:
-    """Return the work of deriving a spec, where that of a step without a pipeline is 1."""
+    """Return the work of deriving a spec, in units of a step without a pipeline."""
     if (ranks := spec.degree(Axis.PP)) == 1:
         return 1.0
     passes = spec.pipeline.stages_over(ranks) * spec.batch.accumulate
@@ -396,8 +440,10 @@ def work_of(spec: Spec) -> float:
 
 
 def _but_tuples(candidate: Candidate) -> object:
-    """What a candidate says but for the tuples and the dials of the data axes; of a pipeline, whose
-    derivation takes longest, without the degrees of these axes either."""
+    """Return a candidate without placements and dials of the data axes.
+
+    For a pipeline, which takes longest to derive, also without their degrees.
+    """
     pipeline, degrees = candidate.pipeline, tuple[tuple[Axis, int], ...]()
     if not pipeline.factors:
         degrees = tuple((factor.axis, factor.degree) for factor in candidate.data.factors)
@@ -406,8 +452,10 @@ def _but_tuples(candidate: Candidate) -> object:
 
 
 def played_as(candidate: Candidate, spec: Spec) -> Candidate:
-    """Return one candidate for all that do the same in a step: its only micro-batch is its last,
-    and is reduced whatever is said of those before it."""
+    """Return one representative of all candidates with equal steps.
+
+    With a single micro-batch per step, `sync.gradients` has no effect.
+    """
     if spec.batch.accumulate > 1:
         return candidate
     sync = replace(spec.sync, gradients=GradientSync.EVERY)

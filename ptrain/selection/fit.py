@@ -1,12 +1,15 @@
-"""Whether a prediction fits: the largest peak plus the cluster's reserve against the device's
-memory, and the bytes of a node's ranks on the host against the host's memory. All commands use this
-rule.
+"""The rule by which all commands decide if a prediction fits.
 
-There are three answers. The peak is at least what is resident, so that states which are too large
-do not fit whatever the peak is; without a peak nothing else is known, and another command tells. Of
-a peak that depends on data the upper bound must fit, and the lower one must not: else it is
-unknown. It is unknown too if states are offloaded to a host whose memory the cluster does not
-state. An answer of yes is tight if less than 5 % of the device's memory is left.
+The largest peak plus the cluster's reserve must fit the device's memory, and the host bytes of a
+node's ranks must fit the host's memory. The answer is yes, no, or unknown:
+
+- The peak is at least the resident bytes, so states that are too large never fit. If they fit but
+  no peak is known, the answer is unknown.
+- If the peak depends on data, yes needs the upper bound to fit, and no needs the lower bound not to
+  fit.
+- If states are offloaded and the cluster does not state the host's memory, the answer is unknown.
+
+A yes is tight if less than 5 % of the device's memory is left.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from ptrain.derivation.memory import ranks_per_node
 from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
 
-_PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of a step
-TIGHT = 0.05  # of a device's memory: another sequence length or driver takes as much
+_PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not allocated at every moment of a step
+TIGHT = 0.05  # of a device's memory; another sequence length or driver may need as much
 HOST_UNKNOWN = (
     "`cluster.host_memory` is missing, and a node's host holds offloaded states or full models",
     "Add it, for example `cluster.host_memory=2TB`.",
@@ -28,16 +31,21 @@ HOST_UNKNOWN = (
 
 
 class Fit(NamedTuple):
-    """The figures that decide whether a spec fits, and the answer.
+    """The figures that decide if a spec fits, and the answer.
 
-    `peak_bytes` None: no peak is known for the device that runs the spec, and `why` gives the
-    reason (else it is empty). `lower_bytes`: the peak depends on data; it is at least this and at
-    most `peak_bytes`, and `why` names the data. `resident_bytes`: the bytes that the fullest rank
-    always holds. `device_memory` None: the spec names no cluster, so there is nothing to compare
-    with. `reserve_bytes`: the part of it that tensors cannot use. `host_bytes`: offloaded states of
-    all ranks of a node; `shared_bytes`: their device memory, if that is the host's (a cluster of
-    CPUs); `startup_host_bytes`: the most that all ranks of a node hold on the host before the first
-    step. `host_memory` None: the cluster does not state it."""
+    Attributes:
+        peak_bytes: Largest predicted peak of a rank; None if unknown for the spec's device.
+        resident_bytes: Bytes that the fullest rank always holds.
+        device_memory: Bytes of a device; None if the spec names no cluster.
+        reserve_bytes: Part of the device memory that tensors cannot use.
+        host_bytes: Offloaded states of all ranks of a node.
+        shared_bytes: Device memory of a node's ranks, if it is the host's (a cluster of CPUs).
+        startup_host_bytes: Most bytes of a node's ranks on the host before the first step.
+        builds_whole: True if each rank builds the full model on the host.
+        host_memory: Bytes of the host; None if the cluster does not state it.
+        why: The reason why the peak is unknown, or the data that it depends on; else empty.
+        lower_bytes: Lower bound of a peak that depends on data; None if it does not.
+    """
 
     peak_bytes: int | None
     resident_bytes: int
@@ -53,61 +61,60 @@ class Fit(NamedTuple):
 
     @property
     def least_bytes(self) -> int:
-        """The peak, or what it is at least."""
+        """The peak, or its lower bound."""
         if self.lower_bytes is not None:
             return self.lower_bytes
         return self.resident_bytes if self.peak_bytes is None else self.peak_bytes
 
     @property
     def usable_memory(self) -> int | None:
-        """The device memory that a peak may fill."""
+        """The device memory that a peak may fill; None without a cluster."""
         return None if self.device_memory is None else self.device_memory - self.reserve_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """The usable memory beyond the largest peak; less than 0 where that may not fit."""
+        """The usable memory minus the largest peak; negative if it may not fit."""
         return (self.usable_memory or 0) - (self.peak_bytes or 0)
 
     @property
     def short_bytes(self) -> int:
-        """By how much it does not fit, at least; 0 or less if it fits or that is unknown."""
+        """The missing device bytes, at least; 0 or less if it fits or that is unknown."""
         return 0 if self.usable_memory is None else self.least_bytes - self.usable_memory
 
     @property
     def host_needed_bytes(self) -> int:
-        """The most that all ranks of a node hold on its host, at start-up or in a step."""
+        """The most bytes of a node's ranks on its host, at start-up or in a step."""
         return max(self.host_bytes + self.shared_bytes, self.startup_host_bytes)
 
     @property
     def host_short_bytes(self) -> int:
-        """By how much the host has too little; 0 or less if that fits or is unknown."""
+        """The missing host bytes; 0 or less if they fit or the host memory is unknown."""
         return 0 if self.host_memory is None else self.host_needed_bytes - self.host_memory
 
     @property
     def is_host_unknown(self) -> bool:
-        """Return True if states are offloaded to a host of unknown memory, or each rank builds the
-        full model there."""
+        """True if a host of unknown memory must hold offloaded states or full models."""
         is_stated = self.device_memory is None or self.host_memory is not None
         return (self.host_bytes > 0 or self.builds_whole) and not is_stated
 
     @property
     def is_open(self) -> bool:
-        """Return True if data decides whether it fits."""
+        """True if the answer depends on data."""
         has_bounds = self.lower_bytes is not None and self.device_memory is not None
         return has_bounds and self.fits is None and self.spare_bytes < 0
 
     @property
     def is_tight(self) -> bool:
-        """Return True if it fits and less than 5 % of the device's memory is left."""
+        """True if it fits and less than 5 % of the device's memory is left."""
         return self.fits is True and self.spare_bytes < TIGHT * (self.device_memory or 0)
 
     def leaves(self, margin: int) -> bool:
-        """Return True if it fits and at least so many bytes of the device stay free."""
+        """Return True if it fits and at least `margin` bytes of the device stay free."""
         return self.fits is True and self.spare_bytes >= margin
 
     @property
     def unknown(self) -> str:
-        """The reason why the peak, or whether it fits, is unknown; else empty."""
+        """The reason why the peak or the answer is unknown; else empty."""
         if self.peak_bytes is None or self.is_open:
             return self.why
         is_unknown = self.fits is None and self.is_host_unknown
@@ -115,8 +122,10 @@ class Fit(NamedTuple):
 
     @property
     def fits_device(self) -> bool | None:
-        """Whether the peak fits a device; None: unknown, without a cluster or a peak, or where data
-        decides."""
+        """True if the peak fits a device, False if not, None if unknown.
+
+        Unknown without a cluster or a peak, or if data decides.
+        """
         if self.short_bytes > 0:
             return False
         if self.device_memory is None or self.peak_bytes is None or self.spare_bytes < 0:
@@ -125,24 +134,25 @@ class Fit(NamedTuple):
 
     @property
     def fits(self) -> bool | None:
-        """Whether devices and hosts hold it; None: unknown, as for a device, or if the memory of
-        the host is."""
+        """True if devices and hosts can hold it, False if not, None if unknown."""
         if self.host_short_bytes > 0:
             return False
         return None if self.fits_device and self.is_host_unknown else self.fits_device
 
 
 def peak_text(memory_fit: Fit) -> str:
-    """Return the peak, its bounds where it depends on data, or what it is at least: `58.5 MiB`,
-    `1.2 MiB … 3.4 MiB`."""
+    """Return the peak, its bounds if it depends on data, or its lower bound: `58.5 MiB`, `1.2 MiB …
+    3.4 MiB`."""
     if memory_fit.lower_bytes is None or memory_fit.peak_bytes is None:
         return format_memory(memory_fit.least_bytes)
     return f"{format_memory(memory_fit.lower_bytes)} … {format_memory(memory_fit.peak_bytes)}"
 
 
 def room_text(memory_fit: Fit) -> str:
-    """Return the reserve and the device memory, to follow a peak: ` + reserve 5 GiB of 79 GiB`;
-    empty without a cluster."""
+    """Return reserve and device memory, to follow a peak: ` + reserve 5 GiB of 79 GiB`.
+
+    Empty without a cluster.
+    """
     if memory_fit.device_memory is None:
         return ""
     reserve = memory_fit.reserve_bytes
@@ -153,7 +163,7 @@ def room_text(memory_fit: Fit) -> str:
 
 
 def usable_text(device_memory: int, reserve: int) -> str:
-    """Return one line on the memory that a peak may fill."""
+    """Return one line that states the memory that a peak may fill."""
     return (
         f"usable memory per device: {format_memory(device_memory - reserve)} "
         f"({format_memory(device_memory)} less a reserve of {format_memory(reserve)})"
@@ -161,8 +171,8 @@ def usable_text(device_memory: int, reserve: int) -> str:
 
 
 def host_text(memory_fit: Fit) -> str:
-    """Return the host bytes of a node and its host memory, if states are offloaded or the host is
-    too small; else empty."""
+    """Return a node's host bytes and host memory; "" if nothing is offloaded and the host
+    suffices."""
     if not (memory_fit.host_bytes or memory_fit.host_short_bytes > 0):
         return ""
     memory, needed = memory_fit.host_memory, format_memory(memory_fit.host_needed_bytes)
@@ -172,7 +182,7 @@ def host_text(memory_fit: Fit) -> str:
 
 
 def resident_bytes(estimate: Estimate) -> int:
-    """Return the device bytes that are resident on the fullest rank: the peak is at least this."""
+    """Return the bytes that the fullest rank's device always holds, a lower bound of the peak."""
     return largest(estimate.memory, lambda row: 0 if row.state in _PASSING else row.device_bytes)
 
 
@@ -182,8 +192,10 @@ def fit(
     """Compare the peak and the host bytes of an estimate with the memory of the spec's cluster.
 
     Args:
-        takes_unclaimed: use a peak that no device has confirmed.
-        takes_assumed: use a peak that holds if tokens are routed as the spec states.
+        spec: The spec, whose cluster has the memory.
+        exact: Its estimate.
+        takes_unclaimed: Use a peak that no device has confirmed.
+        takes_assumed: Use a peak that holds if tokens are routed as the spec states.
     """
     cluster = spec.cluster
     unclaimed = "" if takes_unclaimed else exact.unclaimed.get("peak", "")
@@ -193,7 +205,7 @@ def fit(
     resident = resident_bytes(exact)
     ranks = ranks_per_node(spec)
     least = resident if peak is None else peak if lower is None else lower
-    hosted = largest(  # parameters that are offloaded are there at start-up
+    hosted = largest(  # offloaded parameters are on the host at start-up too
         exact.memory, lambda row: row.host_bytes if row.state is State.PARAMETERS else 0
     )
     return Fit(
@@ -214,5 +226,5 @@ def fit(
 
 
 def host_bytes(estimate: Estimate, ranks: int) -> int:
-    """Return the bytes that rest on the host of a node of so many ranks, each like the fullest."""
+    """Return the host bytes of a node with `ranks` ranks, each like the fullest."""
     return ranks * largest(estimate.memory, lambda row: row.host_bytes)

@@ -1,7 +1,8 @@
 """Check before a start that a prediction fits, and find the cheapest changes that make it fit.
 
-A change is a list of overrides. It is loaded on top of what the user typed and derived with the
-engine of `ptrain predict`: a change that is printed as fitting also fits when it is pasted.
+A change is a list of overrides. It is loaded on top of the user's spec and overrides, and derived
+with the engine of `ptrain predict`, so that a change printed as fitting also fits when it is
+pasted.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Overrides = tuple[str, ...]
 
 
 class ChangeKind(IntEnum):
-    """A kind of change, in the order of its cost in time where no step time is predicted."""
+    """A kind of change, ordered by its cost in time for when no step time is predicted."""
 
     RECOMPUTE = 0
     LOSS = 1
@@ -59,14 +60,14 @@ class ChangeKind(IntEnum):
 
 
 _MOST_RANKS = 1024  # along one axis
-_MOST_MICROS = 12  # sizes of a micro-batch that are tried: the largest, and 1
-# Parameters, optimizer state and gradients on the data axis; those with most on the host come last.
+_MOST_MICROS = 12  # micro-batch sizes that are tried: the largest ones, and 1
+# Parameters, optimizer state and gradients on the data axis; placements with most on the host last.
 _SHARDED = ("R,S,R", "R,S,S", "S*,S,S")
 _HOSTED = ("R,O,S", "R,O,O", "S*,O,S", "S*,O,O", "S*@host,O,S", "S*@host,O,O")
 
 
 def recompute_overrides(spec: Spec) -> Iterator[Overrides]:
-    """Yield the policies with which all blocks are recomputed, the one that repeats least first."""
+    """Yield the policies that recompute all blocks, the one with least recomputation first."""
     modes = [f"{place}=M" for place in _activation_places(spec)]
     for name, policy in recompute_policies(spec):
         is_default = policy == FULL and "recompute" not in spec.resolved
@@ -74,14 +75,15 @@ def recompute_overrides(spec: Spec) -> Iterator[Overrides]:
 
 
 def _activation_places(spec: Spec) -> list[str]:
-    """Return the keys that give the mode of activations."""
+    """Return the keys that set the mode of activations."""
     own = [factor.axis for factor in spec.factors if _says_activations(spec, factor.axis)]
     return [f"placement.{axis}.activations" for axis in own] or ["activations"]
 
 
 def faster_overrides(spec: Spec, step: StepTime, part: float) -> Iterator[Overrides]:
-    """Yield single dials that may save more than a part of a step: less recomputation, and more
-    overlap or fewer collectives where the time that these could save is as long."""
+    """Yield single dials that may save more than `part` of a step: less recomputation, more
+    overlap, fewer collectives or a shorter bubble where these take long enough, and a padded
+    vocabulary."""
     written = [*(["recompute=none"] if "recompute" in spec.resolved else [])]
     if any(kept.policy is not None for kept in spec.activations.modes):
         selective = next(recompute_overrides(spec))
@@ -103,14 +105,14 @@ def faster_overrides(spec: Spec, step: StepTime, part: float) -> Iterator[Overri
 
 
 def loss_overrides(spec: Spec) -> Iterator[Overrides]:
-    """Yield losses that never have all logits at once, unless the loss is the user's function."""
+    """Yield losses that never hold all logits at once; none for a user's loss function."""
     if spec.loss.user_function is None:
         yield from (("loss=chunked",), ("loss=fused",), ("loss=vocab-parallel",))
 
 
 def layout_overrides(spec: Spec) -> Iterator[Overrides]:
-    """Yield smaller precision layouts in which the optimizer updates and keeps the same dtypes: a
-    layout without fp32 master copies would train something else."""
+    """Yield smaller precision layouts with the same dtypes of master copies and optimizer moments;
+    a layout without fp32 master copies would train differently."""
     own = spec.precision.layout
     for layout in LAYOUTS.values():
         is_as_exact = (layout.updated, layout.moments) == (own.updated, own.moments)
@@ -123,7 +125,7 @@ def layout_overrides(spec: Spec) -> Iterator[Overrides]:
 
 
 def micro_overrides(spec: Spec) -> Iterator[Overrides]:
-    """Yield smaller micro-batches of the same global batch, the largest first."""
+    """Yield smaller micro-batches for the same global batch, the largest first."""
     samples = spec.batch.micro * spec.batch.accumulate
     smaller = [micro for micro in range(1, spec.batch.micro) if samples % micro == 0]
     for micro in dict.fromkeys((*smaller[:-_MOST_MICROS:-1], *smaller[:1])):
@@ -131,14 +133,14 @@ def micro_overrides(spec: Spec) -> Iterator[Overrides]:
 
 
 def slices_overrides(spec: Spec) -> Iterator[Overrides]:
-    """Yield tuples of tp with which its ranks keep slices of the tokens."""
+    """Yield modes of tp activations with which ranks keep token shards."""
     if spec.degree(Axis.TP) > 1:
         yield from ((f"placement.tp.activations={mode}",) for mode in (S, S_STAR))
 
 
 def sharding_overrides(spec: Spec) -> Iterator[Overrides]:
-    """Yield dials that keep nothing, and tuples that shard more, over the ranks of `dp_shard`, of a
-    node and of all data axes."""
+    """Yield dials that keep less, and placements that shard more: over the ranks of `dp_shard`, of
+    a node, and of all data axes."""
     if units_ahead(spec, form_of(spec)):
         yield ("prefetch=0",)
     if spec.sync.reshard_after_forward is not True:
@@ -164,14 +166,14 @@ ON_DEVICE: Mapping[ChangeKind, Callable[[Spec], Iterator[Overrides]]] = {
 
 
 def host_overrides(spec: Spec) -> Iterator[Overrides]:
-    """Yield tuples that keep states on the host, all data ranks on the one axis that shards."""
+    """Yield placements that keep states on the host, with all data ranks on the sharding axis."""
     if _data_ranks(spec) > 1:
         yield from _placed(spec, _HOSTED, _data_ranks(spec))
 
 
 def ranks_overrides(spec: Spec, axis: Axis) -> Iterator[Overrides]:
-    """Yield more ranks along an axis that cuts states, powers of two. The global batch stays where
-    whole micro-batches make it up, else it grows until they do."""
+    """Yield more ranks, powers of two, along an axis that shards states. The global batch is kept
+    if micro-batches fill it exactly, else it grows to the next such size."""
     if not any(axis in spec.axes_where(state, *CUT) for state in PLACED):
         return
     own, devices = spec.degree(axis), spec.cluster.devices if spec.cluster else _MOST_RANKS**2
@@ -188,7 +190,7 @@ def ranks_overrides(spec: Spec, axis: Axis) -> Iterator[Overrides]:
 
 
 def reset_overrides(faults: Iterable[Fault]) -> Overrides:
-    """Return the overrides that set back what refuses another placement: dials, and tiers."""
+    """Return the overrides that reset dials and tiers named in faults."""
     places = [f"{fault.place}." for fault in faults]
     resets = [dial.override for dial in dials() if f"{dial.place}." in places]
     is_tier = any(place.startswith("offload.") for place in places)
@@ -196,14 +198,14 @@ def reset_overrides(faults: Iterable[Fault]) -> Overrides:
 
 
 def merged(*lists: Overrides) -> Overrides:
-    """Return the overrides of all lists, of each key the last one."""
+    """Return the overrides of all lists, the last one per key."""
     by_key = {override.partition("=")[0]: override for some in lists for override in some}
     return tuple(by_key.values())
 
 
 def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Overrides]:
-    """Yield the nearest tuples that the optimizer takes, on a `dp_shard` of this degree, with the
-    activations of the spec's own tuples: M and O there are the rank's."""
+    """Yield the nearest placements that the optimizer supports, on a `dp_shard` of this degree.
+    They keep the mode of activations, where M and O apply to the rank."""
     axis, replicas = Axis.DP_SHARD, _data_ranks(spec) // degree
     mesh = (f"mesh.{Axis.DP_REPLICATE}={replicas}", f"mesh.{axis}={degree}")
     kept = [f.placement.activations for f in spec.factors if _says_activations(spec, f.axis)]
@@ -221,9 +223,9 @@ def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Override
 
 @cache
 def _names(axis: str) -> dict[str, str]:
-    """Return by tuple the strategies that are one tuple of this axis and nothing more."""
+    """Return strategy names by placement, for strategies with a placement of this axis only."""
     names: dict[str, str] = {}
-    # a line of a strategy with other axes or sections, whose file need not be parsed
+    # lines that show other axes or sections, so that the file need not be parsed
     others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
     for name, path in listing("strategies").items():
         is_named = f"{axis}:" in (text := path.read_text(encoding="utf-8"))
@@ -240,16 +242,16 @@ def _data_ranks(spec: Spec) -> int:
 
 
 def _says_activations(spec: Spec, axis: Axis) -> bool:
-    """Return whether the tuple of a data axis says how the rank keeps activations."""
+    """Return True if the placement of a data axis sets the rank's mode of activations."""
     own = (factor.placement.activations for factor in spec.factors if factor.axis is axis)
     return axis in DATA_AXES and any(mode != R for mode in own)
 
 
 _OFFERED = 3
-# Columns of a product that GPUs multiply at full speed: NVIDIA, "Matrix Multiplication Background
-# User's Guide", counts 128 bytes of 16-bit numbers as best.
+# GPUs multiply matrices at full speed if their columns are a multiple: NVIDIA's "Matrix
+# Multiplication Background User's Guide" recommends 128 bytes for 16-bit numbers.
 _TILE = 64
-_FASTER, _MENTIONED = 0.05, 2  # how much faster a dial must make a step, and how many are named
+_FASTER, _MENTIONED = 0.05, 2  # minimum speedup of a dial, and number of dials that are named
 
 _peak, _missing = attrgetter("fit.peak_bytes"), attrgetter("missing_bytes")
 Reload = Callable[[Overrides], Located]
@@ -262,8 +264,8 @@ _TRIED = (
 
 
 class Variant(NamedTuple):
-    """A changed spec of the same job, with the overrides that make it and its derived costs.
-    `seconds` is None where no step time is predicted."""
+    """A changed spec of the same job, with its overrides and derived costs; `seconds` is None if no
+    step time is predicted."""
 
     spec: Spec
     overrides: Overrides
@@ -273,17 +275,17 @@ class Variant(NamedTuple):
 
     @property
     def command(self) -> str:
-        """The overrides as a shell takes them."""
+        """The overrides, quoted for a shell."""
         return " ".join(shlex.quote(override) for override in self.overrides)
 
     @property
     def missing_bytes(self) -> int:
-        """The bytes by which the device or the host is too small."""
+        """The bytes that the device or the host lacks."""
         return max(self.fit.short_bytes, self.fit.host_short_bytes)
 
     @property
     def line(self) -> str:
-        """One line with the overrides, the step time, the peak and the headroom."""
+        """One line with the overrides, the step time, the peak and the spare memory."""
         ranks = f" on {self.spec.world_size} ranks" if ChangeKind.RANKS in self.kinds else ""
         peak = f"peak {format_memory(self.fit.peak_bytes or 0)}"
         if self.fit.fits is False:
@@ -300,7 +302,7 @@ class Variant(NamedTuple):
 
 class FitAdvice(NamedTuple):
     """Changes that fit, best first, or else the closest one. `untraced` are changes that were not
-    derived, because the model would have to be traced for each of them."""
+    derived, because each needs a trace."""
 
     variants: tuple[Variant, ...] = ()
     untraced: tuple[str, ...] = ()
@@ -318,11 +320,8 @@ class FitAdvice(NamedTuple):
 def require_fit(
     spec: Spec, exact: Estimate, facts: ModelFacts | None = None, reload: Reload | None = None
 ) -> None:
-    """Check that a spec is not known to be too large. `reload` as of `find_changes`.
-
-    Raises:
-        DoesNotFit: With the cheapest changes that fit, or the closest one.
-    """
+    """Raise DoesNotFit if a spec is known to be too large, with changes that fit or the closest
+    one. For `reload` see `find_changes`."""
     memory_fit = fit(spec, exact)
     if memory_fit.fits is not False:
         return
@@ -364,9 +363,9 @@ def find_changes(
 
     Args:
         spec: A spec with a known peak; without one there is no advice.
-        facts: The facts of its model; those of a built-in model are known.
-        exact: The spec's own exact estimate, where it is derived.
-        reload: Load what the user typed with more overrides; by default the resolved spec.
+        facts: Facts of its model. Default: those of a built-in model.
+        exact: The spec's exact estimate, if it is derived already.
+        reload: Loads the user's spec with more overrides. Default: the resolved spec.
     """
     facts = own_facts(spec) if facts is None else facts
     memory_fit = fit(spec, fullest_alone(spec, facts) if exact is None else exact)
@@ -389,8 +388,8 @@ def find_changes(
 def find_faster(
     spec: Spec, facts: ModelFacts, exact: Estimate, reload: Reload
 ) -> tuple[Variant, ...]:
-    """Find the single dials that make a step of a spec that fits more than 5 % faster, at most two.
-    Those that need another trace of the model are not tried. `reload` as of `find_changes`."""
+    """Find at most two single dials that make a step more than 5 % faster, for a spec that fits.
+    Dials that need another trace are not tried. For `reload` see `find_changes`."""
     step, now = exact.step, Variant(spec, (), (), fit(spec, exact))
     if step is None or now.fit.fits is not True:
         return ()
@@ -403,7 +402,7 @@ def find_faster(
 
 
 def _load_resolved(spec: Spec, more: Overrides) -> Located:
-    """Load a resolved spec with overrides, for the device that it runs on."""
+    """Load a resolved spec with overrides, for the same device."""
     document = load(spec.resolved or to_mapping(spec, sync_is_written=True), more)
     changed = replace(document.spec, device=spec.device)
     if changed.cluster and spec.cluster:
@@ -414,7 +413,7 @@ def _load_resolved(spec: Spec, more: Overrides) -> Located:
 def _shorten(
     variant: Variant, reload: Reload, tried: Mapping[Overrides, Variant | None]
 ) -> Variant:
-    """Leave out the overrides that follow from what was typed. What was `tried` is loaded."""
+    """Remove overrides that follow from the user's input; specs in `tried` are loaded already."""
     for override in variant.overrides:
         fewer = tuple(said for said in variant.overrides if said != override)
         with suppress(SpecError):
@@ -427,10 +426,9 @@ def _shorten(
 
 @dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class _Search:
-    """The search for changes of the spec as it is `now`; `traced` is the part of it that a trace
-    depends on, `facts` are those of its model. `tried` are all changes that were derived,
-    None where one is refused or no better; `untraced` the first of each kind that were not.
-    `fits_alone`: a single change on the device fits."""
+    """The search for changes of the spec in `now`. `traced` is the part of that spec that a trace
+    depends on; `tried` holds all derived changes, None if rejected or no better; `untraced` has one
+    per kind that was not derived. `fits_alone`: a single change on the device fits."""
 
     now: Variant
     traced: Spec
@@ -441,8 +439,8 @@ class _Search:
     fits_alone: bool = False
 
     def run(self) -> tuple[Variant, ...]:
-        """Try single changes on the device; if none fits, combined ones and more ranks. If fewer
-        than `_OFFERED` fit, try offloads."""
+        """Try single changes on the device, then combinations and more ranks if none fits. If fewer
+        than `_OFFERED` fit, try offloading."""
         for kind, choices in ON_DEVICE.items():
             self._try_all(kind, choices(self.now.spec))
         if not self._has_fit():
@@ -457,7 +455,8 @@ class _Search:
         return self._best()
 
     def _best(self) -> tuple[Variant, ...]:
-        """Return the cheapest of each kind that fit, then others that fit; else the closest one."""
+        """Return the cheapest fitting change of each kind, then other fitting ones; else the
+        closest."""
         better = self._better()
         usable = [self.timed(variant) for variant in better if variant.fit.fits is not False]
         if not usable:
@@ -477,7 +476,7 @@ class _Search:
         return any(variant.fit.fits for variant in self._better())
 
     def _try_all(self, kind: ChangeKind, choices: Iterable[Overrides]) -> bool:
-        """Derive the single changes of one kind. Return True if one fits."""
+        """Derive the single changes of one kind, and return True if one fits."""
         is_fitting = False
         for said in choices:
             variant = self._try((kind,), said)
@@ -488,14 +487,13 @@ class _Search:
         return is_fitting
 
     def _try(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
-        """Derive the typed spec with these overrides, unless that is done."""
+        """Return the variant with these overrides, derived once."""
         if said not in self.tried:
             self.tried[said] = self.derive(kinds, said)
         return self.tried[said]
 
     def derive(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
-        """Return None where the changed spec is refused, another job, or no better. Once a change
-        fits, those that do not are offered no more, and nobody needs to know how large they are."""
+        """Return the variant, or None if it is rejected, changes the job, or is no better."""
         now = self.now
         try:
             after, said = self._load(said)
@@ -505,7 +503,7 @@ class _Search:
             if size != before and ChangeKind.RANKS not in kinds:
                 return None
             if (facts := self._facts_of(after)) is None:
-                self.untraced[kinds] = shlex.join(said)  # the last is the smallest of its kind
+                self.untraced[kinds] = shlex.join(said)  # keep the last, which is the smallest
                 return None
             memory_fit = fit(after, fullest_alone(after, facts, self._limit(after)))
         except (SpecError, TooLarge):
@@ -515,13 +513,13 @@ class _Search:
         return variant if is_better and memory_fit.peak_bytes is not None else None
 
     def _limit(self, after: Spec) -> float:
-        """Return a peak above which a changed spec is no better than the spec as it is now. Once a
-        single change on the device fits, only others that fit are offered."""
+        """Return the peak above which a changed spec is no better than the present one. Once a
+        single change on the device fits, only changes that fit are offered."""
         missing = 0 if self.fits_alone else max(0, self.now.missing_bytes)
         return after.cluster.usable_memory + missing if after.cluster else inf
 
     def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
-        """Load the typed spec with these overrides. Dials that refuse them are set back."""
+        """Load the user's spec with these overrides, and reset dials that conflict with them."""
         try:
             return resolve_auto(self.reload(said)), said
         except SpecError as error:
@@ -531,18 +529,18 @@ class _Search:
             return resolve_auto(self.reload(said)), said
 
     def _facts_of(self, after: Spec) -> ModelFacts | None:
-        """Return the facts of a changed spec; None where only another trace has them."""
+        """Return the facts of a changed spec; None if they need another trace."""
         return self.facts if traced_part(after) == self.traced else facts_from_shape(after)
 
     def timed(self, variant: Variant) -> Variant:
-        """Add the time of a step, which takes longer to derive than the peak."""
+        """Return the variant with its step time, which takes longer to derive than the peak."""
         facts = self._facts_of(variant.spec)
         assert facts is not None, "its peak was derived from them"
         return variant._replace(seconds=step_seconds(variant.spec, facts))
 
     def _combine(self, kinds: Iterable[ChangeKind]) -> None:
-        """Add up the changes that need least of each kind, as long as each lowers the peak. If the
-        sum fits, derive the combinations of fewer of them, until one fits."""
+        """Combine the smallest change of each kind while each lowers the peak. If the sum fits,
+        derive combinations of fewer changes until one fits."""
         single = {kind: [v for v in self._better() if v.kinds == (kind,)] for kind in kinds}
         least = sorted((min(some, key=_peak) for some in single.values() if some), key=_peak)
         chosen, best = least[:1], least[0] if least else None
@@ -561,7 +559,7 @@ class _Search:
         return self._try(kinds, merged(*(variant.overrides for variant in chosen)))
 
     def _widen(self) -> None:
-        """Derive the spec, or else its closest variant, on the fewest ranks on which it fits."""
+        """Derive the spec, or its closest variant, on the fewest ranks on which it fits."""
         for narrow in (self.now, *sorted(self._better(), key=_missing)[:1]):
             kinds = (*narrow.kinds, ChangeKind.RANKS)
             for axis in DATA_AXES:
@@ -578,7 +576,7 @@ class _Search:
 
 
 def _is_needless(variant: Variant, usable: Iterable[Variant]) -> bool:
-    """Return True if fewer of its overrides fit too, and take no longer."""
+    """Return True if fewer of its overrides fit too, and are no slower."""
     return any(
         {*less.overrides} < {*variant.overrides}
         and (variant.seconds or inf) >= (less.seconds or inf)
@@ -587,8 +585,8 @@ def _is_needless(variant: Variant, usable: Iterable[Variant]) -> bool:
 
 
 def _rank(variant: Variant) -> tuple[float, ...]:
-    """Return the sort key: fits, needs no more ranks, has headroom, then step time and headroom.
-    Without a step time the fewest changes, in the stated order of their kinds."""
+    """Return the sort key: fits, same ranks, not tight, step time, then fewer changes and spare
+    memory."""
     return (
         variant.fit.fits is not True,
         ChangeKind.RANKS in variant.kinds,

@@ -1,6 +1,7 @@
-"""What a micro-batch takes on one rank, as a search adds it up: parameters of a block and of the
-ends, bytes of activations by the engine of `ptrain predict` on a model of a few layers, and seconds
-by the clock of the same engine.
+"""Figures of a micro-batch on one rank, from which a search computes its estimates.
+
+These are parameters of a block and of both ends, bytes of activations by the engine of `ptrain
+predict` on models of a few layers, and seconds by the clock of that engine.
 """
 
 from __future__ import annotations
@@ -38,9 +39,18 @@ from ptrain.timeline import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Parameters of one rank's part of the model: of a block of so many `tensors`, of all that is
-    before the blocks and after them, and of the part before them that a last stage copies.
-    `experts`: the parameters of a block that only one rank in `shared_by` has."""
+    """Parameter counts of one rank's part of the model.
+
+    Attributes:
+        layers: Number of blocks.
+        block: Parameters of a block.
+        tensors: Tensors of a block.
+        front: Parameters before the blocks.
+        behind: Parameters after the blocks.
+        copied: Tied parameters that a last stage holds a copy of.
+        experts: Parameters of a block on only one of `shared_by` ranks.
+        shared_by: Number of ranks over which experts are sharded.
+    """
 
     layers: int
     block: int
@@ -53,8 +63,7 @@ class Sizes:
 
 
 def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
-    """Return the sizes of the largest part that a rank of the axes within a block has. `facts` have
-    units of one block."""
+    """Return the sizes of the largest part on a rank; units of `facts` are single blocks."""
     ranks = prod(spec.degree(axis) for axis in EXPERT_AXES)
     spec = without_experts(spec)
     plan = lower(spec, facts)
@@ -83,9 +92,17 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """Bytes of a sample's activations: saved by a block, by a stage besides, and by the head of a
-    last stage whose backward pass waits; at most in use besides in a block, at the head of a last
-    stage, and of a model that is one stage; and what a block moves off the device."""
+    """Bytes of a sample's activations.
+
+    Attributes:
+        block: Saved by a block.
+        stage: Saved by a stage, beyond its blocks.
+        head: Saved by the head of a last stage for each waiting backward pass.
+        in_block: Additionally in use in a block at most.
+        at_last: Additionally in use at the head of a last stage at most.
+        at_ends: Additionally in use at the ends of an unstaged model at most.
+        moved: Moved off the device by a block.
+    """
 
     block: float
     stage: float
@@ -100,13 +117,13 @@ _RESIDENT = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.OTHER)
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _RANKS = 4  # a first, two middle ones with three and with two chunks in flight, and a last one
 _MICRO_BATCHES = 2 * _RANKS
-# Layers of two models: with fewer, the head or the gradient of the embedding sets the peak, which
-# is of the same size for any micro-batch, where blocks that are cut and recomputed keep little.
+# Layers of two models. With fewer layers the head or the gradient of the embedding would set the
+# peak if sharded and recomputed blocks keep little; that gradient does not grow with micro-batches.
 _FEW, _MANY = 256, 512
 
 
 def _in_stages(schedule: ScheduleName) -> AxisChoice:
-    """Return a pipeline of four stages, cut by layers."""
+    """Return a pipeline of four stages, split by layers."""
     return AxisChoice(
         factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=_STAGES),),
         changes=(("pipeline", PipelineSpec(schedule=schedule, split=SplitBy.LAYERS)),),
@@ -117,9 +134,12 @@ _STAGED, _ALL_FIRST = _in_stages(ScheduleName.ONE_F_ONE_B), _in_stages(ScheduleN
 
 
 def activity_of(spec: Spec, kept: Kept) -> Activity | None:
-    """Return the bytes that differ between models, as they are predicted: of two numbers of layers
-    of which blocks set the peak, and of four ranks with one each, where peaks of stages are
-    predicted. None where none is predicted at all. `spec` has axes within a block alone."""
+    """Return the bytes of activations, from predicted peaks; None if no peaks are predicted.
+
+    Two models with different numbers of layers, whose blocks set the peak, give the bytes of a
+    block. A pipeline of four ranks with one layer each gives the bytes of stages, if its peaks are
+    predicted. `spec` has only axes within a block.
+    """
     few, many = (_predicted(spec, kept, None, layers) for layers in (_FEW, _MANY))
     if not (few.peak and many.peak):
         return None
@@ -150,7 +170,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity | None:
 
 
 def _predicted(spec: Spec, kept: Kept, staged: AxisChoice | None, layers: int) -> Estimate:
-    """What is exact of a model of so many layers with several micro-batches of one sample."""
+    """Return the exact estimate of a model with `layers` layers and micro-batches of one sample."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
     inner = AxisChoice(factors=spec.factors, changes=(("context", spec.context),))
     samples = _MICRO_BATCHES * spec.data_degree
@@ -161,7 +181,7 @@ def _predicted(spec: Spec, kept: Kept, staged: AxisChoice | None, layers: int) -
 
 
 def _in_use(estimate: Estimate, rank: int) -> int:
-    """Bytes of a rank in its passes beyond the states of its stages."""
+    """Return the peak bytes of a rank's passes without the states of its stages."""
     states = sum(estimate.bytes_of(state, rank) for state in _RESIDENT)
     passes = (Phase.FORWARD, Phase.BACKWARD)
     rows = (row for row in estimate.peak if row.rank == rank and row.phase in passes)
@@ -169,7 +189,7 @@ def _in_use(estimate: Estimate, rank: int) -> int:
 
 
 def _moved(estimate: Estimate) -> int:
-    """Bytes of activations off the device, of the rank that has most of them."""
+    """Return the bytes of activations off the device, on the rank with most of them."""
     rows = (row for row in estimate.memory if row.state is State.ACTIVATIONS)
     return max((row.host_bytes + row.file_bytes for row in rows), default=0)
 
@@ -179,9 +199,15 @@ def _moved(estimate: Estimate) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSums:
-    """Seconds of a micro-batch on one rank, forward, backward and of the host that issues both:
-    before the blocks, of a block, and after them. `weights`: the part of a block's backward pass
-    for weights alone; `moved`: in which a block's activations leave the device and come back."""
+    """Seconds of a micro-batch on one rank: (forward, backward, host launches) of each part.
+
+    Attributes:
+        front: Before the blocks.
+        block: Of a block.
+        behind: After the blocks.
+        weights: Part of a block's backward pass for weights only.
+        moved: Time to offload a block's activations, and to fetch them back.
+    """
 
     front: tuple[float, float, float]
     block: tuple[float, float, float]
@@ -191,8 +217,14 @@ class PassSums:
 
 
 def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassSums:
-    """Return the seconds by its clock for the work of a spec with axes within a block alone, of
-    which a block moves so many bytes off the device."""
+    """Return the seconds of a spec's computation by a clock.
+
+    Args:
+        spec: A spec with only axes within a block.
+        work: Its computation.
+        clock: Its clock.
+        moved: Bytes of activations that a block moves off the device.
+    """
     middle = len(work.layers) // 2
     layer, kept = work.layers[middle], spec.activations.of(len(work.layers))[middle]
     out, back = (
@@ -200,7 +232,7 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassS
         for copy in COPIES[Tier.HOST if kept.tier is Tier.DEVICE else kept.tier]
     )
     forward, backward, host = _passes(clock, layer, kept)
-    if kept.tier is Tier.FILE:  # which is written and read by the one that computes
+    if kept.tier is Tier.FILE:  # the computing thread writes and reads the file
         forward, backward, out, back = forward + out, backward + back, 0.0, 0.0
     weights = clock.pass_seconds(layer.weights, around(kept, Kind.WEIGHT))
     return PassSums(
@@ -222,8 +254,11 @@ def _passes(clock: Clock, work: LayerWork, kept: Kept) -> tuple[float, float, fl
 
 
 def exchange_seconds(spec: Spec, shape: ModelShape, pace: Pace, kept: Kept) -> tuple[float, float]:
-    """Return for how long a block waits, forward and backward, for rows that go to experts of other
-    ranks and come back; what is computed again sends again."""
+    """Return the seconds, forward and backward, that a block waits for rows of experts on other
+    ranks.
+
+    Recomputed blocks exchange rows again.
+    """
     ranks, inside = ranks_over(spec, spec.expert_axes), spec.degree(Axis.TP)
     if spec.degree(Axis.EP) == 1:
         return 0.0, 0.0
@@ -241,29 +276,31 @@ _TRIPS = 2  # of rows: to their experts, and back
 
 
 def clock_of(spec: Spec, pace: Pace) -> Clock:
-    """Return the clock of a spec with axes within a block alone, which asks for a pass once."""
+    """Return the clock of a spec with only axes within a block, which caches passes."""
     return Clock(pace, Network(spec), Axis.TP if spec.degree(Axis.TP) > 1 else None)
 
 
 def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:
-    """Return on how many nodes a group of so many ranks is, each `stride` behind the one before."""
+    """Return the number of nodes of a group of `ranks` ranks that are `stride` apart."""
     if (cluster := spec.cluster) is None:
         return 1
     on_node = max(1, cluster.devices_per_node // stride)
     return max(1, -(-ranks // on_node))
 
 
-_COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
+_COPIED = 2**24  # bytes of a copy from which the rate between tiers is read
 
 
 class Links:
-    """Seconds of what ranks send each other on a cluster and do with bytes, asked once each;
-    `is_nominal`: they are none that anybody measured."""
+    """Cached seconds of collectives, copies, operators and updates on a cluster.
+
+    `is_nominal`: the rates are declared, not measured.
+    """
 
     def __init__(self, base: Spec, pace: Pace, devices: int, *, is_nominal: bool = False) -> None:
         self.base, self.pace, self.is_nominal = base, pace, is_nominal
         self.devices = devices
-        # hosts that run ahead of their devices are known to take any time
+        # launch times matter only if devices run asynchronously and hooks have measured times
         self.is_issued = pace.overlaps and any(pace.hook_seconds(hook) for hook in Hook)
         self._collectives = cache(pace.collective_seconds)
         layout = base.precision.effective
@@ -274,25 +311,25 @@ class Links:
         )
 
     def seconds(self, collective: Collective, ranks: int, stride: int, payload: float) -> float:
-        """Return the seconds of a collective over ranks that are `stride` apart."""
+        """Return the seconds of a collective over ranks that are `stride` apart; `payload` in
+        bytes."""
         if ranks == 1 or not payload:
             return 0.0
         nodes = nodes_of(self.base, ranks, stride)
         return self._collectives(collective, ranks=ranks, nodes=nodes, payload=int(payload))
 
     def operator(self, kind: OperatorKind, size: float) -> float:
-        """Return the seconds of an operator on so many bytes of values as they are computed."""
+        """Return the seconds of an operator on `size` bytes in the compute dtype."""
         return self._operators(kind, int(size))
 
     @property
     def interference(self) -> float:
-        """How much longer compute takes while a collective runs."""
+        """The relative slowdown of compute while a collective runs."""
         cluster = self.base.cluster
         return cluster.slowdown_beside_collectives if cluster and not self.is_nominal else 0.0
 
     def host_update(self) -> float:
-        """Return the seconds in which a host updates an element: endless where that is not
-        known."""
+        """Return the seconds of a host to update one element; infinite if unknown."""
         cluster, row = self.base.cluster, self.base.optimizer.row
         size = (3 + 2 * len(row.moments)) * self.base.precision.effective.updated.itemsize
         try:
@@ -302,8 +339,7 @@ class Links:
             return float("inf")
 
     def there_and_back(self, tier: Tier) -> float:
-        """Return the seconds of a byte that leaves for a tier and comes back: endless where that is
-        not known."""
+        """Return the seconds per byte to copy to a tier and back; infinite if unknown."""
         try:
             return sum(self.pace.copy_seconds(copy, _COPIED) for copy in COPIES[tier]) / _COPIED
         except UnknownRate:

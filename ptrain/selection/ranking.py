@@ -1,6 +1,5 @@
-"""The input and the output of a search: the task, the exact figures of a candidate as one row, the
-ranking of these rows and why each well-known placement lost, and what a whole training demands.
-"""
+"""The input and output of a search: the task, a row of exact figures per candidate, the ranking of
+rows with the reasons why well-known placements lost, and the demand of a full training."""
 
 from __future__ import annotations
 
@@ -31,14 +30,14 @@ from ptrain.spec.spec import Spec
 from ptrain.units import format_count, grouped, parse_count
 from ptrain.wording import Worded
 
-# How far above what is exact the estimates of bytes and of seconds may be: what is so near a
-# bound is derived, and what is exact decides. `benchmarks/selection.py` fails where one of those
-# that it draws is further above.
+# Largest ratio of estimated to exact bytes and seconds. Candidates this close to a bound are
+# derived, and the exact figure decides. `benchmarks/selection.py` fails if one of its sampled
+# ratios is larger.
 SLACK, TIME_SLACK = 1.1, 1.15
 
 
 class SearchGoal(StrEnum):
-    """What the best candidate has least of."""
+    """The figure that a search minimizes."""
 
     TIME = "time"
     MEMORY = "memory"
@@ -48,7 +47,7 @@ class SearchGoal(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A candidate, with its estimated bytes and seconds."""
+    """A candidate with its estimated peak in bytes and step time in seconds."""
 
     candidate: Candidate
     peak: float
@@ -57,8 +56,8 @@ class Scored:
 
 @dataclass(slots=True, kw_only=True)
 class SearchCount:
-    """How many candidates were scored, and how many of these fit by the estimate (`untimed`: may,
-    and nobody knows their time)."""
+    """The number of candidates that were scored, that fit by the estimate, and whose time is
+    unknown (`untimed`)."""
 
     scored: int = 0
     fitting: int = 0
@@ -70,10 +69,20 @@ Work = Callable[[Spec], ModelWork]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
-    """What is searched: a job like `base` on so many devices, on a machine with this pace, whose
-    micro-batches' work `work` tells. `is_nominal`: nobody measured the pace. `own`: the job's shape
-    with experts, where the base's stands in for it. `room`: the bytes of a device that a
-    peak may fill."""
+    """The input of a search.
+
+    Attributes:
+        base: Spec of the job.
+        devices: Number of devices.
+        pace: Rates of the machine.
+        work: Returns the computation of a spec per micro-batch.
+        is_nominal: True if the rates are declared, not measured.
+        objective: Figure to minimize.
+        where: Constraints.
+        written: Choices that the spec sets.
+        own: Shape of the job's MoE model, for which the model of `base` stands in.
+        room: Bytes of a device that a peak may fill.
+    """
 
     base: Spec
     devices: int
@@ -88,12 +97,14 @@ class SearchTask:
 
     @property
     def placed(self) -> Spec:
-        """Return the base with the model that candidates have."""
+        """The base with the model of the job."""
         return self.base if self.own is None else replace(self.base, model=self.own)
 
     def with_choices(self, within: tuple[AxisChoice, ...]) -> tuple[Spec, Spec]:
-        """Return the base with choices of how blocks are cut, as candidates have it and as it is
-        scored: by a model without experts in the place of one with them."""
+        """Return the base with choices within a block: as candidates have it, and as it is scored.
+
+        A MoE model is scored by its stand-in without experts.
+        """
         placed = chosen(self.placed, within)
         if self.own is None:
             return placed, placed
@@ -101,7 +112,7 @@ class SearchTask:
 
     @property
     def scored(self) -> Spec | None:
-        """Return the base where it is another than candidates have."""
+        """The base if it has a stand-in, else None."""
         return None if self.own is None else self.base
 
 
@@ -111,9 +122,8 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BytesMoved:
-    """Bytes of a step that a rank sends, the one that sends most, as the ranks of its groups do on
-    average: what crosses nodes, and what stays within one; and that it copies between its own
-    tiers."""
+    """Bytes of a step on the rank that sends most: sent between nodes, sent within a node (averaged
+    over its groups), and copied between tiers."""
 
     between: int
     within: int
@@ -122,10 +132,19 @@ class BytesMoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """A candidate with its exact figures. `closed` are those by which it was chosen. `seconds`
-    None: nobody knows them, and `why_untimed` says why. `assumed`: the routing of tokens with which
-    the peak holds; "" where it depends on none. `alike`: how many others that were derived
-    have the same figures, to the byte and to the second."""
+    """A candidate with its exact figures.
+
+    Attributes:
+        spec: Its spec.
+        closed: The estimates by which it was chosen.
+        step: Its step time; None if unknown.
+        memory: Its peak and the available memory.
+        tiers: The bytes that it moves.
+        throughput: Tokens per second and MFU; None if the time is unknown.
+        why_untimed: The reason why the time is unknown.
+        assumed: The routing of tokens for which the peak holds; "" if it depends on none.
+        alike: Number of other derived candidates with identical figures.
+    """
 
     spec: Spec
     closed: Scored
@@ -139,37 +158,38 @@ class Ranked:
 
     @property
     def seconds(self) -> float | None:
-        """Return the time of a step."""
+        """The step time in seconds; None if unknown."""
         return None if self.step is None else self.step.seconds
 
     @property
     def nominal_seconds(self) -> float:
-        """Return the time of a step, of which nobody knows it the estimate."""
+        """The step time, or its estimate if it is unknown."""
         return self.closed.seconds if self.seconds is None else self.seconds
 
     @property
     def peak_bytes(self) -> int:
+        """The peak, or its lower bound."""
         return self.memory.least_bytes
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the tokens of a step over its time, of all ranks."""
+        """The tokens per second of all ranks; None if unknown."""
         return None if self.throughput is None else self.throughput.tokens_per_second
 
     @property
     def mfu(self) -> float | None:
-        """Return what part of the devices' operations the model's are, attention whole
-        (`derivation.throughput`), as `predict` says it first."""
+        """The model FLOPs utilization with full attention, as `predict` prints it first; None if
+        unknown."""
         return None if self.throughput is None else self.throughput.mfu_full
 
     @property
     def figures(self) -> tuple[object, ...]:
-        """Return what it is ranked and shown by."""
+        """The figures by which it is ranked and shown."""
         return self.nominal_seconds, self.peak_bytes, self.tiers
 
     @property
     def price(self) -> float | None:
-        """Return the money for a billion tokens, where the cluster has a price."""
+        """The price of a billion tokens; None if time or price of the cluster is unknown."""
         cluster, rate = self.spec.cluster, self.tokens_per_second
         if rate is None or cluster is None or cluster.price is None:
             return None
@@ -191,20 +211,21 @@ def ranked(spec: Spec, closed: Scored, exact: Estimate, facts: ModelFacts) -> Ra
 
 
 def folded(rows: Iterable[Ranked]) -> list[Ranked]:
-    """Return rows of the same figures as one, that which says least beside the defaults: what the
-    others say changes nothing."""
+    """Return one row per group with identical figures: the one with the fewest non-default
+    dials."""
     by_figures = grouped((row.figures, row) for row in rows)
     return [replace(min(alike, key=_said), alike=len(alike) - 1) for alike in by_figures.values()]
 
 
 def _said(row: Ranked) -> int:
-    """How many dials of the data axes are not the default."""
+    """Return the number of data dials that differ from the default."""
     spec = row.spec
     dials = spec.overlap is not None, spec.prefetch is not None, spec.unit is not None
     return sum((*dials, spec.sync != SyncPolicy()))
 
 
 def _tiers(spec: Spec, exact: Estimate) -> BytesMoved:
+    """Return the bytes that the spec's busiest rank moves."""
     network = Network(spec)
     pairs = [_sent(network, rows) for rows in exact.by_rank()]
     between, within = max(pairs, key=lambda pair: (pair[0], pair[1]))
@@ -212,6 +233,7 @@ def _tiers(spec: Spec, exact: Estimate) -> BytesMoved:
 
 
 def _sent(network: Network, rows: Iterable[Traffic]) -> tuple[int, int]:
+    """Return the bytes that a rank sends between nodes and within its node."""
     sums = [0.0, 0.0]
     for row in rows:
         key = row.key
@@ -228,8 +250,10 @@ def _sent(network: Network, rows: Iterable[Traffic]) -> tuple[int, int]:
 
 
 def crossing(collective: Collective, ranks: int, nodes: int) -> float:
-    """Which part of what a group sends crosses nodes: of a ring one link of each node does, of an
-    exchange what is for the ranks of other nodes."""
+    """Return the part of a group's traffic that crosses nodes.
+
+    In a ring one link per node crosses; in an all-to-all the parts for ranks of other nodes do.
+    """
     if nodes == 1:
         return 0.0
     if collective is Collective.ALL_TO_ALL:
@@ -238,7 +262,7 @@ def crossing(collective: Collective, ranks: int, nodes: int) -> float:
 
 
 def on_more(spec: Spec, devices: int) -> Spec:
-    """Return the job on a cluster of at least so many devices."""
+    """Return the job on a cluster with at least this many devices."""
     cluster = spec.cluster
     if cluster is None or cluster.devices >= devices:
         return spec
@@ -251,29 +275,30 @@ _DAY = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a training of so many tokens may take: seconds in all, money in all; None: any."""
+    """The limits of a training: tokens, seconds in total, and money in total; None means no
+    limit."""
 
     tokens: int
     deadline: float | None = field(default=None, metadata={"key": "deadline_seconds"})
     budget: float | None = None
 
     def seconds(self, row: Ranked) -> float | None:
-        """Return the time of the whole training; None where that of a step is unknown."""
+        """Return the time of the full training; None if the step time is unknown."""
         rate = row.tokens_per_second
         return None if rate is None else self.tokens / rate
 
     def money(self, row: Ranked) -> float | None:
-        """Return the price of the whole training; None without a price."""
+        """Return the price of the full training; None without a price."""
         return None if row.price is None else row.price * self.tokens / 1e9
 
     def is_met(self, row: Ranked) -> bool:
-        """Return whether it is known to be met."""
+        """Return True if the row is known to meet all limits."""
         seconds, money = self.seconds(row), self.money(row)
         in_time = self.deadline is None or (seconds is not None and seconds <= self.deadline)
         return in_time and (self.budget is None or (money is not None and money <= self.budget))
 
     def figures(self, row: Ranked) -> tuple[str, str]:
-        """Return the days and the money that the whole training takes."""
+        """Return the days and the price of the full training, as text."""
         seconds, money = self.seconds(row), self.money(row)
         return (
             "an unknown time" if seconds is None else f"{seconds / _DAY:.3g} days",
@@ -282,7 +307,7 @@ class Demand:
 
     @property
     def text(self) -> str:
-        """Return what is demanded, in words."""
+        """The demand in words."""
         said = [f"{format_count(self.tokens)} tokens"]
         if self.deadline is not None:
             said.append(f"within {self.deadline / _DAY:.3g} days")
@@ -292,8 +317,11 @@ class Demand:
 
 
 def demand_of(tokens: str | None, deadline: str | None, budget: float | None) -> Demand | None:
-    """Return the demand that options write; None where they write none. Raises SpecError for one
-    that says too little."""
+    """Return the demand of command-line options; None without any.
+
+    Raises:
+        SpecError: A limit is given without tokens, or a value is invalid.
+    """
     if tokens is None:
         if deadline is not None or budget is not None:
             raise refused(
@@ -316,6 +344,7 @@ def demand_of(tokens: str | None, deadline: str | None, budget: float | None) ->
 
 
 def _duration(text: str) -> float:
+    """Return a duration such as `30d` in seconds."""
     if (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d|w)\s*", text)) is None:
         raise refused(
             "--deadline",
@@ -326,7 +355,7 @@ def _duration(text: str) -> float:
 
 
 def numbers(devices: int) -> Iterator[int]:
-    """Yield the powers of two up to so many devices, and these."""
+    """Yield the powers of two below `devices`, then `devices`."""
     number = 1
     while number < devices:
         yield number
@@ -335,8 +364,8 @@ def numbers(devices: int) -> Iterator[int]:
 
 
 def cheapest(rows: Iterable[tuple[int, Ranked]]) -> tuple[int, Ranked] | None:
-    """Return the number of devices whose best has the lowest price of a token, or, without prices,
-    takes least of a device's time for one."""
+    """Return the number of devices with the lowest price per token, or the lowest device time
+    without prices; None if no time is known."""
     known = [(n, row) for n, row in rows if row.tokens_per_second is not None]
     return min(known, key=lambda pair: pair[0] / (pair[1].tokens_per_second or 1.0), default=None)
 
@@ -347,9 +376,14 @@ _OF_DATA = ("mesh.pp=1", "mesh.tp=1", "mesh.cp=1", "mesh.ep=1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownChoice:
-    """A choice by the name that people have for it; `rules` are constraints, in which N stands for
-    the number of devices; `least`: the devices that it takes at least; `axes`: what a job must be
-    able to use for it."""
+    """A well-known placement.
+
+    Attributes:
+        name: Its usual name.
+        rules: Constraints, in which N is the number of devices.
+        least: Minimum number of devices.
+        axes: Axes that a job must be able to use.
+    """
 
     name: str
     rules: tuple[str, ...]
@@ -357,8 +391,8 @@ class KnownChoice:
     axes: tuple[Axis, ...] = ()
 
     def where(self, job: SearchedJob) -> tuple[str, ...] | None:
-        """Return its constraints for a job; None if the job has too few devices for it, or no use
-        of its axes."""
+        """Return its constraints for a job; None if the job has too few devices or cannot use the
+        axes."""
         if job.devices < self.least or not all(may_use(axis, job) for axis in self.axes):
             return None
         return tuple(rule.replace("N", str(job.devices)) for rule in self.rules)
@@ -393,10 +427,12 @@ KNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A well-known choice: the best candidate of its kind that fits, else the one that needs least
-    memory. `best` None: there is none that is legal, its cut was not traced, or only what needs
-    least memory was seen to fit, as `why` says. With a best, `report.selection.why_lost` makes a
-    sentence of its figures."""
+    """A well-known choice that is not the best.
+
+    `best` is its best candidate that fits, else the one with least memory. None if no candidate is
+    legal, its part was not traced, or only the one with least memory fits; `why` has the reason.
+    With a best, `report.selection.why_lost` explains its figures.
+    """
 
     name: str
     best: Ranked | None
@@ -405,7 +441,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A change with which something fits, and the candidate."""
+    """A change with which something fits, and the candidate that fits."""
 
     change: str
     fitting: Ranked
@@ -413,13 +449,24 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRanking(Worded):
-    """A ranking, best first: exact figures of those that are best by its estimate and fit. `front`:
-    no other that was derived is faster and needs less. `unknown` says why there is no time; the
-    order is then that of nominal seconds. Where nothing fits, `least` needs least memory of all and
-    `remedies` are what would. `winner`: what is derived of the best one. `objective` is what was
-    asked for; where that is a number of devices, `by_number` has the best on each that was tried,
-    and `demand` is what a training may take. `asked_margin`: the margin that was asked for where
-    nothing leaves it."""
+    """The result of a search, best row first; rows have exact figures and fit.
+
+    Attributes:
+        job: The job.
+        objective: The figure that was to be minimized.
+        ranking: The rows.
+        front: Rows for which no other is both faster and smaller.
+        counts: Numbers of scored candidates.
+        derived: Number of exact predictions.
+        unknown: The reason why times are unknown; rows are then ordered by nominal seconds.
+        least: If nothing fits, the candidate that needs least memory.
+        remedies: If nothing fits, changes with which something would.
+        lost: Well-known choices and why they lost.
+        winner: The full derivation of the best row.
+        by_number: If devices were searched, the best row on each number that was tried.
+        demand: The limits of the training.
+        asked_margin: The requested margin, if no candidate leaves it free.
+    """
 
     job: SearchedJob
     objective: SearchGoal
@@ -438,18 +485,17 @@ class PlacementRanking(Worded):
 
     @property
     def ranked_by(self) -> SearchGoal:
-        """Return what the rows are ordered by, on the devices that there are."""
+        """The figure that orders the rows on a fixed number of devices."""
         return SearchGoal.MEMORY if self.objective is SearchGoal.MEMORY else SearchGoal.TIME
 
     @property
     def best(self) -> Ranked | None:
-        """Return the winner, None where nothing fits."""
+        """The best row; None if nothing fits."""
         return self.ranking[0] if self.ranking else None
 
     @property
     def is_far_from_fitting(self) -> bool:
-        """Return True if what needs least memory does not fit without a margin either, and its
-        estimate is further above the limit than it may be away."""
+        """True if nothing fits without a margin, by more than the error of estimates."""
         least, cluster = self.least, self.job.base.cluster
         if least is None or cluster is None:
             return False
@@ -457,14 +503,14 @@ class PlacementRanking(Worded):
 
     @property
     def spec(self) -> Spec:
-        """Return the winner's spec. Raises SpecError where nothing fits."""
+        """The best row's spec; raises SpecError if nothing fits."""
         if self.best is None:
             raise refused("ptrain select", f"nothing fits on {self.job.devices} devices")
         return self.best.spec
 
 
 def front_of(rows: Iterable[Ranked]) -> tuple[Ranked, ...]:
-    """Return those that no other is as fast as with less memory, fastest first."""
+    """Return the rows for which no other is as fast with less memory, fastest first."""
     front: list[Ranked] = []
     for row in sorted(rows, key=lambda row: (row.nominal_seconds, row.peak_bytes)):
         if not front or row.peak_bytes < front[-1].peak_bytes:
@@ -473,15 +519,18 @@ def front_of(rows: Iterable[Ranked]) -> tuple[Ranked, ...]:
 
 
 def _is_serial(row: Ranked) -> bool:
-    """Whether the ranks of a pipeline compute one at a time."""
+    """Return True if pipeline ranks compute one at a time."""
     name = row.spec.pipeline.schedule
     is_staged = row.spec.degree(Axis.PP) > 1
     return is_staged and isinstance(name, ScheduleName) and SCHEDULES[name].is_serial
 
 
 def undominated(rows: Iterable[Ranked]) -> list[Ranked]:
-    """Return rows, best first, without naive pipelines that another schedule of the same placement
-    beats: with no more bytes it is no slower."""
+    """Return rows without naive pipelines that another schedule of the same placement beats in
+    memory.
+
+    Rows must be sorted, best first. With no more bytes, the other schedule is no slower.
+    """
     kept: list[Ranked] = []
     for row in rows:
         factors = row.spec.factors
@@ -493,9 +542,10 @@ def undominated(rows: Iterable[Ranked]) -> list[Ranked]:
 
 
 def order_of(objective: SearchGoal, row: Ranked) -> tuple[float, ...]:
-    """Return what sorts rows by an objective; what has no time stands behind all that has one, in
-    the order of nominal seconds, and where nobody knows these either of the bytes that it
-    copies."""
+    """Return the sort key of a row for an objective.
+
+    Rows without a time come last, ordered by nominal seconds, then by bytes copied between tiers.
+    """
     if objective is SearchGoal.MEMORY:
         return False, float(row.peak_bytes), row.nominal_seconds, _is_serial(row)
     copied = 0 if row.seconds is not None else row.tiers.copied

@@ -1,10 +1,12 @@
-"""`recompute: {budget: SIZE}`: the policy that computes least again and fits; `batch.micro: auto`:
-the largest micro-batch that does. Both are chosen from predictions, before anything is built, and
-so alike on every rank.
+"""Resolve `recompute: {budget: SIZE}` and `batch.micro: auto` from predictions, before anything is
+built.
 
-The micro-batch is step 4 of the notes' recipe, which raises it on a device until that runs out of
-memory; `ptrain simulate --rehearse` runs the predicted one on a device. What a step accumulates
-follows (Theorem 3: the global batch stays what it is).
+The policy is the one with least recomputation that fits the budget. The micro-batch is the largest
+that fits. Since both come from predictions, they are identical on every rank.
+
+Choosing the micro-batch is step 4 of the notes' recipe, which increases it on a device until memory
+runs out; `ptrain simulate --rehearse` runs the predicted one on a device. The accumulation follows,
+since the global batch is fixed (Theorem 3).
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ _PLACE = "recompute.budget"
 _MICRO = "batch.micro"
 _NUMBER = "Set `batch.micro` to a number."
 _DEVICE = frozenset({Tier.DEVICE})
-_TEMPORARY = 0.001  # an offload copies through the device: a share of the peak that is no finding
-_SPARSE = (4, 3, 2)  # every n-th block, before every one
+_TEMPORARY = 0.001  # share of the peak that is not reported: offloads copy through the device
+_SPARSE = (4, 3, 2)  # recompute every n-th block, tried before every block
 
 
 def recompute_policies(spec: Spec) -> Iterator[tuple[str, Policy]]:
-    """Yield the policies with which blocks can be recomputed, the one that repeats least first."""
+    """Yield name and policy of each recompute policy of the model, least recomputation first."""
     is_eager = isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER
     yield from (
         (name, policy)
@@ -48,13 +50,13 @@ def recompute_policies(spec: Spec) -> Iterator[tuple[str, Policy]]:
 
 
 def with_micro(spec: Spec, micro: int) -> Spec:
-    """The same global batch in micro-batches of `micro` samples."""
+    """Return the spec with micro-batches of `micro` samples and the same global batch."""
     accumulate = spec.batch.global_samples // (micro * spec.data_degree)
     return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
 
 
 class ChosenDocument(NamedTuple):
-    """A document's spec with what was chosen for it; its faults stand where the document's do."""
+    """A document's spec with choices filled in; faults keep the document's positions."""
 
     spec: Spec
     locate: Callable[[Fault], Fault]
@@ -86,7 +88,7 @@ def resolve_auto(document: Located) -> Spec:
 
 
 def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
-    """Return a warning if the modes of activations raise a built-in model's predicted `peak`."""
+    """Return a warning if the modes of activations raise the predicted peak of a built-in model."""
     plain = spec.but(activations=ActivationSpec())
     is_known = all(map(is_tabulated, (spec, plain))) and is_sound(plain)
     if (
@@ -107,8 +109,13 @@ def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
 
 
 def _within(spec: Spec, budget: int) -> Spec:
-    """The first of the ladder whose predicted peak, over all ranks and phases, is in the budget; a
-    policy that is written beside the budget must be."""
+    """Return the first spec of the ladder whose peak fits the budget.
+
+    A policy that is written together with the budget is only checked.
+
+    Raises:
+        SpecError: No policy fits, or the peaks are unknown.
+    """
     reached: dict[int, Spec] = {}
     for candidate in ladder(spec) if spec.activations.is_open else (spec,):
         if not (is_tabulated(candidate) and is_sound(candidate)):
@@ -149,17 +156,19 @@ def _within(spec: Spec, budget: int) -> Spec:
 
 
 def ladder(spec: Spec) -> list[Spec]:
-    """The same spec with each policy for its blocks that are M, by how much is computed again: the
-    operations of matrix products, and in order of what is cheap beside them where these are as
-    many."""
+    """Return the spec with each recompute policy, ordered by recomputed matrix operations.
 
-    def again(rung: Spec) -> int:  # by the rank with most of them; 0 where no table tells
+    Ties keep the order of policies.
+    """
+
+    def again(rung: Spec) -> int:  # of the rank with most; 0 without a table
         return max((row.again for row in operations(rung, lower(rung))), default=0)
 
     return sorted(_rungs(spec), key=again)
 
 
 def _rungs(spec: Spec) -> Iterator[Spec]:
+    """Yield the spec with each choice: no recomputation, each policy, and full every n-th block."""
     layers = spec.model.layers if isinstance(spec.model, ModelShape) else 0
     *cheaper, full = (None, *dict(recompute_policies(spec)).values())
     yield from (_with(spec, policy) for policy in cheaper)
@@ -169,8 +178,7 @@ def _rungs(spec: Spec) -> Iterator[Spec]:
 
 
 def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:
-    """Return the spec with this choice, written as such: without a policy what was M is R, in the
-    tuples too."""
+    """Return the spec with a policy; without one, blocks and placements with M get R."""
     said = spec.activations
     chosen = ActivationSpec(
         default=_kept(said.default, policy),
@@ -186,12 +194,14 @@ def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:
 
 
 def _kept(kept: Kept, policy: Policy | None) -> Kept:
+    """Return a way to keep activations, with its policy replaced if it has one."""
     if kept.policy is None:
         return kept
     return PLAIN if policy is None else replace(kept, policy=policy)
 
 
 def _plain(factor: Factor) -> Factor:
+    """Return a data factor with R instead of M activations."""
     is_m = factor.placement.activations.distribution is M.distribution
     if factor.axis not in DATA_AXES or not is_m:
         return factor
@@ -199,7 +209,7 @@ def _plain(factor: Factor) -> Factor:
 
 
 def _name(spec: Spec) -> str:
-    """The policy as the resolved spec says it."""
+    """Return the policy's name as in the resolved spec."""
     said = spec.resolved.get("recompute")
     words = dict(said) if isinstance(said, dict) else {}
     every = words.get("every", 1)
@@ -208,9 +218,14 @@ def _name(spec: Spec) -> str:
 
 
 def with_largest_micro(spec: Spec) -> Spec:
-    """Return the spec with the largest micro-batch that fits; where none does, with the smallest
-    that is legal, so that what does not fit is told like any other spec. The spec itself, whose
-    faults say why, where none is legal. Raises SpecError where nobody knows what fits."""
+    """Return the spec with the largest micro-batch that fits.
+
+    If none fits, it gets the smallest legal one, so that the usual message reports the excess. If
+    none is legal, the spec is returned unchanged, and its faults give the reason.
+
+    Raises:
+        SpecError: The device memory or the peaks are unknown.
+    """
     if spec.cluster is None:
         raise refused(
             _MICRO,
@@ -242,8 +257,7 @@ def with_largest_micro(spec: Spec) -> Spec:
 
 
 def _candidates(spec: Spec) -> Iterator[Spec]:
-    """Yield the legal specs of the same global batch, the largest micro-batch first, which is
-    written in what a spec resolves to as well."""
+    """Yield legal specs with each micro-batch and the same global batch, the largest first."""
     said = spec.resolved["batch"]
     assert isinstance(said, dict), "a section"
     samples = spec.batch.global_samples // spec.data_degree
@@ -257,4 +271,5 @@ def _candidates(spec: Spec) -> Iterator[Spec]:
 
 
 def _because(spec: Spec, choice: str) -> Spec:
+    """Return the spec with the reason for its micro-batch."""
     return replace(spec, batch=replace(spec.batch, micro_choice=choice))

@@ -1,9 +1,9 @@
-"""Search every product of choices: estimate its bytes and seconds and keep the best, and the front
-of memory and time.
+"""Search all products of choices: estimate bytes and seconds, and keep the best and the front of
+memory and time.
 
-One block of candidates shares the cut of the model's blocks, the flow, the micro-batch and the way
-to keep activations; the choices of the data axes vary within it. Dials that decide what fits and
-what moves are searched; what is gathered together a descent chooses (`choose.neighbours`).
+A block of candidates shares the choices within a layer block, the pipeline, the micro-batch and the
+way to keep activations; choices of the data axes vary within it. Dials that affect memory and
+traffic are searched here. The size of units is chosen by a descent (`choose.neighbours`).
 """
 
 from __future__ import annotations
@@ -69,19 +69,24 @@ from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import grouped
 
-_PER_PLACEMENT = 16  # best candidates of each placement
-_BANDS = 16  # of memory, the fastest of each of which is on an estimated front
+_PER_PLACEMENT = 16  # best candidates kept per placement
+_BANDS = 16  # bands of memory; the fastest of each is on the estimated front
 
 
 def may_hold(rule: Constraint, figure: float, slack: float) -> bool:
-    """Return whether what is exact may obey a bound from above by its estimate; of any other bound
-    that cannot tell."""
+    """Return True if the exact figure may satisfy a bound, given its estimate.
+
+    Only upper bounds can be excluded, since estimates may be too high by `slack`.
+    """
     return rule.compare not in ("<", "<=") or rule.holds_of(figure / slack)
 
 
 class ScoredCut:
-    """What is estimated of blocks that are cut: once for all cuts that differ in where experts are
-    alone. `spec` has axes within a block alone, and no experts."""
+    """The estimates for layer blocks with some choices within a block, cached.
+
+    All choices that differ only in expert parallelism share one. `spec` has only axes within a
+    block, and no experts.
+    """
 
     def __init__(self, spec: Spec, task: SearchTask) -> None:
         self.spec, self.work = spec, task.work
@@ -94,7 +99,7 @@ class ScoredCut:
         return activity
 
     def _sums(self, kept: Kept, micro: int) -> PassSums | None:
-        """None where nobody knows what is computed, or how long that takes."""
+        """Return the seconds of the passes; None if computation or rates are unknown."""
         spec = kept_so(batched(self.spec, micro, 1), kept)
         try:
             return seconds_of(spec, self.work(spec), self.clock, micro * self.activity(kept).moved)
@@ -104,8 +109,16 @@ class ScoredCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockCut:
-    """How blocks are cut: by `ranks` ranks together, over `shared` of which go states of the data
-    axes too. `placed` is a spec with nothing beside it, and `scored` what is estimated of it."""
+    """A choice of the axes within a block.
+
+    Attributes:
+        ranks: Number of ranks of these axes together.
+        within: The choices.
+        placed: Spec with these choices only.
+        scored: Its estimates.
+        sizes: Parameter counts of a rank.
+        shared: Number of its ranks that also share states of the data axes.
+    """
 
     ranks: int
     within: tuple[AxisChoice, ...]
@@ -117,9 +130,12 @@ class BlockCut:
 
 @dataclass(slots=True, eq=False)
 class DataRow:
-    """A choice of the data axes with its degrees, its bytes and its seconds, beside one cut of the
-    blocks and some stages: a placement. `best` are its candidates that may fit, best first, `least`
-    and `smallest` tell which one needs least memory."""
+    """A choice of the data axes with degrees, bytes and seconds, for one choice within a block: a
+    placement.
+
+    `best` are its candidates that may fit, best first. `least` and `smallest` give the smallest
+    peak and the block of the candidate that has it.
+    """
 
     way: DataWay
     degrees: tuple[int, ...]
@@ -131,13 +147,13 @@ class DataRow:
 
     @property
     def tightest(self) -> Scored:
-        """Return its candidate that needs least memory."""
+        """The candidate with the smallest peak."""
         assert self.smallest is not None, "a placement that a run came to"
         return self.smallest.scored(self)
 
     @property
     def first(self) -> Candidate:
-        """Return its best candidate that may fit, else the one that needs least memory."""
+        """The best candidate that may fit, else the one with the smallest peak."""
         block = self.best[0][3] if self.best else self.smallest
         assert block is not None, "a placement that a run came to"
         return block.candidate(self)
@@ -145,8 +161,10 @@ class DataRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateBlock:
-    """Candidates that differ in their choices of the data axes alone; `timed` gives what takes the
-    same time in all of them, or None where nobody knows that."""
+    """Candidates that differ only in the data axes.
+
+    `timed` returns the seconds that they share, or None if these are unknown.
+    """
 
     cut: BlockCut
     flow: PipelineFlow
@@ -158,15 +176,15 @@ class CandidateBlock:
 
     @cached_property
     def flow_seconds(self) -> FlowSeconds | None:
-        """Return what takes the same time in all of them."""
+        """The seconds that all candidates share; None if unknown."""
         return self.timed()
 
     def peak(self, row: DataRow) -> float:
-        """Return the bytes of a row."""
+        """Return the estimated peak of a row in bytes."""
         return max([peak(level, row.memory) for level in self.levels])
 
     def step(self, row: DataRow) -> float:
-        """Return the seconds of a row."""
+        """Return the estimated step time of a row in seconds; infinite if unknown."""
         return float("inf") if self.flow_seconds is None else row.seconds.step(self.flow_seconds)
 
     def candidate(self, row: DataRow) -> Candidate:
@@ -180,14 +198,21 @@ class CandidateBlock:
         )
 
     def scored(self, row: DataRow) -> Scored:
-        """Return the candidate of a row with its figures."""
+        """Return the candidate of a row with its estimates."""
         return Scored(candidate=self.candidate(row), peak=self.peak(row), seconds=self.step(row))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best by the objective, best first; that with least memory; the fastest of each band of
-    memory; the placements, and how many candidates there were."""
+    """The result of a search.
+
+    Attributes:
+        entries: Best candidates by the objective, best first.
+        front: Fastest candidate of each band of memory.
+        least: Candidate with the smallest peak.
+        placements: All placements.
+        counts: Numbers of candidates.
+    """
 
     entries: Sequence[Entry]
     front: tuple[Scored, ...]
@@ -197,7 +222,7 @@ class SearchResult:
 
     @property
     def best(self) -> Iterator[Scored]:
-        """Yield the candidates, best first."""
+        """The candidates, best first."""
         return (block.scored(row) for *_, block, row in self.entries)
 
 
@@ -205,7 +230,7 @@ Entry = tuple[float, float, int, CandidateBlock, DataRow]
 
 
 class Keeper:
-    """Remembers the best candidates of each placement."""
+    """The store of the best candidates of each placement."""
 
     def __init__(self, task: SearchTask) -> None:
         self.task, self.counts = task, SearchCount()
@@ -214,10 +239,10 @@ class Keeper:
         self.by_memory = task.objective is SearchGoal.MEMORY
 
     def take(self, block: CandidateBlock) -> None:
-        """Take in a block."""
+        """Add the candidates of a block."""
         others, saved = block.levels[0][0], min([level[4] for level in block.levels])
         self.counts.scored += len(block.rows)
-        peaks: dict[int, float] = {}  # of rows that take as many bytes
+        peaks: dict[int, float] = {}  # by memory figures, which several rows share
         for row in block.rows:
             floor = row.memory.lives[0] * others + saved
             if floor > self.limit and floor >= row.least:
@@ -232,7 +257,7 @@ class Keeper:
                 self._fit(block, row, size)
 
     def _fit(self, block: CandidateBlock, row: DataRow, size: float) -> None:
-        """Remember a candidate that may fit, if it obeys constraints of figures."""
+        """Add a candidate that may fit, if it satisfies constraints on figures."""
         counts, best = self.counts, row.best
         if len(best) == _PER_PLACEMENT and self._is_slower(block, best[-1][0]):
             counts.fitting += size <= self.task.room
@@ -249,14 +274,14 @@ class Keeper:
             del best[_PER_PLACEMENT:]
 
     def _is_slower(self, block: CandidateBlock, seconds: float) -> bool:
-        """Whether what a block computes alone takes longer."""
+        """Return True if the shared compute time of a block alone exceeds `seconds`."""
         if self.by_memory or self.task.where.constraints:
             return False
         flow = block.flow_seconds
         return flow is not None and flow.computing + flow.idle > seconds
 
     def result(self) -> SearchResult:
-        """Return what is remembered."""
+        """Return the result so far."""
         best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
         smallest = min(self.rows, key=lambda row: row.least, default=None)
         return SearchResult(
@@ -268,7 +293,7 @@ class Keeper:
         )
 
     def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
-        """Yield the fastest of each band of memory."""
+        """Yield the fastest candidate of each band of memory."""
         fastest: dict[int, tuple[float, CandidateBlock, DataRow]] = {}
         for first, second, _, block, row in best:
             seconds, size = (second, first) if self.by_memory else (first, second)
@@ -279,7 +304,7 @@ class Keeper:
 
 
 class Search:
-    """Loops over all that a block has in common, and asks everything once."""
+    """The loops over all choices, with cached results."""
 
     def __init__(self, task: SearchTask) -> None:
         self.task = task
@@ -296,16 +321,16 @@ class Search:
         self.ways: dict[tuple[object, ...], list[DataWay]] = {}
 
     def run(self, where: Where) -> SearchResult:
-        """Return the best of all legal candidates that obey constraints."""
+        """Return the best legal candidates that satisfy constraints."""
         self._obey(where)
-        self.rows.cache_clear()  # which remember the best of the run before
+        self.rows.cache_clear()  # rows hold the best candidates of the previous run
         keeper = Keeper(self.task)
         for block in self.blocks():
             keeper.take(block)
         return keeper.result()
 
     def has(self, where: Where) -> bool:
-        """Return whether any legal candidate obeys constraints, without a lasting effect."""
+        """Return True if a legal candidate satisfies constraints; later runs are not affected."""
         own = self.task.where
         self._obey(where)
         is_there = next(self.blocks(), None) is not None
@@ -313,13 +338,14 @@ class Search:
         return is_there
 
     def _obey(self, where: Where) -> None:
+        """Set the constraints, and clear caches that depend on them."""
         if where != self.task.where:
             self.task = replace(self.task, where=where)
             self.running.cache_clear()
             self.rows.cache_clear()
 
     def blocks(self) -> Iterator[CandidateBlock]:
-        """Yield the space, a block at a time."""
+        """Yield all blocks of candidates that satisfy constraints."""
         task = self.task
         base, where = task.base, task.where
         for ranks, within in inner_products(task.placed, task.devices, task.written):
@@ -335,6 +361,7 @@ class Search:
     def _of_batch(
         self, cut: BlockCut, left: int, micro: int, number: int
     ) -> Iterator[CandidateBlock]:
+        """Yield the blocks for one choice within a block and one micro-batch."""
         running = self.running(self.task.devices // cut.ranks, left, number)
         for kept in self.kept if running else ():
             for through, flows in running.items():
@@ -345,14 +372,14 @@ class Search:
 
     @property
     def kept(self) -> list[Kept]:
-        """Return the ways to keep activations that obey constraints."""
+        """The ways to keep activations that satisfy constraints."""
         base, where = self.task.base, self.task.where
         ways = self.ways_to_keep
         return [kept for kept in ways if where.admits(Aspect.KEPT, kept_so(base, kept))]
 
     def _running(self, ranks: int, left: int, number: int) -> dict[Through, list[PipelineFlow]]:
-        """The flows that leave so many of the ranks to the data axes and take so many
-        micro-batches."""
+        """Return the legal pipelines that leave `left` ranks to the data axes, by their effect on
+        others."""
         base, written = self.task.base, self.task.written
         choices = next(some for rest, some in pipelines(base, ranks, written) if rest == left)
         return grouped(
@@ -371,6 +398,7 @@ class Search:
         number: int,
         kept: Kept,
     ) -> CandidateBlock:
+        """Return a block of candidates with its memory figures."""
         levels = levels_of(
             self.flows.shares(flow, number), cut.sizes, cut.scored.activity(kept), micro, number
         )
@@ -387,6 +415,7 @@ class Search:
     def _flow_seconds(
         self, cut: BlockCut, flow: PipelineFlow, micro: int, number: int, kept: Kept
     ) -> FlowSeconds | None:
+        """Return the seconds that a block's candidates share; None if unknown."""
         spec, sums = cut.scored.spec, self.sums(cut, kept, micro)
         assert isinstance(spec.model, ModelShape), "a built-in model"
         tokens = micro * spec.batch.sequence / ranks_over(spec, TOKEN_AXES)
@@ -394,7 +423,7 @@ class Search:
         return self.flows.seconds(flow, number, sums, cut.sizes, hidden) if sums else None
 
     def score(self, candidate: Candidate) -> Scored:
-        """Return the figures of one candidate."""
+        """Return the estimates of one candidate."""
         task, through = self.task, through_of(candidate.pipeline)
         ranks = prod(f.degree for choice in candidate.within for f in choice.factors)
         cut = self.cut(ranks, candidate.within)
@@ -412,6 +441,7 @@ class Search:
         return Scored(candidate=candidate, peak=block.peak(row), seconds=block.step(row))
 
     def _cut(self, ranks: int, within: tuple[AxisChoice, ...]) -> BlockCut:
+        """Return a choice of the axes within a block, with its estimates."""
         placed, spec = self.task.with_choices(within)
         key = spec.factors, spec.context, spec.tensor
         if key not in self.scored:
@@ -426,7 +456,7 @@ class Search:
         )
 
     def _sums(self, cut: BlockCut, kept: Kept, micro: int) -> PassSums | None:
-        """The sums of a cut, with what it waits for rows of experts."""
+        """Return the seconds of the passes, with the exchange of experts' rows."""
         sums, own = cut.scored.sums(kept, micro), self.task.own
         if sums is None or own is None:
             return sums
@@ -436,13 +466,13 @@ class Search:
         return replace(sums, block=(forward + there, backward + back, host))
 
     def _rows(self, cut: BlockCut, left: int, through: Through, many: bool) -> list[DataRow]:
-        """The legal choices of the data axes beside others, with one micro-batch or many."""
+        """Return the legal choices of the data axes for one choice within a block."""
         memories: dict[WayBytes, WayBytes] = {}
         rows: list[DataRow] = []
         for axes in self.choices:
             for degrees in degrees_over(len(axes), left * cut.shared):
                 if degrees and degrees[-1] % cut.shared:
-                    continue  # the axes that share the states of the innermost have these ranks
+                    continue  # these ranks belong to axes that share the innermost axis's states
                 own = (*degrees[:-1], *(last // cut.shared for last in degrees[-1:]))
                 ways = (
                     way
@@ -459,6 +489,7 @@ class Search:
         own: tuple[int, ...],
         memories: dict[WayBytes, WayBytes],
     ) -> DataRow:
+        """Return a row with its bytes and seconds."""
         degrees = (*own[:-1], *(last * cut.shared for last in own[-1:]))
         bytes_of = way_bytes(self.task.base, way, degrees, cut.sizes)
         memory = memories.setdefault(bytes_of, bytes_of)
@@ -468,7 +499,8 @@ class Search:
     def _is_admitted(
         self, way: DataWay, own: tuple[int, ...], cut: BlockCut, through: Through
     ) -> bool:
-        """Whether a choice with degrees obeys what is asked of ranks, tuples and dials."""
+        """Return True if a choice with degrees satisfies constraints on ranks, placements and
+        dials."""
         where = self.task.where
         if not (where.asks(Aspect.RANKS) or where.asks(Aspect.DATA)):
             return True
@@ -480,7 +512,7 @@ class Search:
     def _ways(
         self, axes: tuple[Axis, ...], cut: BlockCut, through: Through, *, many: bool
     ) -> list[DataWay]:
-        """The legal choices on these axes beside others, whatever the degrees are."""
+        """Return the legal choices on these axes, for any degrees."""
         key = (axes, tuple(f.axis for c in cut.within for f in c.factors), through, many)
         if key not in self.ways:
             beside = (THROUGH[through], *cut.within)

@@ -1,5 +1,7 @@
-"""Constraints of a search: `tp<=8`, `micro>=2`, `recompute=full`, `memory<=70 GB`, each about one
-thing that a candidate's spec says or that it takes, by the names that a spec has for it."""
+"""Constraints of a search, such as `tp<=8`, `micro>=2`, `recompute=full` or `memory<=70 GB`.
+
+Each compares one property of a candidate's spec, by the name of its key, or one predicted figure.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ FLAG = "--where"
 RESULTS = ("memory", "time")
 _HYBRID = "hybrid"
 _ATTENTIONS = (*ContextAttention, _HYBRID)
-_STOCK = "stock"  # what the wrapper does by itself
-_BUCKET = "bucket"  # as many neighbours as fill one
+_STOCK = "stock"  # the wrapper's default
+_BUCKET = "bucket"  # as many consecutive blocks as fill a bucket
 
 
 class Aspect(Enum):
-    """What of a candidate says it."""
+    """The part of a candidate that determines a property."""
 
     WITHIN = auto()
     PIPELINE = auto()
@@ -54,25 +56,26 @@ Value = int | float | str
 
 
 def recompute_of(spec: Spec) -> str:
-    """Return how blocks keep their activations, in the grammar's words."""
+    """Return the spec's default way to keep activations, as a word of the grammar."""
     return keeping(spec.activations.default)
 
 
 def keeping(kept: Kept) -> str:
-    """Return the word for one way to keep them."""
+    """Return the word for a way to keep activations."""
     if kept.tier is not Tier.DEVICE:
         return "offload"
     return {None: "none", FULL: "full", SELECTIVE: "selective"}.get(kept.policy, "keep")
 
 
 def unit_of(spec: Spec) -> str:
-    """Return what is gathered or reduced together, in the grammar's words."""
+    """Return the size of the wrap unit, as a word of the grammar."""
     form = form_of(spec)
     is_bucket = form in REPLICAS or joins_units(spec, form)
     return _BUCKET if is_bucket else str(spec.unit_size)
 
 
 def _placement(axis: Axis, spec: Spec) -> Value:
+    """Return the placement of an axis, or "" if the spec does not have the axis."""
     modes = (str(f.placement).replace("O", "S@host") for f in spec.factors if f.axis is axis)
     return next(modes, "")
 
@@ -82,22 +85,28 @@ def _overlap(overlap: Overlap | None) -> str:
 
 
 def _part(axis: Axis, of_data: Aspect) -> Aspect:
+    """Return the part of a candidate that determines an axis; `of_data` for data axes."""
     if axis is Axis.PP:
         return Aspect.PIPELINE
     return of_data if axis in DATA_AXES else Aspect.WITHIN
 
 
 def _attention(spec: Spec) -> str:
-    """How attention reaches the tokens of other ranks, in a word; "" without them."""
+    """Return the way in which attention reaches other ranks' tokens; "" without token shards."""
     attention = written_attention(spec)
     return _HYBRID if isinstance(attention, Hybrid) else str(attention or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """Something that a candidate says: `part` is what of it says it, `of` reads it off a spec.
-    `words` are all that it may be; without, it is a whole number, or a tuple where
-    `is_placement`."""
+    """A property of a candidate.
+
+    Attributes:
+        part: Part of the candidate that determines it.
+        of: Reads the property from a spec.
+        words: Allowed values; if empty it is an integer, or a placement if `is_placement`.
+        is_placement: True for the placement of an axis.
+    """
 
     part: Aspect
     of: Callable[[Spec], Value]
@@ -106,6 +115,7 @@ class Quantity:
 
     @property
     def has_order(self) -> bool:
+        """True if values can be compared by size."""
         return not self.words and not self.is_placement
 
 
@@ -119,7 +129,7 @@ _OF_AXES = {
             part=_part(axis, Aspect.DATA), of=partial(_placement, axis), is_placement=True
         )
         for axis in SEARCHED_AXES
-        if axis not in (*TOKEN_AXES, *EXPERT_AXES)  # as on the innermost data axis
+        if axis not in (*TOKEN_AXES, *EXPERT_AXES)  # these are placed as on the innermost data axis
     },
 }
 QUANTITIES: dict[str, Quantity] = {
@@ -164,7 +174,7 @@ NAMES = {name.rpartition(".")[2]: name for name in QUANTITIES if not name.starts
 
 
 def known_names(name: str) -> str:
-    """What to write in the place of a name that nothing has."""
+    """Return the remedy for an unknown name."""
     known = (*NAMES, *RESULTS)
     places = (*known, *(name for name in _OF_AXES if name.startswith("placement")))
     near = next(iter(get_close_matches(name, places, 1)), None)
@@ -172,7 +182,17 @@ def known_names(name: str) -> str:
 
 
 def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
-    """Raises SpecError for what the quantity can never be."""
+    """Return the value that a constraint compares with.
+
+    Args:
+        quantity: The property.
+        name: Its name.
+        bound: The value as written.
+        text: The constraint as written, for messages.
+
+    Raises:
+        SpecError: The property can never have this value.
+    """
     if quantity.is_placement:
         return _tuple(Axis(name.partition(".")[2]), bound, text)
     if not quantity.words:
@@ -192,13 +212,13 @@ def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
 
 
 def placements_of(axis: Axis) -> list[str]:
-    """Return the tuples that a search tries on an axis, as candidates say them."""
+    """Return the placements that a search tries on an axis, as candidates write them."""
     tried = (placement for space in SPACES for placement in space.tuples.get(axis, ()))
     return list(dict.fromkeys(str(placement).replace("O", "S@host") for placement in tried))
 
 
 def _tuple(axis: Axis, bound: str, text: str) -> str:
-    """A tuple of modes, or a strategy's name for one, as a candidate says it."""
+    """Return a placement, given as modes or a strategy name, as candidates write it."""
     tree = Tree(root={"placement": {axis.value: bound.strip("[]")}}, source="")
     faults = expand_shorthands(tree)
     modes = tree.root["placement"][axis.value] if isinstance(tree.root, dict) else None
@@ -228,8 +248,11 @@ _ORDERING = ("<=", ">=", "<", ">")
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One condition; `text` is how it was written. `is_of_spec`: a spec says it, by a number or by
-    a mesh that does not name the axis, and only `auto` in its place says nothing."""
+    """One condition, as it was written in `text`.
+
+    `is_of_spec`: the condition comes from a fixed value in the spec (or from a mesh without the
+    axis), which only `auto` removes.
+    """
 
     text: str
     name: str
@@ -239,29 +262,30 @@ class Constraint:
 
     @property
     def part(self) -> Aspect:
+        """The part of a candidate that determines the property."""
         return Aspect.RESULT if self.name in RESULTS else QUANTITIES[self.name].part
 
     @property
     def remedy(self) -> str:
-        """Return what a user does to be without it."""
+        """The instruction that removes the constraint."""
         return f"Use `{self.name}=auto`." if self.is_of_spec else f"Remove `{self.text}`."
 
     @property
     def change(self) -> str:
-        """Return the same as what a job is with then."""
+        """The change that removes the constraint, in words."""
         return f"with {self.name}=auto" if self.is_of_spec else f"without {self.text}"
 
     def holds_of(self, value: Value) -> bool:
-        """Return whether a value obeys it."""
+        """Return True if a value satisfies the condition."""
         return _OPERATORS[self.compare](value, self.bound)
 
     def holds(self, spec: Spec) -> bool:
-        """Return whether a spec that has the candidate's part obeys it."""
+        """Return True if a spec that has the relevant part satisfies the condition."""
         return self.holds_of(QUANTITIES[self.name].of(spec))
 
 
 def parse(text: str) -> Constraint:
-    """Return the constraint that is written. Raises SpecError for what is none."""
+    """Return the constraint that a text states; raise SpecError if it is not valid."""
     if (match := _FORM.fullmatch(text)) is None:
         raise refused(
             FLAG, f"{text!r} is not a constraint", "Use `NAME<=VALUE`, for example `tp<=8`."
@@ -281,6 +305,7 @@ def parse(text: str) -> Constraint:
 
 
 def _figure(name: str, bound: str, text: str) -> float:
+    """Return the bound of a figure, in bytes or seconds."""
     try:
         return float(bound) if name == "time" else float(parse_bytes(bound))
     except ValueError:
@@ -298,17 +323,17 @@ class Where:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Where:
-        """Return those that are written."""
+        """Parse constraints; raise SpecError for an invalid one."""
         return cls(tuple(map(parse, texts)))
 
     def admits(self, part: Aspect, spec: Spec) -> bool:
-        """Return whether a spec obeys those about a part that it has."""
+        """Return True if a spec satisfies all constraints on a part."""
         return all(rule.holds(spec) for rule in self.constraints if rule.part is part)
 
     def asks(self, part: Aspect) -> bool:
-        """Return whether there is one about a part."""
+        """Return True if there is a constraint on a part."""
         return any(rule.part is part for rule in self.constraints)
 
     def bounds(self, name: str) -> Iterable[Constraint]:
-        """Yield those about a figure."""
+        """Yield the constraints on a property or figure."""
         return (rule for rule in self.constraints if rule.name == name)

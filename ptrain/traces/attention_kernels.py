@@ -1,9 +1,9 @@
-"""Make the table of attention's kernels on GPUs: which one torch chooses and what it keeps beside
-its output; and run a CPU's in their place.
+"""Make the table of GPU attention kernels: the kernel that torch chooses, and the bytes that it
+saves next to its output. Also apply the table when a trace runs on a CPU.
 
-torch is asked in a process that believes in a GPU (`rooms.pretence`), per compute capability and
-version of torch, for every head_dim that is a multiple of 8: others are padded, operator by
-operator, before the kernel. For one token alone torch may choose another kernel.
+torch's choice is read in a process that pretends to have a GPU (`rooms.pretence`), per compute
+capability and torch version, for every head_dim that is a multiple of 8. Other head dims are padded
+by separate operators before the kernel. For a single token torch may choose another kernel.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ from ptrain.traces.settings import Make
 
 
 def kernels_for(spec: Spec) -> AbstractContextManager[UnknownKernels]:
-    """Return a context within which a processor allocates what the spec's devices do, as far as it
-    is known (`derivation.attention`)."""
+    """Return a context in which a CPU allocates as the spec's devices do, if the table has their
+    kernels."""
     return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_Kept(capability(spec)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What attention keeps on GPUs of a compute capability; without one it keeps what a
-    processor's does, and a warning says what is not counted."""
+    """The attention facts for GPUs of compute capability `sm`.
+
+    Without one, attention saves the tensors of the CPU kernel, and a warning names the bytes that
+    are not counted.
+    """
 
     sm: int | None
 
@@ -62,6 +65,7 @@ class _Kept:
 
 
 def _attention(call: AttentionCall) -> FusedAttention | None:
+    """Return the key of a call in the table; None for dtypes without kernels."""
     if call.dtype not in DTYPE_NAMES:
         return None
     return FusedAttention(
@@ -80,12 +84,12 @@ BATCH, HEADS = 3, 5
 SEQUENCES = (2, 33, 77, 1000, 1024)
 Choice = tuple[str, int, str, str, list[list[int]]]
 _OPERATOR = "aten::_scaled_dot_product_"
-_MATH = "math"  # operator by operator: there is no kernel
+_MATH = "math"  # torch's name for attention operator by operator, without a kernel
 
 
 class _KernelWatch(OperatorMode):
-    """Sees which kernel runs and the storages on the device that it gives behind its output, in
-    bytes."""
+    """The mode that records the attention kernel that runs, and the bytes of the other outputs on
+    the GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +108,7 @@ class _KernelWatch(OperatorMode):
 def _kernel_of(
     dtype: DType, head_dim: int, sequence: int, *, drops: bool, is_grouped: bool = False
 ) -> tuple[str, list[int]]:
+    """Return the kernel that torch chooses for a call, and the bytes of each other output."""
     query, key, value = (
         torch.empty(
             (BATCH, heads, sequence, head_dim),
@@ -126,9 +131,11 @@ def _kernel_of(
 
 
 def choices() -> Iterator[Choice]:
-    """Yield, in a process that believes in a GPU: the name of a row, a head_dim, its kernel, what
-    takes its place where keys have fewer heads, and by sequence what the kernel keeps beside its
-    output."""
+    """Yield the kernels that torch chooses, in a process that pretends to have a GPU.
+
+    Each entry has the row of the table, head_dim, the kernel, the kernel for fewer key heads, and
+    for each sequence length the bytes of the other outputs.
+    """
     for dtype, drops in itertools.product(DTYPES, (False, True)):
         for head_dim in range(HEAD_DIM_MULTIPLE, WIDEST + 1, HEAD_DIM_MULTIPLE):
             answers = [_kernel_of(dtype, head_dim, length, drops=drops) for length in SEQUENCES]
@@ -142,7 +149,8 @@ def choices() -> Iterator[Choice]:
 
 
 def table() -> Table:
-    """Return the table of every compute capability: the archive's, with this torch's choice."""
+    """Return the table for every compute capability: the archived one, updated for this torch
+    version."""
     kernels: dict[str, list[int]] = {}
     choice: dict[str, dict[str, list[list[object]]]] = {}
     ungrouped: set[str] = set()
@@ -171,16 +179,21 @@ def table() -> Table:
 
 
 def _beside_others(key: str, answer: object, kernels: dict[str, list[int]]) -> dict[str, object]:
-    """This torch's answer beside those that stand in the archive, of torches that kernels keep the
-    same with."""
+    """Return this torch version's answer together with the answers of archived versions.
+
+    All versions must save the same bytes per kernel.
+    """
     there = archive.table(TablePart.KERNEL, "attention")
     assert there["kernels"] == kernels, "kernels save different tensors in this version of torch"
     return {**there[key], torch_minor(): answer}
 
 
 def _statistics(by_sequence: list[list[int]]) -> tuple[int, int]:
-    """(rows of which there is a multiple, bytes beside them): one fp32 a row, batch and head, and
-    what does not depend on these."""
+    """Return the row padding and the extra bytes of a kernel's saved statistics.
+
+    A kernel saves one fp32 number per row, head and sample, with rows padded to a multiple, and a
+    number of bytes that depends on none of these.
+    """
     of_rows = [sizes[0] // (4 * BATCH * HEADS) for sizes in by_sequence]
     multiple = next(
         n for n in (1, 8, 16, 32, 64, 128)
@@ -191,6 +204,7 @@ def _statistics(by_sequence: list[list[int]]) -> tuple[int, int]:
 
 
 def _of_capability(sm: int) -> list[Choice]:
+    """Return the entries of `choices` for one compute capability, from a subprocess."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         if pretence.run(["-m", __name__, str(answer)], sm):
@@ -200,7 +214,7 @@ def _of_capability(sm: int) -> list[Choice]:
 
 
 def tables() -> Iterator[tuple[str, Make]]:
-    """Yield what makes the table, where CUDA's kernels can be asked."""
+    """Yield the table's name and the function that makes it, if CUDA's operators are available."""
     if pretence.lacking() is None:
         yield "attention", partial(table)
 

@@ -1,13 +1,14 @@
 """Make the tables of a built-in model's passes (of the full model and of its first, a middle and
-its last stage) and of one block by how its activations are kept.
+its last stage), and of one block by its way to keep activations.
 
-A trace at prime dimensions is encoded as sizes in a table and events by layers. Events are as short
-as possible: they keep only how high the allocation rises and ends, for all sizes. A pass over one
-layer is `only`; over three it is `begin`, `block` and `end`, and over more the block repeats, which
-is checked with four layers. Each is written as segments: what is ahead of the layer's boundaries,
-the layer, and what is behind it, so that a block is written once wherever it does the same.
-Operators are of the same traces (`settings.WorkWriter`): those of a block stand in its table, those
-in front of the blocks and behind them in the table of passes.
+A trace at prime dimensions is encoded as a table of sizes and lists of events by layer. Event lists
+are as short as possible: they keep only the peaks and the final level of allocation, for any sizes.
+A pass over one layer is stored as `only`, a pass over three as `begin`, `block` and `end`. In
+passes over more layers the block repeats, which is checked with four layers. Each of these is
+stored as segments: before the layer's boundaries, the layer, and after it. Segments are shared, so
+a block is stored once if it is the same everywhere. Computation comes from the same traces
+(`settings.WorkWriter`). The table of blocks has the computation of a block; the table of passes has
+that before and after the blocks.
 """
 
 from __future__ import annotations
@@ -50,12 +51,15 @@ from ptrain.traces.settings import (
 
 _SIGNS = {mark: sign for sign, mark in MARKS.items()}
 _OWN_MARKS = [f"{sign}*" for sign in MARKS]
-_OTHER = re.compile(r"blocks\.(?!\*)|\*\d")  # a block's name that is not the layer's
+_OTHER = re.compile(r"blocks\.(?!\*)|\*\d")  # the name of another block than the current layer's
 
 
 class CodedTrace:
-    """A recording, and others of wider dtypes, whose sizes tell which of its own follow the compute
-    dtype. `values` are the primes of its dimensions."""
+    """A recording whose sizes are encoded, with recordings in wider dtypes for comparison.
+
+    A size that doubles with the dtype follows the compute dtype. `values` are the primes of the
+    dimensions.
+    """
 
     def __init__(
         self,
@@ -65,13 +69,13 @@ class CodedTrace:
         writer: TableWriter,
     ) -> None:
         self.recording, *self._wider = recordings
-        self.widest = recordings[-1]  # whose operators tell fp32 from the compute dtype
+        self.widest = recordings[-1]  # its compute dtype differs from fp32
         self.units, self.values, self.writer = units, values, writer
         for other in self._wider:
             assert _course(self.recording) == _course(other), "operators depend on the dtype"
 
     def size(self, storage: int) -> int:
-        """Return the number of a storage's size."""
+        """Return the number of a storage's size in the table."""
         size = self.recording.sizes[storage]
         wider = [other.sizes[storage] for other in self._wider]
         assert all(other in (size, 2 * size) for other in wider), (
@@ -85,7 +89,7 @@ class CodedTrace:
         )
 
     def coded(self, events: Iterable[Event], layer: int) -> Coded:
-        """Return a layer's events as JSON, as short as they can be; `*` stands for its index."""
+        """Return a layer's events as JSON in the shortest form; `*` replaces the layer's index."""
         ordered = events if self.recording.output is None else _sorted(events)
         written = self.in_full(ordered, f"blocks.{layer}")
         names = [event[0] if isinstance(event, list) else event for event in written]
@@ -94,10 +98,11 @@ class CodedTrace:
         return _shortest(written)
 
     def in_full(self, events: Iterable[Event], layer: str = "") -> Coded:
-        """Return events as JSON, every one of them."""
+        """Return all events as JSON, without shortening."""
         return [self._coded(event, layer) for event in events]
 
     def _coded(self, event: Event, layer: str) -> object:
+        """Return one event as JSON."""
         match event:
             case Born(storage):
                 return self.size(storage) + 1
@@ -112,12 +117,14 @@ class CodedTrace:
                 return [name, self.size(storage), int(cloned)]
 
     def layers(self, name: str) -> list[Coded]:
-        """Return a pass layer by layer, in its own order: what comes before the first is the
-        first's, what comes after the last the last's."""
+        """Return a pass by layer, in its order.
+
+        Events before the first layer belong to the first, events after the last layer to the last.
+        """
         return [self.coded(events, layer) for layer, events in self.split(name)]
 
     def split(self, name: str) -> list[tuple[int, Sequence[Event]]]:
-        """Return the events of a pass by layer."""
+        """Return the layers of a pass with their events."""
         events = self.recording.passes[name]
         blocks = {int(unit[0].split(".")[1]): place for place, unit in enumerate(self.units)
                   if unit[0].startswith("blocks.") and unit[0].count(".") == 1}  # fmt: skip
@@ -125,14 +132,14 @@ class CodedTrace:
         names, numbers = zip(*((f"blocks.{n}", blocks[n]) for n in sorted(blocks)), strict=True)
         bounds = layer_bounds(name, events, numbers, names)
         assert bounds is not None, "the layers do not run one after the other"
-        is_end = name == "weight"  # its bounds are last events of layers
+        is_end = name == "weight"  # its bounds are the last events of layers, not the first ones
         starts = [0, *(place + is_end for place in bounds[1:-1])]
         spans = zip(layers, starts, [*starts[1:], len(events)], strict=True)
         return [(layer, events[start:end]) for layer, start, end in spans]
 
 
 def _course(recording: Recording) -> list[object]:
-    """What traces of one model have in common whatever its dtype."""
+    """Return the part of a recording that does not depend on the dtype."""
     return [
         (event.id, event.operator) if isinstance(event, Born) else event
         for events in recording.passes.values()
@@ -141,8 +148,11 @@ def _course(recording: Recording) -> list[object]:
 
 
 def _sorted(events: Iterable[Event]) -> Iterator[Event]:
-    """Gradients that are complete at once are in the order of their names: in a stage's passes,
-    which autograd runs for their gradients, they have none of their own."""
+    """Yield events, with gradients that complete together in the order of their names.
+
+    Autograd runs a stage's backward for given inputs and parameters, where gradients have no fixed
+    order.
+    """
     for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Completion)):
         together = list(group)
         if is_complete:
@@ -151,8 +161,10 @@ def _sorted(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def _shortest(events: Sequence[object]) -> Coded:
-    """Events that rise as high and end as high, whatever the sizes: between two boundaries only
-    levels count that no other one contains."""
+    """Return events with the same peaks and end level for any sizes.
+
+    Between two boundaries only levels that no other level contains are kept.
+    """
     shortened: Coded = []
     for is_size, group in itertools.groupby(events, lambda event: isinstance(event, int)):
         together = list(group)
@@ -161,7 +173,7 @@ def _shortest(events: Sequence[object]) -> Coded:
 
 
 def _highest(deltas: Sequence[int]) -> Iterator[int]:
-    """Signed numbers of sizes; what is freed on the way to the next level goes first."""
+    """Yield the size changes between the kept levels; frees come before allocations."""
     levels = [Counter[int]()]
     for delta in deltas:
         level = Counter(levels[-1])
@@ -180,10 +192,12 @@ def _highest(deltas: Sequence[int]) -> Iterator[int]:
 
 
 def _contains(other: Counter[int], level: Counter[int]) -> bool:
+    """Return True if a level has at least as many storages of each size as another."""
     return all(other[number] >= level[number] for number in {*other, *level})
 
 
 def _between(now: Counter[int], then: Counter[int]) -> Iterator[int]:
+    """Yield the frees, then the allocations that lead from one level to another."""
     change = {number: then[number] - now[number] for number in sorted({*now, *then})}
     for number, more in change.items():
         yield from [-number] * -more
@@ -191,20 +205,22 @@ def _between(now: Counter[int], then: Counter[int]) -> Iterator[int]:
         yield from [number] * more
 
 
-FEW = 3  # layers: with as many, begin, block and end are all there
+FEW = 3  # layers: the fewest with begin, block and end
 _STAGES = (Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
 def segments(part: Coded) -> Iterator[Coded]:
-    """Yield what is ahead of a layer's boundaries, the layer, and what is behind it; the half of
-    the weights has none."""
+    """Yield the segments of a layer's events: before its boundaries, the layer, and after it.
+
+    The weight half has no boundaries and is one segment.
+    """
     own = [place for place, event in enumerate(part) if event in _OWN_MARKS]
     bounds = [0, own[0], own[-1] + 1, len(part)] if own else [0, len(part)]
     yield from (part[start:end] for start, end in itertools.pairwise(bounds) if start < end)
 
 
 class PassTable:
-    """One table in the making."""
+    """A table of passes under construction."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
@@ -218,16 +234,18 @@ class PassTable:
         works: dict[str, object] = {}
         for place in Place:
             few = self._traces(place, 1)
-            # of a whole model two blocks between the ends are compared
+            # a full model has one more layer, so that two inner blocks are compared
             many = self._traces(place, several + (place is Place.ALONE))
             content[place] = self._place(few, many)
             works |= self._works(place, few)
         return self.writer.table(**content, work=self.works.table(**works))
 
     def _traces(self, place: Place, layers: int) -> list[CodedTrace]:
+        """Return the traces of a place; a stage has several passes."""
         return [self.alone(layers)] if place is Place.ALONE else self.stage(place, layers)
 
     def _place(self, few: list[CodedTrace], many: list[CodedTrace]) -> dict[str, object]:
+        """Return the entry of one place in the table."""
         less, more = (
             {name: trace.layers(name) for trace in traces for name in trace.recording.passes}
             for traces in (few, many)
@@ -239,13 +257,16 @@ class PassTable:
         return {**passes, "output": whole.size(whole.recording.output)}
 
     def _parts(self, few: Sequence[Coded], many: Sequence[Coded]) -> list[list[int]]:
+        """Return the segments' numbers of `only`, `begin`, `block` and `end`."""
         (only,), (begin, *blocks, end) = few, many
         written = only, begin, alike(blocks), end
         return [[*map(self.writer.part, segments(part))] for part in written]
 
     def _works(self, place: Place, few: list[CodedTrace]) -> dict[str, object]:
-        """Return what is computed in front of the blocks and behind them. Stages compute what an
-        untied model does; `halves` are those of a last stage."""
+        """Return the computation before and after the blocks.
+
+        Stages compute the same as an untied full model, except the halves of a last stage.
+        """
         works = works_by_layer(few[-1])
         if place is Place.ALONE:
             passes = {"front": works.front, "behind": works.behind}
@@ -258,7 +279,7 @@ class PassTable:
     def alone(
         self, layers: int, attention: Attention = Attention.SDPA, kept: Kept = PLAIN
     ) -> CodedTrace:
-        """Return the trace of a whole model of so many layers, which keep activations so."""
+        """Return the trace of a full model with this attention and way to keep activations."""
         shape = replace(self.setting.shape, attention=attention, layers=layers)
         setting = replace(self.setting, shape=shape)
         units = smallest_units(setting)
@@ -270,7 +291,7 @@ class PassTable:
         return CodedTrace(recordings, units, self.values, self.writer)
 
     def stage(self, place: Place, layers: int) -> list[CodedTrace]:
-        """Return the passes of a stage of so many layers, and but for the first one its halves."""
+        """Return the traces of a stage: full backward, and halves except for the first stage."""
         counts = tuple(layers if other is place else 1 for other in _STAGES)
         setting = replace(self.setting, shape=replace(self.setting.shape, layers=sum(counts)))
         cuts, index = cuts_of(setting, counts), _STAGES.index(place)
@@ -290,8 +311,10 @@ class PassTable:
 
 
 def _saved(trace: CodedTrace) -> dict[str, Coded]:
-    """What forward leaves for backward, by operator and size's number: in front of the blocks, in
-    each of them and behind them."""
+    """Return the storages that forward leaves for backward: before, in and after the blocks.
+
+    Entries are the allocating operator and the number of the size.
+    """
     alive = set(trace.recording.saved)
     layers = [
         [
@@ -311,7 +334,7 @@ def _saved(trace: CodedTrace) -> dict[str, Coded]:
 
 
 def works_by_layer(trace: CodedTrace) -> LayerWorks:
-    """Return what a trace computed by layer, in front of them and behind."""
+    """Return the computation of a trace by layer."""
     blocks = [
         unit for (unit,) in trace.units if unit.startswith("blocks.") and unit.count(".") == 1
     ]
@@ -321,13 +344,13 @@ def works_by_layer(trace: CodedTrace) -> LayerWorks:
 
 
 ATTENTIONS = (Attention.SDPA, Attention.EAGER)
-LAYERS = 4  # one in front of what repeats, two that do, and the last one
+LAYERS = 4  # the first, two that repeat, and the last
 
 Did = TypeVar("Did")
 
 
 class BlockTable:
-    """One table in the making: events and operators of a block, of the same traces."""
+    """A table of blocks under construction; events and computation come from the same traces."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
@@ -335,8 +358,7 @@ class BlockTable:
         self.writer, self.works = self.traces.writer, self.traces.works
 
     def build(self) -> dict[str, object]:
-        """Return the table as JSON. Tables know the halves of a plain block's backward pass
-        alone."""
+        """Return the table as JSON. Backward halves are stored for plain blocks only."""
         content: dict[str, dict[str, object]] = {attention.value: {} for attention in ATTENTIONS}
         works: dict[str, Any] = {attention.value: {} for attention in ATTENTIONS}
         for attention, (name, kept) in itertools.product(ATTENTIONS, VARIANTS):
@@ -346,13 +368,14 @@ class BlockTable:
                 passes = self.works.passes(alike(works_by_layer(trace).layers))
                 works[attention.value][name] = passes
         *_, halves = self.traces.stage(Place.MIDDLE, FEW)
-        # The half of the weights has no boundaries: what one layer has left there is done when
-        # the next one is, so that of three the middle one does as much as each.
+        # The weight half has no boundaries, so work of one layer may be recorded with the next.
+        # With three layers the middle one has the work of exactly one.
         _, middle, _ = works_by_layer(halves).layers
         works["halves"] = self.works.passes(middle)
         return self.writer.table(**content, work=self.works.table(**works))
 
     def _events(self, trace: CodedTrace) -> dict[str, object]:
+        """Return the events of a block, and the storages that it saves and moves."""
         return {
             "forward": self.writer.part(alike(trace.layers("forward")[1:-1])),
             "backward": self.writer.part(alike(trace.layers("backward")[1:-1])),
@@ -363,28 +386,30 @@ class BlockTable:
 
 
 def alike(layers: Sequence[Did]) -> Did:
-    """What each of these layers does."""
+    """Return the common entry of layers that must be equal."""
     first, *others = layers
     assert all(other == first for other in others), "the blocks do not repeat"
     return first
 
 
 def _entered(trace: CodedTrace, block: int) -> int:
-    """The place in forward where a block is entered."""
+    """Return the index in forward at which a block starts."""
     unit = trace.units.index((f"blocks.{block}",))
     return trace.recording.forward.index(Boundary(Mark.ENTER, unit))
 
 
 def _moved(trace: CodedTrace) -> Coded:
-    """The sizes of the storages that one block's forward takes off the device."""
+    """Return the sizes of the storages that a block's forward moves off the device."""
     counts = Counter(trace.size(number) for number, _ in trace.recording.moved)
     assert all(times % LAYERS == 0 for times in counts.values()), "the blocks do not repeat"
     return [size for size, times in counts.items() for _ in range(times // LAYERS)]
 
 
 def _saved_of_block(trace: CodedTrace) -> Coded:
-    """What the first block leaves on the device, by operator: its output, which is the next one's
-    input, stands for its own input."""
+    """Return the storages that the first block leaves on the device, by operator and size.
+
+    Its output, the input of the next block, is counted in place of its input.
+    """
     alive, events = set(trace.recording.saved), trace.recording.forward
     end = events.index(Boundary(Mark.LEAVE, trace.units.index(("blocks.0",))))
     return [
@@ -395,8 +420,10 @@ def _saved_of_block(trace: CodedTrace) -> Coded:
 
 
 def frees_input(trace: CodedTrace) -> bool:
-    """Whether a block's input is gone when the next block begins: what the second one frees of what
-    was there before it."""
+    """Return True if a block's input is freed before the next block starts.
+
+    Seen at the second block: it then frees one storage that is older than the block.
+    """
     events, start, end = trace.recording.forward, _entered(trace, 1), _entered(trace, 2)
     older = {event.id for event in events[:start] if isinstance(event, Born)}
     freed = [event for event in events[start:end] if isinstance(event, Died) and event.id in older]

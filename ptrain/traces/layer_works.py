@@ -1,5 +1,4 @@
-"""What a recording says that each layer computed, the front of a model before its layers and what
-is behind them."""
+"""The computation of a recording by layer: before the layers, in each of them, and after them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ Units = Sequence[tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWorks:
-    """By pass, `front` before the first layer, by layer and `behind` the last one."""
+    """Computation by pass: before the first layer (`front`), per layer, and after the last
+    (`behind`)."""
 
     front: dict[str, Computed] = field(default_factory=dict)
     layers: tuple[dict[str, Computed], ...] = ()
@@ -36,8 +36,11 @@ class LayerWorks:
 
 
 def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> LayerWorks | None:
-    """Return what a recording computed by layer; None where its boundaries do not tell the layers
-    apart: where a block is no unit, or is not run once, in its turn."""
+    """Return the computation of a recording by layer.
+
+    Returns None if the recording's boundaries do not separate the layers: a block is no wrap unit,
+    or does not run exactly once and in order.
+    """
     places = {modules: place for place, modules in enumerate(units)}
     numbers = [places.get((block,)) for block in blocks]
     if not numbers or None in numbers:
@@ -62,15 +65,25 @@ def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> Layer
 def work_of(
     units: Units, blocks: Sequence[str], whole: Recording, halves: Recording | None = None
 ) -> WorkByKind | None:
-    """Return what a model or a stage computed; where its layers cannot be told apart the first of
-    them bears it all, of no layers the front. `halves`: the same micro-batch with its backward pass
-    in halves. None where an operator does not say what it computes."""
+    """Return the computation of a model or stage, by kind of operator.
+
+    Args:
+        units: Module names of the wrap units.
+        blocks: Names of the layers.
+        whole: Recording with full backward passes.
+        halves: Recording of the same micro-batch with the backward pass in halves, if any.
+
+    Returns:
+        The work. If layers cannot be separated, the first layer has all of it; without layers
+            `front` has. None if an operator's computation is unknown.
+    """
     return None if whole.is_opaque else WorkByKind.of(_model_work(units, blocks, whole, halves))
 
 
 def _model_work(
     units: Units, blocks: Sequence[str], whole: Recording, halves: Recording | None
 ) -> ModelWork:
+    """Return the work by layer."""
     works = by_layer(whole, units, blocks)
     in_halves = None if halves is None else by_layer(halves, units, blocks)
     if works is None or (halves is not None and in_halves is None):
@@ -93,6 +106,7 @@ def _parts(works: LayerWorks) -> tuple[dict[str, Computed], ...]:
 
 
 def _undivided(layers: int, whole: Recording, halves: Recording | None) -> ModelWork:
+    """Return the work of recordings whose layers cannot be separated."""
     all_of_it = _layer_work(_by_pass(whole), _by_pass(halves) if halves else {})
     nothing = LayerWork(forward=(), backward=())
     if not layers:
@@ -115,8 +129,7 @@ def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> Laye
 
 
 def pass_work(computed: Computed) -> PassWork:
-    """Return the operators of a pass, equal ones in a row as one, and behind them all that only
-    look."""
+    """Return the operators of a pass, with equal consecutive ones merged and views last."""
 
     def entry(group: WorkGroup) -> Operator | InnerCollective:
         operator = group.what.operator
@@ -129,8 +142,10 @@ def pass_work(computed: Computed) -> PassWork:
 
 @dataclass(frozen=True, slots=True)
 class WorkGroup:
-    """What was computed so many `times` in a row. `beside`: of what is sent, how many groups behind
-    it run before it is awaited."""
+    """One operator or collective with its number of consecutive runs.
+
+    `beside`: for a collective, the number of later groups that run before it is awaited.
+    """
 
     what: OperatorSizes | SentTensor
     times: int = 1
@@ -138,8 +153,10 @@ class WorkGroup:
 
 
 def grouped(computed: Computed) -> list[WorkGroup]:
-    """Return what was computed, alike in a row as one. What is on its way beside some of it parts
-    what is ahead of its arrival from what is behind it."""
+    """Return the works of a pass, with equal consecutive ones merged and views last.
+
+    A collective in flight splits groups, so that its overlap ends at a group boundary.
+    """
     awaited = _arrivals(computed)
     edges = sorted(awaited.values())
 
@@ -160,7 +177,7 @@ def grouped(computed: Computed) -> list[WorkGroup]:
 
 
 def _arrivals(computed: Computed) -> dict[int, int]:
-    """Return by the place of what is awaited later, without views, that of what awaits it."""
+    """Return for each awaited collective the index at which it is awaited; indices skip views."""
     places = [*accumulate((not _is_view(what) for what in computed), initial=0)]
     return {
         places[number]: places[min(number + 1 + what.beside, len(computed))]
@@ -170,8 +187,10 @@ def _arrivals(computed: Computed) -> dict[int, int]:
 
 
 def views_last(computed: Computed) -> Computed:
-    """Return what was computed with views behind it: when they come changes nothing, and one behind
-    the other they are one entry."""
+    """Return the works with views moved to the end, where they merge into one entry.
+
+    The order of views does not matter, because they run no kernel.
+    """
     return sorted(computed, key=_is_view)
 
 
@@ -182,9 +201,12 @@ def _is_view(what: OperatorSizes | SentTensor) -> bool:
 def layer_bounds(
     name: str, events: Sequence[Event], numbers: Sequence[int], blocks: Sequence[str]
 ) -> list[int] | None:
-    """Return the place of the event with which each layer begins and that with which the last one
-    ends, in the pass's own order. The half of the weights has no boundaries: there a layer ends
-    with its last gradient, and none is in front of the first."""
+    """Return the event index at which each layer starts, and the one at which the last layer ends.
+
+    Indices are in the order of the pass; None if layers do not run once and in order. The weight
+    half has no boundaries. There a layer ends with its last gradient, and nothing comes before the
+    first layer.
+    """
     if name == "weight":
         ends = [_last_gradient(events, f"{block}.") for block in blocks]
         bounds = [-1, *ends]
@@ -205,6 +227,7 @@ def layer_bounds(
 
 
 def _last_gradient(events: Sequence[Event], prefix: str) -> int:
+    """Return the index of the last gradient of parameters with this prefix, or -1."""
     return max(
         (
             place

@@ -1,10 +1,10 @@
-"""Run one micro-batch of a model, or of one of its stages, and record every storage that operators
-allocate and free, and what they compute and send.
+"""Run one micro-batch of a model or stage, and record all allocations and frees of operators, and
+their computation and communication.
 
-The passes of a stage run one by one, as a pipeline runs them: forward, then backward whole or in
-two halves. Inputs (hidden states, the output's gradient) are alive before a pass and outputs after
-it; for how long is up to the schedule. Hooks record where units begin and end, and which values of
-a tensor are read by Python or NumPy without an operator.
+The passes of a stage run one by one, as in a pipeline: forward, then backward in full or in two
+halves. Inputs (hidden states, the output's gradient) are alive before a pass, and outputs after it;
+their lifetime is up to the schedule. Hooks record where units start and end, and reads of tensor
+values by Python or NumPy without an operator.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ _COPIES = ("clone", "new_empty_strided", "empty_strided")
 
 
 class Recorder(Ledger):
-    """A ledger that writes down what it sees of `model`; storages get running numbers. `inputs`
-    lived before, as the model's own tensors did. `extent`: how much is selected by data."""
+    """The ledger that records the events of `model`, with storages numbered in order.
+
+    The model's tensors and `inputs` exist before the recording and have no events. `extent` sets
+    the number of elements that data-dependent operators select.
+    """
 
     def __init__(
         self, model: nn.Module, inputs: Sequence[Tensor], extent: Extent = Extent.GIVEN
@@ -57,15 +60,17 @@ class Recorder(Ledger):
         self._passes: dict[str, tuple[Event, ...]] = {}
         self._sizes: dict[int, int] = {}
         self._moved: list[tuple[int, str]] = []
-        self._works: list[tuple[int, OperatorWork]] = []  # of the pass that runs
+        self._works: list[tuple[int, OperatorWork]] = []  # of the current pass
         self._works_of: dict[str, Works] = {}
         self._draws = self._is_opaque = False
-        self._under_way: dict[int, int] = {}  # messages among works, by where they arrive
+        self._under_way: dict[
+            int, int
+        ] = {}  # index in `_works` of collectives in flight, by storage of the result
         self._statistics: set[int] = set()
-        self._of_call = 0  # storages that the present operator gave birth to
+        self._of_call = 0  # storages allocated by the current operator
         self._ids: dict[int, int] = {}
         self._newborn: int | None = None
-        self._accumulated: dict[int, str] = {}  # parameters by their gradient's storage
+        self._accumulated: dict[int, str] = {}  # parameter name by storage of its gradient
         self._added: dict[int, str] = {}
         self._hooks = ExitStack()
         watch = watching(model.named_modules(), is_first=True)
@@ -76,7 +81,7 @@ class Recorder(Ledger):
             self.selection.depends_on(local(tensor))
 
     def accumulates(self, name: str, gradient: Tensor) -> None:
-        """Whatever is added to this tensor from now on is the gradient of `name`."""
+        """Register the tensor to which gradients of the parameter `name` are added."""
         self.watch(gradient)
         self._accumulated[storage_of(gradient)._cdata] = name
 
@@ -85,6 +90,7 @@ class Recorder(Ledger):
         self._hooks.close()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and record its allocations and its computation."""
         is_kept = function is torch.ops.aten.add_.Tensor and self._note_addition(*args)
         self._settle()
         self._draws |= draws(function)
@@ -92,22 +98,25 @@ class Recorder(Ledger):
         self.selection.before(function, args, self._running[-1] if self._running else "")
         result = super().operator(function, args, kwargs)
         self.selection.after(function, (args, kwargs), result)
-        if not is_kept:  # whether gradients are added up is the wrap's
+        if not is_kept:  # gradient accumulation depends on the wrapper
             self._note_work(function, args, kwargs, result)
         return result
 
     def _note_addition(self, to: Tensor, added: object, *_: Any) -> bool:
-        """Note what is added to a gradient; False of any other sum."""
+        """Record an addition to a registered gradient; return False for any other sum."""
         name = self._accumulated.get(storage_of(to)._cdata)
-        if name is not None and isinstance(added, Tensor):  # a number where nothing is a gradient
+        if name is not None and isinstance(
+            added, Tensor
+        ):  # a plain number is added if there is no gradient
             number = self._ids.get(storage_of(added)._cdata)
             if number is not None:
                 self._added[number] = name
         return name is not None
 
     def _note_work(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record the computation or collective of an operator."""
         if any(tier_of(storage_of(x)) is not Tier.DEVICE for x in tensors_of(args)):
-            return  # a copy between tiers, which is counted as moved
+            return  # a copy between tiers, recorded as moved
         self._is_opaque |= is_opaque(function)
         exchange = sent(function, args, result)
         computed = [exchange] if exchange else sizes_of(function, args, kwargs, result)
@@ -119,9 +128,11 @@ class Recorder(Ledger):
             self._under_way[storage_of(result)._cdata] = len(self._works) - 1
 
     def _see_arrivals(self, given: Any, result: Any, *, is_awaited: bool) -> None:
-        """A message or an exchange that an operator reads or awaits is there. A message of fake
-        tensors is awaited at once, and not where a run awaits it: there the first operator tells
-        that reads it."""
+        """Record the overlap of collectives that an operator reads or awaits.
+
+        Under fake tensors a message is awaited immediately, not where a run awaits it. For such a
+        message the first operator that reads it counts as the wait.
+        """
         for key in [storage_of(tensor)._cdata for tensor in tensors_of(given)]:
             if (number := self._under_way.get(key)) is None:
                 continue
@@ -135,14 +146,18 @@ class Recorder(Ledger):
             self._under_way = {own: n for own, n in self._under_way.items() if n != number}
 
     def _when(self) -> When:
-        # A module that runs within backward runs again. (Whether gradients are on does not tell: a
-        # collective within autograd runs without.)
+        """Return the pass of an operator."""
+        # A module that runs within backward is recomputed. Grad mode would not show this, because
+        # collectives inside autograd functions run without gradients.
         if self._running and runs_again():
             return When.AGAIN
         return When.BACKWARD if runs_again() else When.FORWARD
 
     def _settle(self) -> None:
-        """A storage is tagged after its birth, before anything is done with it."""
+        """Replace the birth of a storage off the device by a record in `_moved`.
+
+        A storage gets its tier after it is allocated, but before the next operator.
+        """
         key, self._newborn = self._newborn, None
         storage = self._references[key]() if key in self._references else None
         if key is None or storage is None or (tier := tier_of(storage)) is Tier.DEVICE:
@@ -165,13 +180,14 @@ class Recorder(Ledger):
         raise RuntimeError("the model resized a storage, so it cannot be traced")
 
     def died(self, key: int, size: int) -> None:
+        """Record the free of a storage."""
         self.selection.forget(key)
-        self._under_way.pop(key, None)  # nobody reads it
+        self._under_way.pop(key, None)  # it was never read
         if key in self._ids:
             self.events.append(Died(self._ids.pop(key)))
 
     def complete(self, name: str, gradient: Tensor) -> None:
-        """Called when `name`'s gradient is in place."""
+        """Record that the gradient of `name` is complete; called by a hook."""
         number = self._ids[storage_of(gradient)._cdata]
         places = reversed(range(len(self.events)))
         place, last = next((p, e) for p in places if isinstance(e := self.events[p], Born))
@@ -179,20 +195,20 @@ class Recorder(Ledger):
         freed: tuple[int, ...] = ()
         if cloned:
             freed = tuple(event.id for event in self.events[place:] if isinstance(event, Died))
-            del self.events[place]  # whether there is a copy depends on who keeps gradients
+            del self.events[place]  # if a copy is made depends on other references to the gradient
         self.events.append(Completion(name, number, cloned, freed))
 
     def end(self, name: str) -> None:
-        """Called when a pass is over: what happened since the one before it is its own."""
+        """Assign the events since the last pass to this pass."""
         self._passes[name] = tuple(self.events[self._done() :])
         self._works_of[name], self._works, self._under_way = tuple(self._works), [], {}
 
     def _done(self) -> int:
-        """How many events earlier passes have."""
+        """Return the number of events of completed passes."""
         return sum(map(len, self._passes.values()))
 
     def recording(self, output: Tensor | None = None) -> Recording:
-        """Return what happened in the passes; `output` is what a stage hands on."""
+        """Return the recording; `output` is the tensor that a stage sends to the next one."""
         passes = dict(self._passes)
         if "weight" in passes:
             passes["weight"] = _completed(passes["weight"], self._added)
@@ -210,21 +226,25 @@ class Recorder(Ledger):
 
 
 def draws(function: torch._ops.OpOverload) -> bool:
-    """Return whether an operator says that it draws random numbers. torch's fused attention could,
-    and where it drops something out on a processor it is not fused."""
+    """Return True if an operator draws random numbers.
+
+    torch's fused attention is tagged as random, but on a CPU attention with dropout is not fused.
+    """
     is_fused = function._schema.name.startswith(_ATTENTION)
     return torch.Tag.nondeterministic_seeded in function.tags and not is_fused
 
 
 def _is_attention(operator: str) -> bool:
-    """Fused attention's forward, by an operator's name; its backward returns gradients."""
+    """Return True for the forward operator of fused attention."""
     return operator.startswith(_ATTENTION) and not operator.endswith("_backward")
 
 
 def _completed(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event, ...]:
-    """The half of the weights, where gradients that would go as they are added stand alive instead.
-    What is left of the graph goes in the end, whatever the layer: behind the last allocation only
-    gradients are listed."""
+    """Return the events of the weight half with completed gradients instead of frees.
+
+    There gradients are freed as they are added to existing ones. The rest of the graph is freed at
+    the end, whatever the layer, so frees after the last allocation are left out.
+    """
     last = max(place for place, event in enumerate(events) if isinstance(event, Born))
     completed: list[Event] = []
     for place, event in enumerate(events):
@@ -235,12 +255,12 @@ def _completed(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event,
     return tuple(completed)
 
 
-_METHODS = ("tolist", "numpy")  # which `numpy.asarray` calls too
+_METHODS = ("tolist", "numpy")  # `numpy.asarray` calls them too
 
 
 @contextmanager
 def seeing_reads(note: Callable[[Tensor], None]) -> Iterator[None]:
-    """While entered, `note` is called with each tensor whose values are read so."""
+    """Temporarily call `note` with each tensor whose values Python reads by `_METHODS`."""
     inherited = [name for name in _METHODS if name not in vars(Tensor)]
     methods = {name: getattr(Tensor, name) for name in _METHODS}
     for name, method in methods.items():
@@ -256,6 +276,8 @@ def seeing_reads(note: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def _noted(method: Callable[..., Any], note: Callable[[Tensor], None]) -> Callable[..., Any]:
+    """Return a method that calls `note` first."""
+
     @wraps(method)
     def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         note(tensor)
@@ -265,17 +287,19 @@ def _noted(method: Callable[..., Any], note: Callable[[Tensor], None]) -> Callab
 
 
 class Notes(Protocol):
-    """What boundaries and gradients are written into, as a recorder is."""
+    """The interface that `Marker` writes boundaries and gradients to."""
 
     events: list[Any]
 
     def complete(self, name: str, gradient: Tensor) -> None:
-        """A gradient is in place."""
+        """Record that a gradient is complete."""
 
 
 class Marker:
-    """Hooks that write a unit's boundaries into a recorder, where FSDP2's hooks would run. What
-    runs again in backward has none."""
+    """The hooks that record the boundaries of units, where FSDP2's hooks would run.
+
+    Modules that are recomputed in backward have no boundaries.
+    """
 
     def __init__(self, recorder: Notes, model: nn.Module, units: Sequence[tuple[str, ...]]) -> None:
         self._recorder = recorder
@@ -298,7 +322,7 @@ class Marker:
                 self._hooks.callback(completed.remove)
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
+        """Remove the hooks from the model."""
         self._hooks.close()
 
     def _mark(self, mark: Mark, unit: int) -> None:
@@ -332,7 +356,8 @@ class Marker:
             self._mark(Mark.POST_BACKWARD, unit)
 
     def _finish(self) -> None:
-        """Units whose inputs need no gradient end with the backward pass, outer before inner."""
+        """Mark the end of units whose inputs need no gradient, outer before inner, after
+        backward."""
         for index in self._outer_first:
             self._end(index)
 
@@ -351,7 +376,7 @@ Units = Sequence[tuple[str, ...]]
 def _watching(
     module: nn.Module, units: Units, inputs: Sequence[Tensor], extent: Extent
 ) -> Iterator[Recorder]:
-    """A recorder of a module whose gradients are left empty."""
+    """Temporarily record a module; its gradients are cleared afterwards."""
     recorder = Recorder(module, inputs, extent)
     marker = Marker(recorder, module, units)
     try:
@@ -369,9 +394,15 @@ def record(
     *inputs: Tensor,
     extent: Extent = Extent.GIVEN,
 ) -> Recording:
-    """Run `run_forward() -> loss` and the backward pass of a whole model and return what they
-    allocated. The model's own tensors and `inputs` lived before and do not appear; its gradients
-    are left empty. `extent`: how much its operators select by data."""
+    """Run forward and backward of a full model, and return the recording.
+
+    Args:
+        model: The model; its gradients are cleared afterwards.
+        units: Module names of the wrap units.
+        run_forward: Runs forward and returns the loss.
+        inputs: Tensors that exist before the recording, as the model's tensors do.
+        extent: Number of elements that data-dependent operators select.
+    """
     with _watching(model, units, inputs, extent) as recorder:
         with recorder:
             loss = run_forward()
@@ -383,17 +414,17 @@ def record(
 
 
 class _Unread:
-    """Notes that nobody reads."""
+    """The `Notes` that are discarded."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
 
     def complete(self, name: str, gradient: Tensor) -> None:
-        """A gradient is in place."""
+        """Discard the gradient."""
 
 
 def run_unrecorded(model: nn.Module, units: Units, run_forward: Callable[[], Tensor]) -> None:
-    """Run the operators that `record` records; the model's gradients are left empty."""
+    """Run the operators that `record` records; the model's gradients are cleared afterwards."""
     marker = Marker(_Unread(), model, units)
     try:
         run_forward().backward()
@@ -404,10 +435,19 @@ def run_unrecorded(model: nn.Module, units: Units, run_forward: Callable[[], Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStage:
-    """What is traced: a stage's module, with what it takes and gets. `hidden` is what goes over a
-    boundary, which the first stage is not given; `samples` are the micro-batch's; `forward` runs
-    the stage, given the model to call; `loss` is the last stage's, whose forward pass runs in
-    `around`; `extent` how much operators select by data."""
+    """A pipeline stage to trace.
+
+    Attributes:
+        module: The stage's module.
+        units: Module names of its wrap units.
+        hidden: Hidden states as sent between stages; not passed to the first stage.
+        samples: The micro-batch.
+        is_first: True for the first stage.
+        forward: Runs the stage, given the model to call.
+        loss: Loss of the output; None except on the last stage.
+        around: Context in which forward runs.
+        extent: Number of elements that data-dependent operators select.
+    """
 
     module: nn.Module
     units: Units
@@ -421,8 +461,10 @@ class TracedStage:
 
 
 def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
-    """Run one micro-batch through the stage and return what each pass allocated; its gradients are
-    left empty. The first stage has no halves: nobody waits for a gradient of tokens."""
+    """Run one micro-batch through a stage, and return the recording; gradients are cleared.
+
+    `in_halves` splits backward. The first stage has no halves, because tokens need no gradient.
+    """
     gradient = stage.hidden.detach().clone()
     hidden = stage.hidden.detach().requires_grad_()
     given = (hidden, gradient, *stage.samples.tensors)
@@ -437,8 +479,8 @@ def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
 
 
 class _MicroBatch:
-    """A micro-batch on a stage. What the schedule keeps is kept here too, until the last pass is
-    over."""
+    """A micro-batch on a stage, which keeps tensors until the last pass ends, as the schedule
+    does."""
 
     def __init__(
         self, stage: TracedStage, recorder: Recorder, hidden: Tensor, gradient: Tensor
@@ -451,7 +493,7 @@ class _MicroBatch:
         self.loss: Tensor | None = None
 
     def fill_gradients(self) -> None:
-        """Give every parameter a gradient, to which that of the micro-batch is added."""
+        """Give every parameter a zero gradient, to which the micro-batch's gradient is added."""
         for name, parameter in self.stage.module.named_parameters():
             parameter.grad = torch.zeros_like(parameter)
             self.recorder.accumulates(name, parameter.grad)
@@ -484,8 +526,9 @@ class _MicroBatch:
         self.recorder.end("weight")
 
     def _root(self) -> tuple[Tensor, Tensor | None]:
+        """Return the tensor that backward starts from, and its gradient."""
         return (self.output, self.gradient) if self.loss is None else (self.loss, None)
 
     def _hand_on(self) -> None:
-        """What is left of the output is its bytes."""
+        """Release the graph of the output, but not its storage."""
         self.output = self.output.detach()

@@ -2,14 +2,16 @@
 `derivation.tables` reads.
 
 Settings are the built-in families at dimensions that are distinct primes, so that every size in
-bytes factors into one product of dimensions and a coefficient. Where operators are cut over tp, a
-rank's own dimensions are these primes, beside the whole vocabulary where it is no multiple of them.
+bytes factors into one product of dimensions and a coefficient. With operators sharded over tp, the
+rank's shard sizes are these primes, together with the full vocabulary if it is not a multiple of
+them.
 
-A table has `symbols`, `sizes` (flags, a coefficient, the symbols' exponents), and `parts`, lists of
-events that other places name by their numbers: n + 1 is a birth and -n - 1 a death of the size with
-number n, a text a boundary, a list a completed gradient with its parameter. Its `work` is a table
-of the same format of what was computed: parts are lists of `operators` by their numbers, and each
-is its kind or collective, its dtype (none: the compute dtype) and the numbers of its sizes.
+A table has `symbols`, `sizes` (flags, a coefficient, the symbols' exponents), and `parts`, which
+are lists of events that other entries refer to by number. In a part, n + 1 is an allocation and -n
+- 1 a free of size number n, a string is a boundary, and a list is a completed gradient with its
+parameter. Its `work` is a table in the same format for computation. There, parts are lists of
+numbers of `operators`, each with its kind or collective, its dtype (empty: the compute dtype) and
+the numbers of its sizes.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from ptrain.traces.layer_works import Computed, views_last
 from ptrain.traces.rank_part import RankPart, StageCuts
 
 Coded = list[object]  # events as JSON
-Make = Callable[[], dict[str, object]]  # a table, within seconds
+Make = Callable[[], dict[str, object]]  # makes a table within seconds
 
-_WIDTH = 4  # bytes of an element of what is traced first
+_WIDTH = 4  # bytes of an element in the first trace
 
 
 class TableWriter:
-    """A table in the making: sizes and parts are numbered as they come, equal ones once."""
+    """A table under construction, in which equal sizes and parts share a number."""
 
     def __init__(self, symbols: Sequence[str]) -> None:
         self.symbols = tuple(symbols)
@@ -64,8 +66,14 @@ class TableWriter:
         follows: bool,
         is_statistics: bool = False,
     ) -> int:
-        """Return the number of a size, which `follows` the compute dtype's or not. A symbol that
-        `values` lack is no factor."""
+        """Return the number of a size, which is added if it is new.
+
+        Args:
+            num_bytes: The size.
+            values: Primes of the dimensions; a symbol without a value is no factor.
+            follows: Whether the size follows the compute dtype.
+            is_statistics: Whether it holds statistics of fused attention.
+        """
         of_unit = num_bytes // _WIDTH if follows else num_bytes
         coefficient, exponents = factorised(of_unit, self.symbols, values)
         assert coefficient & (coefficient - 1) == 0, f"{num_bytes} bytes are not a single product"
@@ -73,12 +81,12 @@ class TableWriter:
         return self._sizes.setdefault((flags, coefficient, exponents), len(self._sizes))
 
     def part(self, events: Iterable[object]) -> int:
-        """Return the number of a part."""
+        """Return the number of a list of events, which is added if it is new."""
         text = json.dumps(list(events), separators=(",", ":"))
         return self._parts.setdefault(text, len(self._parts))
 
     def table(self, **content: object) -> dict[str, object]:
-        """Return the table as JSON, with what names its parts."""
+        """Return the table as JSON, with `content` that refers to its parts."""
         return {
             "torch": torch.__version__.split("+")[0],
             "symbols": list(self.symbols),
@@ -91,7 +99,7 @@ class TableWriter:
 def factorised(
     size: int, symbols: Iterable[str], values: Mapping[str, int]
 ) -> tuple[int, tuple[int, ...]]:
-    """Return coefficient and exponents; the coefficient is what no symbol's value divides."""
+    """Return coefficient and exponents of a size; no symbol's value divides the coefficient."""
     exponents = []
     for symbol in symbols:
         value, exponent = values.get(symbol, 0), 0
@@ -118,7 +126,7 @@ DTYPES = {DType.FP32: (torch.float32, torch.float64), DType.BF16: (torch.bfloat1
 
 @dataclass(frozen=True, slots=True)
 class CutKind:
-    """How operators are cut: what a table depends on beside the model's own choices."""
+    """A kind of tensor parallelism, on which tables depend in addition to the model."""
 
     is_sequence: bool = False
     is_saved_cut: bool = False
@@ -126,7 +134,7 @@ class CutKind:
     loss_parallel: bool = True
 
     def step(self, shape: ModelShape) -> Parallelize:
-        """Return the step of a plan that cuts a model of this shape so."""
+        """Return the plan step that shards a model of this shape."""
         return Parallelize(
             axis=Axis.TP,
             roles=roles_of(shape),
@@ -150,8 +158,10 @@ KINDS = tuple(
 
 
 def settings() -> Iterator[Setting]:
-    """Yield every setting, whole and with every kind of cut. A GPU keeps other tensors of dropout
-    than a processor does."""
+    """Yield every setting, unsharded and with every kind of tensor parallelism.
+
+    Models with dropout have a second setting for GPUs, which save other tensors of dropout.
+    """
     choices = itertools.product(Family, (False, True), (False, True), DTYPES, (BATCH, 1))
     for family, tied, special, compute, batch in choices:
         for kind in (None, *KINDS):
@@ -165,15 +175,17 @@ def settings() -> Iterator[Setting]:
 def of_shape(
     shape: ModelShape, kind: CutKind | None, *, compute: DType, batch: int, sequence: int
 ) -> Setting:
-    """Return the setting of a rank with so many tokens of a sample between the blocks."""
+    """Return a setting with `sequence` tokens per rank between the blocks."""
     own = Cut(step=kind.step(shape), degree=TP, index=0) if kind else None
     slices = TP if kind is not None and kind.is_sequence else 1
     return Setting(shape=shape, batch=batch, sequence=slices * sequence, compute=compute, cut=own)
 
 
 def shape_of(family: Family, kind: CutKind | None, *, tied: bool, special: bool) -> ModelShape:
-    """Return a shape with a prime number of everything on a rank. The `special` one has grouped
-    queries, or drops out."""
+    """Return a model shape in which every dimension of a rank is a prime.
+
+    `special`: Llama has grouped queries, GPT has dropout.
+    """
     primes, degree = HEADS[family], TP if kind else 1
     vocab = UNEVEN if kind is None or kind.loss_parallel else degree * VOCAB
     if family is Family.LLAMA:
@@ -196,7 +208,7 @@ def shape_of(family: Family, kind: CutKind | None, *, tied: bool, special: bool)
 
 
 def symbols(setting: Setting) -> Mapping[str, int]:
-    """Return the primes that sizes are products of."""
+    """Return the primes whose products are the sizes, by symbol."""
     own = setting.cut
     names = (*HEADS[setting.family], "batch", "sequence", "ffn", "vocab")
     if own is not None:
@@ -208,12 +220,12 @@ def symbols(setting: Setting) -> Mapping[str, int]:
 
 
 WORK_NAMES = {"forward": "forward", "backward": "backward", "input": "inputs", "weight": "weights"}
-# Of the widest trace, where what is as wide as the compute dtype differs from fp32.
+# The compute dtype of the widest trace, in which it differs from fp32.
 _COMPUTE = {DType.FP32: DType.FP64, DType.BF16: DType.BF16}
 
 
 class WorkWriter:
-    """Operators as a setting's table numbers them. `values` are those of the dimensions."""
+    """The writer of a setting's computation; `values` are the primes of the dimensions."""
 
     def __init__(self, setting: Setting, dimensions: Sequence[str] = ()) -> None:
         self.values = symbols(setting)
@@ -222,18 +234,18 @@ class WorkWriter:
         self._operators: dict[str, int] = {}
 
     def passes(self, computed: Mapping[str, Computed]) -> dict[str, int]:
-        """Return the number of each pass's list."""
+        """Return the number of each pass's list of operators."""
         return {
             WORK_NAMES[name]: self.writer.part(self.coded(views_last(ran)))
             for name, ran in computed.items()
         }
 
     def coded(self, computed: Computed) -> Coded:
-        """Return a list of operators as their numbers."""
+        """Return the numbers of a list of operators."""
         return [self.number(what) for what in computed]
 
     def number(self, what: OperatorSizes | SentTensor) -> int:
-        """Return the number of an operator, or of what is sent."""
+        """Return the number of an operator or collective, which is added if it is new."""
         row: list[object]
         if isinstance(what, SentTensor):
             row = [what.collective, "", [self._size(what.payload, what.dtype)]]
@@ -248,19 +260,19 @@ class WorkWriter:
         return self._operators.setdefault(text, len(self._operators))
 
     def _size(self, size: int, dtype: DType | None) -> int:
-        """Return the number of a size, in bytes of what has a dtype."""
+        """Return the number of a size in bytes of elements with this dtype."""
         follows = dtype is self.compute
         own = size * _WIDTH // self.compute.itemsize if follows else size
         return self.writer.size(own, self.values, follows=follows)
 
     def table(self, **content: object) -> dict[str, object]:
-        """Return the table as JSON, with what names its passes."""
+        """Return the table as JSON, with `content` that refers to its passes."""
         operators = [json.loads(text) for text in self._operators]
         return self.writer.table(operators=operators, **content)
 
 
 def model_of(setting: Setting, dtype: torch.dtype, *, is_meta: bool = False) -> nn.Module:
-    """Return a setting's model. Its weights are arbitrary: no size depends on them."""
+    """Return a setting's model with arbitrary weights, on which no size depends."""
     with torch.device("meta" if is_meta else "cpu"):
         model = build(setting.shape, sequence=setting.sequence)
     cast(model, dtype)
@@ -274,7 +286,7 @@ def part_of(
     *,
     has_learnt: bool = False,
 ) -> RankPart:
-    """Return what is done to a setting's model; `mesh` is that of `fake_mesh`."""
+    """Return the rank's part of a setting; `mesh` comes from `fake_mesh`."""
     own, chunk = setting.cut, setting.loss.chunk
     step = own.step if own else None
     assert step is None or isinstance(step, Parallelize), "no plan step shards it"
@@ -291,7 +303,7 @@ def part_of(
 
 
 def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
-    """Return a setting's model cut into stages of so many layers each."""
+    """Return the stages of a setting's model, with these numbers of layers."""
     shape = setting.shape
     assert shape.layers == sum(layers), "the stages do not cover all layers"
     whole = layers_of(
@@ -305,12 +317,12 @@ def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
 
 
 def smallest_units(setting: Setting, stage: Stage | None = None) -> Units:
-    """Return the units of a setting's model, or those that a stage of it has."""
+    """Return the smallest wrap units of a setting's model or of one stage."""
     units = unit_modules(model_of(setting, torch.float32, is_meta=True), SMALLEST)
     return stage.units(units) if stage else units
 
 
 def fake_mesh() -> DeviceMesh:
-    """Return the mesh of the fake ranks of tp, of which this process plays the first."""
+    """Return a tp mesh of fake ranks, of which this process plays the first."""
     fake_world(0, TP)
     return init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))

@@ -1,12 +1,13 @@
-"""Trace what each rank of tp, cp and ep allocates of a model that no table covers, on fake tensors
-where the weights are too large for real ones.
+"""Trace the part of a model on each rank of tp, cp and ep, for models without tables. Large models
+are traced on fake tensors.
 
-A process plays the rank on fake ranks, cuts the model as the plan says, and traces one micro-batch
-of its part, with pp of every stage. This process plays the first ranks, for every other one has to
-import torch; it plays none where it belongs to a group of real ranks, or where operators are cut.
-Ranks with slices of the same shapes are traced once; a process plays those at the same place along
-tp one after the other, since torch remembers for a mesh what it cut for one rank. A trace reads
-sizes, births and deaths, which are the same on fake tensors (tests/unit/test_on_fakes.py).
+A process plays one rank among fake ranks, shards the model as the plan does, and traces one
+micro-batch of its part, or of every stage with pp. The first ranks are traced in this process,
+because each other process must import torch. This process traces none if it belongs to a group of
+real ranks, or if operators are sharded over tp. Ranks with shards of the same shapes are traced
+once. One process plays ranks at the same place along tp one after the other, because torch caches
+the sharding of one rank per mesh. A trace reads sizes, allocations and frees, which are identical
+on fake tensors (tests/unit/test_on_fakes.py).
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ from ptrain.units import grouped
 from ptrain.version import TESTED_TORCH, is_tested
 
 X = TypeVar("X")
-REAL_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
-# A trace on fake tensors takes one to five seconds, whatever the sizes. Real tensors take as long
-# with 8 million parameters in fp32, or 1e11 operations at some 50 GFLOP/s of two cores.
+REAL_BYTES = 2 * 2**30  # of weights; a laptop needs more than seconds to copy more
+# A trace on fake tensors takes one to five seconds at any size. Real tensors take as long with
+# 8 million parameters in fp32, or with 1e11 operations at about 50 GFLOP/s on two cores.
 QUICK_BYTES, QUICK_OPERATIONS = 32 * 2**20, 10**11
-_READING = 5.0  # seconds
-_FEWEST = 5  # ranks of a process: it takes as long to import torch as to play some four of them
+_READING = 5.0  # minimum seconds to read a process's answer, even past the deadline
+_FEWEST = 5  # ranks per process: importing torch takes as long as playing about four ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +82,25 @@ class FakeModel:
 
     @property
     def may_be_real(self) -> bool:
-        """Whether its weights are few enough for a trace on real tensors."""
+        """True if the weights are small enough for a trace on real tensors."""
         return self.parameters * self._itemsize <= REAL_BYTES
 
     @property
     def is_quick(self) -> bool:
-        """Whether a trace on real tensors takes no longer than one on fakes: by the weights, and
-        by two operations forward and four backward of each weight and position of a micro-batch."""
+        """True if a trace on real tensors takes no longer than one on fake tensors.
+
+        Judged by the bytes of weights, and by six operations per weight and token of a micro-batch:
+        two forward, four backward.
+        """
         batch, count = self.spec.batch, self.parameters
         operations = 6 * count * batch.micro * batch.sequence
         return count * self._itemsize <= QUICK_BYTES and operations <= QUICK_OPERATIONS
 
     def is_better_real(self, *, runs_fakes: bool = True) -> bool:
-        """Return True if a trace on real tensors is quick, or the only one that there can be.
-        `runs_fakes`: whether the model may run on fake tensors in this process."""
+        """Return True if a trace on real tensors is quick, or is the only possible one.
+
+        `runs_fakes`: whether the model may run on fake tensors in this process.
+        """
         return self.may_be_real and (self.is_quick or not runs_fakes or bool(why_untraced()))
 
     @property
@@ -103,23 +109,28 @@ class FakeModel:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within it the module runs as it would on real tensors. Raises PtrainError for a torch of
-        which `why_untraced` says something."""
+        """Temporarily run the module on fake tensors as it would run on real ones.
+
+        Raises:
+            PtrainError: This version of torch is not supported; see `why_untraced`.
+        """
         with patched(self.spec.model), fake_tensors(self.mode):
             yield
 
 
 def fake_model(spec: Spec, *, allow_import: bool = False) -> FakeModel | None:
-    """Return the spec's model on fake tensors; None where its constructor reads values, which a
-    fake lacks."""
+    """Return the spec's model on fake tensors; None if its constructor reads values."""
     mode = new_fakes()
     module = unless_it_takes_values(mode, partial(build_module, spec, allow_import=allow_import))
     return None if module is None else FakeModel(spec, module, mode)
 
 
 def unless_it_takes_values(mode: FakeTensorMode, read: Callable[[], X]) -> X | None:
-    """Return what `read` gives on the fake tensors of a mode; None where it takes what fakes lack.
-    Raises CodeRaised for what code would raise on real tensors too."""
+    """Return the result of `read` on fake tensors; None if it reads values or fails only on fakes.
+
+    Raises:
+        CodeRaised: The code would raise on real tensors too.
+    """
     try:
         with fake_tensors(mode):
             return read()
@@ -132,7 +143,7 @@ def unless_it_takes_values(mode: FakeTensorMode, read: Callable[[], X]) -> X | N
 
 
 def why_untraced() -> str:
-    """Return why this torch traces nothing on fake tensors; nothing where it does."""
+    """Return the reason why this torch version cannot trace on fake tensors, or ""."""
     if is_tested(torch.__version__):
         return ""
     return (
@@ -141,7 +152,7 @@ def why_untraced() -> str:
     )
 
 
-# A process that answers: its import path is this one's, before it imports anything.
+# The program of another process: it sets this process's import path before its imports.
 _ANSWER = f"""
 import sys
 sys.path[:] = sys.argv[1:]
@@ -149,7 +160,7 @@ from {__name__} import main
 sys.exit(main(sys.stdin.readlines()))
 """
 
-# Of a model that does not run on what a rank along an axis has.
+# Remedies for a model that does not run on a rank's part along an axis.
 _REMEDIES = {
     **{
         axis: f"Take the number of tokens from tensor shapes in its code, or use `mesh.{axis}=1`."
@@ -169,7 +180,7 @@ Traced = dict[
 
 @dataclass(frozen=True, slots=True)
 class _PartRequest:
-    """What another process is to trace: ranks of a spec's cutting axes."""
+    """The task of another process: ranks along the sharding axes of a spec."""
 
     spec: str
     axes: tuple[Axis, ...]
@@ -181,9 +192,17 @@ class _PartRequest:
 def traced(
     spec: Spec, facts: ModelFacts, *, allow_import: bool, extent: Extent = Extent.GIVEN
 ) -> Traced:
-    """Return a timeline and the work for each place along the cutting axes, all of them within
-    `timeout.init`; with pp the rows of each stage in their place. `extent`: how much operators
-    select by data."""
+    """Trace every place along the sharding axes, within `timeout.init` seconds in total.
+
+    Args:
+        spec: The spec.
+        facts: Facts of its model.
+        allow_import: Whether the user's code may be imported.
+        extent: Number of elements that data-dependent operators select.
+
+    Returns:
+        The timeline and work per place, with pp one entry per stage; or the `problem`.
+    """
     alone = traced_part(spec)
     plan = lower(alone, facts)
     players = _players(alone, plan, facts)
@@ -205,6 +224,7 @@ def traced(
 
 
 def _as_text(spec: Spec) -> str:
+    """Return the part of the spec that a trace depends on, as JSON."""
     try:
         return json.dumps(to_mapping(traced_part(spec), sync_is_written=False))
     except TypeError as error:  # YAML knows dates and sets, JSON does not
@@ -216,7 +236,7 @@ def _as_text(spec: Spec) -> str:
 
 
 def by_place(traces: Traced) -> list[Any]:
-    """Return the answers by place along the cutting axes. Raises PtrainError for a problem."""
+    """Return the traces by place along the sharding axes; raise PtrainError for a problem."""
     if "problem" in traces:
         raise PtrainError(traces["problem"])
     rows: list[Any] = traces["timelines"]
@@ -224,8 +244,10 @@ def by_place(traces: Traced) -> list[Any]:
 
 
 def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
-    """Return for each place along the cutting axes the first one that has slices of the same
-    shapes, and does the same in attention with its tokens."""
+    """Return for each place along the sharding axes the first place with an equal trace.
+
+    Traces are equal if shards have the same shapes and attention treats the tokens the same.
+    """
     axes, context = plan.cutting_axes, plan.context
     assert axes, "no axis shards the model"
     alike = {
@@ -241,8 +263,11 @@ def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
 
 
 def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return which of these places one process plays after the other: no more processes than there
-    are cores, nor for fewer places than are worth one, but for places along tp."""
+    """Return groups of places, one group per process.
+
+    There are at most as many processes as cores, except that each place along tp needs one, and
+    none has too few ranks to pay for importing torch.
+    """
     places = ((place_of(spec, plan.cutting_axes, index), index) for index in indices)
     own = grouped((at[plan.tensor.axis] if plan.tensor else 0, index) for at, index in places)
     most = max(map(len, own.values()))
@@ -253,9 +278,15 @@ def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[in
 
 @cache
 def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Traced]]:
-    """Return the answers of this process and of others, of which as many run side by side as there
-    are cores, and all of them at most `seconds`. Each imports torch: more at once would take
-    memory, and no less time. This process, which nothing ends, runs no code of the user's."""
+    """Return the answers of all requests, from this process and from others.
+
+    At most as many processes run at once as there are cores, since each imports torch: more would
+    take memory and save no time. This process runs no user code, because it cannot be stopped at
+    the deadline.
+
+    Raises:
+        SpecError: The traces take longer than `seconds` in total.
+    """
     ends, at_once, axes = time.monotonic() + seconds, cores(), requests[0].axes
     is_trusted = not requests[0].allow_import
     plays_first = is_trusted and Axis.TP not in axes and not dist.is_initialized()
@@ -269,7 +300,7 @@ def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Tr
         rest = processes[-at_once:]
         if plays_first and (own := _played_here(requests[0])):
             answers.insert(0, own)
-        elif plays_first:  # another process tells why
+        elif plays_first:  # another process reports the error
             processes.append(_started(requests[0]))
             rest.insert(0, processes[-1])
         return answers + [_answer(process, axes, ends) for process in rest]
@@ -286,9 +317,9 @@ def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Tr
 
 
 def _played_here(request: _PartRequest) -> list[Traced]:
-    """Return the answer of this process; nothing where it fails."""
-    # Each trace begins with a collection, which would visit all that was imported. A program that
-    # froze its objects (to fork workers) keeps them so.
+    """Return this process's answer, or [] if it fails."""
+    # Each trace starts with a garbage collection, which would visit all imported objects. A
+    # program that froze its objects (to fork workers) keeps them frozen.
     freezes = gc.get_freeze_count() == 0
     if freezes:
         gc.freeze()
@@ -305,7 +336,7 @@ def _played_here(request: _PartRequest) -> list[Traced]:
 
 
 def _started(request: _PartRequest) -> Popen[str]:
-    """Return a process that has its question."""
+    """Start a process and send its request."""
     process = Popen(
         [sys.executable, "-P", "-c", _ANSWER, *sys.path],
         stdin=PIPE,
@@ -315,7 +346,7 @@ def _started(request: _PartRequest) -> Popen[str]:
     )
     assert process.stdin is not None
     question = [request.spec, request.indices, request.allow_import, request.extent]
-    with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
+    with suppress(BrokenPipeError):  # a process that ended has written the reason to stderr
         process.stdin.write(json.dumps(question))
         process.stdin.close()
     process.stdin = None  # so that `communicate` does not write
@@ -323,7 +354,8 @@ def _started(request: _PartRequest) -> Popen[str]:
 
 
 def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Traced]:
-    # One that has finished may have filled its pipe, and waits until it is read.
+    """Return the answer of a process; raise its error."""
+    # A process that has finished may wait for its full pipe to be read.
     output, errors = process.communicate(timeout=max(_READING, ends - time.monotonic()))
     said = errors.strip()
     if process.returncode == PtrainError.exit_code:
@@ -342,9 +374,11 @@ def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Tr
 def _play(
     spec: Spec, index: int, large: FakeModel | None, *, allow_import: bool, extent: Extent
 ) -> list[Any]:
-    """Play rank `index` of the spec's cutting axes alone; `large` is the model where it is on
-    fakes, and stays as it is. A mesh reads its ranks, so it is there before tensors
-    are fakes."""
+    """Trace the rank at `index` along the sharding axes.
+
+    `large` is the model on fake tensors, which is left unchanged; None builds it on real ones. The
+    mesh is created before fake tensors are enabled, because it reads its ranks.
+    """
     _forget_ranks()
     mesh = _mesh(spec, index)
     if large is not None:
@@ -362,16 +396,17 @@ def _play(
 
 
 def _forget_ranks() -> None:
-    """Leave the world of the rank that was played last."""
+    """Destroy the process group of the previous rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        forget_shapes()  # which DTensor keeps with the groups that are gone
+        forget_shapes()  # DTensor caches them together with destroyed groups
 
 
 def _mesh(spec: Spec, index: int) -> Mesh:
+    """Return the mesh of sharding axes, as seen by the rank at `index`."""
     axes = tuple(factor.axis for factor in spec.factors if factor.axis in CUTTING_AXES)
     degrees = tuple(spec.degree(axis) for axis in axes)
-    # Two of them: an axis that is all of the world has its group, which says of no axis.
+    # Two replicas: an axis over all ranks would use the default group, which names no axis.
     step = CreateMesh(axes=(Axis.DP_REPLICATE, *axes), degrees=(2, *degrees))
     return Mesh(step, fake_world(index, 2 * math.prod(degrees)))
 
@@ -379,7 +414,7 @@ def _mesh(spec: Spec, index: int) -> Mesh:
 def _part_of(
     module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent, *, is_kept: bool = False
 ) -> list[Any]:
-    """`is_kept`: the module stays as it is."""
+    """Trace a rank's part of a module; with `is_kept` the module is left unchanged."""
     facts = untraced_facts(module, spec)
     if spec.degree(Axis.PP) > 1:
         return stage_rows(module, spec, facts, mesh, extent=extent)
@@ -396,12 +431,13 @@ def _part_of(
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """Return a copy that has the module's own parameters, until others take their place."""
+    """Return a copy of the module that shares its parameters, until they are replaced."""
     return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
 def _played(request: _PartRequest) -> list[Any]:
-    """Play ranks on fake tensors, or on real ones if these are as quick or fakes do not suffice."""
+    """Trace ranks on fake tensors, or on real ones if these are as quick or fakes do not
+    suffice."""
     spec = load(json.loads(request.spec)).spec
     fake = fake_model(spec, allow_import=request.allow_import)
     play = partial(_play, spec, allow_import=request.allow_import, extent=request.extent)
@@ -415,10 +451,10 @@ def _played(request: _PartRequest) -> list[Any]:
 
 
 def main(questions: Sequence[str]) -> int:
-    """Answers one question from standard input. What the model's code prints goes to the errors."""
+    """Answer one request from standard input; output of the model's code goes to stderr."""
     text, indices, allow_import, extent = json.loads("".join(questions))
     answers, sys.stdout = sys.stdout, sys.stderr
-    gc.freeze()  # each trace begins with a collection, which would visit all that was imported
+    gc.freeze()  # each trace starts with a collection, which would visit all imported objects
     try:
         answers_of = _played(_PartRequest(text, (), indices, allow_import, Extent(extent)))
     except PtrainError as error:

@@ -1,17 +1,18 @@
-"""Make the tables of a loss in chunks behind the last block, of a full model and of a last stage,
-and those of a block over the context axis.
+"""Make the tables of a chunked loss after the last block (of a full model and of a last stage), and
+of a block over the context axis.
 
-Events that repeat with each chunk are found by comparing traces of two numbers of chunks, odd
-primes that divide nothing else. Sizes are found by exact division: no product of some dimensions is
-one of others.
+Events that repeat with each chunk are found by comparing traces of two numbers of chunks, which are
+odd primes that divide no other dimension. Sizes are found by exact division, since no product of
+some dimensions is one of others.
 
-Tables over the context axis state what a rank at each place of the ring allocates and computes, by
-how attention reaches the tokens of other ranks. A block is the same at every place except between
-some of its boundaries, where a table has one entry per place. Comparing traces finds which entries
-differ, and that places with more neighbours before or after them add nothing else. Computation is a
-list with one more hop for each place before and after, and every trace is checked against it.
+Tables over the context axis hold the allocations and computation of a rank at each place of the
+ring, by the way in which attention reaches other ranks' tokens. A block is the same at every place,
+except between some of its boundaries, where a table has one entry per place. Comparing traces shows
+which entries differ, and that places with more neighbours before or after them add nothing else.
+Computation is a list with one more hop for each place before and after, and every trace is checked
+against it.
 
-A separate process plays these ranks, one after the other: torch has one world per process.
+A separate process plays these ranks one after the other, since torch has one world per process.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ from ptrain.traces.settings import (
     symbols,
 )
 
-SEVERAL = 2  # samples, where they are not one
-CHUNKS = (5, 7)  # from so many what repeats is learnt
+SEVERAL = 2  # samples of a batch that has several
+CHUNKS = (5, 7)  # numbers of chunks whose traces are compared
 HEAD_DIM, FFN = 34, 5
 _PLACES = (Place.ALONE, Place.LAST)
 _PRIMES = (97, 89, 83, 79, 73, 71, 61, 59, 53, 47, 43, 41, 37, 31, 29, 19, 13)
@@ -81,7 +82,7 @@ _PRIMES = (97, 89, 83, 79, 73, 71, 61, 59, 53, 47, 43, 41, 37, 31, 29, 19, 13)
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of a micro-batch: so many chunks, and what is left."""
+    """The tokens of a micro-batch: full chunks and a rest."""
 
     chunks: int
     chunk: int
@@ -93,7 +94,7 @@ class Tokens:
 
 
 def tokens_of(samples: int, chunks: int, *, has_rest: bool) -> Tokens:
-    """Divisible among samples and ranks."""
+    """Return a number of tokens with a unique factorization, divisible by samples and ranks."""
     unit = samples * TP
     if not has_rest:
         return Tokens(chunks, unit * _PRIMES[-1], 0)
@@ -107,8 +108,7 @@ def tokens_of(samples: int, chunks: int, *, has_rest: bool) -> Tokens:
 
 @dataclass(frozen=True, slots=True)
 class CodedHead:
-    """Events of forward and backward as JSON, the number of the output's size, and what is computed
-    at these dimensions."""
+    """The encoded loss: events of both passes, number of the output's size, and computation."""
 
     events: dict[str, Coded]
     output: int | None
@@ -117,7 +117,8 @@ class CodedHead:
 
 
 class LossTable:
-    """One table in the making. The setting's tokens and chunks are no matter."""
+    """A table of a chunked loss under construction; the setting's tokens and chunks are
+    replaced."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
@@ -125,8 +126,11 @@ class LossTable:
         self.writer, self.works = TableWriter(SYMBOLS), WorkWriter(setting, SYMBOLS)
 
     def build(self) -> dict[str, object]:
-        """Return the table as JSON. What a fused loss computes nobody sees; a tied head computes
-        what another does, and a last stage what a whole model does."""
+        """Return the table as JSON.
+
+        A fused loss has no computation, because its operators are not visible. Tied heads and last
+        stages compute the same as an untied full model.
+        """
         content, work = self._place(Place.ALONE)
         others, _ = self._place(Place.LAST)
         has_work = not (self.setting.loss.fused or self.setting.shape.tied)
@@ -136,6 +140,7 @@ class LossTable:
         )
 
     def _place(self, place: Place) -> tuple[dict[str, object], dict[str, object]]:
+        """Return events and computation for one place, with and without a rest."""
         table: dict[str, object] = {}
         work: dict[str, object] = {}
         for name in ("even", "rest"):
@@ -158,13 +163,13 @@ class LossTable:
         return {name: self.works.coded(views_last(ran)) for name, ran in head.computed.items()}
 
     def _pieces(self, less: CodedHead, more: CodedHead) -> dict[str, Pieces]:
-        """Return the pieces of what is computed, by pass."""
+        """Return the repeating pieces of the computation, by pass."""
         own, longer = self._works(less), self._works(more)
         (view,) = self.works.coded([VIEW]) if own else (None,)
         return {name: _pieces(code, longer[name], view) for name, code in own.items()}
 
     def _coded(self, place: Place, chunks: int, *, has_rest: bool) -> CodedHead:
-        """Of a trace with so many chunks."""
+        """Encode the trace with this number of chunks."""
         trace = self.trace(place, chunks, has_rest=has_rest)
         recording = trace.recording
         units = [unit for (unit,) in trace.units]
@@ -178,7 +183,7 @@ class LossTable:
         return CodedHead(events, output, computed, trace.values)
 
     def trace(self, place: Place, chunks: int, *, has_rest: bool) -> CodedTrace:
-        """Return the trace of a model, or of a last stage, with so many full chunks."""
+        """Return the trace of a full model or a last stage with this number of full chunks."""
         tokens = tokens_of(self.setting.batch, chunks, has_rest=has_rest)
         setting = replace(
             self.setting,
@@ -189,7 +194,7 @@ class LossTable:
         return self._trace(setting, place, values)
 
     def _trace(self, setting: Setting, place: Place, values: dict[str, int]) -> CodedTrace:
-        counts = (1,) if place is Place.ALONE else (1, 1)  # a stage has one in front of it
+        counts = (1,) if place is Place.ALONE else (1, 1)  # a last stage has one before it
         setting = replace(setting, shape=replace(setting.shape, layers=len(counts)))
         part = part_of(setting, self.mesh)
         models = (model_of(setting, dtype) for dtype in self.dtypes)
@@ -208,7 +213,7 @@ class LossTable:
 
 
 def loss_settings() -> Iterator[Setting]:
-    """Yield every setting of a loss in chunks, whole, fused, and with every kind of cut."""
+    """Yield every setting of a chunked loss: unsharded, fused, and with every kind of sharding."""
     for family, tied, compute, samples in itertools.product(
         Family, (False, True), DTYPES, (SEVERAL, 1)
     ):
@@ -238,7 +243,7 @@ def _shape(family: Family, kind: CutKind | None, *, tied: bool) -> ModelShape:
 
 
 def repeating(less: Coded, more: Coded) -> Pieces:
-    """Return what is there once, and what for each chunk, of as few chunks as it is true of."""
+    """Return the pieces that occur once and the pieces per chunk, for as few chunks as possible."""
     split = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
     assert split is not None, "the chunks do not repeat"
     assert not any(isinstance(e, str | list) for e in (*split.every, *split.later)), "a boundary"
@@ -246,8 +251,7 @@ def repeating(less: Coded, more: Coded) -> Pieces:
 
 
 def _splits(less: Coded, more: Coded, times: int) -> Iterator[Pieces]:
-    """Ways to make the longer one of the shorter one by at most two insertions of that which is
-    `times` the same."""
+    """Yield the ways to make the longer list by at most two insertions of `times` equal pieces."""
     start = _common(less, more)
     rear = min(_common(less[::-1], more[::-1]), len(less) - start)
     inserted = len(more) - len(less)
@@ -262,7 +266,7 @@ def _splits(less: Coded, more: Coded, times: int) -> Iterator[Pieces]:
 
 
 def _common(one: Coded, other: Coded) -> int:
-    """Events in front that are the same."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -270,7 +274,7 @@ def _common(one: Coded, other: Coded) -> int:
 def _listed(
     writer: TableWriter, pieces: Mapping[str, Pieces], few: Sequence[Mapping[str, Coded]]
 ) -> dict[str, object]:
-    """Return the numbers of what is there of few chunks, and of the pieces of more, by pass."""
+    """Return the part numbers for few chunks and of the pieces, by pass."""
     return {
         name: {
             "few": [writer.part(code[name]) for code in few[: of.least - 1]],
@@ -281,10 +285,10 @@ def _listed(
 
 
 def _pieces(less: Coded, more: Coded, view: object) -> Pieces:
-    """What computes repeats in its order; each chunk has as many views, which have none."""
+    """Return the repeating pieces of a pass; views are counted separately."""
     computing = [[number for number in code if number != view] for code in (less, more)]
     pieces = repeating(*computing)
-    # Where a chunk is cut, of six or more one has a view more.
+    # With sharded chunks, one chunk of six or more has an additional view.
     of_chunk = (more.count(view) - less.count(view)) // (CHUNKS[1] - CHUNKS[0])
     once = less.count(view) - of_chunk * (CHUNKS[0] - pieces.least)
     front, every = pieces.front + [view] * once, pieces.every + [view] * of_chunk
@@ -293,9 +297,13 @@ def _pieces(less: Coded, more: Coded, view: object) -> Pieces:
 
 ULYSSES = 3
 _OF_HEADS = ("hidden", "heads", "kv_heads")
-_LAYERS = 3  # one in front of what repeats, which the middle one does, and the last one
-_BEFORE, _BEHIND = 29, 1  # of gathered keys; their sum and one more is a prime too
-_FURTHER = ((4, 0), (0, 4), (4, 4))  # a table tells no more than of fewer
+_LAYERS = 3  # the first, one that repeats, and the last
+_BEFORE, _BEHIND = 29, 1  # ranks before and after; their sum plus one is a prime too
+_FURTHER = (
+    (4, 0),
+    (0, 4),
+    (4, 4),
+)  # (before, behind) with more neighbours, which must add nothing new
 
 Segments = list[Coded]  # a boundary or a completed gradient, and what follows it
 Groups = list[list[int]]  # an operator's number, how often it runs, how many run beside it
@@ -304,8 +312,8 @@ Trace = tuple[dict[str, Segments], dict[str, Ran]]  # by pass, events and operat
 
 
 def context_settings() -> Iterator[Setting]:
-    """Yield a setting for each table: one sample of a model whose blocks are llama's, in 16 bits,
-    as long ones are trained."""
+    """Yield a setting for each table: one sample of a Llama model in 16 bits, as used for long
+    samples."""
     for kind, is_grouped in itertools.product(ContextKind, (False, True)):
         shape = shape_of(Family.LLAMA, None, tied=False, special=is_grouped)
         own = parts_of(kind)[0]
@@ -321,7 +329,7 @@ def context_settings() -> Iterator[Setting]:
 
 
 def parts_of(kind: ContextKind) -> list[ContextPart]:
-    """Return the parts that are traced, those that a table names first."""
+    """Return the parts to trace; the first one of each name goes into the table."""
     if kind is ContextKind.GATHER:
         places = [(0, _BEFORE + _BEHIND), (_BEFORE, _BEHIND)]
     else:
@@ -334,7 +342,7 @@ def parts_of(kind: ContextKind) -> list[ContextPart]:
 
 
 class ContextTable:
-    """One table in the making."""
+    """A table over the context axis under construction."""
 
     def __init__(self, setting: Setting) -> None:
         assert setting.context is not None, "there is no context axis"
@@ -353,6 +361,7 @@ class ContextTable:
         )
 
     def _variant(self, kept: Kept) -> tuple[dict[str, object], dict[str, object]]:
+        """Return events and computation for one way to keep activations."""
         traces = [self._trace(part, kept) for part in self.parts]
         base, _ = traces[0]
         by_name: dict[str, dict[str, dict[str, int]]] = {}
@@ -368,13 +377,13 @@ class ContextTable:
         return entry, self._work([operators for _, operators in traces])
 
     def _differing(self, base: Segments, own: Segments) -> dict[str, int]:
-        """Return the numbers of the parts that take the place of the base's."""
+        """Return the segments that replace segments of the base, by index."""
         assert [of[0] for of in base] == [of[0] for of in own], "the gradients of a block differ"
         pairs = enumerate(zip(base, own, strict=True))
         return {str(n): self.writer.part(mine) for n, (of_base, mine) in pairs if mine != of_base}
 
     def _work(self, traced: list[dict[str, Ran]]) -> dict[str, object]:
-        """Return by pass and place what runs how often."""
+        """Return the computation by pass and place."""
         places = [part.place for part in self.parts]
         return {
             name: {
@@ -391,8 +400,12 @@ class ContextTable:
         }
 
     def _often(self, traced: dict[tuple[int, int], Ran]) -> dict[str, object]:
-        """Return the pass with the fewest places before the own one and behind it, and what each
-        place more puts into it. `traced`: by how many there are."""
+        """Return the computation for the fewest neighbours, and the insertions for each further
+        one.
+
+        `traced` holds the computation by number of places before and after the rank. All entries
+        are checked against the result.
+        """
         least = min(traced)
         base, views = traced[least]
         nexts = (least[0] + 1, least[1]), (least[0], least[1] + 1)
@@ -413,6 +426,7 @@ class ContextTable:
         return written
 
     def _trace(self, part: ContextPart, kept: Kept) -> Trace:
+        """Return events and computation of a rank's block."""
         setting = replace(self.setting, context=part)
         units = smallest_units(setting)
         keep = None
@@ -423,7 +437,7 @@ class ContextTable:
             for dtype in DTYPES[setting.compute]
         ]
         trace = CodedTrace(recordings, units, symbols(setting), self.writer)
-        self.frees_input = frees_input(trace)  # of whatever part, as its segments say
+        self.frees_input = frees_input(trace)  # the same for all parts, since their segments are
         events = {
             name: _segments(alike(trace.layers(name)[1:-1])) for name in ("forward", "backward")
         }
@@ -439,6 +453,7 @@ class ContextTable:
         return {name: self._ran(computed) for name, computed in middle.items()}
 
     def _ran(self, computed: Computed) -> Ran:
+        """Return the groups of operators, and the number of views."""
         groups = grouped(computed)
         views = sum(group.times for group in groups if group.what == VIEW)
         others = [group for group in groups if group.what != VIEW]
@@ -446,7 +461,7 @@ class ContextTable:
 
 
 def _put_in(base: Groups, longer: Groups) -> list[list[Any]]:
-    """Return at which places of one list something is put into it in another, and what."""
+    """Return the insertions, as index and groups, that turn `base` into `longer`."""
     keys, other = ([tuple(group) for group in groups] for groups in (base, longer))
     put = []
     for what, at, _, first, last in SequenceMatcher(
@@ -459,6 +474,7 @@ def _put_in(base: Groups, longer: Groups) -> list[list[Any]]:
 
 
 def _segments(events: Coded) -> Segments:
+    """Split events at boundaries and completed gradients."""
     segments: Segments = []
     for event in events:
         if not isinstance(event, int):
@@ -468,7 +484,7 @@ def _segments(events: Coded) -> Segments:
 
 
 def _rank_part(setting: Setting, part: ContextPart, keep: Keep | None) -> RankPart:
-    """What is done to a model on one rank of a world that is there from now on."""
+    """Return the part of a model on one rank, in a new fake world."""
     degree = part.ulysses * part.ring
     step = ContextParallel(
         axis=Axis.CP,
@@ -480,7 +496,7 @@ def _rank_part(setting: Setting, part: ContextPart, keep: Keep | None) -> RankPa
     )
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Two of them: an axis that is all of the world has its group, which says of no axis.
+    # Two replicas: an axis over all ranks would use the default group, which names no axis.
     mesh_step = CreateMesh(axes=(Axis.DP_REPLICATE, Axis.CP), degrees=(2, degree))
     cut = MicroBatchCut(samples=setting.batch, slices=degree)
     mesh = Mesh(mesh_step, fake_world(part.before * part.ulysses, 2 * degree))
@@ -493,12 +509,13 @@ def _rank_part(setting: Setting, part: ContextPart, keep: Keep | None) -> RankPa
 
 
 def tables() -> Iterator[tuple[str, Make]]:
-    """Yield every table's name, and what makes it."""
+    """Yield every table's name and the function that makes it."""
     for setting in context_settings():
         yield setting.name(TablePart.CONTEXT), partial(_of_process, setting)
 
 
 def _of_process(setting: Setting) -> Table:
+    """Return the table of a setting, from a subprocess."""
     words = [sys.executable, "-m", __name__, setting.name(TablePart.CONTEXT)]
     answer = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
     table: Table = json.loads(answer.stdout)
@@ -506,7 +523,7 @@ def _of_process(setting: Setting) -> Table:
 
 
 def main(name: str) -> None:
-    """Print the table of this name."""
+    """Print the table of this name as JSON."""
     torch.set_num_threads(1)
     (setting,) = (own for own in context_settings() if own.name(TablePart.CONTEXT) == name)
     print(json.dumps({setting.way(TablePart.CONTEXT): ContextTable(setting).build()}))

@@ -1,6 +1,7 @@
-"""Writes the committed traces: `python -m ptrain.traces.write [--only PART/NAME] [--out FILE]`.
+"""Write the committed traces: `python -m ptrain.traces.write [--only PART/NAME] [--out FILE]`.
 
-Minutes for all of them. What is not written anew stays; of what is, it says whether it changed.
+Writing all of them takes minutes. Tables that are not written are kept. Each written table is
+reported as new, changed or unchanged.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from ptrain.traces.work_tables import LossTable, loss_settings
 
 
 class Maker(Protocol):
-    """Makes a table."""
+    """The interface of classes that make a table."""
 
     def build(self) -> dict[str, object]: ...
 
 
 def block_settings() -> Iterator[Setting]:
-    """Yield a setting of every table of blocks, and of every way in it."""
+    """Yield one setting for each way in each table of blocks."""
     part, seen = TablePart.BLOCK, dict[tuple[str, str], Setting]()
     for setting in settings():
         seen.setdefault((setting.name(part), setting.way(part)), setting)
@@ -48,7 +49,7 @@ MAKERS: dict[TablePart, tuple[MakerOf, Callable[[], Iterator[Setting]]]] = {
 
 
 def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
-    """Yield every table's part and name, and what makes it."""
+    """Yield part and name of every table, and the function that makes it."""
     for part, (maker, of_part) in MAKERS.items():
         by_name: dict[str, dict[str, Setting]] = {}
         for setting in of_part():
@@ -62,11 +63,12 @@ def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
 def _table_of(
     maker: MakerOf, ways: dict[str, Setting], mesh: DeviceMesh | None
 ) -> dict[str, object]:
+    """Return the table of a name, by way."""
     return {way: maker(setting, mesh).build() for way, setting in ways.items()}
 
 
 def main() -> None:
-    """Write every table, or those whose `part/name` begins with `--only`."""
+    """Write every table, or those whose `part/name` starts with `--only`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--only", default="", help=("write only the tables whose part/name starts with this text")
@@ -74,7 +76,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=archive.PATH)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    gc.freeze()  # a trace of a loss begins with a collection, of which torch's objects are most
+    gc.freeze()  # a trace of a loss starts with a collection, which would visit torch's objects
     mesh = fake_mesh()
     committed = archive.tables()
     content: dict[tuple[TablePart, str], Table] = {}
@@ -91,7 +93,7 @@ def main() -> None:
         parser.error(f"--only {options.only}: no table has a part/name that starts with this text")
     parts = {part for part, _ in content}
     for (part, name), table in committed.items():
-        if part not in parts:  # attention's kernels, on a machine without CUDA's operators
+        if part not in parts:  # attention kernels, on a machine without CUDA operators
             content[part, name] = table
             print(f"{part}/{name}: unchanged, cannot be made on this machine")
     archive.write(content, options.out)
