@@ -154,7 +154,7 @@ def start(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
         folder: A folder for logs and results; it replaces `options.folder`.
 
     Returns:
-        The result record; empty if only an account was requested.
+        The result record.
 
     Raises:
         RankFailed: If a rank fails.

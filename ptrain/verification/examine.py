@@ -167,7 +167,8 @@ class ProgramEvidence:
     def run(self, number: int) -> float:
         """Run a step of the program. Return this rank's share of the loss."""
         seen = self.seen
-        with listening(self.program.gradient_observers, seen):
+        observers = listening(self.program.observers, seen.modules)
+        with observers, listening(self.program.gradient_observers, seen):
             share, seen.norm = drive(self.program, self.source, number)
         seen.loss = self.exchange.add([share])[0]
         seen.clip = clipped_by(self.spec, seen.norm)

@@ -195,6 +195,8 @@ class Watch:
                 else None
             )
             yield
+        if self.broken:  # on some rank the step has not ended, and its state cannot be read
+            return
         if masks is not None:
             self._take("masks of dropout", masks, masks.check(self.exchange, step))
         if ledger is not None:
@@ -251,12 +253,13 @@ def consistency(program: Program, exchange: Exchange, *, every_collective: bool)
             except (RuntimeError, TypeError) as error:
                 words = str(error).strip().partition("\n")[0]
                 broken = f"step {step} stops: {type(error).__name__}: {words}"
-        watch.broken = next(filter(None, exchange.gather(broken)), "")
+            watch.broken = next(filter(None, exchange.gather(broken)), "")
         if watch.broken:
             break
         state = program.state_dict().items()
         left = {f"{kind} {name}": its for kind, named in state for name, its in named.items()}
         watch.bits.append({"loss": repr(share)} | {n: digest(held(its)) for n, its in left.items()})
+    del watch.program, watch.replicas  # the next program may need the memory
     return watch
 
 
@@ -283,6 +286,10 @@ def preconditions(
             left = STEPS - len(first.bits)
             return Verdict(checks=(counted("steps that end", STEPS, left, first.broken),))
         again = consistency(make(spec, world), exchange, every_collective=False)
+        if again.broken:
+            why = f"of the second run, {again.broken}"
+            left = STEPS - len(again.bits)
+            return Verdict(checks=(counted("steps that end", STEPS, left, why),))
     differing = [
         [step, name]
         for step, (mine, its) in enumerate(zip(first.bits, again.bits, strict=False))
@@ -297,9 +304,12 @@ def preconditions(
             f"step {wrong[0]}: {wrong[1]} has other bits on rank {wrong[2]}: something is not a "
             "function of the spec (an operator, an order of arrival, the random state)"
         )
-    same = counted(REPEATED, STEPS, STEPS - wrong[0] if wrong else 0, why)
-    checks = same, *first.checks()
-    return Verdict(checks=checks, mismatches=first.mismatches, root_cause=first.root_cause)
+    number = min(len(first.bits), len(again.bits))
+    same = counted(REPEATED, number, number - wrong[0] if wrong else 0, why)
+    seen = again if again.mismatches and not first.mismatches else first
+    return Verdict(
+        checks=(same, *seen.checks()), mismatches=seen.mismatches, root_cause=seen.root_cause
+    )
 
 
 @contextmanager

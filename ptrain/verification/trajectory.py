@@ -32,6 +32,7 @@ from ptrain.data.corpus import corpus
 from ptrain.errors import TrainingStopped, refused
 from ptrain.interpreter.program import Program
 from ptrain.models.modes import forked
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
@@ -96,11 +97,14 @@ class Onward:
 
     @property
     def limit(self) -> Tolerance:
-        """Return the tolerances of any loop in the run's coarsest dtype; in fp64 all gradients as
-        one vector are nearer than each by itself."""
+        """Return the tolerances of any loop in the coarsest dtype of parameters and gradients; in
+        fp64 all gradients as one vector are nearer than each by itself."""
         if self.spec.precision.compute_fp64:
             return replace(TOLERANCES[torch.float64], gradients=1e-12)
-        return TOLERANCES[torch.bfloat16 if is_banded(self.spec) else torch.float32]
+        layout = self.spec.precision.effective
+        dtypes = (layout.parameters, layout.reduced, layout.gradients)
+        rows = [TOLERANCES[TORCH_DTYPES[dtype]] for dtype in dtypes]
+        return max(rows, key=lambda its: its.gradients)
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -148,13 +152,16 @@ class Onward:
         """Compare the run's loss in that step, and its gradients without clipping."""
         if (first := self._first) is not None:
             self._add("loss", loss - first.loss, self.limit.losses * abs(first.loss))
-            self._add("gradient", apart(first.gradients, gradients), self.limit.gradients)
+            if not (_overflows(first.gradients) and _overflows(gradients)):  # both skip the update
+                self._add("gradient", apart(first.gradients, gradients), self.limit.gradients)
 
     def compare_following(self, step: int, loss: float) -> None:
         """Compare the run's loss in the step after, if `step` is that."""
         if self._first is not None and step == self._of + 1:
             right = self._first.following
-            self._add("loss after the update", loss - right, self.limit.losses * abs(right))
+            # an update by signs, or in 16 bits, makes more of a rounding
+            limit = TOLERANCES[torch.bfloat16] if is_banded(self.spec) else self.limit
+            self._add("loss after the update", loss - right, limit.losses * abs(right))
 
     def _add(self, name: str, difference: float, allowed: float) -> None:
         name, place = f"from its own state: {name}", f"step {self._of}"
@@ -174,6 +181,11 @@ class Onward:
             why = f"{worst.place}: the reference, continued from the run's state, differs"
             allowed = worst.tolerance if math.isfinite(worst.tolerance) else math.nan
             yield at_most(worst.name, worst.difference, allowed, why)
+
+
+def _overflows(gradients: Mapping[str, Tensor]) -> bool:
+    """Return True if a gradient of a scaled loss is beyond its dtype."""
+    return any(not bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
 
 
 @torch.no_grad()

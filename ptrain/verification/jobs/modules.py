@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ptrain.cost import Phase
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
-from ptrain.models.watch import is_real
+from ptrain.models.watch import IN_PROGRAMS, is_real
 from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices
 from ptrain.verification.jobs.shards import FUSED, part_of
 from ptrain.verification.parts import (
@@ -234,7 +235,7 @@ class ModuleRecorder:
     def __enter__(self) -> Self:
         keep = self._stack.callback
         for path, module in self._modules.items():
-            if isinstance(module, nn.Identity):
+            if isinstance(module, nn.Identity) or module in IN_PROGRAMS:  # no hook runs in there
                 continue
             begins = module.register_forward_pre_hook(
                 partial(self._begins, path), prepend=self._is_first, with_kwargs=True
@@ -249,7 +250,7 @@ class ModuleRecorder:
     def _begins(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not counts():
             return None
-        self._micro_batch += not path
+        self._micro_batch += self._is_first and not path
         self._runs[path] = self._runs.get(path, -1) + 1
         key = self._key(path)
         if key in self.calls:
@@ -284,6 +285,11 @@ class ModuleRecorder:
         """Return a tensor of each module's pass in a micro-batch, where there is one, by path."""
         its = {path: what(call) for (path, n), call in self.calls.items() if n == number}
         return {path: tensor for path, tensor in its.items() if tensor is not None}
+
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        """Take the micro-batch from a program that tells its observers: its stages have no root."""
+        if phase is Phase.FORWARD:
+            self._micro_batch = micro_batch
 
     def _key(self, path: str) -> Key:
         return path, self._runs[path] if self._micro_batch < 0 else self._micro_batch

@@ -171,7 +171,10 @@ class UpdateCase:
             return BROKEN, obstacle
         rows = {n: row * self.reference.clip for n, row in gradients.items() if row is not None}
         its = self.repeated({n: replace(own, gradient=rows.get(n)) for n, own in self.own.items()})
-        is_own = its[1] or not self.unlike(trial)
+        try:
+            is_own = its[1] or not self.unlike(trial)
+        except CannotRepeat as error:
+            return BROKEN, str(error)
         return its if is_own else (BROKEN, "its step gives other values than its class computes")
 
     def repeated(self, taken: Mapping[str, Ingredients]) -> tuple[Remainder, str]:

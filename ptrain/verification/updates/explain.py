@@ -287,15 +287,15 @@ class UpdateExplainer:
         everyones = self.ranks.gather(case.run.record.obstacle or case.reference.record.obstacle)
         if obstacle := next(filter(None, everyones), ""):
             return self.unexplained(f"the update cannot be replayed: {obstacle}{self._differing()}")
-        kinds = [[its.rule.kind.__name__ for its in (case.own[n], case.other[n])] for n in case.own]
-        unlike = [both for its in self.ranks.gather(kinds) for both in its if both[0] != both[1]]
-        if unlike:
-            return self.unexplained("the loop steps by {}, the reference by {}".format(*unlike[0]))
         after = case.run.record.after
         own = case.remainder({name: after[name] for name in case.own})
         mismatch = Remainder.of_all(self.ranks.gather(own, Remainder))
         if mismatch.count == 0:
             return self._written_after(mismatch)
+        kinds = [[its.rule.kind.__name__ for its in (case.own[n], case.other[n])] for n in case.own]
+        unlike = [both for its in self.ranks.gather(kinds) for both in its if both[0] != both[1]]
+        if unlike:
+            return self.unexplained("the loop steps by {}, the reference by {}".format(*unlike[0]))
         return self._in_the_step(mismatch)
 
     def _departing(self) -> set[str]:
