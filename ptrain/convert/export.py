@@ -425,7 +425,7 @@ def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int,
     for number, group in enumerate(files, 1):
         name = WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         loaded = saved.load(ours for ours, _ in group)
-        own = {name: tensor[: form.rows.get(name)] for name, tensor in loaded.items()}
+        own = {n: x[: form.rows[n]] if n in form.rows else x for n, x in loaded.items()}
         tensors = _published(own, group)
         dtypes |= {tensor.dtype for tensor in tensors.values()}
         tensors |= form.buffers if number == 1 else {}

@@ -247,10 +247,10 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
     if not isinstance(spec.model, ModelShape) or spec.data.function is not None:
         return None
     facts = own_facts(spec)
-    return facts if is_tabulated(spec) or _not_traceable(spec, spec.model) else None
+    return facts if is_tabulated(spec) or not_traceable(spec, spec.model) else None
 
 
-def _not_traceable(spec: Spec, shape: ModelShape) -> str:
+def not_traceable(spec: Spec, shape: ModelShape) -> str:
     """Return why a built-in model cannot be traced as the spec runs it; empty if it can."""
     if spec.compile is not Compiled.NONE:
         if spec.is_cut_over(CUTTING_AXES):
@@ -267,7 +267,7 @@ def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     is not known what the modes of activations move and send again."""
     cause = facts.untraced
     if isinstance(spec.model, ModelShape) and not facts.roles:
-        cause = _not_traceable(spec, spec.model) or cause
+        cause = not_traceable(spec, spec.model) or cause
     figures = ("activations", "peak", *(() if blocks.are_known(spec) else ("traffic",)))
     return dict.fromkeys(figures, cause or reason)
 

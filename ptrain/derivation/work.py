@@ -26,6 +26,7 @@ from ptrain.facts.model import (
     WorkByKind,
 )
 from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -33,6 +34,7 @@ from ptrain.steps.step import Plan
 _COLLECTIVES = {collective.value for collective in Collective}
 _FUSED_LOSS = "torch's fused loss is one operator, whose work is unknown"
 _NO_TABLE = "the operators of the model are unknown: there is no table and no trace"
+_COMPILED = "the time of compiled programs is not predicted yet"
 
 
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
@@ -63,6 +65,8 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     """Return the reason why the model's operators are unknown. Empty if they are known."""
+    if spec.compile is not Compiled.NONE:
+        return _COMPILED
     if _traced_work(plan, facts, 0) is not None:
         return ""
     shape = spec.model

@@ -256,7 +256,8 @@ def _compiler_settings() -> list[object]:
     flags = re.search(
         r"^(?:flags|Features)\s*:.*$", info.read_text() if info.exists() else "", re.M
     )
-    settings = sorted(item for item in os.environ.items() if item[0].startswith("TORCHINDUCTOR_"))
+    names = ("TORCHINDUCTOR_", "ATEN_CPU_CAPABILITY")
+    settings = sorted(item for item in os.environ.items() if item[0].startswith(names))
     return [flags and flags[0], settings]
 
 

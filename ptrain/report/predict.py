@@ -362,11 +362,13 @@ def next_commands(prediction: Prediction) -> list[str]:
     """Return commands for the next step, the shortest last."""
     words, fitting, verb = prediction.words, prediction.fit, "train"
     changes = next((v.overrides for v in prediction.advice.variants if v.fit.fits), ())
+    is_eager = prediction.spec.compile is Compiled.NONE
     if fitting.fits is False:
         verb = "predict" if changes else "select"
+        changes = changes or (() if is_eager else ("compile=none",))
     elif fitting.device_memory is None:
         verb, changes = "predict", ("cluster.preset=h100-8",)
-    elif prediction.spec.is_for_cuda and prediction.spec.compile is Compiled.NONE:
+    elif prediction.spec.is_for_cuda and is_eager:
         verb = "simulate"
     allowed = prediction.allow_import and verb != "select"
     command = command_line(verb, (*words, *changes), allow_import=allowed)

@@ -392,6 +392,11 @@ class _AsOnDevices(TorchDispatchMode):
       implementation of `wait_tensor` creates another tensor.
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: with another mode around it, Dynamo would run compiled code eagerly."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

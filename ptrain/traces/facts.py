@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ptrain.activations.run.apply import keep_traced
-from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape
+from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape, not_traceable
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
 from ptrain.internals.compiled import silent_programs
@@ -60,7 +60,7 @@ from ptrain.plan.lower import lower, own_facts
 from ptrain.rooms.world import fake_tensors
 from ptrain.spec.dials import Compiled
 from ptrain.spec.extras import require_leave
-from ptrain.spec.model import ExternalModel
+from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.placement import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
@@ -291,6 +291,12 @@ def read_facts(
     is_compiled = spec.compile is not Compiled.NONE
     if is_compiled and spec.may_be_on_cuda and torch.cuda.is_available():
         return replace(own_facts(spec), untraced=PROGRAMS_OF_GPUS)
+    if (
+        is_compiled
+        and isinstance(spec.model, ModelShape)
+        and (why := not_traceable(spec, spec.model))
+    ):
+        return replace(own_facts(spec), untraced=why)
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     fake = fake_model(spec, allow_import=allow_import)
     facts = _read_own(reader, fake, runs_fakes=runs_fakes, progress=progress)

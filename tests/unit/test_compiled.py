@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.internals.compiled import silent_programs
 from ptrain.models import compiled
 from ptrain.models.compiled import ReadThrough, compile_blocks
 from ptrain.models.watch import watching
+from ptrain.spec.load import load
+from ptrain.traces.facts import facts_of
 
 
 class Block(nn.Module):
@@ -99,3 +102,18 @@ def test_a_program_computes_again_behind_those_that_do_not(model: Model) -> None
         with silent_programs():
             block(x).sum().backward()
         torch.testing.assert_close(block(x).detach(), expected)
+
+
+LARGE = (
+    "compile=block", "model.layers=2", "model.hidden=512", "model.ffn=1376", "model.heads=8",
+    "model.kv_heads=8", "model.head_dim=64", "model.vocab=16384", "batch.sequence=16",
+    "batch.micro=1", "cluster.preset=h100-8", "device=cpu",
+)  # fmt: skip
+
+
+@pytest.mark.nightly
+def test_a_model_too_large_for_real_tensors_is_compiled_on_fake_ones_and_has_no_time() -> None:
+    spec = load("ddp", LARGE).spec
+    exact = derive(spec, facts_of(spec)).exact
+    assert exact.peak and "peak" not in exact.undefined
+    assert exact.step is None and "compiled programs" in exact.undefined["step_seconds"]
