@@ -40,6 +40,11 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor, padding: int = 0) -> 
         assert placement.is_shard(logits_BTV.dim() - 1), "the logits are cut over the vocabulary"
         group, first = mesh.get_group(), ceil_div(vocabulary, mesh.size()) * mesh.get_local_rank()
         logits_BTV = logits_BTV.to_local()
+    count, expected = logits_BTV.shape[:-1].numel(), targets_BT.numel()
+    if count != expected:  # in the words of torch's own cross entropy
+        raise ValueError(
+            f"Expected input batch_size ({count}) to match target batch_size ({expected})."
+        )
     loss: Tensor = _CrossEntropySum.apply(
         logits_BTV.flatten(0, 1), targets_BT.flatten(), group, first, max(0, tokens - first)
     )
