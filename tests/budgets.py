@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51770,
+    "ptrain": 51750,
     "ptrain/activations": 390,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3140,
-    "ptrain/verification": 6120,
+    "ptrain/verification": 6100,
 }
 ONE_IMPORTER = 52  # modules that exactly one other imports
 SMALL_MODULES = 46  # modules with fewer lines than SMALL

@@ -87,13 +87,11 @@ def _verify_all(jobs: Sequence[TitledSpec], args: Namespace, folder: Path) -> li
         args: The options of the command.
         folder: A new private folder.
     """
-    common_options = replace(_verify_options(args), references=folder / "references")
-    (folder / "references").mkdir(mode=0o700)
     records = []
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
             print(*[""] * bool(number), job.title, sep="\n", flush=True)
-        records.append(start(job.spec, common_options, folder / str(number)))
+        records.append(start(job.spec, _verify_options(args), folder / str(number)))
     return records
 
 

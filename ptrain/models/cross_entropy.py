@@ -40,6 +40,11 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor, padding: int = 0) -> 
         assert placement.is_shard(logits_BTV.dim() - 1), "the logits are cut over the vocabulary"
         group, first = mesh.get_group(), ceil_div(vocabulary, mesh.size()) * mesh.get_local_rank()
         logits_BTV = logits_BTV.to_local()
+    count, expected = logits_BTV.shape[:-1].numel(), targets_BT.numel()
+    if count != expected:  # in the words of torch's own cross entropy
+        raise ValueError(
+            f"Expected input batch_size ({count}) to match target batch_size ({expected})."
+        )
     loss: Tensor = _CrossEntropySum.apply(
         logits_BTV.flatten(0, 1), targets_BT.flatten(), group, first, max(0, tokens - first)
     )
@@ -79,14 +84,16 @@ class _CrossEntropySum(torch.autograd.Function):
         first: int,
         words: int,
     ) -> Tensor:
-        largest_N1 = widen(logits_NV[:, :words].amax(-1, keepdim=True))
+        is_padded = words < logits_NV.shape[1]
+        own_NW = logits_NV[:, :words] if is_padded else logits_NV
+        largest_N1 = widen(own_NW.amax(-1, keepdim=True))
         if group is not None:
             largest_N1 = all_largest(largest_N1, group)
         if logits_NV.dtype is largest_N1.dtype:
             buffer_NV = logits_NV - largest_N1
         else:  # in one step a processor would copy the logits a second time
             buffer_NV = widen(logits_NV).sub_(largest_N1)
-        if words < logits_NV.shape[1]:
+        if is_padded:
             buffer_NV[:, words:] = -math.inf  # whose exponentials and gradients are 0
         ignored, elsewhere, places = _targets(targets_N, logits_NV.shape[1], group, first)
         of_targets_N1 = buffer_NV.gather(1, places).masked_fill_(elsewhere, 0)

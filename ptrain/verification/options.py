@@ -32,7 +32,6 @@ class VerifyOptions:
         allow_import: True to permit the user's functions.
         folder: The private folder of the command that started the ranks, for logs and the record;
             None to print the record.
-        references: The folder in which the specs of one command share references.
     """
 
     spec: str = ""
@@ -44,7 +43,6 @@ class VerifyOptions:
     json: bool = False
     allow_import: bool = False
     folder: Path | None = None
-    references: Path | None = None
 
 
 def require_steps(steps: int) -> None:
@@ -77,8 +75,7 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
         allow_abbrev=False,
     )
     add_arguments(parser, "verify")
-    for name in _PATHS:
-        parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(dotlist(argv))
     specs, overrides = split_arguments(options.arguments)
     if len(specs) > 1:
@@ -103,10 +100,8 @@ def said(options: VerifyOptions) -> Iterator[str]:
     """Yield the command-line words other than the spec and the overrides."""
     yield from ("--steps", str(options.steps))
     yield from ("--" + flag.replace("_", "-") for flag in FLAGS if getattr(options, flag))
-    for name in _PATHS:
-        if (path := getattr(options, name)) is not None:
-            yield from (f"--{name}", str(path))
+    if options.folder is not None:
+        yield from ("--folder", str(options.folder))
 
 
 FLAGS = ("quick", "every_collective", "verbose", "json", "allow_import")
-_PATHS = ("folder", "references")

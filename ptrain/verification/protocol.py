@@ -106,9 +106,7 @@ class Context:
         """Return these references; those that are not there yet are run. All ranks call it."""
         missing = [ask for ask in asks if ask.key not in self.references]
         if missing:
-            self.references |= references(
-                missing, self.exchange, self.request.references, self.progress
-            )
+            self.references |= references(missing, self.exchange, self.progress)
         return [self.references[ask.key] for ask in asks]
 
 

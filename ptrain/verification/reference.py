@@ -9,10 +9,8 @@ clipping, schedule). Of the mesh it knows only which micro-batches form the glob
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -149,18 +147,6 @@ class Trajectory:
     parameters: Mapping[str, Tensor]
     travelled: float = 0.0
     again: float | None = None
-
-    def save(self, path: Path) -> None:
-        """Write it whole or not at all: other processes may read or write it at once."""
-        plain = {key.name: getattr(self, key.name) for key in fields(Trajectory)}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        torch.save(plain, temporary)
-        temporary.replace(path)
-
-    @classmethod
-    def load(cls, path: Path) -> Trajectory:
-        """Read what `save` wrote."""
-        return cls(**torch.load(path, weights_only=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

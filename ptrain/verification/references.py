@@ -1,8 +1,7 @@
 """Spread the one-device runs of a verification over the ranks by duration: each rank has its share
 and tells the others every few seconds that it is alive.
 
-The result of a run stays on the rank that made it; losses go to all. If a folder is given, results
-are kept there under a digest of all their inputs, for other specs of the same command.
+The result of a run stays on the rank that made it; losses go to all.
 
 How far apart correct runs of one layout end is found by references in other orders of summation.
 A placement changes no term of any sum. It changes the order, the groups, and the roundings between
@@ -37,7 +36,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
 import torch
@@ -325,17 +323,13 @@ class ReferenceRun:
 
 
 def references(
-    asks: Sequence[Ask], exchange: Exchange, folder: Path | None, progress: Progress
+    asks: Sequence[Ask], exchange: Exchange, progress: Progress
 ) -> dict[str, ReferenceRun]:
     """Return every run that is asked for, by its key. All ranks call it, with the same asks."""
     every = {ask.key: ask for ask in asks}
     owners = _owners(list(every.values()), exchange.world.size)
-    mine = [every[key] for key, owner in owners.items() if owner == exchange.world.rank]
+    to_do = [every[key] for key, owner in owners.items() if owner == exchange.world.rank]
     solos: dict[str, Trajectory] = {}
-    for ask in mine:
-        if folder is not None and (path := folder / f"{ask.key}.pt").exists():
-            solos[ask.key] = Trajectory.load(path)
-    to_do = [ask for ask in mine if ask.key not in solos]
     count = sum(exchange.gather(sum(ask.steps for ask in to_do)))
     run: Iterator[Trajectory | None] | None = None
     done = 0
@@ -348,8 +342,6 @@ def references(
             done += 1
             if (solo := next(run)) is not None:
                 solos[ask.key] = solo
-                if folder is not None:  # for other specs of the command
-                    solo.save(folder / f"{ask.key}.pt")
                 run = None  # before the next begins: no two models stand at once
                 del to_do[0]
     figures = {key: [its.losses, its.gradient_norms] for key, its in solos.items()}

@@ -185,7 +185,7 @@ FAULTS = (
             plant=flipped(bit),
             subjects=(Subject.PARAMETERS,),
             axis="dp_replicate",
-            factor="replicas|written after",
+            factor="replicas|differs after",
         )
         for bit, words in _BITS
     ),
@@ -195,7 +195,7 @@ FAULTS = (
         plant=flipped(0, optimizer=True),
         subjects=(Subject.OPTIMIZER,),
         axis="dp_replicate",
-        factor="replicas|written after",
+        factor="replicas|differs after",
     ),
     Fault(
         name="a flipped bit in sharded parameters: exponent",
@@ -260,6 +260,6 @@ FAULTS = (
         setting=ZERO2,
         plant=resumed_without_optimizer,
         subjects=(Subject.OPTIMIZER, Subject.COUNTER),
-        factor="stale|step|written after",
+        factor="stale|step|differs after",
     ),
 )

@@ -227,7 +227,7 @@ FAULTS = (
         setting=EVEN,
         plant=neighbours_state,
         subjects=(Subject.OPTIMIZER,),
-        factor="rank|neighbour|written after",
+        factor="rank|neighbour|differs after",
     ),
     Fault(
         name="clip by the local norm",
@@ -299,7 +299,7 @@ FAULTS = (
         setting=ZERO3,
         plant=counter_begins_again,
         subjects=(Subject.COUNTER, Subject.OPTIMIZER),
-        factor="step|counter|0|written after",
+        factor="step|counter|0|differs after",
     ),
     Fault(
         name="step counter of one rank a step behind",
@@ -307,7 +307,7 @@ FAULTS = (
         plant=counter_on_one_rank,
         subjects=(Subject.COUNTER, Subject.OPTIMIZER),
         axis="dp_replicate",
-        factor="step|counter|1|written after",
+        factor="step|counter|1|differs after",
     ),
     Fault(
         name="a frozen parameter updated",
@@ -329,7 +329,7 @@ FAULTS = (
         setting=ZERO3,
         plant=moment_in_bf16,
         subjects=(Subject.OPTIMIZER,),
-        factor="bfloat16|written after",
+        factor="bfloat16|differs after",
         place="exp_avg|attention",
     ),
 )

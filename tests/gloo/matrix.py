@@ -102,7 +102,7 @@ def _norms_of_one_device(spec: Spec, steps: int) -> tuple[float, ...] | None:
     part by that add in other orders."""
     planned = plan(spec, steps)
     alone = Exchange(World())
-    runs = references([planned.exact, *planned.permuted], alone, None, Progress())
+    runs = references([planned.exact, *planned.permuted], alone, Progress())
     growth = [runs[ask.key] for ask in (planned.exact, *planned.permuted)]
     return in_fp64(growth, alone).norms
 

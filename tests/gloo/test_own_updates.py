@@ -56,7 +56,7 @@ NAMED = {
         "learning rate", True, "× 2", 0, ONE, "the reference's lr matches the",
     ),
     "written after": (
-        "parameters", True, "written after the update", LATE, ONE, "the optimizers' own results",
+        "parameters", True, "differs after the update", LATE, ONE, "the optimizers' own results",
     ),
 }  # fmt: skip
 AXES = {"ddp": "ranks", "fsdp2": "dp"}

@@ -82,7 +82,6 @@ def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
         json=True,
         allow_import=True,
         folder=tmp_path,
-        references=tmp_path / "references",
     )
     assert parse(to_argv(asked)) == asked
     assert parse([]).steps == options.STEPS
@@ -138,7 +137,6 @@ def test_several_specs_and_lists_are_verified_one_after_the_other(started, capsy
     ]
     assert {asked.steps for asked, *_ in started} == {9}
     assert {module for _, _, module, _ in started} == {"ptrain.verification"}
-    assert len({asked.references for asked, *_ in started}) == 1
     records = json.loads(capsys.readouterr().out)
     assert [record["verdict"] for record in records] == ["fails", "holds", "holds", "holds"]
 
