@@ -27,7 +27,8 @@ def test_the_winners_figures_are_those_of_its_spec():
         "qwen3-0.6b", TINY, cluster="h100-8", devices=2, where=where, count=2, read=read
     )
     best = selection.best
-    assert best is not None and 1 <= len(reads) <= 2
+    # at most one trace for each policy of recomputation: none, selective and full
+    assert best is not None and 1 <= len(reads) <= 3
     source, *words = words_of(selection.job, best.spec)
     spec = load(source, words).spec
     exact = derive(spec, read_facts(spec)).exact
