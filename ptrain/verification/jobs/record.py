@@ -481,7 +481,7 @@ def compare_buffers(
 def digests(
     holds: Mapping[str, ParameterShard], rows: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Return two checksums by name: of the element indices ("" for a full tensor) and the values."""
+    """Return two checksums by name: of the element indices ("" for a full tensor) and values."""
     return {
         name: ["" if holds[name].at is None else digest(holds[name].at), digest(row)]
         for name, row in rows.items()

@@ -192,7 +192,7 @@ class Drawing:
         self, models: Sequence[nn.Module], still: Collection[Key],
         value: Callable[[RandomDraw, DrawMode], Tensor | None], *, keeps: bool = False,
     ) -> Any:  # fmt: skip
-        """Return a context in which draws take the result of `value`, or are disabled if `still`."""
+        """Return a context in which draws take the result of `value`, or are disabled if still."""
         mode: DrawMode
 
         def instead(draw: RandomDraw) -> Tensor | None:
@@ -414,7 +414,7 @@ def both_losses(
 def run_step(
     pair: LoopPair, number_: int, batch: Any, share: Any, limit: Tolerance, drawing: Drawing
 ) -> StepComparison:
-    """Run step `number_` (from 0) on both sides, and compare gradients, parameters and other state."""
+    """Run step `number_` (from 0) on both sides, and compare gradients, parameters and state."""
     random = RandomState.of(pair.loop.model)
     began = pair.states()
     before, run_before = values_of(pair.wholes), pair.values()
