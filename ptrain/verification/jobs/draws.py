@@ -130,9 +130,11 @@ class DrawMode(OperatorMode):
     def __enter__(self) -> Self:
         for index, model in enumerate(self._models):
             for path, module in canonical_modules(model):
+                # prepended: draws of other pre-hooks belong to this module
                 begins = module.register_forward_pre_hook(
                     partial(self._begins, (index, path)), prepend=True, with_kwargs=True
                 )
+                # always_call: a forward pass that raises must leave the stack too
                 ends = module.register_forward_hook(self._ends, always_call=True)
                 self._hooks.callback(begins.remove)
                 self._hooks.callback(ends.remove)
@@ -184,6 +186,7 @@ class DrawMode(OperatorMode):
         place = visit.place
         if name == _SLOPES and not (len(args) > 4 and args[4]):
             return result  # argument 4 is `training`: evaluation draws nothing
+        # native_dropout returns (output, mask)
         drawn = result[1] if isinstance(result, tuple) else result
         value = held(args[1] if name == _SLOPES else drawn)
         draw = RandomDraw(
@@ -198,6 +201,7 @@ class DrawMode(OperatorMode):
             return args[0] * args[1].copy_(other)
         if isinstance(result, tuple):
             return args[0] * other / draw.kept, other
+        # in-place operators must return the tensor that they wrote
         return result.copy_(other) if name.endswith("_") else other
 
     def _instead(self, draw: RandomDraw, visit: ModuleVisit, is_again: bool) -> Tensor | None:

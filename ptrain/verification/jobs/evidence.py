@@ -463,12 +463,14 @@ def tried(
     truths = own.truths
     scale = Magnitude.of(truths)
     bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
+    # a correct fix leaves only rounding, on every rank's shard of every parameter
     largest, fixes, rows = 0.0, True, dict[str, Tensor]()
     for name, whole in truths.items():
         squares: dict[int, Tensor] = {}
         pieces = []
         for sample in own.of_all_ranks(name, ranks):
             piece = sample.truth.clone()
+            # this rank last: its values win where replicas overlap in `piece`
             for rank in sorted(sample.holders(), key=lambda its: its == ranks.rank):
                 has = ~sample.gradients[rank].isnan()
                 undone, (was, truth) = fix.of(name, sample, rank)[has], sample.of(rank)

@@ -329,9 +329,8 @@ class Inquiry:
         names = [name for name in self.step.expected.gradients if name in self.pair.holds]
         sizes = {name: self.pair.holds[name].value().numel() for name in names}
         rows = (gradients.get(name, torch.zeros(sizes[name])) for name in names)
-        empty = torch.empty(
-            0, dtype=torch.float64
-        )  # torch.cat needs a tensor on a rank without parameters
+        # torch.cat rejects an empty list, which a rank without parameters would pass
+        empty = torch.empty(0, dtype=torch.float64)
         return torch.cat([empty, *(row.double().flatten().cpu() for row in rows)])
 
     def with_call(self, root_cause: RootCause) -> RootCause:
@@ -413,10 +412,8 @@ class Inquiry:
             return None
         gradients = ran[0].gradients
         left, obstacle = self.step.case.with_gradients(gradients, ran[0].record)
-        losses = (
-            number(ran[1]),
-            loss(number(ran[1])),
-        )  # a term without gradient is in the loss already
+        # the loss has a term without gradient already: the uncorrected loss may be right
+        losses = number(ran[1]), loss(number(ran[1]))
         apart = min(max(self._loss_apart(its), default=0.0) for its in losses)
         others = self._others(apart, left, obstacle)
         return Trial(self._most_apart(gradients), self._before(), others)

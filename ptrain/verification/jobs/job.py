@@ -86,7 +86,7 @@ class Ranks:
         if self.size == 1:
             return [mine]
         sizes = self.gather(len(mine))
-        row = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        row = torch.zeros(max(*sizes, 1), dtype=torch.uint8)  # 1 or more: frombuffer rejects none
         row[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[
             : len(mine)
         ]

@@ -120,7 +120,7 @@ class ModuleInquiry:
         is_run = bool(probe.gradients) and all(probe.gradients) and not rows.sliced
         is_whole = len(pair.holds) == len(pair.wholes)
         self._is_alone = is_run and self.part is None and (is_whole or not rows.unknown)
-        if not self._is_alone:
+        if not self._is_alone:  # compare with shards of the reference's pass on the global batch
             with inquiry.drawing.replayed(pair.reference.model):
                 self.probe = probed(pair.reference.model, expected)
         upstreams = [its.upstream for its in self.probe.modules.values()]
@@ -130,9 +130,7 @@ class ModuleInquiry:
         self._order = [*order, *((path, Side.UPSTREAM) for path, ends in order[::-1] if ends)]
         self._factor = self._factor_of_upstreams(modules)
         self.suspect = self._first(modules, {})
-        self.is_plain = (
-            self.suspect is None or self.suspect.side is Side.UPSTREAM
-        )  # forward matches
+        self.is_plain = self.suspect is None or self.suspect.side is Side.UPSTREAM
 
     def root_cause(self) -> RootCause | None:
         """Return the root cause that a trial supports, or None.

@@ -180,6 +180,7 @@ class TensorFit:
 def _row_sums(tensor: Tensor) -> Tensor:
     """Return the sorted weighted sums of the rows."""
     rows = tensor.double().flatten(0, -2) if tensor.dim() > 1 else tensor.double()[None]
+    # unequal weights, so that rows with permuted elements differ
     return (rows @ torch.linspace(1, 2, rows.size(-1), dtype=rows.dtype)).sort().values
 
 
@@ -298,7 +299,7 @@ class ModuleRecorder:
         """Record the inputs of a module's first pass in a micro-batch; return the forced inputs."""
         if not counts():
             return None
-        self._micro_batch += not path
+        self._micro_batch += not path  # a pass of the root (path "") starts a micro-batch
         self._runs[path] = self._runs.get(path, -1) + 1
         key = self._key(path)
         if key in self.calls:

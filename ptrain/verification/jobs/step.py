@@ -403,6 +403,7 @@ def both_losses(
             stack.enter_context(context)
         loss = pair.loop.step(share)
     drawing.exchange()
+    # the reference starts from the same states, and must not advance the loop's generators
     with torch.random.fork_rng(devices=cuda_devices(plain)), ExitStack() as stack:
         random.restore()
         alone = nullcontext() if pair.loop.evidence else Alone()  # slow: dispatches every operator

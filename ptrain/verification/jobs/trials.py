@@ -117,6 +117,7 @@ class Waited(OperatorMode):
         everyone = [] if is_message else dist.get_process_group_ranks(group)
         self.started.append((group.group_name, everyone))
         work = result[-1] if isinstance(result, tuple) else result
+        # c10d operators return their Work as a ScriptObject; functional collectives return tensors
         if not is_message and isinstance(work, torch.ScriptObject):
             self.is_async |= bool(given.get("async_op", True))
             if self._waits:
@@ -156,7 +157,7 @@ def without_cast_cache() -> Iterator[None]:
 def around_backward(begins: Callable[[list[Tensor]], Callable[[], None]]) -> Iterator[None]:
     """Temporarily call `begins` with the root tensors of each backward pass, and its result
     afterwards."""
-    run = torch.autograd.backward
+    run = torch.autograd.backward  # Tensor.backward looks it up here (torch/_tensor.py, 2.13)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         ends = begins([tensors] if isinstance(tensors, Tensor) else list(tensors))
@@ -257,6 +258,7 @@ class WithTerm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        # independent of the incoming gradient: the coefficient is that in the loss
         return gradient, torch.full_like(ctx.like, ctx.coefficient), None
 
 
