@@ -210,7 +210,7 @@ class DrawMode(OperatorMode):
         A recomputation restores the generator state, so its draw has the same bits as forward's.
         The bits alone are ambiguous, because small masks are equal in many places, so the module
         and the draw's index in its pass are compared too. Backward reaches the passes of a module
-        from the last to the first. If a part of a module is recomputed on its own, only the bits
+        from the last to the first. If a part of a module is recomputed separately, only the bits
         are known.
         """
         bits = digest(draw.value)

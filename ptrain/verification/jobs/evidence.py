@@ -242,7 +242,7 @@ class OwnGradients:
         given: Contributions of this rank's micro-batches by parameter. An empty mapping is a
             micro-batch that could not run again.
         before: The reference's gradients of the previous step.
-        micro_batches: Number of micro-batches that are told apart, at most `MOST`.
+        micro_batches: Number of micro-batches that are distinguished, at most `MOST`.
     """
 
     holds: Mapping[str, ParameterShard]

@@ -94,8 +94,7 @@ def explain_gradients(
 
 
 def _loose(limit: Tolerance) -> float:
-    """Return the relative residual up to which a fit holds: a fault is larger, as it is a
-    factor."""
+    """Return the relative residual up to which a fit holds. A fault, a factor, leaves more."""
     return min(max(_LOOSE * limit.gradients, _FEWEST), _LOOSEST)
 
 
@@ -114,8 +113,7 @@ class GradientCase:
         self.samples = {name: its for name, its in scaled.items() if not self._is_right(its)}
 
     def _is_right(self, sample: Sample) -> bool:
-        """Return True if the gradient is 1 times the reference's, or if no rank holds these
-        elements."""
+        """Return True if the gradient matches the reference's, or if no rank holds the elements."""
         fit = sample.multiple()
         is_one = fit.holds(self.tolerance) and abs(fit.factor - 1) <= self.tolerance
         return is_one or not sample.holders()
@@ -338,8 +336,7 @@ class GradientCase:
         )  # fmt: skip
 
     def _of_micro_batches(self) -> Iterator[Hypothesis]:
-        """Yield the hypothesis that micro-batches are missing, or have other weights than in the
-        reference.
+        """Yield the hypothesis that micro-batches are missing, or have other weights.
 
         It requires that each rank's gradient is a sum of micro-batch contributions. Missing ones
         must be the same on all ranks.
@@ -368,8 +365,7 @@ class GradientCase:
         yield said, self._fix(words, its.reweighted, factor)
 
     def _incomplete(self, its: Contributions, missing: Collection[int]) -> RootCause:
-        """Return the root cause of missing micro-batches. `missing` are indices of
-        contributions."""
+        """Return the root cause of missing contributions, given their indices."""
         count = self.evidence.micro_batches
         ranks = sorted(rank for rank, own in its.own.items() if {*own} & {*missing})
         numbers = sorted({its.labels[index][1] for index in missing})
@@ -464,8 +460,7 @@ def of_own_samples(
     ranks: Ranks,
     limit: Tolerance,
 ) -> RootCause | None:
-    """Return a root cause if the gradients are means over separate micro-batches, unlike the
-    reference's.
+    """Return a root cause if only the loop's gradients are means over separate micro-batches.
 
     Then the loss of a sample differs between the sides, or depends on other samples of the batch.
     Returns None if the fit does not hold on all elements. All ranks call it.

@@ -165,8 +165,7 @@ class Inquiry:
         return trial is not None and self._is_wrong(trial.gradients)
 
     def _is_wrong(self, gradients: float) -> bool:
-        """Return True if a gradient difference exceeds rounding and half of the original
-        difference."""
+        """Return True if a gradient difference exceeds rounding, or half of the original one."""
         return gradients > min(_LOOSE * self.limit.gradients, self._before() / 2)
 
     def _of_candidates(
@@ -204,8 +203,8 @@ class Inquiry:
         return said.fits(f"{said.tried}; they did not in all of {_RACES} further runs")
 
     def trial_of_reference(self, batch: Any, still: Collection[Key] = ()) -> Trial | None:
-        """Run the reference's step on another batch or without some draws, and compare the loop
-        with it.
+        """Run the reference's step on another batch or without some draws; return the loop's
+        difference.
 
         Returns None if the step cannot run. All ranks call it.
         """
@@ -221,7 +220,7 @@ class Inquiry:
         return Trial(left, self._before(), self._others(apart, *right))
 
     def of_buffers(self, said: RootCause) -> RootCause:
-        """Try whether buffers differ because a recomputation writes them again. All ranks call
+        """Try whether a recomputation that writes buffers again explains them. All ranks call
         it."""
         plain, loop = self.pair.reference.model, self.pair.loop.model
         ends = {name: its.clone() for name, its, _ in shared_buffers(plain, loop)}
@@ -268,10 +267,10 @@ class Inquiry:
         ).fits("the dtypes of .grad were compared when the optimizer steps")  # fmt: skip
 
     def _of_terms(self, first: Sequence[Mismatch]) -> RootCause | None:
-        """Return the root cause of one loss term with another weight than in the reference, or
-        None.
+        """Return the root cause of one loss term with another weight than in the reference.
 
-        Each term runs alone, and the reference's gradients are fitted as a sum of theirs.
+        Each term runs alone, and the reference's gradients are fitted as a sum of theirs. Returns
+        None if they are no such sum, or if several weights differ.
         """
         loop = self.pair.loop.model
         whole, draws = LossTerms(loop), partial(self.drawing.repeated, loop)
@@ -324,8 +323,7 @@ class Inquiry:
         return {n: holds[n].of(row.view(holds[n].shape)) for n, row in wholes.items() if n in holds}
 
     def _in_a_row(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return the gradients of this rank's parameters as one fp64 tensor; zeros if one is
-        missing."""
+        """Return the gradients of this rank's parameters as one fp64 tensor; missing ones are 0."""
         names = [name for name in self.step.expected.gradients if name in self.pair.holds]
         sizes = {name: self.pair.holds[name].value().numel() for name in names}
         rows = (gradients.get(name, torch.zeros(sizes[name])) for name in names)
@@ -357,12 +355,8 @@ class Inquiry:
     ) -> tuple[StepRecorder, Any] | None:
         """Run the loop's step again; return its record and loss, or None if it fails on a rank.
 
-        Args:
-            within: Contexts of the step.
-            before: Contexts that are entered before the recorder.
-            share: This rank's samples. Default: those of the step.
-
-        All ranks call it.
+        `within` are contexts of the step, and `before` contexts that are entered before the
+        recorder. `share` replaces this rank's samples. All ranks call it.
         """
         _, seen = self.pair.recorders()
         share = self.share if share is None else share
@@ -370,11 +364,8 @@ class Inquiry:
         return None if loss is None else (seen, loss[0])
 
     def _ran(self, job: Job, batch: Any, *within: Context) -> tuple[Any] | None:
-        """Run a job's step in these contexts; return a tuple with its loss, or None if a rank
-        fails.
-
-        All ranks call it.
-        """
+        """Run a job's step in these contexts; return its loss in a tuple, or None if a rank
+        fails."""
         loss, raised = None, False
         try:
             with (
@@ -419,8 +410,7 @@ class Inquiry:
         return Trial(self._most_apart(gradients), self._before(), others)
 
     def checked(self, said: RootCause, *, repeats: bool = False) -> RootCause:
-        """Check a proven root cause for differences that its proof did not cover. All ranks call
-        it.
+        """Check a proven root cause for uncovered differences. All ranks call it.
 
         These are the loss and, with `repeats`, the update with the reference's gradients.
         """
@@ -527,8 +517,7 @@ class Inquiry:
         gradients: Mapping[str, Tensor],
         truth: Mapping[str, Tensor] | None = None,
     ) -> Iterator[float]:
-        """Yield the relative differences of gradients from the reference's, for this rank's
-        parameters.
+        """Yield the relative differences of this rank's gradients from the reference's.
 
         A missing gradient yields infinity, unless the reference's is noise.
         """

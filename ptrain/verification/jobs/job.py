@@ -211,7 +211,7 @@ class Job:
 
 
 class Evidence(Protocol):
-    """The interface of a job that shows more than tensors. All ranks call its methods alike."""
+    """The interface of a job that shows more than tensors. All ranks call its methods together."""
 
     ranks: Ranks
 

@@ -92,8 +92,7 @@ class FirstDifference:
 
 
 def _is_cause(first: FirstDifference, said: RootCause) -> bool:
-    """Return True if the difference shows a cause (all inputs match, or it has a name), not only a
-    place."""
+    """Return True if the difference shows a cause, and not only a place."""
     if POSSIBLE in said.sentence:
         return False
     if first.side is Side.OUTPUT and first.path and not first.between:
@@ -102,7 +101,7 @@ def _is_cause(first: FirstDifference, said: RootCause) -> bool:
 
 
 class ModuleInquiry:
-    """The search for the first differing module of a step. All ranks call its methods alike.
+    """The search for the first differing module of a step. All ranks call its methods together.
 
     `probe` has the reference's passes on this rank's micro-batches, and `modules` the passes of
     this rank's modules. `suspect` is the first difference, or None. `is_plain` is True if forward
@@ -145,8 +144,7 @@ class ModuleInquiry:
         return None
 
     def _undone(self) -> RootCause | None:
-        """Replace one difference after the other until the step is right; return the root cause or
-        None."""
+        """Replace one difference after the other until the step is right; return its root cause."""
         forces: dict[tuple[str, int], Forced] = {}
         named: list[FirstDifference] = []
         modules, probe = self.own, self.probe
@@ -198,8 +196,7 @@ class ModuleInquiry:
     def _of_call(
         self, path: str, number: int, call: ModuleCall
     ) -> Iterator[tuple[Side, TensorFit]]:
-        """Yield the fits of a pass's inputs, its output, and its output gradient unless that is
-        tiny."""
+        """Yield the fits of a pass's inputs, its output, and its output gradient if not tiny."""
         rights = list(self._rights(path, number))
         for at, own in enumerate(tree_leaves(call.given)):
             wholes = [tree_leaves(right.given) for right in rights]
@@ -252,8 +249,7 @@ class ModuleInquiry:
         return min(fits, key=lambda fit: fit.size, default=None)
 
     def _factor_of_upstreams(self, modules: Calls) -> float | None:
-        """Return the factor of this rank's output gradients, or None if some rank's is unknown or
-        differs.
+        """Return the factor of the ranks' output gradients, or None without a common one.
 
         A loss that is a mean over a rank's tokens causes such a factor. All ranks call it.
         """
@@ -262,8 +258,7 @@ class ModuleInquiry:
         return factors[self.ranks.rank] if is_one else None
 
     def _own_factor(self, modules: Calls) -> float | None:
-        """Return the factor of the last module's output gradient that is a multiple of the
-        reference's."""
+        """Return the factor of the last output gradient that is a multiple of the reference's."""
         if self._is_alone:
             return 1.0
         fits = (
@@ -352,8 +347,7 @@ class ModuleInquiry:
         return None
 
     def _shared(self, path: str, side: Side, number: int, modules: Calls) -> tuple[str, str]:
-        """Return the axis of a missing sum, or the factor of a multiple; else "". All ranks call
-        it."""
+        """Return the axis of a missing sum, or a factor, or "" for both. All ranks call it."""
         call = modules.get((path, number))
         fits = () if call is None else self._of_call(path, number, call)
         fit = max((f for s, f in fits if s is side), key=lambda f: f.size, default=None)
@@ -397,11 +391,11 @@ class ModuleInquiry:
     def _tried(
         self, forces: Mapping[tuple[str, int], Forced], named: Sequence[FirstDifference]
     ) -> tuple[StepRecorder | None, tuple[str, str] | None, Calls]:
-        """Run the step with forced values; return its record, phrases for match and rest, and
+        """Run the step with forced values; return its record, the result in phrases, and its
         passes.
 
-        Record or phrases are None if the step fails or differs. The loss is not compared if the
-        trial replaces its gradient.
+        The first two are None if the step fails, the phrases also if it differs. The loss is not
+        compared if the trial replaces its gradient.
         """
         model = self.inquiry.pair.loop.model
         recorder = ModuleRecorder(model, forces)
@@ -488,8 +482,7 @@ class ModuleInquiry:
                 )  # fmt: skip
 
     def _said_of_input(self, first: FirstDifference, blamed: RootCause, is_all: bool) -> RootCause:
-        """Return the root cause of a differing input: shifted positions, other inputs, or other
-        code."""
+        """Return the root cause of a differing input: shifted positions, or the code before it."""
         mine = self._shifts(first)
         everyones = self.ranks.gather(mine)
         who = [rank for rank, its in enumerate(everyones) if its is not None]
@@ -534,8 +527,8 @@ class ModuleInquiry:
     def _said_of_output(
         self, first: FirstDifference, blamed: RootCause, named: Sequence[FirstDifference]
     ) -> RootCause:
-        """Return the root cause of a differing output: written parameters, partial sums, or the
-        module."""
+        """Return the root cause of a differing output, such as written parameters or partial
+        sums."""
         place = blamed.place
         outputs = [its for its in named if its.side is Side.OUTPUT]
         several = " and ".join(families(self._members(its)) for its in outputs)

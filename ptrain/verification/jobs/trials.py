@@ -66,8 +66,7 @@ class Trial:
         return self.gradients <= min(10 * limit, max(limit, loosest), 0.1 * self.before)
 
     def of(self, blamed: RootCause, words: str) -> RootCause:
-        """Return the root cause with this trial: proven, or fitting if loss or update still
-        differs."""
+        """Return the root cause with this trial: proven, or fitting if others still differ."""
         tried = f"{words} the gradients match the reference to {self.gradients:.1e}"
         return blamed.proven(tried) if not self.others else blamed.fits(f"{tried}{self.others}")
 
@@ -155,8 +154,7 @@ def without_cast_cache() -> Iterator[None]:
 
 @contextmanager
 def around_backward(begins: Callable[[list[Tensor]], Callable[[], None]]) -> Iterator[None]:
-    """Temporarily call `begins` with the root tensors of each backward pass, and its result
-    afterwards."""
+    """Temporarily call `begins` with the roots of each backward pass, and its result afterwards."""
     run = torch.autograd.backward  # Tensor.backward looks it up here (torch/_tensor.py, 2.13)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -248,8 +246,7 @@ _OF_STACKED = {"MeanBackward0", "SumBackward0"}
 
 
 class WithTerm(torch.autograd.Function):
-    """An operator that returns a tensor, and adds a constant gradient for another one in
-    backward."""
+    """An operator that returns a tensor, and gives another one a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, term: Tensor, coefficient: float) -> Tensor:
@@ -258,7 +255,7 @@ class WithTerm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        # independent of the incoming gradient: the coefficient is that in the loss
+        # not scaled by the incoming gradient: the coefficient refers to the loss itself
         return gradient, torch.full_like(ctx.like, ctx.coefficient), None
 
 
@@ -279,8 +276,7 @@ class ScalarValues(TorchFunctionMode):
 
 
 class LossTerms(ExitStack):
-    """A context that records the terms of a loss, and changes their coefficients: `with
-    LossTerms(model)`.
+    """A context around a step that records the terms of its loss, and changes their coefficients.
 
     Terms are named by their place in the model's output after the first tensor, or else by the
     operator that computes them.
