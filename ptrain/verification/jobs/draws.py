@@ -146,8 +146,7 @@ class DrawMode(OperatorMode):
         self._hooks.close()
 
     def _begins(self, place: tuple[int, str], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Push a module that begins to run; start a new pass if it is an outermost one in
-        forward."""
+        """Push a module that begins to run; start a new pass if it is outermost in forward."""
         if not self._running and not is_in_backward():
             self._begins_outermost(place, _rows_of((args, kwargs)))
         self._running.append(ModuleVisit(place))
@@ -173,8 +172,7 @@ class DrawMode(OperatorMode):
         self._running.pop()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; record its draw, and replace it in the result if there is a
-        replacement."""
+        """Run an operator; record its draw, and replace it in the result if required."""
         name = function._schema.name.partition("::")[2]
         is_again = is_in_backward()
         if not (self._running or is_again):
@@ -242,8 +240,7 @@ class DrawMode(OperatorMode):
         return self._stood.get(id(alike[0]), alike[0].value)
 
     def _undropped(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of a fused attention operator, or of its backward, with `dropout_p`
-        0."""
+        """Return the arguments of a fused attention operator with `dropout_p` set to 0."""
         names = [argument.name for argument in function._schema.arguments]
         place = names.index("dropout_p") if "dropout_p" in names else len(args)
         if place >= len(args) or not args[place]:
@@ -355,8 +352,7 @@ class EveryonesDraws:
         return value
 
     def _by_rows(self, draw: RandomDraw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
-        """Concatenate the rows of each sample from the ranks' draws; None if a sample is
-        missing."""
+        """Concatenate each sample's rows from the ranks' draws; None if a sample is missing."""
         whole, dim = draw.value.shape, None
         passes: dict[tuple[int, Rows], list[RankDraw]] = {}
         for its in held:
@@ -387,8 +383,7 @@ class EveryonesDraws:
         return first
 
     def of_first(self, draw: RandomDraw, rows: Rows) -> Tensor | None:
-        """Return the draw of the first rank with these samples, if ranks drew differently in the
-        module.
+        """Return the draw of the first rank with these samples, if ranks drew differently.
 
         Returns None otherwise.
         """
@@ -436,8 +431,7 @@ def _packed(value: Tensor) -> tuple[Tensor, torch.dtype]:
 
 
 def drawn_again_otherwise(drawn: DrawMode) -> Iterator[RandomDraw]:
-    """Yield the draws of backward whose bits no forward draw has, but whose kind and shape one
-    has."""
+    """Yield backward's draws of a kind and shape that forward drew, but with other bits."""
     seen = {digest(draw.value) for draw in drawn.draws}
     for draw in drawn.again:
         alike = [its for its in drawn.draws if _is_alike(its, draw)]

@@ -101,8 +101,7 @@ class Sample:
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> Sample:
-        """Return a sample of the stacked rows of all ranks, in the layout of
-        `OwnGradients.rows`."""
+        """Return a sample of all ranks' rows, stacked in the layout of `OwnGradients.rows`."""
         return cls(truth=rows[0, 0], before=rows[0, 1], gradients=rows[:, 2], basis=rows[:, 3:])
 
     @classmethod
@@ -121,14 +120,16 @@ class Sample:
         return [rank for rank, row in enumerate(self.gradients) if bool((~row.isnan()).any())]
 
     def of(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the gradient of a rank, and the reference's, at the elements that the rank
-        holds."""
+        """Return a rank's gradient, and the reference's, at the elements that the rank holds."""
         has = ~self.gradients[rank].isnan()
         return self.gradients[rank][has], self.truth[has]
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, as flat tensors of equal length, the gradients of all ranks, the reference's, and
-        the reference's of the previous step."""
+        """Return all held elements of the ranks, with the reference's, as flat tensors.
+
+        The result is the ranks' gradients, the reference's, and the reference's of the previous
+        step.
+        """
         has = ~self.gradients.isnan()
         truth, before = (row.expand_as(has)[has] for row in (self.truth, self.before))
         return self.gradients[has], truth, before
@@ -173,8 +174,7 @@ class Contributions:
         return own + self._sum(sample, self.of_truth) - self._sum(sample, self.of_loop[rank])
 
     def rest(self, sample: Sample, rank: int) -> Tensor:
-        """Return the reference's gradient plus the part of a rank's that is no sum of
-        micro-batches."""
+        """Return the reference's gradient plus a rank's residual over the micro-batches."""
         own = sample.gradients[rank]
         if rank not in self.of_loop:
             return own
@@ -440,8 +440,7 @@ class Fix:
     loss_factor: LossFactor = unknown_factor
 
     def of(self, name: str, sample: Sample, rank: int) -> Tensor:
-        """Return a rank's gradient of a sample after the fix; NaN at elements that it does not
-        hold."""
+        """Return a rank's gradient of a sample after the fix; NaN at elements of other ranks."""
         sample = sample.scaled(self.scale)
         return self.undone(sample, rank) if name in self.names else sample.gradients[rank]
 

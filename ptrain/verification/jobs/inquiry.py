@@ -203,8 +203,7 @@ class Inquiry:
         return said.fits(f"{said.tried}; they did not in all of {_RACES} further runs")
 
     def trial_of_reference(self, batch: Any, still: Collection[Key] = ()) -> Trial | None:
-        """Run the reference's step on another batch or without some draws; return the loop's
-        difference.
+        """Run the reference's step with another batch or fewer draws; return the difference.
 
         Returns None if the step cannot run. All ranks call it.
         """
@@ -220,8 +219,7 @@ class Inquiry:
         return Trial(left, self._before(), self._others(apart, *right))
 
     def of_buffers(self, said: RootCause) -> RootCause:
-        """Try whether a recomputation that writes buffers again explains them. All ranks call
-        it."""
+        """Try whether a recomputation writes the buffers again. All ranks call it."""
         plain, loop = self.pair.reference.model, self.pair.loop.model
         ends = {name: its.clone() for name, its, _ in shared_buffers(plain, loop)}
         trial = self.trial(self.drawing.repeated(loop), kept_in_backward(loop))
@@ -364,8 +362,7 @@ class Inquiry:
         return None if loss is None else (seen, loss[0])
 
     def _ran(self, job: Job, batch: Any, *within: Context) -> tuple[Any] | None:
-        """Run a job's step in these contexts; return its loss in a tuple, or None if a rank
-        fails."""
+        """Run a job's step in these contexts; return (loss,), or None if any rank fails."""
         loss, raised = None, False
         try:
             with (

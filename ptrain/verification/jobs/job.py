@@ -65,8 +65,7 @@ class Ranks:
         return gather(value, self.size, self.device, self.group, kind)
 
     def stack(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' tensors (equal shapes) as fp64 [ranks, …] on the CPU. All ranks call
-        it."""
+        """Return all ranks' tensors (equal shapes) as fp64 [ranks, …]. All ranks call it."""
         mine = tensor.detach().double().contiguous().to(self.device)
         if self.size == 1:
             return mine.unsqueeze(0).cpu()
@@ -241,8 +240,7 @@ class Evidence(Protocol):
     def explain(
         self, mismatches: Sequence[Mismatch], step: StepComparison, by_gradients: Explain
     ) -> RootCause:
-        """Return the root cause of a step's first mismatch; gradients are explained by
-        `by_gradients`."""
+        """Return the root cause of the first mismatch; `by_gradients` explains gradients."""
 
 
 class SavedState(Protocol):
@@ -277,8 +275,7 @@ class Tolerance:
     losses: float
 
     def length_of(self, rounding: float) -> float:
-        """Return the update length at which a difference of `rounding` just reaches `updates`; 0.0
-        if `updates` is zero."""
+        """Return the length at which `rounding` reaches `updates`; 0.0 if `updates` is 0."""
         return rounding / self.updates if self.updates else 0.0
 
 
@@ -439,8 +436,7 @@ class Alone(OperatorMode):
 
 
 def require_one_reference(ranks: Ranks, checksums: Mapping[str, str]) -> None:
-    """Raise PtrainError on all ranks if a checksum of the reference's weights differs between
-    ranks."""
+    """Raise PtrainError on all ranks if the reference's checksums differ between them."""
     everyones = ranks.gather(dict(checksums))
     for rank, other in enumerate(everyones):
         for name, checksum in everyones[0].items():
@@ -452,14 +448,12 @@ def require_one_reference(ranks: Ranks, checksums: Mapping[str, str]) -> None:
 
 
 def loss_dtype(loss: Any) -> torch.dtype | None:
-    """Return the dtype of a loss tensor, which may be finer than the parameters', or None for
-    others."""
+    """Return the dtype of a loss tensor, or None for others. It may differ from the parameters'."""
     return loss.dtype if isinstance(loss, torch.Tensor) else None
 
 
 def number(loss: Any) -> float | None:
-    """Return a loss (number, tensor or DTensor of one element) as a float, or None for other
-    values."""
+    """Return a loss (number, tensor or DTensor of one element) as a float, else None."""
     if isinstance(loss, DTensor):
         loss = loss.full_tensor()
     is_one = loss.numel() == 1 if isinstance(loss, torch.Tensor) else not isinstance(loss, str)
@@ -564,8 +558,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopVerdict(Verdict):
-    """The verdict of `ptrain.verify`, which prints as a report. `losses`: reference, loop; per
-    step."""
+    """The verdict of `ptrain.verify`, which prints as a report.
+
+    `losses` are those of the reference and of the loop, by step.
+    """
 
     losses: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     num_ranks: int = 1

@@ -249,7 +249,7 @@ class ModuleInquiry:
         return min(fits, key=lambda fit: fit.size, default=None)
 
     def _factor_of_upstreams(self, modules: Calls) -> float | None:
-        """Return the factor of the ranks' output gradients, or None without a common one.
+        """Return the factor of this rank's output gradients, or None if ranks have no common one.
 
         A loss that is a mean over a rank's tokens causes such a factor. All ranks call it.
         """
@@ -391,8 +391,7 @@ class ModuleInquiry:
     def _tried(
         self, forces: Mapping[tuple[str, int], Forced], named: Sequence[FirstDifference]
     ) -> tuple[StepRecorder | None, tuple[str, str] | None, Calls]:
-        """Run the step with forced values; return its record, the result in phrases, and its
-        passes.
+        """Run the step with forced values; return its record, a result in phrases, and passes.
 
         The first two are None if the step fails, the phrases also if it differs. The loss is not
         compared if the trial replaces its gradient.
@@ -527,8 +526,7 @@ class ModuleInquiry:
     def _said_of_output(
         self, first: FirstDifference, blamed: RootCause, named: Sequence[FirstDifference]
     ) -> RootCause:
-        """Return the root cause of a differing output, such as written parameters or partial
-        sums."""
+        """Return the root cause of a differing output, such as missing sums."""
         place = blamed.place
         outputs = [its for its in named if its.side is Side.OUTPUT]
         several = " and ".join(families(self._members(its)) for its in outputs)

@@ -1,8 +1,8 @@
-"""Test a loop by relations that need no second program: gradients of earlier steps must not matter,
-and later tokens must not be visible.
+"""Test a loop by relations that need no second program.
 
-The gradient of the logits also shows the target of each position, whether the loss takes the
-unchanged logits, and whether a label belongs to another document.
+Gradients of earlier steps must not matter, and later tokens must not be visible. The gradient of
+the logits also shows the target of each position, whether the loss takes the unchanged logits, and
+whether a label belongs to another document.
 """
 
 from __future__ import annotations
@@ -170,8 +170,7 @@ class Metamorphic:
         return seen
 
     def _attached(self, calls: Calls, trained: Collection[str]) -> Iterator[TriedRelation]:
-        """Test that gradients reach each module with trainable parameters whose output is used
-        later."""
+        """Test that gradients reach every trainable module whose output is used later."""
         inner = dict(canonical_modules(self._job.model))
         order = [path for path, _ in calls]
         has = [c.upstream is not None and bool(c.upstream.any()) for c in calls.values()]
@@ -198,8 +197,7 @@ class Metamorphic:
     def _repeated(
         self, state: ModelState, gradients: Tensors, batch: Any
     ) -> Iterator[TriedRelation]:
-        """Test that a batch gives the same gradients from the same parameters, whatever is in
-        `.grad`."""
+        """Test that a batch gives equal gradients again, whatever is in `.grad`."""
         before = state.gradient_rows(self._wholes)
         state.restore(gradients=False)
         again = self._step(batch).gradients
@@ -287,8 +285,7 @@ class Metamorphic:
         ) if count else None, why=across)  # fmt: skip
 
     def _sees_no_future(self, call: ForwardCall, tokens: Tensor) -> TriedRelation | None:
-        """Test that changed tokens in the second half do not change the logits of the first
-        half."""
+        """Test that changed tokens in the second half leave the logits of the first half."""
         at = tokens.size(1) // 2
         other = tokens.clone()
         other[:, at:] = other[:, at:].roll(1, 0) if tokens.size(0) > 1 else other[:, at:].flip(1)

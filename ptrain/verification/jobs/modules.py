@@ -1,5 +1,4 @@
-"""Record the inputs, outputs and output gradients of all modules, and replace them by the
-reference's.
+"""Record inputs, outputs and output gradients of all modules, and replace them by the reference's.
 
 The reference's model also runs on this rank's micro-batches (`probed`). The loop's modules must
 return the same outputs. The gradients of its parameters are this rank's contributions, so that the
@@ -336,8 +335,10 @@ class ModuleRecorder:
         return {path: tensor for path, tensor in its.items() if tensor is not None}
 
     def _key(self, path: str) -> Key:
-        """Return the key of a module's current pass: its micro-batch, or its run if the root does
-        not run."""
+        """Return the key of a module's current pass.
+
+        Its number is the micro-batch, or the module's run if the root does not run.
+        """
         return path, self._runs[path] if self._micro_batch < 0 else self._micro_batch
 
     def _happens(self, key: Key, ends: bool) -> None:
@@ -346,8 +347,7 @@ class ModuleRecorder:
             self.events.append((key[0], ends))
 
     def _ends(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
-        """Record the outputs of a module's pass and hook their gradient; return the forced
-        outputs."""
+        """Record the outputs of a pass and hook their gradient; return the forced outputs."""
         key = self._key(path) if path in self._runs else (path, 0)
         call = self.calls.get(key)
         real = [leaf for leaf in tree_leaves(output) if is_real(leaf)]

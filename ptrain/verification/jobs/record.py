@@ -70,8 +70,7 @@ class ModelState:
         )
 
     def gradient_rows(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
-        """Return the copied gradients, flattened, by name; parameters without a gradient are left
-        out."""
+        """Return the copied gradients that are not None, flattened, by name."""
         known = {id(parameter): gradient for parameter, gradient in self.gradients}
         rows = {name: known.get(id(shard.parameter)) for name, shard in holds.items()}
         return {name: held(row).flatten() for name, row in rows.items() if row is not None}
@@ -131,14 +130,15 @@ class ForwardCall:
 
 
 class StepRecorder(UpdateRecorder):
-    """The record of a step's update, forward passes and parameters in use: `with
-    StepRecorder(...)`.
+    """The record of a step's update, forward passes and parameters in use.
 
     Attributes:
         clip: The factor by which `gradients` are multiplied before the update.
         omitted: Parameters with a gradient that no optimizer took.
         calls: The forward passes of the model.
         in_use: Values of the parameters in the first forward pass.
+
+    Use it as a context: `with StepRecorder(model, holds) as seen:`.
     """
 
     def __init__(self, model: nn.Module, holds: Mapping[str, ParameterShard]) -> None:
@@ -158,8 +158,7 @@ class StepRecorder(UpdateRecorder):
 
     @property
     def autocast(self) -> str:
-        """The dtype of autocast in the first forward pass, or "the module's dtype" without
-        autocast."""
+        """The dtype of autocast in the first forward pass, or "the module's dtype"."""
         dtype = self.calls[0].autocast if self.calls else None
         return str(dtype).removeprefix("torch.") if dtype else "the module's dtype"
 
@@ -215,8 +214,7 @@ def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor | None) -> No
 
 
 def counts() -> bool:
-    """Return True in a forward pass that records gradients, unless it is a recomputation in
-    backward."""
+    """Return True in a forward pass that records gradients and is no recomputation."""
     return torch.is_grad_enabled() and not is_in_backward()
 
 
@@ -300,10 +298,10 @@ def compare_in_use(
 def beside_way(
     own: Tensor, right: Tensor, way: float, limit: Tolerance, roundings: int = _ROUNDINGS
 ) -> float:
-    """Return the difference relative to a parameter's change `way`, or to its rounding if that is
-    larger.
+    """Return the difference relative to a parameter's change `way`, or to its rounding.
 
-    `roundings` is the number of roundings in the dtype of `own` that are allowed.
+    The larger of both lengths counts. `roundings` is the number of roundings in the dtype of `own`
+    that are allowed.
     """
     rounding = limit.length_of(roundings * torch.finfo(own.dtype).eps * norm(right))
     return difference(own, right, max(way, rounding))

@@ -154,8 +154,7 @@ class Watched:
         self.values = now
 
     def relations(self, origin: Mapping[str, Tensor]) -> Iterator[TriedRelation]:
-        """Yield the relations that any training satisfies, each with the root cause if it is
-        violated.
+        """Yield the relations that any training satisfies, with root causes of violations.
 
         Fewer than two steps show nothing. `origin` has the parameter values before the first step.
         """
@@ -318,8 +317,7 @@ class Examiner:
         )
 
     def _relations(self, batch: Any) -> tuple[list[TriedRelation], list[str]]:
-        """Check the relations that need no loop on the reference alone; return them with their
-        notes."""
+        """Test the relations of any training on the reference; return them with notes."""
         metamorphic = Metamorphic(
             self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
             document_end=self.terms.document_end,
@@ -335,8 +333,7 @@ class Examiner:
         return relations, [*self.watched.notes, *metamorphic.notes]
 
     def _begin(self, batch: Any, share: Any) -> None:
-        """Compare parameters and buffers before the first step, and set the root cause if they
-        differ."""
+        """Compare parameters and buffers before the first step, and explain differences."""
         differences = Differences(step=0, rank=self.ranks.rank)
         holds, is_program = self.pair.holds, self.pair.loop.evidence is not None
         names = holds if is_program else parameter_names(self.pair.loop.model, self._tied)
@@ -356,8 +353,7 @@ class Examiner:
             self.root_cause = tried_start(said, first, self.pair, self.loss, step, self.limit)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
-        """Run one step on both sides, compare it tensor by tensor, and explain the first
-        difference."""
+        """Run one step on both sides, compare its tensors, and explain the first mismatch."""
         self._batch, self._share = batch, share
         seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
         sums = checksums(self.pair, seen)
@@ -460,8 +456,7 @@ class Examiner:
                 return inquiry.checked(said)
 
     def _explain_buffers(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
-        """Explain mismatches of buffers; return None if there are none, or if something else
-        differs too."""
+        """Explain mismatches of buffers; return None unless only buffers differ."""
         if any(its.subject is not Subject.BUFFERS and not its.between for its in mismatches):
             return None
         buffers = [its for its in mismatches if its.subject is Subject.BUFFERS]
@@ -505,8 +500,7 @@ class Examiner:
         self, mismatches: Sequence[Mismatch], own: float | None,
         gradients: str = "of this step were not compared",
     ) -> RootCause:  # fmt: skip
-        """Explain a differing loss. `own` is this rank's; `gradients` ends the sentence on
-        gradients."""
+        """Return the root cause of a differing loss; `own` is this rank's loss."""
         right, measured = self.losses[0][-1], self.losses[1][-1]
         ways = self.loss.ways(right, own)
         limit = self.worst_loss.tolerance
@@ -514,8 +508,7 @@ class Examiner:
         return explain_loss(mismatches, self.ranks, (right, measured), fitting, gradients)
 
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
-        """Compare the global losses of a step. The limit grows to the coarsest dtype of any rank's
-        loss."""
+        """Compare the global losses of a step, within the tolerance of their dtype."""
         right = number(returned)
         measured = self.loss.of(right, number(own))
         self.notes += [its for its in self.loss.notes(returned, own) if its not in self.notes]

@@ -154,8 +154,7 @@ class Drawing:
         return DrawMode(model, replace=RandomDraw.stilled) if self.draws else nullcontext()
 
     def require_attributed(self) -> None:
-        """Raise Unattributed on all ranks if a draw of the reference has no source. All ranks call
-        it.
+        """Raise Unattributed on all ranks if a draw has no source. All ranks call it.
 
         Call it after the reference's step, which looks up the draws.
         """
