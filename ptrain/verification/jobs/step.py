@@ -238,7 +238,8 @@ class Averages:
         for name, (own, right) in now.items():
             was, its = self._before[name]
             way = norm(right.double() - self._origin[name][1].double())
-            # an average that hardly moved: `eps` of rounding may be at most _LARGE of the length
+            # second limit: _LARGE of the change, even if `limit.updates` allows more (16 bits); for
+            # an average that hardly moved, _LARGE of the length that makes `eps` that share
             eps = torch.finfo(own.dtype).eps * _ROUNDINGS * norm(right)
             size = max(
                 beside_way(own, right, way, limit, _ROUNDINGS),
