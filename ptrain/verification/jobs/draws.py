@@ -1,8 +1,8 @@
-"""Record the random numbers that a model draws while it runs, above all the masks of dropout, by
-the operators that draw them, and replace them by others.
+"""Record the random numbers that a model draws, above all dropout masks, and replace them.
 
-From the draws of all ranks' models in a step follow the draws that one device needs to compute the
-same: per sample the random numbers drawn for it, on whichever rank it was.
+Operators that draw are intercepted at dispatch. The draws of all ranks in a step are all-gathered.
+From them, the single-device reference takes for each sample the numbers that were drawn for it on
+the rank that processed it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,24 @@ _OTHERS = {
     "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "poisson",
     "randint", "randint_like", "randperm", "random_", "_sample_dirichlet", "_standard_gamma",
 }  # fmt: skip
-_SLOPES = "rrelu_with_noise"  # drawn into its second argument, by which it multiplies the first
+_SLOPES = "rrelu_with_noise"  # fills its argument `noise`, which multiplies `self`
 _DRAWN = _CHANCES | _UNIFORM | _NORMAL | _OTHERS | {_SLOPES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomDraw:
-    """One tensor that an operator `kind` drew: in which module (`path`), as the how many-th there
-    (`number`) in which pass of the outermost module that ran (`outer`, `call`: from 0 on, of those
-    without gradients from -1 down). `kept`: of a mask the share that it lets pass."""
+    """A tensor of random numbers that one operator drew.
+
+    Attributes:
+        path: Path of the module that drew it.
+        number: Index of the draw among those of this module in this pass of `outer`.
+        outer: Path of the outermost module that ran.
+        call: Index of the pass of `outer`: from 0 for passes with gradients, from -1 down for
+            passes without.
+        kind: Name of the operator.
+        value: The numbers.
+        kept: For masks, the probability that an element is kept.
+    """
 
     path: str
     number: int
@@ -51,8 +60,11 @@ class RandomDraw:
     kept: float = 1.0
 
     def stilled(self) -> Tensor | None:
-        """Return what drops nothing and adds nothing: a mask that is divided by its share is one
-        then. None of what has no such value."""
+        """Return a value that disables the draw, or None if its kind has none.
+
+        A Bernoulli mask becomes its probability, so that a division by it gives 1. Uniform numbers
+        become 0.5, normal ones 0.
+        """
         levels = dict.fromkeys(_CHANCES, self.kept) | {"native_dropout": 1.0}
         levels |= dict.fromkeys(_UNIFORM, 0.5) | dict.fromkeys(_NORMAL, 0.0)
         level = levels.get(self.kind)
@@ -61,25 +73,40 @@ class RandomDraw:
 
 @dataclass(slots=True)
 class ModuleVisit:
-    """A pass of the module at `place` (which of the models, its path) that runs, and how many
-    tensors it has drawn itself."""
+    """A running pass of the module at `place` (model index, path).
+
+    `drawn` counts the tensors that it has drawn, without those of its submodules.
+    """
 
     place: tuple[int, str]
     drawn: int = 0
 
 
 Replace = Callable[[RandomDraw], Tensor | None]
-Seen = tuple[tuple[int, str], int, str]  # a place, the how many-th of a visit, the bits
+Seen = tuple[tuple[int, str], int, str]  # module, index of the draw in its visit, checksum
 Rows = tuple[str, ...]
 
 
 class DrawMode(OperatorMode):
-    """`with DrawMode(model) as drawn:` around a step. `draws` are those of forward passes,
-    `again` those of backward passes, which repeat a part of one; `rows` are checksums of the rows
-    that a pass of the outermost module was given. `replace` returns what is to stand in the place
-    of a draw, if anything; in backward that is what stood there in forward. With `keeps` backward
-    draws what forward drew. Attention that drops
-    out within its kernel has no mask to be seen: it drops nothing in here (`hidden`)."""
+    """A mode that records the random draws of models, and replaces them: `with DrawMode(model) as
+    drawn`.
+
+    Fused attention kernels apply dropout without a visible mask. Their dropout is disabled, and
+    their modules are listed in `hidden`.
+
+    Args:
+        models: The models whose modules are tracked.
+        replace: Returns the value that replaces a draw, or None to keep it. A recomputation in
+            backward takes the value that forward got.
+        keeps: Whether a draw in backward without a recorded replacement takes forward's value.
+
+    Attributes:
+        draws: The draws of forward passes.
+        again: The draws of backward passes, which recompute a part of a forward pass.
+        rows: Checksums of the input rows, by pass of an outermost module.
+        times: Number of earlier passes with the same rows, by pass of an outermost module.
+        hidden: Paths of the modules whose attention dropout was disabled.
+    """
 
     def __init__(
         self, *models: nn.Module, replace: Replace = lambda draw: None, keeps: bool = False
@@ -88,7 +115,7 @@ class DrawMode(OperatorMode):
         self.draws: list[RandomDraw] = []
         self.again: list[RandomDraw] = []
         self.rows: dict[tuple[str, int], Rows] = {}
-        self.times: dict[tuple[str, int], int] = {}  # how many passes of these rows came before
+        self.times: dict[tuple[str, int], int] = {}  # earlier passes with equal rows
         self.hidden: set[str] = set()
         self._models, self._replace, self._keeps = models, replace, keeps
         self._running: list[ModuleVisit] = []
@@ -97,15 +124,17 @@ class DrawMode(OperatorMode):
         self._outer, self._call = "", 0
         self._replaced: dict[str, Tensor] = {}
         self._of_visits: dict[Seen, list[Tensor]] = {}
-        self._stood: dict[int, Tensor] = {}  # in the place of a draw of `draws`
+        self._stood: dict[int, Tensor] = {}  # replacements, by id of a draw in `draws`
         self._hooks = ExitStack()
 
     def __enter__(self) -> Self:
         for index, model in enumerate(self._models):
             for path, module in canonical_modules(model):
+                # prepended: draws of other pre-hooks belong to this module
                 begins = module.register_forward_pre_hook(
                     partial(self._begins, (index, path)), prepend=True, with_kwargs=True
                 )
+                # always_call: a forward pass that raises must leave the stack too
                 ends = module.register_forward_hook(self._ends, always_call=True)
                 self._hooks.callback(begins.remove)
                 self._hooks.callback(ends.remove)
@@ -117,13 +146,17 @@ class DrawMode(OperatorMode):
         self._hooks.close()
 
     def _begins(self, place: tuple[int, str], module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Push a module that begins to run; start a new pass if it is outermost in forward."""
         if not self._running and not is_in_backward():
             self._begins_outermost(place, _rows_of((args, kwargs)))
         self._running.append(ModuleVisit(place))
 
     def _begins_outermost(self, place: tuple[int, str], rows: Rows) -> None:
-        """A pass without gradients (a frozen part, a recomputation's forward, an evaluation) has a
-        number of its own, as one side may make more of these."""
+        """Start a pass of an outermost module, and record its rows.
+
+        Passes without gradients (frozen parts, checkpointed forwards, evaluations) are numbered
+        separately, because one side may run more of them.
+        """
         graded = torch.is_grad_enabled()
         count = self._visits.get((*place, graded), 0)
         self._visits[*place, graded] = count + 1
@@ -139,6 +172,7 @@ class DrawMode(OperatorMode):
         self._running.pop()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; record its draw, and replace it in the result if required."""
         name = function._schema.name.partition("::")[2]
         is_again = is_in_backward()
         if not (self._running or is_again):
@@ -149,7 +183,8 @@ class DrawMode(OperatorMode):
         visit = self._running[-1] if self._running else ModuleVisit((0, ""))
         place = visit.place
         if name == _SLOPES and not (len(args) > 4 and args[4]):
-            return result  # in evaluation it draws none
+            return result  # argument 4 is `training`: evaluation draws nothing
+        # native_dropout returns (output, mask)
         drawn = result[1] if isinstance(result, tuple) else result
         value = held(args[1] if name == _SLOPES else drawn)
         draw = RandomDraw(
@@ -164,13 +199,18 @@ class DrawMode(OperatorMode):
             return args[0] * args[1].copy_(other)
         if isinstance(result, tuple):
             return args[0] * other / draw.kept, other
+        # in-place operators must return the tensor that they wrote
         return result.copy_(other) if name.endswith("_") else other
 
     def _instead(self, draw: RandomDraw, visit: ModuleVisit, is_again: bool) -> Tensor | None:
-        """Keep a draw; return what is to stand in its place. What is drawn again is told by its
-        bits, as the generator is put back for it, and by where that is: small masks are alike in
-        many places. Backward goes through the visits of a place from the last to the first. A part
-        of a module that is recomputed by itself is told by its bits alone."""
+        """Record a draw, and return its replacement, or None.
+
+        A recomputation restores the generator state, so its draw has the same bits as forward's.
+        The bits alone are ambiguous, because small masks are equal in many places, so the module
+        and the draw's index in its pass are compared too. Backward reaches the passes of a module
+        from the last to the first. If a part of a module is recomputed separately, only the bits
+        are known.
+        """
         bits = digest(draw.value)
         seen = visit.place, visit.drawn, bits
         visit.drawn += 1
@@ -190,15 +230,17 @@ class DrawMode(OperatorMode):
         return other
 
     def _before(self, draw: RandomDraw) -> Tensor | None:
-        """Return what forward had where backward draws again: in the module that it is in, or of
-        the only draw of that kind; None where several may be meant."""
+        """Return the value that forward used for a draw of backward, or None if it is ambiguous.
+
+        Candidates have the same kind and shape, and the same module if that is known.
+        """
         alike = [its for its in self.draws if _is_alike(its, draw) and draw.path in ("", its.path)]
         if len(alike) != 1:
             return None
         return self._stood.get(id(alike[0]), alike[0].value)
 
     def _undropped(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Fused attention, and its backward pass, drop nothing."""
+        """Return the arguments of a fused attention operator with `dropout_p` set to 0."""
         names = [argument.name for argument in function._schema.arguments]
         place = names.index("dropout_p") if "dropout_p" in names else len(args)
         if place >= len(args) or not args[place]:
@@ -208,6 +250,7 @@ class DrawMode(OperatorMode):
 
 
 def _rows_of(given: Any) -> Rows:
+    """Return a checksum of each row of the first tensor in an input tree."""
     first = next((leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
     if first is None or not first.dim():
         return ()
@@ -215,19 +258,24 @@ def _rows_of(given: Any) -> Rows:
 
 
 def _kept(name: str, args: tuple[Any, ...]) -> float:
-    """Return the share that a mask lets pass, where one number says it."""
+    """Return the probability that an element of a mask is kept; 1.0 for other operators.
+
+    Bernoulli operators with a tensor of probabilities count as 0.5.
+    """
     if name not in _CHANCES or len(args) < 2 or not isinstance(args[1], float | int):
         return 1.0 if name not in _CHANCES else 0.5
     return 1 - args[1] if name == "native_dropout" else float(args[1])
 
 
-Key = tuple[str, int]  # a module's path, the how many-th draw in it
+Key = tuple[str, int]  # a module's path, and the index of the draw in it
 
 
 @dataclass(frozen=True, slots=True)
 class RankDraw:
-    """A draw of one rank, in the pass `call` of the samples `rows`, which so many passes of the
-    rank had before (`times`)."""
+    """A draw of one rank, with the samples (`rows`) of its pass.
+
+    `call` is the index of the pass, and `times` the number of earlier passes with the same rows.
+    """
 
     rank: int
     call: int
@@ -238,10 +286,16 @@ class RankDraw:
 
 @dataclass(slots=True)
 class EveryonesDraws:
-    """Of a step, on every rank. What a look-up finds out on the way: `lost`, modules whose draws
-    cannot be told by samples (of slices of features or tokens, of a later stage); `unlike`, modules
-    in which ranks that have the same samples drew differently, with these ranks; `alone`, draws of
-    one device that no rank has; `used`, those that it has too."""
+    """The draws of all ranks in one step, and the results of the look-ups.
+
+    Attributes:
+        by_key: The draws by module path and index.
+        lost: Modules whose draws cannot be attributed to samples: they are sharded by features or
+            tokens, or drawn in a later pipeline stage.
+        alone: Draws of the reference that no rank has.
+        unlike: For each module in which ranks with equal samples drew differently, these ranks.
+        used: Draws that both the reference and a rank have.
+    """
 
     by_key: dict[Key, list[RankDraw]] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
@@ -251,7 +305,7 @@ class EveryonesDraws:
 
     @classmethod
     def gathered(cls, drawn: DrawMode, ranks: Ranks) -> EveryonesDraws:
-        """All ranks call it."""
+        """All-gather the draws of all ranks. All ranks call it."""
         body = io.BytesIO()
         passes = {place: (place[1], its, drawn.times[place]) for place, its in drawn.rows.items()}
         own = [
@@ -268,8 +322,17 @@ class EveryonesDraws:
         return result
 
     def of(self, draw: RandomDraw, rows: Rows, times: int = 0) -> Tensor | None:
-        """Return what one device is to draw for these samples, which so many of its passes had
-        before; None where nothing tells."""
+        """Return the value of the reference's draw for these samples, or None if it is unknown.
+
+        The draw of a rank with the same rows comes first, then a draw that is equal on all ranks,
+        then a concatenation by samples. The look-up is recorded in `alone`, `used`, `lost` and
+        `unlike`.
+
+        Args:
+            draw: The draw of the reference.
+            rows: Checksums of the samples in its pass.
+            times: Number of the reference's earlier passes with the same rows.
+        """
         key = draw.path, draw.number
         if key not in self.by_key:
             self.alone.add(key)
@@ -289,7 +352,7 @@ class EveryonesDraws:
         return value
 
     def _by_rows(self, draw: RandomDraw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
-        """Of every sample its own rows, of whichever pass has them."""
+        """Concatenate each sample's rows from the ranks' draws; None if a sample is missing."""
         whole, dim = draw.value.shape, None
         passes: dict[tuple[int, Rows], list[RankDraw]] = {}
         for its in held:
@@ -308,7 +371,10 @@ class EveryonesDraws:
         return torch.cat(blocks).movedim(0, dim)
 
     def _of_replicas(self, path: str, same: Sequence[RankDraw]) -> Tensor | None:
-        """Return what ranks with the same samples drew for them; None where they have slices."""
+        """Return the draw of ranks with the same samples, or None if they hold shards of it.
+
+        Ranks that differ are recorded in `unlike`; the first rank's value counts.
+        """
         first = same[0].value
         if any(its.value.shape != first.shape for its in same):
             return None
@@ -317,8 +383,10 @@ class EveryonesDraws:
         return first
 
     def of_first(self, draw: RandomDraw, rows: Rows) -> Tensor | None:
-        """Return what the first of the ranks with these samples drew, in the modules in which they
-        drew differently."""
+        """Return the draw of the first rank with these samples, if ranks drew differently.
+
+        Returns None otherwise.
+        """
         held = self.by_key.get((draw.path, draw.number), [])
         same = (its for its in held if its.rows == rows and its.call == draw.call)
         first = next(same, None)
@@ -330,9 +398,11 @@ class EveryonesDraws:
 def _of_such_passes(
     held: Sequence[RankDraw], draw: RandomDraw, rows: Rows, times: int
 ) -> Sequence[RankDraw]:
-    """Return the draws of passes with gradients for one with, of those without for one without; and
-    where the same samples pass several times, of the same time; whatever there is, where none of
-    these has all the samples."""
+    """Return the rank draws that match a draw's kind of pass (with or without gradients).
+
+    If some of them have the same number of earlier passes, and these cover all rows, only those are
+    returned.
+    """
     graded = [its for its in held if (its.call >= 0) == (draw.call >= 0)] or held
     same = [its for its in graded if its.times == times]
     is_whole = not Counter(rows) - Counter(row for its in same for row in its.rows)
@@ -340,7 +410,10 @@ def _of_such_passes(
 
 
 def _dim_of_rows(whole: torch.Size, count: int, part: torch.Size, its_count: int) -> int | None:
-    """Return the only dimension that grows as the number of samples does."""
+    """Return the only dimension whose size is proportional to the number of samples, or None.
+
+    `whole` has `count` samples, and `part` has `its_count`.
+    """
     fits = (
         dim
         for dim in range(len(whole))
@@ -352,13 +425,13 @@ def _dim_of_rows(whole: torch.Size, count: int, part: torch.Size, its_count: int
 
 
 def _packed(value: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Return a tensor as it is sent, a mask of zeros and ones in bytes, and its dtype."""
+    """Return a tensor on the CPU and its dtype; masks of zeros and ones are packed as bool."""
     own = value.detach().cpu().contiguous()
     return own.bool() if bool(((own == 0) | (own == 1)).all()) else own, own.dtype
 
 
 def drawn_again_otherwise(drawn: DrawMode) -> Iterator[RandomDraw]:
-    """Yield what backward passes drew that no forward pass had, though one drew such a tensor."""
+    """Yield backward's draws of a kind and shape that forward drew, but with other bits."""
     seen = {digest(draw.value) for draw in drawn.draws}
     for draw in drawn.again:
         alike = [its for its in drawn.draws if _is_alike(its, draw)]
@@ -367,4 +440,5 @@ def drawn_again_otherwise(drawn: DrawMode) -> Iterator[RandomDraw]:
 
 
 def _is_alike(left: RandomDraw, right: RandomDraw) -> bool:
+    """Return True if two draws have the same operator and shape."""
     return (left.kind, left.value.shape) == (right.kind, right.value.shape)

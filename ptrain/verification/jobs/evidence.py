@@ -1,9 +1,10 @@
-"""Collect on every rank the evidence of all ranks about a step whose gradients differ. Per
-parameter it is a sample of its elements: one device's, each optimizer's, and each micro-batch's
-contribution. What would undo a difference is tried on every element of all parameters.
+"""Collect the evidence of all ranks about a step whose gradients differ, and try fixes on it.
 
-This rank's samples are compared with one device's row by row. A batch that the loop rearranges
-(padding, pieces of sequences) has other rows and gives no result.
+For each parameter, the evidence has sampled elements of the reference's gradient, of each rank's
+gradient, and of each micro-batch's contribution. A fix is tried on all elements of all parameters.
+
+The input rows of the ranks are compared with the reference's. A loop that rearranges the batch
+(padding, parts of sequences) has other rows, and the comparison gives no result.
 """
 
 from __future__ import annotations
@@ -38,8 +39,13 @@ from ptrain.verification.parts import (
 
 @dataclass(slots=True, kw_only=True)
 class RowReport:
-    """Of this rank's rows, how many: `count` in all; `sliced`: shorter or longer than one device's;
-    `unknown`: not in the batch."""
+    """The number of this rank's input rows that match the reference's.
+
+    Attributes:
+        count: Number of rows.
+        sliced: Number of rows whose length no reference row has.
+        unknown: Number of rows that are not in the reference's batch.
+    """
 
     count: int = 0
     sliced: int = 0
@@ -47,8 +53,7 @@ class RowReport:
 
 
 def _rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[tuple[str, int]]:
-    """Yield a checksum of every row of the first tensor that the model was given, pass by pass, and
-    the row's length."""
+    """Yield checksum and length (elements) of each row of the first input tensor, pass by pass."""
     for call in calls:
         leaves = tree_leaves((call.args, call.kwargs))
         tensors = (its for its in leaves if isinstance(its, Tensor) and its.dim())
@@ -58,7 +63,7 @@ def _rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[tuple[str, int]]:
 
 
 def compare_rows(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> RowReport:
-    """Compare this rank's rows with one device's."""
+    """Compare the input rows of this rank's passes with the reference's."""
     known, rows = dict(_rows_of_calls(reference)), list(_rows_of_calls(run))
     return RowReport(
         count=len(rows),
@@ -68,20 +73,26 @@ def compare_rows(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -
 
 
 def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
-    """Return a checksum of every row of the first tensor that the model was given, pass by pass."""
+    """Return a checksum of each row of the model's first input tensor, pass by pass."""
     return [key for key, _ in _rows_of_calls(calls)]
 
 
-_SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
-_CHUNK = 1 << 25  # numbers (in fp64) that are gathered of all ranks' rows at once
-MOST = 16  # micro-batches whose contributions are told apart
+_SAMPLE = 256  # elements per parameter: half are its largest, half are evenly spread
+_CHUNK = 1 << 25  # fp64 elements per all-gather, over all ranks: 256 MiB
+MOST = 16  # micro-batches per rank whose contributions are distinguished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Of one parameter with S sampled elements: `truth` [S], `before` [S] (the reference's gradient
-    of the step before; zeros where there is none), `gradients` [ranks, S] and `basis`
-    [ranks, micro-batches, S], NaN for what a rank has not."""
+    """The gradients of S sampled elements of one or more parameters.
+
+    Attributes:
+        truth: The reference's gradient, [S].
+        before: The reference's gradient of the previous step, [S]; zeros in the first step.
+        gradients: The ranks' gradients, [ranks, S]; NaN for elements that a rank does not hold.
+        basis: Contributions of micro-batches, [ranks, micro-batches, S]; zeros for a micro-batch
+            that a rank does not have, NaN for one that could not run again.
+    """
 
     truth: Tensor
     before: Tensor
@@ -90,52 +101,60 @@ class Sample:
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> Sample:
-        """Return the sample of all ranks' rows, as `OwnGradients.rows` has them."""
+        """Return a sample of all ranks' rows, stacked in the layout of `OwnGradients.rows`."""
         return cls(truth=rows[0, 0], before=rows[0, 1], gradients=rows[:, 2], basis=rows[:, 3:])
 
     @classmethod
     def joined(cls, samples: Iterable[Sample]) -> Sample:
-        """Return one sample of all these parameters."""
+        """Concatenate the samples of several parameters."""
         rows = [(its.truth, its.before, its.gradients, its.basis) for its in samples]
         truth, before, gradients, basis = (torch.cat(its, -1) for its in zip(*rows, strict=True))
         return cls(truth=truth, before=before, gradients=gradients, basis=basis)
 
     def scaled(self, factor: float) -> Sample:
-        """Return the sample with its gradients divided by a factor."""
+        """Return the sample with the ranks' gradients divided by a factor."""
         return replace(self, gradients=self.gradients / factor)
 
     def holders(self) -> list[int]:
-        """Ranks that have any of these elements."""
+        """Return the ranks that hold any of these elements."""
         return [rank for rank, row in enumerate(self.gradients) if bool((~row.isnan()).any())]
 
     def of(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return what this rank has of the sample, and what it should have."""
+        """Return a rank's gradient, and the reference's, at the elements that the rank holds."""
         has = ~self.gradients[rank].isnan()
         return self.gradients[rank][has], self.truth[has]
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return in a row each the gradients of all ranks, the right ones, and those of the
-        reference in the step before."""
+        """Return all held elements of the ranks, with the reference's, as flat tensors.
+
+        The result is the ranks' gradients, the reference's, and the reference's of the previous
+        step.
+        """
         has = ~self.gradients.isnan()
         truth, before = (row.expand_as(has)[has] for row in (self.truth, self.before))
         return self.gradients[has], truth, before
 
     def multiple(self) -> LeastSquares:
-        """Fit all ranks' gradients as one multiple of the right ones."""
+        """Fit the gradients of all ranks as one multiple of the reference's."""
         own, truth, _ = self.rows()
         return multiple(own, truth)
 
     def without_gradient(self) -> list[int]:
-        """Return the ranks that have no gradient, or zeros, where the right one is not zero."""
+        """Return the ranks whose gradient is zero although the reference's is not."""
         pairs = [(rank, *self.of(rank)) for rank in self.holders()]
         return [rank for rank, own, truth in pairs if truth.any() and not own.any()]
 
 
 @dataclass(frozen=True, slots=True)
 class Contributions:
-    """Micro-batches with a gradient of their own, as (rank, number) [J]: ranks with the same data
-    count once. `of_truth`, `of_loop`: the right gradient and each rank's as sums of them; `own`:
-    which of them each rank computes. A rank with few elements of its own is not in `of_loop`."""
+    """The gradients as sums of the J distinct contributions of micro-batches.
+
+    Attributes:
+        labels: Rank and micro-batch of each contribution, [J]. Ranks with equal data count once.
+        of_truth: Fit of the reference's gradient.
+        of_loop: Fit of each rank's gradient, by rank. Ranks that hold few elements are left out.
+        own: Indices of the contributions that each rank computes.
+    """
 
     labels: tuple[tuple[int, int], ...]
     of_truth: LeastSquares
@@ -144,25 +163,28 @@ class Contributions:
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
+        """The ranks with distinct data."""
         return tuple(dict.fromkeys(rank for rank, _ in self.labels))
 
     def reweighted(self, sample: Sample, rank: int) -> Tensor:
-        """Return a rank's gradient with the reference's weight of each micro-batch."""
+        """Return a rank's gradient with the reference's weights of the micro-batches."""
         own = sample.gradients[rank]
         if rank not in self.of_loop:
             return own
         return own + self._sum(sample, self.of_truth) - self._sum(sample, self.of_loop[rank])
 
     def rest(self, sample: Sample, rank: int) -> Tensor:
-        """Return the reference's gradient with whatever a rank's has besides the micro-batches'."""
+        """Return the reference's gradient plus a rank's residual over the micro-batches."""
         own = sample.gradients[rank]
         if rank not in self.of_loop:
             return own
         return sample.truth + own - self._sum(sample, self.of_loop[rank])
 
     def loss_factor(self, rank: int, losses: Sequence[float]) -> float | None:
-        """Return what a rank's loss is multiplied by where its micro-batches, with these losses,
-        have the reference's weights; None where one cannot tell."""
+        """Return the factor on a rank's loss if its micro-batches get the reference's weights.
+
+        `losses` are those of the rank's micro-batches. Returns None if the factor is unknown.
+        """
         own, total = self.own.get(rank, ()), sum(losses)
         if len(own) != len(losses) or not total or rank not in self.of_loop:
             return None
@@ -173,13 +195,17 @@ class Contributions:
         return sum(right[n] / actual[n] * loss for n, loss in pairs) / total
 
     def _sum(self, sample: Sample, fit: LeastSquares) -> Tensor:
+        """Return the sum of the contributions with the coefficients of a fit."""
         rows = torch.stack([sample.basis[place] for place in self.labels])
         return torch.tensor(fit.coefficients).double() @ rows
 
 
 def contributions(sample: Sample) -> Contributions | None:
-    """Return None where micro-batches could not be run again, or where there are more of them than
-    sampled elements."""
+    """Return the distinct contributions of the micro-batches to a sample, and the fits.
+
+    Returns None if a micro-batch could not run again, or if there are more than half as many
+    contributions as elements.
+    """
     if sample.basis.numel() == 0 or bool(sample.basis.isnan().any()):
         return None
     labels: list[tuple[int, int]] = []
@@ -207,9 +233,17 @@ def contributions(sample: Sample) -> Contributions | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnGradients:
-    """What this rank has of a step's gradients: one device's (`truths`), its elements of those that
-    the optimizers took, what its micro-batches give by themselves (one without could not be run
-    again), and one device's of the step `before`."""
+    """This rank's gradients of one step, and the reference's.
+
+    Attributes:
+        holds: This rank's shards, by name.
+        truths: The reference's full gradients.
+        taken: This rank's gradients as the optimizers received them.
+        given: Contributions of this rank's micro-batches by parameter. An empty mapping is a
+            micro-batch that could not run again.
+        before: The reference's gradients of the previous step.
+        micro_batches: Number of micro-batches that are distinguished, at most `MOST`.
+    """
 
     holds: Mapping[str, ParameterShard]
     truths: Mapping[str, Tensor]
@@ -219,8 +253,11 @@ class OwnGradients:
     micro_batches: int
 
     def rows(self, name: str) -> Tensor:
-        """Return [3 + micro-batches, elements] of a parameter: one device's gradient, that of the
-        step before, this rank's as its optimizer took it, and what its micro-batches give."""
+        """Return the gradients of a parameter as [3 + micro-batches, elements] in fp64.
+
+        The rows are the reference's gradient, that of its previous step, this rank's, and the
+        contributions of its micro-batches.
+        """
         truth = self.truths[name].flatten()
         old = self.before.get(name, torch.zeros_like(truth)).flatten()
         mine = _at_elements(truth, self.taken.get(name), self.holds.get(name))
@@ -228,16 +265,19 @@ class OwnGradients:
         return torch.cat([both, _basis(truth, self.given, name, self.micro_batches)])
 
     def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
-        """Return whether every element that this rank's optimizer took is a number of a coarser
-        dtype, as near to one device's as such numbers lie, which are none of that dtype. Addends of
-        a sum are about as large as the other elements."""
-        right = {  # one device's elements
+        """Return True if this rank's gradients are the reference's rounded to a coarser dtype.
+
+        All elements must be numbers of that dtype, and lie within its rounding of the reference's
+        elements, which must not all be numbers of it. The rounding allows for addends of a sum,
+        which are about as large as the other elements. A rank without elements returns True.
+        """
+        right = {  # the reference's values of this rank's elements
             name: self.holds[name].of(self.truths[name].view(self.holds[name].shape))
             for name in self.taken
             if name in names
         }
         if not any(self.taken[name].numel() for name in right):
-            return True  # it has nothing to say
+            return True  # no elements: no objection
         eps = torch.finfo(dtype).eps
         is_near = all(
             bool(((self.taken[name] - its).abs() <= eps * (its.abs() + 2 * mean_size(its))).all())
@@ -247,7 +287,7 @@ class OwnGradients:
         return is_near and own and not all(is_number_of(its, dtype) for its in right.values())
 
     def of_all_ranks(self, name: str, ranks: Ranks) -> Iterator[Sample]:
-        """Yield every element of a parameter, some at a time. All ranks call it."""
+        """Yield all elements of a parameter as samples of limited size. All ranks call it."""
         rows = self.rows(name)
         for piece in rows.split(max(_CHUNK // (ranks.size * rows.size(0)), 1), dim=1):
             yield Sample.of_rows(ranks.stack(piece))
@@ -255,8 +295,15 @@ class OwnGradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvidence:
-    """`micro_batches`: the most that any rank ran; `ledger`: the samples that they saw, `rows`:
-    these compared with the reference's, by rank; `own`: this rank's gradients, all elements."""
+    """The evidence of all ranks about one step.
+
+    Attributes:
+        samples: Sampled gradients by parameter.
+        own: This rank's gradients with all elements.
+        micro_batches: The largest number of micro-batches on any rank.
+        ledger: The samples that the ranks processed, if they can be compared with the batch.
+        rows: The comparison of input rows, by rank.
+    """
 
     samples: dict[str, Sample]
     own: OwnGradients
@@ -266,13 +313,13 @@ class JobEvidence:
 
     @property
     def match_words(self) -> str:
-        """Return in words that all gradients match."""
+        """The phrase for gradients that all match."""
         count = len(self.samples)
         return f"all {count} gradients match" if count > 1 else "the gradient matches"
 
     @property
     def contributed(self) -> Contributions | None:
-        """Return what the micro-batches give of all parameters."""
+        """The contributions of the micro-batches to all parameters, or None."""
         return contributions(Sample.joined(self.samples.values()))
 
 
@@ -285,7 +332,16 @@ def evidence(
     probe: ProbeResult,
     before: Mapping[str, Tensor],
 ) -> JobEvidence:
-    """Return what all ranks know of a loop's step. All ranks call it."""
+    """Collect the evidence of all ranks about a step. All ranks call it.
+
+    Args:
+        ranks: The ranks.
+        holds: This rank's shards, by name.
+        reference: The record of the reference's step.
+        run: The record of the loop's step.
+        probe: The gradients of the loop's micro-batches, run on the reference's model.
+        before: The reference's gradients of the previous step.
+    """
     own = OwnGradients(
         holds=holds, truths=reference.gradients, taken=run.gradients, given=probe.gradients,
         before=before, micro_batches=min(max(ranks.gather(len(probe.gradients))), MOST),
@@ -299,7 +355,7 @@ def evidence(
 
 
 def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
-    """Gather samples of the gradients of both sides on all ranks. All ranks call it."""
+    """All-gather sampled gradients of both sides. All ranks call it."""
     names = list(own.truths)
     places = places_of(ranks, {name: own.truths[name].flatten() for name in names})
     everyones = ranks.stack(torch.cat([own.rows(n)[:, places[n]] for n in names], dim=1))
@@ -309,7 +365,10 @@ def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
 
 
 def places_of(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return which elements are sampled: rank 0 chooses."""
+    """Return the indices of the sampled elements by parameter, as rank 0 chooses them.
+
+    Half of them are its largest elements, the others are evenly spread. All ranks call it.
+    """
     chosen = {}
     for name, truth in truths.items():
         count = min(truth.numel(), _SAMPLE)
@@ -325,19 +384,23 @@ def places_of(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _at_elements(truth: Tensor, gradient: Tensor | None, shard: ParameterShard | None) -> Tensor:
-    """Return this rank's gradient at the elements of the whole: NaN where it holds none of them,
-    zero where the optimizer was given none."""
+    """Return this rank's gradient in the layout of the full tensor, in fp64.
+
+    Elements that it does not hold are NaN. Elements without a gradient are zero.
+    """
     row = torch.full(truth.shape, math.nan, dtype=torch.float64, device=truth.device)
     if shard is not None:
         value = torch.zeros(()) if gradient is None else gradient
-        value = value.masked_fill(value.isnan(), math.inf)  # NaN is what a rank does not hold
+        value = value.masked_fill(value.isnan(), math.inf)  # NaN marks elements that are not held
         row[slice(None) if shard.at is None else shard.at.to(row.device)] = value.to(row)
     return row
 
 
 def _basis(truth: Tensor, given: Sequence[Mapping[str, Tensor]], name: str, count: int) -> Tensor:
-    """[micro-batches, elements]: zeros of a micro-batch that this rank has not, NaN of one that
-    could not be run again."""
+    """Return the contributions of the micro-batches as [micro-batches, elements] in fp64.
+
+    A micro-batch that this rank does not have is zero. One that could not run again is NaN.
+    """
     rows = torch.zeros(count, truth.numel(), dtype=torch.float64, device=truth.device)
     for number, gradients in enumerate(given[:count]):
         if not gradients:
@@ -347,22 +410,28 @@ def _basis(truth: Tensor, given: Sequence[Mapping[str, Tensor]], name: str, coun
     return rows
 
 
-_ROUNDINGS = 10  # a fix divides and adds once more: so many tolerances
-_LOOSEST = 0.1  # of 16 bits
+_ROUNDINGS = 10  # tolerances that remain allowed: a fix divides and adds once more
+_LOOSEST = 0.1  # upper bound of the limit, which the tolerances of 16 bits would exceed
 
 LossFactor = Callable[[int, Sequence[float]], float | None]
 
 
 def unknown_factor(rank: int, losses: Sequence[float]) -> None:
-    """Return that one cannot tell what is undone in a loss."""
+    """Return None: the effect of the fix on the loss is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """What undoes a hypothesis: of the parameters `names` a rank would have the gradient that
-    `undone` makes of a sample; all gradients are divided by `scale` first. `words` say what is
-    tried. `loss_factor` returns what a rank's loss would be multiplied by, if what is undone is in
-    the loss, given the losses of its micro-batches; None where one cannot tell."""
+    """A change of the gradients that undoes a hypothesis.
+
+    Attributes:
+        names: The parameters to change.
+        undone: Returns a rank's corrected gradient of a sample.
+        words: The phrase for the change.
+        scale: All gradients are divided by it first.
+        loss_factor: Returns the factor on a rank's loss, given the losses of its micro-batches, if
+            the fault is in the loss. None if it is unknown.
+    """
 
     names: Collection[str]
     undone: Callable[[Sample, int], Tensor]
@@ -371,30 +440,36 @@ class Fix:
     loss_factor: LossFactor = unknown_factor
 
     def of(self, name: str, sample: Sample, rank: int) -> Tensor:
-        """Return the gradient that a rank would have; NaN where it holds nothing."""
+        """Return a rank's gradient of a sample after the fix; NaN at elements of other ranks."""
         sample = sample.scaled(self.scale)
         return self.undone(sample, rank) if name in self.names else sample.gradients[rank]
 
 
-# Returns in words what still differs with these gradients, "" where nothing does.
+# Describes the differences that remain with these gradients; "" if there are none.
 After = Callable[[Mapping[str, Tensor], Fix], str]
 
 
 def tried(
     fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance
 ) -> tuple[float, Mapping[str, Tensor] | None]:
-    """Try a fix on all gradients; return the largest difference (relative) that it leaves, and the
-    whole gradients that it gives, a row each: None where it leaves more than roundings make. All
-    ranks call it."""
+    """Try a fix on all elements of all gradients. All ranks call it.
+
+    Returns:
+        The largest relative difference that remains, and the full corrected gradients, flattened,
+        by name. The gradients are None if the difference exceeds rounding, or if it is not halved
+        for a shard that differed.
+    """
     truths = own.truths
     scale = Magnitude.of(truths)
     bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
+    # a correct fix leaves only rounding, on every rank's shard of every parameter
     largest, fixes, rows = 0.0, True, dict[str, Tensor]()
     for name, whole in truths.items():
         squares: dict[int, Tensor] = {}
         pieces = []
         for sample in own.of_all_ranks(name, ranks):
             piece = sample.truth.clone()
+            # this rank last: its values win where replicas overlap in `piece`
             for rank in sorted(sample.holders(), key=lambda its: its == ranks.rank):
                 has = ~sample.gradients[rank].isnan()
                 undone, (was, truth) = fix.of(name, sample, rank)[has], sample.of(rank)
@@ -417,7 +492,11 @@ def with_trial(
     said: RootCause, fix: Fix | None, evidence: JobEvidence, ranks: Ranks, limit: Tolerance,
     after: After,
 ) -> RootCause:  # fmt: skip
-    """Return the root cause with what came of its fix."""
+    """Return the root cause with the result of its fix. All ranks call it.
+
+    It is unexplained if gradients still differ, fits if only the loss or the update differs, and is
+    proven otherwise. Without a fix it is returned unchanged.
+    """
     if fix is None:
         return said
     left, gradients = tried(fix, evidence.own, ranks, limit)

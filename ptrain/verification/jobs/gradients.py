@@ -1,8 +1,8 @@
-"""Explain gradients that differ by arithmetic: a multiple, a part of a sum over an axis, some
-micro-batches only, the step before; or by the samples that the ranks read.
+"""Explain gradients that differ from the reference's by arithmetic or by the samples of the ranks.
 
-Each hypothesis states in words how the loop's gradients were made, and the gradients that the loop
-would have without that. These are compared with the reference's on every element of all parameters.
+A hypothesis is a multiple, a partial sum over an axis, missing or reweighted micro-batches, or the
+gradient of the previous step. Each has a sentence and a fix: the gradients that the loop would have
+without the fault. The fix is compared with the reference on all elements of all parameters.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ SEPARATE = "mean of separate micro-batches"
 _MICRO = "micro-batches"
 _NAMES = {RANKS: "all ranks", _MICRO: "the micro-batches"}
 _OF_LOSS, _REDUCED = " in the loss", " after the backward pass"
-_LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger
-_LOOSEST = 0.1  # of 16 bits
-_FEWEST = 1e-6
-_GONE = 1e-2  # of a gradient, below which nothing of it is there: roundings of 16 bits leave less
-_EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
+_LOOSE = 100.0  # tolerances of a gradient up to which a fit of samples holds
+_LOOSEST = 0.1  # upper bound for 16 bits, whose tolerances are large
+_FEWEST = 1e-6  # lower bound for fp64, whose tolerances are small
+_GONE = 1e-2  # share of a gradient below which it is absent: rounding of 16 bits leaves less
+_EVEN = 1e-3  # relative: weights of micro-batches that differ by less are equal
 
 
 Hypothesis = tuple[RootCause, Fix | None]
@@ -68,8 +68,19 @@ def explain_gradients(
     limit: Tolerance,
     after: After,
 ) -> RootCause:
-    """Explain mismatches at the moment of gradients by the gradients that the optimizers were
-    given. `after` tells what still differs with a fix. All ranks call it."""
+    """Return the first hypothesis that explains the mismatching gradients. All ranks call it.
+
+    Args:
+        mismatches: The mismatches of the gradients that the optimizers received.
+        evidence: The gradients of all ranks.
+        ranks: The ranks.
+        limit: The tolerances.
+        after: Describes the differences that remain after a fix.
+
+    Returns:
+        The root cause, proven or fitting. If no hypothesis fits, it is unexplained and lists the
+        fixes that were tried, or names a rounding to a coarser dtype.
+    """
     names = [name for name in evidence.samples if any(its.name == name for its in mismatches)]
     unexplained = unclear(mismatches, evidence, names, ranks)
     out: list[str] = []
@@ -83,12 +94,12 @@ def explain_gradients(
 
 
 def _loose(limit: Tolerance) -> float:
-    """Return how near a sum must come to be one: a fault is a factor."""
+    """Return the relative residual up to which a fit holds. A fault, a factor, leaves more."""
     return min(max(_LOOSE * limit.gradients, _FEWEST), _LOOSEST)
 
 
 class GradientCase:
-    """The gradients of a step, of which those of `names` differ."""
+    """The differing gradients of one step, and the hypotheses that may explain them."""
 
     def __init__(
         self, mismatches: Sequence[Mismatch], evidence: JobEvidence, ranks: Ranks,
@@ -102,13 +113,16 @@ class GradientCase:
         self.samples = {name: its for name, its in scaled.items() if not self._is_right(its)}
 
     def _is_right(self, sample: Sample) -> bool:
+        """Return True if the gradient matches the reference's, or if no rank holds the elements."""
         fit = sample.multiple()
         is_one = fit.holds(self.tolerance) and abs(fit.factor - 1) <= self.tolerance
         return is_one or not sample.holders()
 
     def _common_factor(self) -> float:
-        """Return what most parameters are multiplied by, where the others differ in another way: a
-        clip by a norm to which the others contributed. It is 1 where there is no such thing."""
+        """Return the factor of most parameters, if the others differ in another way; else 1.0.
+
+        This happens if gradients are clipped by a norm to which wrong gradients contribute.
+        """
         fits = [its.multiple() for its in self.evidence.samples.values() if its.holders()]
         even = sorted(fit.factor for fit in fits if fit.holds(self.tolerance))
         if 2 * len(even) <= len(fits) or len(even) == len(fits):
@@ -124,11 +138,11 @@ class GradientCase:
 
     @cached_property
     def contributed(self) -> Contributions | None:
-        """What the micro-batches give of the parameters that differ."""
+        """The contributions of the micro-batches to the parameters that differ, or None."""
         return contributions(self.joint)
 
     def hypotheses(self) -> Iterator[Hypothesis]:
-        """Return how the gradients may have been made, the simplest first."""
+        """Return the hypotheses that fit the samples, simplest first."""
         ways = (
             self._of_missing, self._of_multiples, self._of_partial_sums,
             self._of_earlier_gradients, self._of_micro_batches,
@@ -139,6 +153,7 @@ class GradientCase:
         self, words: str, undone: Callable[[Sample, int], Tensor],
         loss_factor: LossFactor = unknown_factor,
     ) -> Fix:  # fmt: skip
+        """Return a fix of the parameters that differ, after a division by the common factor."""
         is_scaled = abs(self.scale - 1) > self.tolerance
         words = f"divided by {self.scale:.4g} and {words}" if is_scaled else words
         return Fix(
@@ -150,6 +165,7 @@ class GradientCase:
         self, axis: str, factor: str, sentence: str, fix: str, *, ranks: Iterable[int] = (),
         state: Subject = Subject.GRADIENTS, names: Sequence[str] = (),
     ) -> RootCause:  # fmt: skip
+        """Return the root cause of the mismatches of `names` (default: all that differ)."""
         names = names or [*self.samples]
         here = [mismatch for mismatch in self.mismatches if mismatch.name in names]
         return root_cause(
@@ -159,11 +175,12 @@ class GradientCase:
         )  # fmt: skip
 
     def _count(self, names: Collection[str]) -> str:
+        """Return a phrase such as "3 of 8 parameters"."""
         total = len(self.evidence.samples)
         return f"{'all' if len(names) == total else f'{len(names)} of'} {total} parameters"
 
     def _of_missing(self) -> Iterator[Hypothesis]:
-        """Some ranks have no gradient, or one that is no number."""
+        """Yield the hypothesis that ranks have no gradient, or one that is not finite."""
         lacking = {name: its.without_gradient() for name, its in self.samples.items()}
         if names := [name for name, ranks in lacking.items() if ranks]:
             without = sorted({rank for its in lacking.values() for rank in its})
@@ -183,14 +200,14 @@ class GradientCase:
                 if not bool(sample.gradients[rank].nan_to_num().any())
                 else sample.gradients[rank],
             )  # fmt: skip
-        if bool(self.joint.gradients.isinf().any()):  # NaN is what a rank does not hold
+        if bool(self.joint.gradients.isinf().any()):  # NaN marks elements that a rank lacks
             yield self._say(
                 "", "not finite", "The gradient has an infinity or a NaN.",
                 "Look for a division by zero, a log of zero or an overflow of 16 bits.",
             ), None  # fmt: skip
 
     def _of_multiples(self) -> Iterator[Hypothesis]:
-        """They are one multiple of the reference's."""
+        """Yield the hypothesis that the gradients are one multiple of the reference's."""
         fit = self.joint.multiple()
         if fit.holds(self.tolerance):
             yield self._even(fit.factor), self._fix(
@@ -200,8 +217,11 @@ class GradientCase:
             )  # fmt: skip
 
     def _even(self, factor: float) -> RootCause:
-        """State the multiple, and the number of ranks or micro-batches that it is; apart from it
-        what may cause it, where that is not one of these alone."""
+        """Return the root cause of a common factor.
+
+        It names the degrees whose product is the factor. If that is ambiguous, or not a product, it
+        lists possible causes.
+        """
         sizes, where = self._side_of(factor)
         fits = products(factor, sizes, self.tolerance)
         alike = [fit for fit in fits if _powers(fit) == _powers(fits[0])]
@@ -224,7 +244,7 @@ class GradientCase:
             )
         every = len(self.samples) == len(self.evidence.samples)
         is_norm = not fits and every and where != _OF_LOSS
-        if is_norm or where != _REDUCED:  # clipping hides what a loss is multiplied by
+        if is_norm or where != _REDUCED:  # clipping normalizes the scale of a loss
             causes.append("another scale of the loss")
         causes += [f"another scale{_REDUCED}"] * (where == _REDUCED)
         causes += ["another clipping norm"] * is_norm
@@ -235,9 +255,11 @@ class GradientCase:
         )  # fmt: skip
 
     def _side_of(self, factor: float) -> tuple[dict[str, int], str]:
-        """Return what may have the factor, with sizes, and where it is: in the loss or in the
-        reduction, as the weight says that a micro-batch's own gradient has in the loop's and in the
-        reference's; nothing where these are not known."""
+        """Return the degrees that may have caused a factor, and a phrase for its place.
+
+        The weight of a micro-batch's contribution, in the loop and in the reference, shows whether
+        the factor is in the loss or in the reduction. The phrase is "" if the weights are unknown.
+        """
         degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
         contributed = self.contributed
         is_known = contributed is not None and contributed.of_truth.holds(self.tolerance)
@@ -245,7 +267,7 @@ class GradientCase:
             return degrees | micro, ""
         actual = fmean(next(iter(contributed.of_loop.values())).coefficients)
         right = fmean(contributed.of_truth.coefficients)
-        # not every rank need use these parameters
+        # some ranks may not use these parameters: take the data ranks of all parameters
         data = (self.evidence.contributed or contributed).data_ranks
         is_mean, is_sum = (abs(actual * n - 1) <= self.tolerance for n in (len(data), 1))
         if not (is_mean or is_sum):
@@ -262,7 +284,7 @@ class GradientCase:
         return micro if products(factor, micro, self.tolerance) else degrees, _OF_LOSS
 
     def _of_partial_sums(self) -> Iterator[Hypothesis]:
-        """Over some axis the sum of what its ranks have is right, up to one factor."""
+        """Yield the hypotheses that an all-reduce over an axis is missing, up to one factor."""
         truths = self.joint.truth.expand_as(self.joint.gradients)
         for axis, groups in self.ranks.summed.items():
             total = missing_sum(self.joint.gradients, truths, groups, self.tolerance)
@@ -288,7 +310,7 @@ class GradientCase:
             )  # fmt: skip
 
     def _of_earlier_gradients(self) -> Iterator[Hypothesis]:
-        """They have a multiple of those of the step before, alone or on top."""
+        """Yield the hypothesis that the previous step's gradient was taken, or added."""
         own, truth, before = self.joint.rows()
         both = combination(own, [truth, before])
         if not before.any() or not both.holds(self.tolerance):
@@ -308,14 +330,17 @@ class GradientCase:
             )  # fmt: skip
         yield said, self._fix(
             f"minus {earlier:.4g} times those of the previous step",
-            # what a stale gradient has besides is nothing
+            # a stale gradient minus the earlier one is zero: replace it by the reference's
             lambda sample, rank: sample.gradients[rank] - earlier * sample.before
             + is_stale * sample.truth,
         )  # fmt: skip
 
     def _of_micro_batches(self) -> Iterator[Hypothesis]:
-        """Every rank's gradient is a sum of micro-batches: some are not among them, the same or
-        another rank's, or all are, with the same weight, and the reference gives them others."""
+        """Yield the hypothesis that micro-batches are missing, or have other weights.
+
+        It requires that each rank's gradient is a sum of micro-batch contributions. Missing ones
+        must be the same on all ranks.
+        """
         its = self.contributed
         if its is None or not its.of_truth.holds(self.tolerance) or not its.of_loop:
             return
@@ -340,7 +365,7 @@ class GradientCase:
         yield said, self._fix(words, its.reweighted, factor)
 
     def _incomplete(self, its: Contributions, missing: Collection[int]) -> RootCause:
-        """Some micro-batches are not in the gradient."""
+        """Return the root cause of missing contributions, given their indices."""
         count = self.evidence.micro_batches
         ranks = sorted(rank for rank, own in its.own.items() if {*own} & {*missing})
         numbers = sorted({its.labels[index][1] for index in missing})
@@ -357,8 +382,11 @@ class GradientCase:
         )  # fmt: skip
 
     def _reweighted(self, its: Contributions, *, is_loss: bool) -> RootCause:
-        """Every micro-batch is in it, but not with the weight that it has in the reference: there
-        all have the same, or in the loop."""
+        """Return the root cause of micro-batches with other weights than in the reference.
+
+        With `is_loss`, the weights are even in the loop only; else they are even in the reference
+        only.
+        """
         right = its.of_truth.coefficients
         actual = next(iter(its.of_loop.values())).coefficients
         ratios = [own / other for own, other in zip(actual, right, strict=True)]
@@ -385,25 +413,29 @@ class GradientCase:
 
 
 def _powers(fit: DegreeProduct) -> list[float]:
+    """Return the sorted exponents of a product of degrees."""
     return sorted(power for _, power in fit.powers)
 
 
 def _summed(
     group_of: Mapping[int, Sequence[int]], factor: float, sample: Sample, rank: int
 ) -> Tensor:
+    """Return a rank's gradient summed over its group, times a factor."""
     return sample.gradients[group_of[rank]].sum(0) * factor
 
 
 def of_samples(
     mismatches: Sequence[Mismatch], evidence: JobEvidence, ranks: Ranks
 ) -> RootCause | None:
-    """Return what is wrong with the samples that the ranks read, as far as these tell; None where
-    they are the global batch's, or pieces of its samples."""
+    """Return the root cause of wrong samples on the ranks, or None if they show no fault.
+
+    None also means that rows have other lengths than the reference's, and cannot be compared.
+    """
     if evidence.ledger:
         return explain_samples(evidence.ledger, mismatches, ranks)
     reports = evidence.rows
     if any(report.sliced for report in reports) or not all(report.count for report in reports):
-        return None  # pieces of samples: by themselves they are no samples
+        return None  # parts of samples cannot be compared
     count = sum(report.count for report in reports)
     unknown = sum(report.unknown for report in reports)
     if not unknown:
@@ -428,9 +460,11 @@ def of_own_samples(
     ranks: Ranks,
     limit: Tolerance,
 ) -> RootCause | None:
-    """Return where gradients begin to differ that are the mean of what the ranks' samples give by
-    themselves, though the reference's are not: the loss asks something else of them, or something
-    ties them together. All ranks call it."""
+    """Return a root cause if only the loop's gradients are means over separate micro-batches.
+
+    Then the loss of a sample differs between the sides, or depends on other samples of the batch.
+    Returns None if the fit does not hold on all elements. All ranks call it.
+    """
     contributed, reports = evidence.contributed, evidence.rows
     if contributed is None or contributed.of_truth.holds(_loose(limit)):
         return None

@@ -1,7 +1,8 @@
-"""Run a step whose gradients differ again from its initial state and find the cause: each possible
-cause that one can undo from outside is undone in a step of its own, and only the one that puts
-gradients, loss and update right, alone, is proven. Else sums of what the ranks' samples give are
-tried, and the first module that differs from the reference is found.
+"""Find the cause of differing gradients by repeated steps from the same initial state.
+
+Each possible cause that can be undone from outside is undone in a separate step. It is proven if it
+is the only one that corrects gradients, loss and update. Otherwise sums of the contributions of the
+ranks' samples are tried, and the first module that differs from the reference is located.
 """
 
 from __future__ import annotations
@@ -68,17 +69,27 @@ from ptrain.verification.parts import (
 )
 from ptrain.verification.updates.clip import Remainder, update_apart
 
-_EVEN = 1e-3  # relative: weights of terms that are alike
-_MOST_TERMS = 4  # of a loss, of which each is run alone
-_SHARE = 1e-3  # of what differs within a module, that differs outside of it too
-_HALF = 2  # bytes
-_RACES = 3  # runs of a step that waits for too little, one of which is wrong
-_NEAR = 1e-3  # of a gradient, that is a sum of those of its terms
-_LOOSE = 10  # tolerances of a gradient: the same addends in another order
+_EVEN = 1e-3  # weights of loss terms that differ by less are equal
+_MOST_TERMS = 4  # terms of a loss: each needs a step
+_SHARE = 1e-3  # outside of modules, a difference below this share of the largest is rounding
+_HALF = 2  # bytes of a 16-bit element
+_RACES = 3  # runs in which a race should show at least once
+_NEAR = 1e-3  # relative residual of a gradient as a sum of those of its terms
+_LOOSE = 10  # tolerances of a gradient: addends may be summed in another order
 
 
 class Inquiry:
-    """All ranks make one of the same step, and call its methods alike."""
+    """The search for the cause of one differing step. All ranks call its methods in the same order.
+
+    Args:
+        pair: The loop and its reference.
+        step: The step that differs.
+        limit: The tolerances.
+        loss: The rule of the global loss.
+        batch: The global batch of the step.
+        share: This rank's share of it.
+        drawing: The random draws of the step.
+    """
 
     def __init__(
         self,
@@ -94,23 +105,25 @@ class Inquiry:
         self.pair, self.step, self.ranks, self.limit = pair, step, loss.ranks, limit
         self._loss, self.batch, self.share, self.drawing = loss, batch, share, drawing
         self._ruled_out, self._calls = list[str](), Calls()
-        self._raises = False  # where the step runs again
-        self.starts = Waited(waits=False)  # what this rank starts in the step
+        self._raises = False  # whether the step fails when it runs again
+        self.starts = Waited(waits=False)  # collectives of this rank
         self.untried = ""
 
     def root_cause(self, first: Sequence[Mismatch], before: Mapping[str, Tensor]) -> RootCause:
-        """Explain the first mismatches, at the moment of gradients; `before` are the reference's
-        gradients of the step before."""
+        """Return the cause of the first mismatches of gradients. All ranks call it.
+
+        `before` has the reference's gradients of the previous step.
+        """
         self.rewind()
         modules, again, differs = self._run_again()
-        # a step that is right by itself the second time is put right by no change
+        # a repeated step that matches without a change would confirm any change
         differs = differs or self._is_wrong_again()
         if differs:
             undone = self._of_candidates(candidates(self, first), is_repeatable=again)
             if undone is not None:
                 return undone
-        # Generators go on: of draws that no operator is known for, the reference would be given the
-        # loop's own numbers, and what they explain would count as proven.
+        # The generators are not restored: the reference would draw the loop's numbers for operators
+        # that `DrawMode` does not record, and a match by them would count as a proof.
         self._restore_models()
         probe = self.probe_of(self.step.seen)
         job_evidence = evidence(
@@ -130,12 +143,12 @@ class Inquiry:
             return by_samples
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
-        is_tried = again and self.pair.loop.evidence is None  # else it has compared its modules
+        is_tried = again and self.pair.loop.evidence is None  # evidence compares modules itself
         localised = ModuleInquiry(self, job_evidence, probe, modules) if is_tried else None
         if localised is not None and (by_modules := localised.root_cause()) is not None:
             return by_modules
         is_plain = localised is None or localised.is_plain
-        # of ranks with the reference's own passes no samples are torn apart
+        # ranks that run the reference's passes do not separate samples of one pass
         passes = [rows_of([call]) for call in self.step.seen.calls]
         is_same = passes == [rows_of([call]) for call in self.step.expected.calls]
         if is_plain and by_samples is None and not all(self.ranks.gather(is_same)):
@@ -147,29 +160,33 @@ class Inquiry:
         return self._unexplained(first, job_evidence, localised)
 
     def _is_wrong_again(self) -> bool:
+        """Return True if the step differs when it runs again unchanged."""
         trial = self.trial()
         return trial is not None and self._is_wrong(trial.gradients)
 
     def _is_wrong(self, gradients: float) -> bool:
-        """Return whether gradients that are so far off are wrong, as they were."""
+        """Return True if a gradient difference exceeds rounding, or half of the original one."""
         return gradients > min(_LOOSE * self.limit.gradients, self._before() / 2)
 
     def _of_candidates(
         self, candidates: Iterator[PossibleCause], *, is_repeatable: bool
     ) -> RootCause | None:
-        """Return the one whose trial puts the gradients right, if the step is wrong without it ever
-        after; of several none is proven, nor one that puts them right by chance. All ranks call
-        it."""
+        """Return the cause whose trial corrects the gradients, or None. All ranks call it.
+
+        The unchanged step must still be wrong in one of several runs. Other causes that succeed are
+        listed as possible. In a step that varies from run to run, a cause must also succeed in all
+        further runs, or it only fits.
+        """
         fitting: list[tuple[PossibleCause, Trial]] = []
         for candidate in candidates:
             trial = candidate.run()
             if trial is not None and trial.is_near(self.limit.gradients):
                 fitting.append((candidate, trial))
-                if candidate.is_of_time:  # others may help because they are slower
+                if candidate.is_of_time:  # slower trials may win a race by chance
                     break
             elif trial is not None:
                 self._ruled_out.append(candidate.words)
-        # a race may be won by chance; a step that has become right by itself stays so
+        # several runs: a race may be won by chance once
         if not fitting or not any(self._is_wrong_again() for _ in range(_RACES)):
             return None
         (first, trial), others = fitting[0], [its.blamed for its, _ in fitting[1:]]
@@ -186,8 +203,10 @@ class Inquiry:
         return said.fits(f"{said.tried}; they did not in all of {_RACES} further runs")
 
     def trial_of_reference(self, batch: Any, still: Collection[Key] = ()) -> Trial | None:
-        """Run the reference's step once more, on this batch and without these draws, and compare
-        the loop's with it; None where it cannot be run. All ranks call it."""
+        """Run the reference's step with another batch or fewer draws; return the difference.
+
+        Returns None if the step cannot run. All ranks call it.
+        """
         self.rewind()
         pair = self.pair
         expected, _ = pair.recorders()
@@ -200,7 +219,7 @@ class Inquiry:
         return Trial(left, self._before(), self._others(apart, *right))
 
     def of_buffers(self, said: RootCause) -> RootCause:
-        """Try why only buffers differ at the end of the step. All ranks call it."""
+        """Try whether a recomputation writes the buffers again. All ranks call it."""
         plain, loop = self.pair.reference.model, self.pair.loop.model
         ends = {name: its.clone() for name, its, _ in shared_buffers(plain, loop)}
         trial = self.trial(self.drawing.repeated(loop), kept_in_backward(loop))
@@ -222,9 +241,12 @@ class Inquiry:
         )
 
     def accumulated(self) -> RootCause | None:
-        """Return the root cause of gradients whose micro-batches are added up in 16 bits, and the
-        reference's are not, by the dtype of `.grad`: they may differ within the tolerance. None of
-        one micro-batch. All ranks call it."""
+        """Return the root cause of micro-batches that are accumulated in 16 bits, or None.
+
+        The dtypes of `.grad` are compared, because the values may differ within the tolerance.
+        Returns None if the reference's gradients are in 16 bits too, or with one micro-batch. All
+        ranks call it.
+        """
         own, right = self.step.seen.gradients, self.step.expected.gradients
         both = [name for name in own if name in right and right[name].dtype.itemsize > _HALF]
         count = len(self.step.seen.calls)
@@ -243,8 +265,11 @@ class Inquiry:
         ).fits("the dtypes of .grad were compared when the optimizer steps")  # fmt: skip
 
     def _of_terms(self, first: Sequence[Mismatch]) -> RootCause | None:
-        """One term of the loss has another weight than in the reference, or no gradient: each is
-        run alone, and their sum is fitted to the reference's gradients."""
+        """Return the root cause of one loss term with another weight than in the reference.
+
+        Each term runs alone, and the reference's gradients are fitted as a sum of theirs. Returns
+        None if they are no such sum, or if several weights differ.
+        """
         loop = self.pair.loop.model
         whole, draws = LossTerms(loop), partial(self.drawing.repeated, loop)
         self.rewind()
@@ -291,20 +316,24 @@ class Inquiry:
         return trial.of(blamed, "with the weight that it has in the reference")
 
     def _parts(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's elements of the reference's tensors."""
+        """Return this rank's elements of the reference's full tensors."""
         holds = self.pair.holds
         return {n: holds[n].of(row.view(holds[n].shape)) for n, row in wholes.items() if n in holds}
 
     def _in_a_row(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Return the gradients of this rank's parameters as one fp64 tensor; missing ones are 0."""
         names = [name for name in self.step.expected.gradients if name in self.pair.holds]
         sizes = {name: self.pair.holds[name].value().numel() for name in names}
         rows = (gradients.get(name, torch.zeros(sizes[name])) for name in names)
-        empty = torch.empty(0, dtype=torch.float64)  # for a rank without parameters
+        # torch.cat rejects an empty list, which a rank without parameters would pass
+        empty = torch.empty(0, dtype=torch.float64)
         return torch.cat([empty, *(row.double().flatten().cpu() for row in rows)])
 
     def with_call(self, root_cause: RootCause) -> RootCause:
-        """Add the line that calls the module which the root cause names, the first of several. All
-        ranks call it, after `root_cause`."""
+        """Add file and line of the call of the first module that the root cause names.
+
+        All ranks call it, after `root_cause`.
+        """
         first = re.split(", | and ", root_cause.place)[0]
         lines = (
             call.called_at
@@ -315,24 +344,25 @@ class Inquiry:
         return replace(root_cause, called_at=next(filter(None, everyones), ""))
 
     def rewind(self) -> None:
-        """Put both models and the loop's generators back to where the step began."""
+        """Restore both models and the generators to the start of the step."""
         self.step.random.restore()
         self._restore_models()
 
     def stepped(
         self, *within: Context, before: Sequence[Context] = (), share: Any = None
     ) -> tuple[StepRecorder, Any] | None:
-        """Run the loop's step once more within these, `before` the first of them the step is not
-        recorded, on its share or on another one; return what is seen of it, and its loss; None on
-        every rank where it cannot be run on some. All ranks call it."""
+        """Run the loop's step again; return its record and loss, or None if it fails on a rank.
+
+        `within` are contexts of the step, and `before` contexts that are entered before the
+        recorder. `share` replaces this rank's samples. All ranks call it.
+        """
         _, seen = self.pair.recorders()
         share = self.share if share is None else share
         loss = self._ran(self.pair.loop, share, *before, seen, *within)
         return None if loss is None else (seen, loss[0])
 
     def _ran(self, job: Job, batch: Any, *within: Context) -> tuple[Any] | None:
-        """Run one side's step within these; return the loss that it returns; None on every rank
-        where it cannot be run on some. All ranks call it."""
+        """Run a job's step in these contexts; return (loss,), or None if any rank fails."""
         loss, raised = None, False
         try:
             with (
@@ -353,24 +383,34 @@ class Inquiry:
         share: Any = None,
         loss: Callable[[float | None], float | None] = lambda its: its,
     ) -> Trial | None:
-        """Run the loop's step from where it began, within these; return how far it is from the
-        reference's then; None where it cannot be run. `loss`: what the loss that it returns is with
-        what is undone. All ranks call it."""
+        """Run the loop's step from its initial state; return the remaining difference.
+
+        Args:
+            within: Contexts of the step, which undo a possible cause.
+            before: Contexts that are entered before the recorder.
+            share: This rank's samples. Default: those of the step.
+            loss: Returns the corrected loss, given the loss of the step.
+
+        Returns:
+            The trial, or None if the step fails on a rank. All ranks call it.
+        """
         self.rewind()
         ran = self.stepped(*within, before=before, share=share)
         if ran is None:
             return None
         gradients = ran[0].gradients
         left, obstacle = self.step.case.with_gradients(gradients, ran[0].record)
-        losses = number(ran[1]), loss(number(ran[1]))  # a term without gradient is in the loss
+        # the loss has a term without gradient already: the uncorrected loss may be right
+        losses = number(ran[1]), loss(number(ran[1]))
         apart = min(max(self._loss_apart(its), default=0.0) for its in losses)
         others = self._others(apart, left, obstacle)
         return Trial(self._most_apart(gradients), self._before(), others)
 
     def checked(self, said: RootCause, *, repeats: bool = False) -> RootCause:
-        """Return a proven root cause with what its proof did not look at: whether the loss is right
-        and, if it `repeats`, whether the update with the reference's gradients is. All ranks call
-        it."""
+        """Check a proven root cause for uncovered differences. All ranks call it.
+
+        These are the loss and, with `repeats`, the update with the reference's gradients.
+        """
         if said.certainty is not Certainty.PROVEN:
             return said
         right, apart = Remainder(0, 0.0), max(self._loss_apart(), default=0.0)
@@ -380,20 +420,19 @@ class Inquiry:
         return said.fits(f"{said.tried}{others}") if others else said
 
     def _before(self) -> float:
-        """Return how far the gradients were from the reference's. All ranks call it."""
+        """Return the largest gradient difference of the original step. All ranks call it."""
         return self._most_apart(self.step.seen.gradients)
 
     def _most_apart(
         self, gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor] | None = None
     ) -> float:
-        """Return the largest difference of a gradient over all ranks. All ranks call it."""
+        """Return the largest relative gradient difference on any rank. All ranks call it."""
         names = [*(self.step.expected.gradients if truth is None else truth)]
         mine = max(self._gradients_apart(names, gradients, truth), default=0.0)
         return max(self.ranks.gather(mine))
 
     def _after(self, gradients: Mapping[str, Tensor], fix: Fix) -> str:
-        """Return what still differs, or could not be tried, with these whole gradients of all
-        parameters. All ranks call it."""
+        """Describe the differences that remain with these full gradients. All ranks call it."""
         left, obstacle = self.step.case.with_gradients(self._parts(gradients))
         own, values = number(self.step.losses[1]), list[float]()
         if max(self._loss_apart(), default=0.0) > self.limit.losses:
@@ -405,16 +444,21 @@ class Inquiry:
         return self._others(apart, left, obstacle)
 
     def _others(self, apart: float, left: Remainder, obstacle: str) -> str:
-        """Return in words what of loss and update is not the reference's. All ranks call it."""
+        """Describe the remaining differences of loss and update; "" if none. All ranks call it."""
         words = f"; the loss still differs by {apart:.3g}" if apart > self.limit.losses else ""
         return words + update_apart(left, obstacle, self.ranks)
 
     def _restore_models(self) -> None:
+        """Restore both models to the start of the step."""
         self.step.loop_state.restore()
         self.step.reference_state.restore()
 
     def _run_again(self) -> tuple[Calls, bool, bool]:
-        """Every module's passes, whether the step gave the same bits, and whether it differs."""
+        """Run the step again unchanged.
+
+        Returns:
+            The module passes, whether all ranks got the same bits, and whether gradients differ.
+        """
         model, holds = self.pair.loop.model, self.pair.holds
         recorder = ModuleRecorder(model)
         ran = self.stepped(recorder, self.drawing.repeated(model), self.starts)
@@ -427,16 +471,18 @@ class Inquiry:
         return recorder.calls, all(self.ranks.gather(same)), differs
 
     def probe_of(self, seen: StepRecorder) -> ProbeResult:
-        """Run the reference's model on what this rank's model was given."""
+        """Run the reference's model on the inputs of this rank's model."""
         with self.drawing.replayed(self.pair.reference.model):
             return probed(self.pair.reference.model, seen.calls)
 
     def left_outside(
         self, seen: StepRecorder, loss: Any, inside: Sequence[str]
     ) -> tuple[str, str] | None:
-        """Return in words what of a step is the reference's: the loss, and all gradients or those
-        of parameters that are not in modules of these families, if any of it differed before, and
-        what is not, or was not tried; else None. All ranks call it."""
+        """Return phrases for the match and for the remaining differences of a step, or None.
+
+        It matches if the loss matches, and all gradients or those outside of the modules `inside`,
+        provided that these differed before. All ranks call it.
+        """
         losses = self._loss_apart(loss)
         if any(apart > self.limit.losses for apart in losses):
             return None
@@ -449,7 +495,7 @@ class Inquiry:
                      self._gradients_apart(chosen, seen.gradients))  # fmt: skip
             rows = self.ranks.gather([max(its, default=0.0) for its in sizes])
             most, inner, left = (max(its) for its in zip(*rows, strict=True))
-            # what differs within, and no more than roundings of it outside, is not tried by this
+            # a difference outside that is rounding of the inner one shows nothing about this trial
             if left <= bound < most and most >= _SHARE * min(1.0, inner):
                 is_all = len(chosen) == len(names)
                 whose = f"{'the loss and ' * bool(losses)}{'all' if is_all else 'the other'}"
@@ -468,8 +514,10 @@ class Inquiry:
         gradients: Mapping[str, Tensor],
         truth: Mapping[str, Tensor] | None = None,
     ) -> Iterator[float]:
-        """Yield how far gradients are from the reference's (relative); one that is missing, and is
-        more than rounding there, infinitely."""
+        """Yield the relative differences of this rank's gradients from the reference's.
+
+        A missing gradient yields infinity, unless the reference's is noise.
+        """
         expected = self.step.expected.gradients if truth is None else truth
         scale = Magnitude.of(expected)
         for name in names:
@@ -483,8 +531,10 @@ class Inquiry:
                 yield math.inf
 
     def _loss_apart(self, *losses: Any) -> list[float]:
-        """How far the global loss is from the reference's: of this rank's and of this reference's,
-        or of the step as it was; nothing where there is none. All ranks call it."""
+        """Return the relative difference of the global loss in a list; empty if there is no loss.
+
+        `losses` are this rank's and the reference's. Default: those of the step. All ranks call it.
+        """
         own, right = map(number, (*losses, *self.step.losses[::-1][len(losses) :]))
         measured = self._loss.of(right, own)
         return [] if right is None or measured is None else [numbers_apart(right, measured)]
@@ -493,6 +543,7 @@ class Inquiry:
         self, first: Sequence[Mismatch], job_evidence: JobEvidence,
         localised: ModuleInquiry | None,
     ) -> RootCause:  # fmt: skip
+        """Return the root cause without an explanation, with everything that was ruled out."""
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(mismatch.difference for mismatch in first)
         out = "; ".join(self._ruled_out) or "nothing, as no fix that is known fits"
@@ -523,6 +574,6 @@ class Inquiry:
 
 
 def _keep_loss(values: list[float], losses: list[Tensor]) -> Callable[[], None]:
-    """Keep the number that a backward pass starts from."""
+    """Append the value of the loss from which a backward pass starts."""
     values += [float(loss.detach()) for loss in losses if loss.numel() == 1]
     return lambda: None

@@ -1,9 +1,9 @@
-"""A user's training loop and the terms on which it is judged; its ranks, their axes and exchanges;
-and what must hold before two loops can be compared.
+"""A training loop to verify, its options and its verdict; the ranks, their mesh axes and exchanges;
+and the preconditions for a comparison of two loops.
 
-Nothing about the loop's workings is asked for: optimizers are found when they step, shards by their
-tensors. The reference must be one device and equal on every rank, the loop must repeat itself when
-it is run again, and the losses must add up to a global one.
+The loop needs no annotations: optimizers are found when they step, and shards by their tensors. The
+reference must be single-device and equal on all ranks, the loop must repeat itself bit by bit, and
+the ranks' losses must combine into a global loss.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ Axes: TypeAlias = dict[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """`axes`: of every axis with several places the groups of ranks that differ on it alone;
-    without a mesh the only axis is that of all ranks."""
+    """The ranks of a loop, their mesh axes, and the exchanges between them.
+
+    `device` holds the tensors that are exchanged over `group` (None: the default group). `axes`
+    has, for each axis of degree 2 or more, the groups of ranks that differ on it alone. Without a
+    mesh, the only axis is `RANKS`, with all ranks in one group.
+    """
 
     rank: int
     size: int
@@ -55,13 +59,13 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     def gather(self, value: Any, kind: Any = Any) -> list[Any]:
-        """Return every rank's value of this type."""
+        """Return the values of all ranks, of type `kind`, by rank. All ranks call it."""
         if self.size == 1:
             return [value]
         return gather(value, self.size, self.device, self.group, kind)
 
     def stack(self, tensor: Tensor) -> Tensor:
-        """Every rank's tensor of the same shape: [ranks, …] in fp64."""
+        """Return all ranks' tensors (equal shapes) as fp64 [ranks, …]. All ranks call it."""
         mine = tensor.detach().double().contiguous().to(self.device)
         if self.size == 1:
             return mine.unsqueeze(0).cpu()
@@ -70,18 +74,18 @@ class Ranks:
         return torch.stack(rows).cpu()
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor."""
+        """Return rank 0's tensor on the CPU. All ranks pass a tensor of equal shape and dtype."""
         shared = tensor.contiguous().to(self.device)
         if self.size > 1:
             dist.broadcast(shared, src=0, group=self.group)
         return shared.cpu()
 
     def bytes(self, mine: bytes) -> list[bytes]:
-        """Every rank's bytes."""
+        """Return the bytes of all ranks, by rank. Lengths may differ. All ranks call it."""
         if self.size == 1:
             return [mine]
         sizes = self.gather(len(mine))
-        row = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        row = torch.zeros(max(*sizes, 1), dtype=torch.uint8)  # 1 or more: frombuffer rejects none
         row[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[
             : len(mine)
         ]
@@ -91,11 +95,12 @@ class Ranks:
 
     @property
     def degrees(self) -> dict[str, int]:
+        """The number of ranks along each axis."""
         return {axis: len(groups[0]) for axis, groups in self.axes.items()}
 
     @property
     def summed(self) -> Axes:
-        """What gradients may be summed over: every axis, then several together (`dp+cp`)."""
+        """The groups over which gradients may be summed: each axis, then combinations (`dp+cp`)."""
         together: Axes = {}
         for count in range(2, len(self.axes) + 1):
             for names in combinations(self.axes, count):
@@ -111,8 +116,10 @@ class Ranks:
         return self.axes | together
 
     def parting(self, chosen: Iterable[int], order: Iterable[str] | None = None) -> str:
-        """Return the first axis (of this `order`) along which some of a rank's neighbours are among
-        the chosen and others are not; "" where all ranks are."""
+        """Return the first axis (of `order`) with a group that contains chosen and other ranks.
+
+        Returns "" if no axis has such a group, as when all ranks are chosen.
+        """
         who = set(chosen)
         for axis in self.axes if order is None else order:
             if any(set(group) & who and set(group) - who for group in self.axes.get(axis, ())):
@@ -120,7 +127,7 @@ class Ranks:
         return ""
 
     def axis_of(self, ranks: Sequence[int]) -> str:
-        """The first axis on which these ranks differ."""
+        """Return the first axis on which at least two of these ranks differ, or ""."""
         for axis, lines in self.axes.items():
             if any(len(set(line) & set(ranks)) > 1 for line in lines):
                 return axis
@@ -128,7 +135,11 @@ class Ranks:
 
 
 def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
-    """Return this process's place among those of the default group, and the axes they lie on."""
+    """Return this process's rank, and the axes of the default process group.
+
+    The axes are those of `mesh`, or else of the DTensors' root mesh with most dimensions. If no
+    mesh covers all ranks, the only axis is `RANKS`.
+    """
     parameters = list(parameters)
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     if not dist.is_initialized():
@@ -144,7 +155,7 @@ def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
 
 
 def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:
-    """Return the ranks of a run, on the axes of its spec, which tell each other by its exchange."""
+    """Return the ranks of a run on the axes of its spec, which communicate over its exchange."""
     return Ranks(
         rank=exchange.world.rank,
         size=exchange.world.size,
@@ -199,50 +210,50 @@ class Job:
 
 
 class Evidence(Protocol):
-    """More that a job shows of its steps; `ranks`: on the axes of the mesh. All ranks call its
-    methods alike."""
+    """The interface of a job that shows more than tensors. All ranks call its methods together."""
 
     ranks: Ranks
 
     def recorders(
         self, wholes: Mapping[str, ParameterShard], holds: Mapping[str, ParameterShard]
     ) -> tuple[StepRecorder, StepRecorder]:
-        """Return a recorder of the reference's next step, and one of the job's."""
+        """Return a recorder for the reference's next step, and one for the job's."""
 
     def state(self) -> SavedState:
         """Return a copy of the job's state."""
 
     def shards(self) -> dict[str, ParameterShard]:
-        """Return what this rank's optimizers update of each parameter, by name."""
+        """Return the shard of each parameter that this rank's optimizers update, by name."""
 
     def values(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
-        """Return this rank's elements of all parameters, in a row each."""
+        """Return this rank's elements of each parameter, flattened, by parameter name."""
 
     def kept(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return what this rank's optimizers keep beside each parameter."""
+        """Return the optimizer state of this rank, by parameter name."""
 
     def buffers(self, reference: nn.Module) -> Buffers:
-        """Yield the buffers that both sides have, of the reference this rank's part."""
+        """Yield the buffers that both sides have, with this rank's part of the reference's."""
 
     def compare_step(self, differences: Differences) -> None:
-        """Compare the last step that both recorded with the reference's."""
+        """Add the differences between the last recorded steps of the job and of the reference."""
 
     def explain(
         self, mismatches: Sequence[Mismatch], step: StepComparison, by_gradients: Explain
     ) -> RootCause:
-        """Explain the first mismatch of a step; `by_gradients` explains those of gradients."""
+        """Return the root cause of the first mismatch; `by_gradients` explains gradients."""
 
 
 class SavedState(Protocol):
-    """A copy of a job's state."""
+    """A copy of a job's state that can be restored."""
 
     def restore(self, *, gradients: bool = True) -> None:
-        """Put it back, with the gradients that were there too."""
+        """Restore the state, and the gradients of that time too if `gradients` is True."""
 
 
 def each_tensor(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a batch with every tensor of samples changed."""
-    if isinstance(batch, Mapping):  # a tokenizer's has its own type, which torch takes for a leaf
+    """Return a batch in which `change` is applied to every tensor that is not a scalar."""
+    if isinstance(batch, Mapping):
+        # tree_map treats a mapping of an unregistered type, as tokenizers return, as a leaf
         return type(batch)({key: each_tensor(its, change) for key, its in batch.items()})  # type: ignore[call-arg]
     return tree_map(
         lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch
@@ -251,8 +262,12 @@ def each_tensor(batch: Any, change: Callable[[Tensor], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Relative, by the 2-norm. `gradients` of each parameter, `outputs` of each module, `updates`
-    of the way that a parameter has gone since the start, `losses` of the global loss."""
+    """The largest relative differences (2-norm) that count as rounding.
+
+    They apply to the gradient of each parameter (`gradients`), the output of each module
+    (`outputs`), each parameter's total change since the start (`updates`) and the global loss
+    (`losses`).
+    """
 
     gradients: float
     outputs: float
@@ -260,14 +275,14 @@ class Tolerance:
     losses: float
 
     def length_of(self, rounding: float) -> float:
-        """Return beside which length a rounding is just what an update may be off; none, where
-        nothing may be."""
+        """Return the length at which `rounding` reaches `updates`; 0.0 if `updates` is 0."""
         return rounding / self.updates if self.updates else 0.0
 
 
-# fp64 and fp32: sums over the same addends in another order, with room for three steps of Adam,
-# which turns an element's rounding into a step of its own. 16 bits: a rounding is 2^-8 or 2^-11,
-# and a layer's sum holds some; a fault is a factor.
+# fp64 and fp32: the limits allow sums over the same addends in another order. `updates` allow for
+# three steps of Adam, which may turn the rounding of one element into a full step of it.
+# 16 bits: one rounding is 2^-8 (bf16) or 2^-11 (fp16), and a layer's sum has several of them.
+# A fault is larger than these limits: it multiplies a value.
 TOLERANCES = {
     torch.float64: Tolerance(gradients=1e-11, outputs=1e-11, updates=1e-9, losses=1e-12),
     torch.float32: Tolerance(gradients=1e-5, outputs=1e-5, updates=1e-3, losses=1e-4),
@@ -351,7 +366,7 @@ def _refused(term: str, finding: str, remedy: str) -> PtrainError:
 
 
 def require_padded(terms: Terms, wholes: Mapping[str, Tensor]) -> None:
-    """Raises PtrainError for a padded parameter that the reference has not, or with more rows."""
+    """Raise PtrainError if a padded parameter is not in the reference, or has more rows there."""
     for name, rows in terms.padded.items():
         if name not in wholes or not wholes[name].dim() or rows < len(wholes[name]):
             raise _refused(
@@ -362,8 +377,10 @@ def require_padded(terms: Terms, wholes: Mapping[str, Tensor]) -> None:
 
 
 def tolerance_of(dtype: torch.dtype | None, parameters: Iterable[Tensor]) -> Tolerance:
-    """Return the tolerance of `dtype`, or without one that of the coarsest dtype of the reference's
-    parameters. Raises PtrainError for one of which no rounding is known."""
+    """Return the tolerance of `dtype`, or of the coarsest dtype of the parameters.
+
+    Raises PtrainError if `TOLERANCES` has none of these dtypes.
+    """
     dtypes = {dtype} if dtype else {parameter.dtype for parameter in parameters}
     known = [TOLERANCES[known_dtype] for known_dtype in dtypes if known_dtype in TOLERANCES]
     if not known:
@@ -381,7 +398,7 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 def require_plain(reference: Job) -> None:
-    """Raises PtrainError for a reference that is wrapped."""
+    """Raise PtrainError if a module of the reference is wrapped, or a parameter is a DTensor."""
     for module in reference.model.modules():
         if isinstance(module, _WRAPPERS):
             raise PtrainError(
@@ -403,8 +420,10 @@ def _refused_of_reference(words: str) -> PtrainError:
 
 
 class Alone(OperatorMode):
-    """Refuses collectives: the reference is one device, on every rank, and a rank that repeats
-    something by itself would meet no other."""
+    """An operator mode that rejects collectives.
+
+    Only this rank runs a reference, or repeats a part of a step: a collective would never return.
+    """
 
     def __init__(self, refused: Callable[[str], Exception] = _refused_of_reference) -> None:
         super().__init__()
@@ -417,7 +436,7 @@ class Alone(OperatorMode):
 
 
 def require_one_reference(ranks: Ranks, checksums: Mapping[str, str]) -> None:
-    """Raises PtrainError on every rank where the reference's weights are other ones on some."""
+    """Raise PtrainError on all ranks if the reference's checksums differ between them."""
     everyones = ranks.gather(dict(checksums))
     for rank, other in enumerate(everyones):
         for name, checksum in everyones[0].items():
@@ -429,14 +448,12 @@ def require_one_reference(ranks: Ranks, checksums: Mapping[str, str]) -> None:
 
 
 def loss_dtype(loss: Any) -> torch.dtype | None:
-    """Return the dtype that the loss itself is computed in: some models do that in fp32, whatever
-    their own is. None where it is no tensor."""
+    """Return the dtype of a loss tensor, or None for others. It may differ from the parameters'."""
     return loss.dtype if isinstance(loss, torch.Tensor) else None
 
 
 def number(loss: Any) -> float | None:
-    """A loss that was returned: None, a number, a tensor with one element, also a DTensor. None of
-    anything else."""
+    """Return a loss (number, tensor or DTensor of one element) as a float, else None."""
     if isinstance(loss, DTensor):
         loss = loss.full_tensor()
     is_one = loss.numel() == 1 if isinstance(loss, torch.Tensor) else not isinstance(loss, str)
@@ -447,7 +464,7 @@ def number(loss: Any) -> float | None:
 
 
 def odd_loss(loss: Any) -> str:
-    """Return in words what was returned in the place of a loss; nothing where it is one."""
+    """Describe a returned value that is not a loss; return "" for a loss or None."""
     if loss is None or number(loss) is not None:
         return ""
     is_tensor = isinstance(loss, torch.Tensor)
@@ -455,7 +472,7 @@ def odd_loss(loss: Any) -> str:
 
 
 def has_parameters(model: nn.Module) -> None:
-    """Raises PtrainError where nothing can be trained."""
+    """Raise PtrainError if no parameter of the model requires a gradient."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PtrainError(
             "verify: the reference has no parameter that requires a gradient\n  remedy: Pass "
@@ -465,19 +482,22 @@ def has_parameters(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GlobalLoss:
-    """How the ranks' losses make up the global one."""
+    """The rule by which the ranks' losses combine into the global loss."""
 
     how: Losses
     ranks: Ranks
 
     def of(self, right: float | None, mine: float | None) -> float | None:
-        """Return it, of the ranks that have one (of a pipeline the last stage alone); None where a
-        side has none. All ranks call it."""
+        """Return the loop's global loss, or None if the reference or all ranks have none.
+
+        Ranks without a loss, such as the earlier stages of a pipeline, do not count. All ranks call
+        it.
+        """
         losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
         return None if right is None or not losses else self._made_up(self.how, right, losses)
 
     def notes(self, right: Any, mine: Any) -> list[str]:
-        """Say what steps returned that is no loss. All ranks call it."""
+        """Return notes on returned values that are not losses. All ranks call it."""
         everyones = self.ranks.gather([odd_loss(right), odd_loss(mine)])
         rows = [row for its in everyones for row in zip(("reference", "loop"), its, strict=True)]
         return [
@@ -488,7 +508,7 @@ class GlobalLoss:
         ]
 
     def ways(self, right: float, mine: float | None) -> dict[Known, float]:
-        """Return what the global loss would be by each known way. All ranks call it."""
+        """Return the global loss by each known rule (`mean`, `sum`, `same`). All ranks call it."""
         losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
         return {how: self._made_up(how, right, losses) for how in get_args(Known)}
 
@@ -513,8 +533,11 @@ class GlobalLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is said of a run, or of a part of it; equal on all ranks. `notes`: what was not tried,
-    and why; `trajectory`: figures of every step, of a stage of many."""
+    """The result of a verification, or of a part of it, equal on all ranks.
+
+    `notes` list things that were not tried, and the reasons. `trajectory` has figures of every
+    step, by name, for a stage of many steps.
+    """
 
     checks: tuple[Check, ...]
     mismatches: tuple[Mismatch, ...] = ()
@@ -524,23 +547,28 @@ class Verdict:
 
     @property
     def fails(self) -> bool:
+        """True if there is a root cause, or a check that does not hold."""
         return self.root_cause is not None or not all(check.holds for check in self.checks)
 
     @property
     def holds(self) -> bool:
+        """True if there are checks, and nothing fails."""
         return bool(self.checks) and not self.fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopVerdict(Verdict):
-    """Printable. `losses` are the reference's and the loop's, as far as the run went."""
+    """The verdict of `ptrain.verify`, which prints as a report.
+
+    `losses` are those of the reference and of the loop, by step.
+    """
 
     losses: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     num_ranks: int = 1
     steps: int = 0
 
     def raise_for_verdict(self) -> None:
-        """Raises MismatchFound with the root cause, VerdictFailed where there is none."""
+        """Raise MismatchFound with the root cause, or VerdictFailed if a check fails without it."""
         if self.root_cause is not None:
             raise MismatchFound(self.root_cause)
         if not self.holds:

@@ -1,10 +1,9 @@
-"""Find the first module of a step that differs from the reference, also where ranks have slices of
-features, tokens or samples.
+"""Locate the first module of a step that differs from the reference, also if tensors are sharded.
 
-What modules are given, what they return and the gradient that comes back to it is compared with the
-reference's: the same elements by a DTensor's placements, else the slice that fits best. The first
-difference is undone in one more step of the loop, by the reference's values in its place; what
-differs then is undone too, until the step is right or nothing is left to undo.
+The inputs of modules, their outputs and the gradients of these outputs are compared with the
+reference's. DTensors show the corresponding elements by placements; of other tensors the shard that
+fits best is taken. The first difference is replaced by the reference's values in another step of
+the loop. The next one follows, until the step is right or nothing can be replaced.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Side(IntEnum):
-    """What of a pass of a module is compared."""
+    """The tensor of a module's pass that is compared: input, output, or gradient of the output."""
 
     GIVEN = 0
     OUTPUT = 1
@@ -62,35 +61,38 @@ _WORDS = {
     Side.OUTPUT: "the reference's output of",
     Side.UPSTREAM: "the reference's gradient of the output of",
 }
-_LOOSE = 10  # tolerances of a module that are roundings of the ones before it too
-_COARSEST = 0.1  # relative: a fault is larger, whatever the dtype
-_QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
-_NEAR = 1e-3  # relative: a multiple; a fault is larger
-_MOST_ROUNDS = 6  # differences that are undone, one after the other
+_LOOSE = 10  # tolerances: the rounding of earlier modules adds up
+_COARSEST = 0.1  # upper bound of the limit: a fault is larger in any dtype
+_QUIET = 1e-6  # a tensor below this share of the usual size is rounding
+_NEAR = 1e-3  # relative residual of a multiple: a fault is larger
+_MOST_ROUNDS = 6  # differences that are replaced one after the other: a step each
 
 Place = tuple[str, Side]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDifference:
-    """The first difference: of which module, on which ranks, and what it is by an axis."""
+    """The first difference of a step: the module, the micro-batch (`number`), ranks and size.
+
+    `before` are modules whose outputs match before it. `between` have parameters and could not be
+    compared before it. `is_last`: no compared gradient belongs to a later module, so the loss uses
+    the output. `axis` and `factor` describe a missing sum or a multiple; "" if it is neither.
+    """
 
     path: str
     side: Side
     size: float
     number: int
     ranks: tuple[int, ...]
-    before: tuple[str, ...]  # modules that have returned the reference's by then
-    between: tuple[str, ...]  # modules that have parameters and could not be compared by then
-    is_last: bool  # nothing that was compared runs later: the loss takes it
+    before: tuple[str, ...]
+    between: tuple[str, ...]
+    is_last: bool
     axis: str = ""
     factor: str = ""
 
 
 def _is_cause(first: FirstDifference, said: RootCause) -> bool:
-    """Return whether what is said of the first difference is why it differs, and not only where:
-    of a module whose inputs match and that returns something else, or where the difference has a
-    name (a missing sum, positions of other tokens)."""
+    """Return True if the difference shows a cause, and not only a place."""
     if POSSIBLE in said.sentence:
         return False
     if first.side is Side.OUTPUT and first.path and not first.between:
@@ -99,8 +101,12 @@ def _is_cause(first: FirstDifference, said: RootCause) -> bool:
 
 
 class ModuleInquiry:
-    """Of one step that differs; `modules` are the passes of this rank's modules. All ranks call its
-    methods alike."""
+    """The search for the first differing module of a step. All ranks call its methods together.
+
+    `probe` has the reference's passes on this rank's micro-batches, and `modules` the passes of
+    this rank's modules. `suspect` is the first difference, or None. `is_plain` is True if forward
+    matches.
+    """
 
     def __init__(
         self, inquiry: Inquiry, evidence: JobEvidence, probe: ProbeResult, modules: Calls
@@ -113,7 +119,7 @@ class ModuleInquiry:
         is_run = bool(probe.gradients) and all(probe.gradients) and not rows.sliced
         is_whole = len(pair.holds) == len(pair.wholes)
         self._is_alone = is_run and self.part is None and (is_whole or not rows.unknown)
-        if not self._is_alone:
+        if not self._is_alone:  # compare with shards of the reference's pass on the global batch
             with inquiry.drawing.replayed(pair.reference.model):
                 self.probe = probed(pair.reference.model, expected)
         upstreams = [its.upstream for its in self.probe.modules.values()]
@@ -123,10 +129,13 @@ class ModuleInquiry:
         self._order = [*order, *((path, Side.UPSTREAM) for path, ends in order[::-1] if ends)]
         self._factor = self._factor_of_upstreams(modules)
         self.suspect = self._first(modules, {})
-        self.is_plain = self.suspect is None or self.suspect.side is Side.UPSTREAM  # of forward
+        self.is_plain = self.suspect is None or self.suspect.side is Side.UPSTREAM
 
     def root_cause(self) -> RootCause | None:
-        """Return what a trial proves; None where nothing does."""
+        """Return the root cause that a trial supports, or None.
+
+        If the scale of the output gradients is unknown, the degrees of the axes are tried.
+        """
         factors = [*self.ranks.degrees.values(), 1] if self._factor is None else [self._factor]
         for factor in dict.fromkeys(factors if self.is_plain else [self._factor]):
             self._factor = factor
@@ -135,7 +144,7 @@ class ModuleInquiry:
         return None
 
     def _undone(self) -> RootCause | None:
-        """Undo what differs first, then what differs still, until the step is right."""
+        """Replace one difference after the other until the step is right; return its root cause."""
         forces: dict[tuple[str, int], Forced] = {}
         named: list[FirstDifference] = []
         modules, probe = self.own, self.probe
@@ -152,14 +161,14 @@ class ModuleInquiry:
                 return said.proven(tried) if is_cause else said.located(f"{tried}{left[1]}")
             if seen is None:
                 break
-            if self._is_alone:  # another forward, another gradient of the loss
+            if self._is_alone:  # the output gradients have changed
                 self.probe = self.inquiry.probe_of(seen)
             self._factor = self._factor or self._factor_of_upstreams(modules)
         self.probe = probe
         return None
 
     def first_in_words(self) -> tuple[str, str] | None:
-        """Return the place of the first difference, "" where it is in backward, and a sentence."""
+        """Return the place of the first difference ("" in backward) and a sentence, or None."""
         first = self.suspect
         if first is None:
             return None
@@ -174,7 +183,7 @@ class ModuleInquiry:
         return place, f"The {what} of {place} is the first that differs in forward{axis}."
 
     def _rights(self, path: str, number: int) -> Iterator[ModuleCall]:
-        """Yield the passes of the reference that this one may be a part of."""
+        """Yield the reference's passes to which this pass of a module may correspond."""
         its = self.probe.modules
         if self._is_alone:
             yield from (its[key] for key in ((path, number),) if key in its)
@@ -187,7 +196,7 @@ class ModuleInquiry:
     def _of_call(
         self, path: str, number: int, call: ModuleCall
     ) -> Iterator[tuple[Side, TensorFit]]:
-        """Yield what can be compared of a pass."""
+        """Yield the fits of a pass's inputs, its output, and its output gradient if not tiny."""
         rights = list(self._rights(path, number))
         for at, own in enumerate(tree_leaves(call.given)):
             wholes = [tree_leaves(right.given) for right in rights]
@@ -212,8 +221,11 @@ class ModuleInquiry:
         self, own: Any, wholes: Sequence[Any], number: int, leaf: int = 0,
         place: tuple[int, int] | None = None,
     ) -> TensorFit | None:  # fmt: skip
-        """Return the part of the reference's tensors that fits best, or the one at this place; None
-        where there is none."""
+        """Return the best fit of a tensor to a part of the reference's tensors, or None.
+
+        `number` and `leaf` are the micro-batch and the index of the input. `place` limits the
+        search to one (tensor, part). Scalars and other values have no fit.
+        """
         if not isinstance(own, Tensor) or not own.dim():
             return None
         fits = []
@@ -237,14 +249,16 @@ class ModuleInquiry:
         return min(fits, key=lambda fit: fit.size, default=None)
 
     def _factor_of_upstreams(self, modules: Calls) -> float | None:
-        """Return what multiple of the reference's gradients come back on the ranks, whose losses
-        may be means over their own tokens; None where they are none, or not one. All ranks call
-        it."""
+        """Return the factor of this rank's output gradients, or None if ranks have no common one.
+
+        A loss that is a mean over a rank's tokens causes such a factor. All ranks call it.
+        """
         factors = self.ranks.gather(self._own_factor(modules))
         is_one = None not in factors and is_even(factors, _NEAR)
         return factors[self.ranks.rank] if is_one else None
 
     def _own_factor(self, modules: Calls) -> float | None:
+        """Return the factor of the last output gradient that is a multiple of the reference's."""
         if self._is_alone:
             return 1.0
         fits = (
@@ -259,12 +273,13 @@ class ModuleInquiry:
         return next((fit.factor for fit in fits if fit.holds(_NEAR)), None)
 
     def _limit(self, side: Side) -> float:
+        """Return the tolerance of a tensor, which includes the rounding of earlier modules."""
         limit = self.inquiry.limit
         exact = limit.gradients if side is Side.UPSTREAM else limit.outputs
         return min(_LOOSE * exact, _COARSEST)
 
     def _compared(self, modules: Calls) -> dict[Place, TensorFit]:
-        """Return the worst of every place, of the first micro-batch in which that is wrong."""
+        """Return the worst fit of each place, in the first micro-batch that exceeds the limit."""
         worst: dict[Place, TensorFit] = {}
         for (path, number), call in modules.items():
             for side, fit in self._of_call(path, number, call):
@@ -279,8 +294,10 @@ class ModuleInquiry:
     def _first(
         self, modules: Calls, forces: Mapping[tuple[str, int], Forced]
     ) -> FirstDifference | None:
-        """Return the first place, on any rank, that differs and is not forced; but no partial sum,
-        nor rows in another order, where what follows is right."""
+        """Return the first place that differs on any rank and is not forced, or None.
+
+        Partial sums and reordered rows are skipped if the next comparison matches.
+        """
         mine = self._compared(modules)
         rows = [
             [*place, fit.size, fit.number, fit.size > self._limit(place[1]) and fit.is_reordered]
@@ -330,8 +347,7 @@ class ModuleInquiry:
         return None
 
     def _shared(self, path: str, side: Side, number: int, modules: Calls) -> tuple[str, str]:
-        """The axis and the factor of what differs: a sum over an axis that is missing, or a
-        multiple. Empty strings where it is neither."""
+        """Return the axis of a missing sum, or a factor, or "" for both. All ranks call it."""
         call = modules.get((path, number))
         fits = () if call is None else self._of_call(path, number, call)
         fit = max((f for s, f in fits if s is side), key=lambda f: f.size, default=None)
@@ -348,8 +364,11 @@ class ModuleInquiry:
     def _force(
         self, first: FirstDifference, modules: Calls, forces: dict[tuple[str, int], Forced]
     ) -> bool:
-        """Put the reference's values in the place of what this family of modules has; False where
-        a rank cannot: a module runs several times in a pass, or has no part of the reference's."""
+        """Add the reference's values for this family of modules; return True if all ranks can.
+
+        A rank cannot if a module runs several times in a micro-batch, or has no corresponding
+        tensor.
+        """
         is_possible = True
         for (path, number), call in modules.items():
             if family(path) != family(first.path):
@@ -372,8 +391,11 @@ class ModuleInquiry:
     def _tried(
         self, forces: Mapping[tuple[str, int], Forced], named: Sequence[FirstDifference]
     ) -> tuple[StepRecorder | None, tuple[str, str] | None, Calls]:
-        """Run the step with the reference's values in these places; return what is seen of it, what
-        is right then and what is not, in words, and the modules. Forced labels give no loss."""
+        """Run the step with forced values; return its record, a result in phrases, and passes.
+
+        The first two are None if the step fails, the phrases also if it differs. The loss is not
+        compared if the trial replaces its gradient.
+        """
         model = self.inquiry.pair.loop.model
         recorder = ModuleRecorder(model, forces)
         self.inquiry.rewind()
@@ -395,15 +417,17 @@ class ModuleInquiry:
         )
 
     def _members(self, first: FirstDifference) -> list[str]:
-        """Return the modules of its family that run on any rank."""
+        """Return the modules of the difference's family that run on any rank. All ranks call it."""
         mine = [path for path, _ in self.own if family(path) == family(first.path)]
         return [path for its in self.ranks.gather(list(dict.fromkeys(mine))) for path in its]
 
     def _said(
         self, named: Sequence[FirstDifference], modules: Calls, is_all: bool = False
     ) -> RootCause:
-        """Say what the first of these modules does; `is_all`: with the reference's in its place all
-        gradients are right, also of what could not be compared before it."""
+        """Return the root cause of the first of these differences. All ranks call it.
+
+        `is_all`: all gradients match, also of modules that could not be compared.
+        """
         first = named[0]
         wrong = [
             path
@@ -457,6 +481,7 @@ class ModuleInquiry:
                 )  # fmt: skip
 
     def _said_of_input(self, first: FirstDifference, blamed: RootCause, is_all: bool) -> RootCause:
+        """Return the root cause of a differing input: shifted positions, or the code before it."""
         mine = self._shifts(first)
         everyones = self.ranks.gather(mine)
         who = [rank for rank, its in enumerate(everyones) if its is not None]
@@ -491,7 +516,7 @@ class ModuleInquiry:
         )  # fmt: skip
 
     def _shifts(self, first: FirstDifference) -> list[int] | None:
-        """Return by which numbers this rank's whole numbers are too small; None of no such."""
+        """Return the differences between the reference's integer input and this rank's, or None."""
         call = self.own.get((first.path, first.number))
         for side, fit in self._of_call(first.path, first.number, call) if call else ():
             if side is Side.GIVEN and fit.size and not fit.own.is_floating_point():
@@ -501,6 +526,7 @@ class ModuleInquiry:
     def _said_of_output(
         self, first: FirstDifference, blamed: RootCause, named: Sequence[FirstDifference]
     ) -> RootCause:
+        """Return the root cause of a differing output, such as missing sums."""
         place = blamed.place
         outputs = [its for its in named if its.side is Side.OUTPUT]
         several = " and ".join(families(self._members(its)) for its in outputs)

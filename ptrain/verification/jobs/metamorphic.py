@@ -1,9 +1,8 @@
-"""Test a loop by relations that need no second program: earlier gradients must not matter, and the
-next token must not be visible.
+"""Test a loop by relations that need no second program.
 
-From the gradient of the logits alone it also reads which token each position is trained to predict,
-whether the loss uses the logits unchanged, and whether the last token of a document is trained to
-predict the first of the next one.
+Gradients of earlier steps must not matter, and later tokens must not be visible. The gradient of
+the logits also shows the target of each position, whether the loss takes the unchanged logits, and
+whether a label belongs to another document.
 """
 
 from __future__ import annotations
@@ -35,17 +34,21 @@ from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import Drawing
 from ptrain.verification.parts import canonical_modules, difference, multiple, norm
 
-_NEARLY_ALL = 0.99  # of the positions that have a target
-_RARELY = 0.9
-_FEWEST = 8  # positions from which a task is told
-_FITS = 1e-4  # of a gradient's rows, relative
+_NEARLY_ALL = 0.99  # share of targets that the right offset predicts
+_RARELY = 0.9  # share above which a second offset makes the task unclear
+_FEWEST = 8  # targets that are needed to determine a task
+_FITS = 1e-4  # relative residual of a gradient that fits
 
 
 def task_of(call: ForwardCall) -> tuple[Tensor, Tensor, int | None] | None:
-    """Tell the targets of a cross-entropy by its gradient: the tokens [rows, positions], which of
-    them have a target, and how many tokens behind a position is what it is asked for; None where
-    that is no token of the input. None at all of a model that is given no tokens, or returns no
-    logits of them."""
+    """Return the tokens, the mask of positions with a target, and the offset of the targets.
+
+    The targets of a cross-entropy are the positions of the negative gradients.
+
+    Returns:
+        Tokens and mask are [samples, positions]. The offset is 0 to 2, or None if it is unclear.
+        The result is None if the model has no token input, no logits for it, or too few targets.
+    """
     tokens, gradient = tokens_of(call), call.upstream.get(0)
     if tokens is None or gradient is None or gradient.dim() != 3:
         return None
@@ -66,8 +69,11 @@ def task_of(call: ForwardCall) -> tuple[Tensor, Tensor, int | None] | None:
 
 
 def softmaxed(call: ForwardCall) -> str:
-    """Return what the loss is given in the place of logits, in words; nothing where it is given
-    these. The gradient of a cross-entropy of a softmax is told from that of the logits."""
+    """Return a phrase for probabilities that the loss gets in place of logits; "" for logits.
+
+    The gradient of the output shows it: the gradient of a cross-entropy of a softmax has another
+    form.
+    """
     output, gradient = call.output, call.upstream.get(0)
     if output is None or gradient is None or gradient.shape != output.shape or output.dim() < 2:
         return ""
@@ -88,18 +94,19 @@ def softmaxed(call: ForwardCall) -> str:
 
 
 def _is_multiple(slopes: Tensor, expected: Tensor) -> bool:
+    """Return True if one tensor is a multiple of the other."""
     return multiple(slopes.flatten(), expected.flatten()).holds(_FITS)
 
 
-_ORDERS = 3  # of samples that are tried
-_LOOSE = 10  # tolerances: the same addends in another order
+_ORDERS = 3  # permutations of the samples
+_LOOSE = 10  # tolerances: addends may be summed in another order
 
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class TriedRelation:
-    """One relation that was tried: its check, and the root cause where it is broken."""
+    """A relation that was tested: its check, and the root cause if it is violated."""
 
     check: Check
     root_cause: RootCause | None
@@ -113,13 +120,21 @@ class TriedRelation:
         why: str = "",
         value: float | None = None,
     ) -> TriedRelation:
-        """Without a root cause it holds; `why` not, where its factor and place do not say it."""
+        """Return the relation, which holds if it has no root cause.
+
+        `why` replaces factor and place of the root cause as the reason of the check. `value` is
+        measured.
+        """
         otherwise = why or (f"{root_cause.factor}: {root_cause.place}" if root_cause else "")
         return cls(claim(f"shared code: {name}", value, root_cause is None, otherwise), root_cause)
 
 
 class Metamorphic:
-    """The reference as it is when the comparison is over; it is not as it was afterwards."""
+    """The tests on the reference after the comparison. They change its state.
+
+    Attributes:
+        notes: Relations that were not tested, and the reasons.
+    """
 
     def __init__(
         self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *,
@@ -131,8 +146,10 @@ class Metamorphic:
         self.notes: list[str] = []
 
     def relations(self, batch: Any, trained: Collection[str]) -> Iterator[TriedRelation]:
-        """Try them, with the first batch; `trained`: the parameters that had a gradient in some
-        step."""
+        """Yield the results of the tests with one batch.
+
+        `trained` are the parameters that had a gradient in some step.
+        """
         state = ModelState.of(self._job.model)
         with ModuleRecorder(self._job.model) as modules:
             seen = self._step(batch)
@@ -145,14 +162,15 @@ class Metamorphic:
         yield from self._of_tokens(seen.calls)
 
     def _step(self, batch: Any) -> StepRecorder:
+        """Run one step with a fixed seed and without dropout, and return its record."""
         model = self._job.model
-        still = self._drawing.stilled(model)  # whatever is dropped, it is the same in all passes
+        still = self._drawing.stilled(model)  # no dropout: passes are comparable
         with seeded(model), StepRecorder(model, self._wholes) as seen, still, Alone():
             self._job.step(batch)
         return seen
 
     def _attached(self, calls: Calls, trained: Collection[str]) -> Iterator[TriedRelation]:
-        """A gradient comes back to a module whose output the model goes on with."""
+        """Test that gradients reach every trainable module whose output is used later."""
         inner = dict(canonical_modules(self._job.model))
         order = [path for path, _ in calls]
         has = [c.upstream is not None and bool(c.upstream.any()) for c in calls.values()]
@@ -179,7 +197,7 @@ class Metamorphic:
     def _repeated(
         self, state: ModelState, gradients: Tensors, batch: Any
     ) -> Iterator[TriedRelation]:
-        """A batch from the same parameters gives the same gradients, whatever lies in `.grad`."""
+        """Test that a batch gives equal gradients again, whatever is in `.grad`."""
         before = state.gradient_rows(self._wholes)
         state.restore(gradients=False)
         again = self._step(batch).gradients
@@ -199,7 +217,7 @@ class Metamorphic:
         ) if is_added else None)  # fmt: skip
 
     def _of_tokens(self, calls: Sequence[ForwardCall]) -> Iterator[TriedRelation]:
-        """What a language model is asked for, and whether it sees it."""
+        """Test the targets of a language model, and its causal mask."""
         if calls and (given := softmaxed(calls[0])):
             yield TriedRelation.of("the loss takes logits", self._blame(
                 Subject.LOSS, "softmax before cross-entropy", [],
@@ -247,7 +265,7 @@ class Metamorphic:
         yield from self._of_documents(tokens, has_label)
 
     def _of_documents(self, tokens: Tensor, has_label: Tensor) -> Iterator[TriedRelation]:
-        """Nothing is asked of the last token of a document."""
+        """Test that the last token of a document has no target."""
         if (end := self._document_end) is None:
             self.notes.append(
                 "labels across documents: not tested; if samples have several documents, set "
@@ -270,6 +288,7 @@ class Metamorphic:
         ) if count else None, why=across)  # fmt: skip
 
     def _sees_no_future(self, call: ForwardCall, tokens: Tensor) -> TriedRelation | None:
+        """Test that changed tokens in the second half leave the logits of the first half."""
         at = tokens.size(1) // 2
         other = tokens.clone()
         other[:, at:] = other[:, at:].roll(1, 0) if tokens.size(0) > 1 else other[:, at:].flip(1)
@@ -293,8 +312,10 @@ class Metamorphic:
     def _apart_after(
         self, call: ForwardCall, tokens: Tensor, other: Tensor, where: Tensor
     ) -> float | None:
-        """Return how far logits part where `where` [rows, positions] says (relative) when the model
-        is given `other` in the place of the tokens; None of a model that is not the same twice."""
+        """Return the relative change of the logits at `where` if `other` replaces the tokens.
+
+        `where` is [samples, positions]. Returns None for a model that does not repeat its output.
+        """
 
         def instead(leaf: Any) -> Any:
             same = isinstance(leaf, Tensor) and leaf.shape == tokens.shape
@@ -309,12 +330,14 @@ class Metamorphic:
         return norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
+        """Return the model's first output tensor in fp64, with a fixed seed and without dropout."""
         still = self._drawing.stilled(self._job.model)
         with torch.no_grad(), seeded(self._job.model), autocast_of([call]), still:
             output = self._job.model(*args, **kwargs)
         return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double()
 
     def _apart(self, left: Tensor, right: Tensor, scale: Tensor) -> float:
+        """Return the difference relative to `scale`; 0.0 within the tolerance."""
         size = norm(left - right)
         return 0.0 if size <= self._limit.gradients * norm(scale) else size / (norm(scale) or 1.0)
 
@@ -322,6 +345,7 @@ class Metamorphic:
         self, state: Subject, factor: str, names: Sequence[str], sentence: str, fix: str,
         tried: str, place: str = "",
     ) -> RootCause:  # fmt: skip
+        """Return a proven root cause of code that both sides share."""
         place = place or families(names)
         return of_both_sides(state, factor, place, sentence, fix, tried, num_ranks=self._num_ranks)
 
@@ -329,9 +353,11 @@ class Metamorphic:
 def rounding_of_order(
     model: nn.Module, calls: Sequence[ForwardCall], drawing: Drawing
 ) -> dict[str, float]:
-    """Return by parameter the largest relative change of the gradient of these passes if their
-    samples are permuted, over _ORDERS permutations. It measures rounding: that of a sum is large
-    relative to the sum if its addends cancel."""
+    """Return the largest relative change of each parameter's gradient if samples are permuted.
+
+    It measures rounding over `_ORDERS` permutations. The rounding of a sum is large relative to the
+    sum if its addends cancel.
+    """
     sums: list[dict[str, Tensor]] = []
     for seed in range(_ORDERS + 1):  # the first: as they are
         passes = [_in_order_of(call, seed) if seed else call for call in calls]
@@ -348,7 +374,7 @@ def rounding_of_order(
 
 
 def _in_order_of(call: ForwardCall, seed: int) -> ForwardCall:
-    """Return a pass with its samples in an order that a seed draws."""
+    """Return a forward pass with its samples permuted by a seed."""
     given = call.args, call.kwargs
     order = torch.randperm(_num_rows(given), generator=torch.Generator().manual_seed(seed))
     args, kwargs = each_tensor(given, lambda rows: rows[order])
@@ -363,19 +389,20 @@ def of_both_sides(
     state: Subject, factor: str, place: str, sentence: str, fix: str, tried: str, *,
     num_ranks: int, step: int = 0,
 ) -> RootCause:  # fmt: skip
-    """Return the root cause that is in code which one device runs too: it shows on every rank."""
+    """Return a proven root cause of code that the reference runs too, on all ranks."""
     said = blame(state, factor, place, sentence, fix, step=step, ranks=range(num_ranks))
     return said.proven(tried)
 
 
 def _num_rows(batch: Any) -> int:
+    """Return the first dimension that all tensors of a batch share, or 0."""
     sizes: set[int] = set()
     each_tensor(batch, lambda rows: sizes.add(len(rows)))
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _is_returned(root: ModuleCall | None, output: Tensor) -> bool:
-    """Return whether it is among what the model returns."""
+    """Return True if the model returns this tensor."""
     returned = () if root is None else (root.output, *root.others)
     return any(
         tensor is not None and tensor.shape == output.shape and torch.equal(tensor, output)

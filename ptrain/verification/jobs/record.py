@@ -1,9 +1,8 @@
-"""Record one step of a loop from outside: the model's inputs, each parameter's gradient as the
-optimizer receives it, and how often an optimizer stepped. Rerun the step from its initial state:
-unchanged, to see that it repeats bit by bit, or with plain modules in place of some of its own.
+"""Record one step of a loop through hooks, and compare the record with the reference's.
 
-A recorded step is compared with the reference's: every difference beyond the tolerance, with its
-place. Local tensors are compared where they are, with the same elements of the full tensor.
+A record has the model's inputs, the gradient of each parameter as the optimizer receives it, and
+the number of optimizer steps. `ModelState` restores the state before a step, so that it can run
+again. Each rank compares its shards with the same elements of the reference's full tensors.
 """
 
 from __future__ import annotations
@@ -44,8 +43,10 @@ from ptrain.verification.updates.repeat import UpdateRecorder
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Copies of what a model has: its parameters, its buffers by owner and name (a forward pass may
-    put another tensor there), and the gradients that are there."""
+    """Copies of a model's parameters, buffers and gradients.
+
+    Buffers are kept by module and name, because a forward pass may assign another tensor.
+    """
 
     tensors: tuple[tuple[Tensor, Tensor], ...]
     buffers: tuple[tuple[nn.Module, str, Tensor], ...]
@@ -53,6 +54,7 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
+        """Return copies of the current state of a model."""
         parameters = list(model.parameters())
         return cls(
             tuple((tensor, held(tensor).clone()) for tensor in parameters),
@@ -68,14 +70,17 @@ class ModelState:
         )
 
     def gradient_rows(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
-        """Return the gradients that were there, by name, in a row each."""
+        """Return the copied gradients that are not None, flattened, by name."""
         known = {id(parameter): gradient for parameter, gradient in self.gradients}
         rows = {name: known.get(id(shard.parameter)) for name, shard in holds.items()}
         return {name: held(row).flatten() for name, row in rows.items() if row is not None}
 
     @torch.no_grad()
     def restore(self, *, gradients: bool = True) -> None:
-        """Put it back, the gradients that were there too, or those alone that lie there now."""
+        """Restore parameters and buffers, and with `gradients` the gradients too.
+
+        Without `gradients`, the current ones stay.
+        """
         for tensor, copy in self.tensors:
             local(tensor.detach()).copy_(copy)
         for module, name, copy in self.buffers:
@@ -91,14 +96,14 @@ class ModelState:
 
 
 def cuda_devices(model: nn.Module) -> list[int]:
-    """Return the indices of the GPUs that a model's tensors are on."""
+    """Return the sorted indices of the GPUs that hold tensors of a model."""
     tensors = (*model.parameters(), *model.buffers())
     return sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
 
 
 @contextmanager
 def seeded(model: nn.Module) -> Iterator[None]:
-    """Draw from one seed within, and as before afterwards."""
+    """Temporarily seed torch's generators with 0, and restore their states on exit."""
     with torch.random.fork_rng(devices=cuda_devices(model)):
         torch.manual_seed(0)
         yield
@@ -106,8 +111,16 @@ def seeded(model: nn.Module) -> Iterator[None]:
 
 @dataclass(slots=True)
 class ForwardCall:
-    """One forward pass of the model: a micro-batch. `output` is the first floating tensor that it
-    returned, `upstream` are the gradients of the loss by all of them, by their place."""
+    """One forward pass of the model with gradients: a micro-batch.
+
+    Attributes:
+        args: Copies of the positional arguments.
+        kwargs: Copies of the keyword arguments.
+        autocast: The dtype of autocast, or None if it is disabled.
+        upstream: Gradients of the loss with respect to the outputs, by leaf index of the output
+            tree.
+        output: A copy of the first floating tensor that was returned.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -117,14 +130,22 @@ class ForwardCall:
 
 
 class StepRecorder(UpdateRecorder):
-    """`with StepRecorder(model, holds) as seen:` around a step: its update, the model's forward
-    passes (`calls`), and the values of the parameters in the first of these (`in_use`)."""
+    """The record of a step's update, forward passes and parameters in use.
+
+    Attributes:
+        clip: The factor by which `gradients` are multiplied before the update.
+        omitted: Parameters with a gradient that no optimizer took.
+        calls: The forward passes of the model.
+        in_use: Values of the parameters in the first forward pass.
+
+    Use it as a context: `with StepRecorder(model, holds) as seen:`.
+    """
 
     def __init__(self, model: nn.Module, holds: Mapping[str, ParameterShard]) -> None:
         super().__init__(holds)
         self.model = model
-        self.clip = 1.0  # what `gradients` are multiplied by before the update
-        self.omitted: set[str] = set()  # parameters with a gradient that no optimizer took
+        self.clip = 1.0  # factor on `gradients` before the update
+        self.omitted: set[str] = set()  # have a gradient that no optimizer took
         self.calls: list[ForwardCall] = []
         self.in_use: dict[str, Tensor] = {}
 
@@ -137,11 +158,12 @@ class StepRecorder(UpdateRecorder):
 
     @property
     def autocast(self) -> str:
-        """Return the dtype in which the model's first forward ran, as far as autocast says."""
+        """The dtype of autocast in the first forward pass, or "the module's dtype"."""
         dtype = self.calls[0].autocast if self.calls else None
         return str(dtype).removeprefix("torch.") if dtype else "the module's dtype"
 
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the arguments of a forward pass, and the parameters in use if it is the first."""
         if counts():
             leaves = tree_leaves((args, kwargs))
             device = next((its.device.type for its in leaves if isinstance(its, Tensor)), "cpu")
@@ -151,15 +173,17 @@ class StepRecorder(UpdateRecorder):
                 self.in_use = {
                     name: shard.value().clone()
                     for name, shard in self.holds.items()
-                    if shard.within is None  # FSDP1 has gathered its flat parameter already
+                    if shard.within is None  # FSDP1 has all-gathered its flat parameter
                 }
             kept_args, kept_kwargs = tree_map(_kept, (args, kwargs))
             self.calls.append(ForwardCall(kept_args, kept_kwargs, dtype))
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The outputs as copies of their own (FSDP2 warns of views): what is used of them out there
-        is told apart from what the model makes of them itself (a model that returns its loss beside
-        the logits)."""
+        """Return copies of the outputs that keep their gradient.
+
+        The hook on a copy sees only the gradient of later uses of an output. A model that computes
+        its loss internally uses the original. Copies also avoid FSDP2's warning about views.
+        """
         if not (counts() and self.calls):
             return None
         call = self.calls[-1]
@@ -169,7 +193,7 @@ class StepRecorder(UpdateRecorder):
         places = {
             id(leaf): place
             for place, leaf in enumerate(tree_leaves(output))
-            # a DTensor has no gradient that one device could be given
+            # the gradient of a DTensor could not be passed to the single-device model
             if is_real(leaf) and leaf.requires_grad and not isinstance(leaf, DTensor)
         }
 
@@ -190,7 +214,7 @@ def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor | None) -> No
 
 
 def counts() -> bool:
-    """A pass that will have a backward; not one that repeats a checkpointed part of it."""
+    """Return True in a forward pass that records gradients and is no recomputation."""
     return torch.is_grad_enabled() and not is_in_backward()
 
 
@@ -198,8 +222,8 @@ def _kept(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-_SURE = 10  # tolerances of a gradient, relative to its root mean square
-_ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by
+_SURE = 10  # times the gradient tolerance: below this share of its mean size, noise may decide
+_ROUNDINGS = 16  # roundings of a parameter in its dtype by which an update may differ
 
 
 def at_start(
@@ -210,8 +234,19 @@ def at_start(
     holds: Mapping[str, ParameterShard],
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Compare the names and `values` of the parameters, bit by bit, in the rank's own dtype. What
-    other ranks hold (`elsewhere`) this one need not: it may be a stage of a pipeline."""
+    """Compare names and values of the parameters before the first step.
+
+    Values must be equal to the bit after the reference's are cast to the loop's dtype.
+
+    Args:
+        differences: Takes the mismatches.
+        wholes: The reference's full parameters.
+        names: Names of the loop's parameters.
+        values: This rank's elements of the loop's parameters.
+        holds: This rank's shards.
+        elsewhere: Parameters that other ranks hold, as of other pipeline stages. This rank may lack
+            them.
+    """
     for name in wholes:
         if name not in holds and name not in elsewhere:
             differences.add(
@@ -241,8 +276,11 @@ def compare_in_use(
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
-    """Compare the parameters in a step's first forward pass (`sides`: one device's and the loop's)
-    where any was written since the step began: a checkpoint that is loaded."""
+    """Compare the parameters of the first forward pass, if they were written since the step began.
+
+    A checkpoint that is loaded within the step writes them. `sides` and `before` have the reference
+    first. The difference is relative to the change by that write.
+    """
     reference, run = (side.in_use for side in sides)
     for name, value in run.items():
         if name not in reference:
@@ -260,8 +298,11 @@ def compare_in_use(
 def beside_way(
     own: Tensor, right: Tensor, way: float, limit: Tolerance, roundings: int = _ROUNDINGS
 ) -> float:
-    """Return how far it is from what is right, relative to the way that this has gone, or to its
-    own roundings where these are more."""
+    """Return the difference relative to a parameter's change `way`, or to its rounding.
+
+    The larger of both lengths counts. `roundings` is the number of roundings in the dtype of `own`
+    that are allowed.
+    """
     rounding = limit.length_of(roundings * torch.finfo(own.dtype).eps * norm(right))
     return difference(own, right, max(way, rounding))
 
@@ -272,8 +313,10 @@ def compare_gradients(
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
-    """Compare gradients as the optimizer takes them. A rank that has none where the reference has
-    one that is not zero lacks it."""
+    """Compare gradients as the optimizers receive them. `sides` has the reference first.
+
+    A missing gradient is a mismatch, unless the reference's is zero or rounding noise.
+    """
     wholes, own = (side.gradients for side in sides)
     expected = {name: gradient for name, gradient in wholes.items() if name in holds}
     scale = Magnitude.of(expected)
@@ -309,9 +352,11 @@ def compare_update(
     is_noise: bool,
     limit: Tolerance,
 ) -> None:
-    """Compare the parameter after the update, relative to the way that it has gone since the start,
-    or to its roundings where these are more. Adam makes a whole move of the sign of a gradient that
-    is noise: such a tensor, and elements of which it is not sure, need only be numbers."""
+    """Compare a parameter after the update, relative to its total change or to its rounding.
+
+    Adam turns the sign of a gradient that is noise into a full step. Noisy tensors (`is_noise`),
+    and elements outside of `course.sure`, therefore only need to be finite.
+    """
     if not course.after.is_floating_point():
         same = torch.equal(course.run_after, course.after.to(course.run_after.device))
         differences.compare(
@@ -323,7 +368,7 @@ def compare_update(
     moved = norm(after.double() - course.origin[course.sure].double())
     size = 0.0 if is_noise else beside_way(run_after, after, moved, limit)
     size = size if bool(torch.isfinite(course.run_after).all()) else math.inf
-    if course.stood_still and course.reference_moved:  # roundings would hide it in 16 bits
+    if course.stood_still and course.reference_moved:  # in 16 bits the limit would allow it
         size = max(size, 1.0)
     differences.compare(
         Moment.UPDATE, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates
@@ -332,8 +377,14 @@ def compare_update(
 
 
 def sure_of(part: Tensor, gradient: Tensor | None, whole: Tensor, limit: Tolerance) -> Tensor:
-    """Return which elements of a gradient are larger than its rounding, or exactly zero on both
-    sides."""
+    """Return a mask of the gradient elements that exceed rounding, or are zero on both sides.
+
+    Args:
+        part: This rank's shard of the reference's gradient.
+        gradient: This rank's gradient. None makes all elements sure.
+        whole: The reference's full gradient, whose mean size is the scale.
+        limit: The tolerances.
+    """
     if gradient is None:
         return torch.ones_like(part, dtype=torch.bool)
     nothing = (part == 0) & (gradient.to(part.device) == 0)
@@ -347,9 +398,11 @@ def compare_states(
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
-    """Compare what the optimizers keep beside each parameter, where both keep something of that
-    name: what is noise beside that of the other parameters (a key's bias has no gradient) relative
-    to theirs."""
+    """Compare the optimizer state that both sides keep under the same key.
+
+    State that is noise, such as that of a key's bias, which has no gradient, is compared relative
+    to the state of the other parameters.
+    """
     scales = _scales_of(reference)
     for name, tensors in run.items():
         for key, state in tensors.items():
@@ -369,7 +422,7 @@ def compare_states(
 
 
 def _scales_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Magnitude]:
-    """Return how large each kind of state is, over all parameters."""
+    """Return the magnitude of each kind of state over all parameters."""
     kinds: dict[str, dict[str, Tensor]] = {}
     for name, tensors in states.items():
         for key, state in tensors.items():
@@ -385,9 +438,16 @@ def shared_buffers(
     run: nn.Module | Iterable[tuple[str, nn.Module]],
     part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
 ) -> Buffers:
-    """Yield the floating buffers that both sides have, by name, the reference's `part` of it first;
-    but not the statistics of batches, which each rank has of its own. They share the buffers'
-    memory. `run`: the other side, or its modules by path."""
+    """Yield name, reference buffer and loop buffer of the floating buffers that both sides have.
+
+    The tensors share memory with the buffers. Buffers of batch normalization are left out: they
+    differ by rank.
+
+    Args:
+        reference: The single-device model.
+        run: The loop's model, or its modules by path.
+        part: Returns this rank's part of a reference buffer.
+    """
     wrapped = dict(canonical_modules(run) if isinstance(run, nn.Module) else run)
     for path, module in canonical_modules(reference):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or path not in wrapped:
@@ -406,7 +466,7 @@ def compare_buffers(
     limit: Tolerance,
     moment: Moment = Moment.UPDATE,
 ) -> None:
-    """Compare floating buffers; at the start as closely as what a module computes."""
+    """Compare floating buffers; at the start with the tighter limit for module outputs."""
     bound = limit.outputs if moment is Moment.START else limit.updates
     for name, *both in buffers:
         own, right = without_masks(*reversed([held(its) for its in both]))
@@ -419,7 +479,7 @@ def compare_buffers(
 def digests(
     holds: Mapping[str, ParameterShard], rows: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Return by name which part of the whole this rank has, and a checksum of it, bit by bit."""
+    """Return two checksums by name: of the element indices ("" for a full tensor) and values."""
     return {
         name: ["" if holds[name].at is None else digest(holds[name].at), digest(row)]
         for name, row in rows.items()
@@ -427,6 +487,7 @@ def digests(
 
 
 def digest(tensor: Tensor | None) -> str:
+    """Return a checksum of a tensor's bytes, or "" for None."""
     if tensor is None:
         return ""
     raw = tensor.detach().contiguous().flatten().cpu().view(torch.uint8).numpy()
@@ -434,8 +495,7 @@ def digest(tensor: Tensor | None) -> str:
 
 
 def replicas(step: int, everyones: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[Mismatch]:
-    """Yield a mismatch where ranks hold the same part of a parameter and do not have the same bits
-    of it."""
+    """Yield a mismatch for each parameter part that several ranks hold with different bits."""
     when = Moment.UPDATE, Subject.PARAMETERS
     tables = [
         [Copy(*when, name, part, "", bits) for name, (part, bits) in mine.items()]
@@ -448,7 +508,7 @@ def replicas(step: int, everyones: Sequence[Mapping[str, Sequence[str]]]) -> Ite
 def state_of(
     run: StepRecorder, holds: Mapping[str, ParameterShard]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return what the optimizers that stepped keep, by parameter and name."""
+    """Return the tensors of the optimizers' state that are not scalars, by parameter and key."""
     names = {id(shard.parameter): name for name, shard in holds.items()}
     return {
         names[id(parameter)]: {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}

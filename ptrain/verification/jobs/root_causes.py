@@ -1,8 +1,8 @@
-"""RootCauses that are not gradients or updates: weights that differ before the first step or are
-written before a forward pass, another autocast, a reference without numbers, a loss that is made up
-otherwise.
+"""Root causes that are neither gradients nor updates, and phrases for parameters and axes.
 
-Parameters, modules and axes in words.
+The causes are different weights or buffers at the start, parameters that are written before a
+forward pass, another autocast dtype, a reference that is not finite, and a loss that is combined
+differently.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ from ptrain.verification.parts import (
 
 
 def family(name: str) -> str:
-    """Return `blocks.*.norm.weight` for one of numbered layers; a number that begins the name is
-    kept, as the layers of a plain nn.Sequential have nothing in common."""
+    """Return a name with the numbers of its layers replaced: `blocks.*.norm.weight`.
+
+    A leading number stays, because the layers of a plain nn.Sequential are unrelated.
+    """
     return re.sub(r"(?<=\.)\d+\b", "*", name)
 
 
 def families(names: Iterable[str]) -> str:
-    """Return names as `blocks.*.norm.weight, head.weight`: numbered layers count once."""
+    """Return a list of at most three families: `blocks.*.norm.weight, head.weight and 2 more`.
+
+    A family with one member is listed by its full name.
+    """
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         kinds.setdefault(family(name), []).append(name)
@@ -55,6 +60,7 @@ def families(names: Iterable[str]) -> str:
 
 
 def over_axis(axis: str) -> str:
+    """Return "over all ranks", or "over" with the names of a combined axis ("dp+cp")."""
     return "over all ranks" if axis == RANKS else f"over {axis.replace('+', ' and ')}"
 
 
@@ -72,8 +78,21 @@ def root_cause(
     certainty: Certainty = Certainty.FITS,
     tried: str = "",
 ) -> RootCause:
-    """Return the root cause of these mismatches, in these words; of their ranks and their names,
-    and the axis that parts those from the others, where no other ones are given."""
+    """Return the root cause of these mismatches.
+
+    Args:
+        mismatches: The mismatches, at least one. The first sets the step.
+        ranks: The ranks of the loop.
+        state: The kind of state that differs.
+        factor: A short label of the difference.
+        sentence: The explanation.
+        fix: The instruction.
+        names: The names that make the place. Default: those of the mismatches.
+        who: The ranks to blame. Default: those of the mismatches.
+        axis: The axis to blame. Default: the first that separates these ranks from others.
+        certainty: How sure the explanation is.
+        tried: The test that supports it.
+    """
     blamed = sorted({mismatch.rank for mismatch in mismatches} if who is None else set(who))
     return RootCause(
         state=state, axis=ranks.parting(blamed) if axis is None else axis, factor=factor,
@@ -87,7 +106,7 @@ def blame(
     state: Subject, factor: str, place: str, sentence: str, fix: str, *, step: int,
     ranks: Iterable[int], axis: str = "",
 ) -> RootCause:  # fmt: skip
-    """Return a root cause in these words."""
+    """Return a root cause without a test."""
     return RootCause(
         state=state, axis=axis, factor=factor, place=place, step=step, ranks=tuple(ranks),
         sentence=sentence, fix=fix,
@@ -95,9 +114,11 @@ def blame(
 
 
 def first_difference(mismatches: Sequence[Mismatch], ranks: Ranks, tried: str = "") -> RootCause:
-    """Return the first of all mismatches as a root cause that is not explained, with the ranks
-    where it occurs. A rank may hold no element of the first gradient, so any differing one counts.
-    Samples that are not those of the batch explain themselves."""
+    """Return the first mismatch as a root cause, with all ranks where it occurs.
+
+    Any differing gradient counts as the same occurrence, because a rank may hold no element of the
+    first one. The root cause is unexplained, except for samples that are not in the batch.
+    """
     one = mismatches[0]
     alike = [
         its
@@ -123,7 +144,7 @@ def first_difference(mismatches: Sequence[Mismatch], ranks: Ranks, tried: str = 
 
 
 def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
-    """The loop does not start with the reference's weights."""
+    """Return the root cause of parameters that are missing or differ before the first step."""
     missing = [mismatch for mismatch in mismatches if mismatch.way is Way.MISSING]
     if missing:
         return root_cause(
@@ -143,9 +164,11 @@ def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
 def explain_buffers(
     mismatches: Sequence[Mismatch], models: tuple[nn.Module, nn.Module], ranks: Ranks, limit: float
 ) -> RootCause:
-    """Explain buffers that differ though nothing else does, by the first of them: whether it is
-    rounded, the same on all ranks, or each rank's own. `models`: the reference's and the loop's.
-    All ranks call it."""
+    """Return the root cause of buffers that differ although nothing else does. All ranks call it.
+
+    The first buffer decides: it may be rounded, equal on all ranks, or different on each rank.
+    `models` are the reference's and the loop's.
+    """
     first = mismatches[0]
     blame = partial(
         root_cause, [its for its in mismatches if its.name == first.name], ranks,
@@ -157,7 +180,7 @@ def explain_buffers(
             for name, its, other in shared_buffers(*models)
             if name == first.name
         ),
-        (torch.empty(0), torch.empty(0)),  # of another stage
+        (torch.empty(0), torch.empty(0)),  # another stage has the buffer
     )
     coarse = [d for d in COARSER if is_number_of(own, d) and not is_number_of(right, d)]
     dtype = named(coarse[0]) if coarse else ""
@@ -197,7 +220,7 @@ def explain_buffers(
 
 
 def explain_average(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
-    """Explain averages that differ though the parameters do not."""
+    """Return the root cause of moving averages that differ although the parameters match."""
     return root_cause(
         mismatches, ranks, state=Subject.AVERAGE, factor=_size(mismatches),
         sentence="The parameters match the reference, but their moving average differs.",
@@ -212,9 +235,11 @@ def explain_in_use(
     ranks: Ranks,
     everyones: Sequence[Mapping[str, tuple[str, str]]],
 ) -> RootCause:
-    """Parameters were written before the forward pass, and are not what one device has there;
-    `everyones`: by rank and parameter, what it is as a factor and in words, if that is known. A
-    step that is run again need not write them again, so no trial would prove it."""
+    """Return the root cause of parameters that were written before the forward pass.
+
+    `everyones` has a factor and a phrase for known values, by rank and parameter. No trial can
+    prove it, because a repeated step may not write the parameters again.
+    """
     kinds = {everyones[mismatch.rank][mismatch.name] for mismatch in mismatches}
     factor, what = kinds.pop() if len(kinds) == 1 else ("", "")
     blamed = root_cause(
@@ -229,7 +254,7 @@ def explain_in_use(
 
 
 def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> RootCause:
-    """The loop's forward runs under another autocast than the reference's."""
+    """Return the root cause of a forward pass under another autocast dtype than the reference's."""
     return RootCause(
         state=Subject.ACTIVATIONS, axis="", factor=f"{actual} for {expected}", place="autocast",
         step=step, ranks=tuple(range(ranks.size)),
@@ -240,11 +265,12 @@ def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Ro
 
 
 def _size(mismatches: Sequence[Mismatch]) -> str:
+    """Return the largest difference as a label."""
     return f"differs by {max(mismatch.difference for mismatch in mismatches):.3g}"
 
 
 def reference_not_finite(step: int, ranks: Ranks) -> RootCause:
-    """One device has no numbers either."""
+    """Return the root cause of a reference whose gradients or parameters are not finite."""
     return RootCause(
         state=Subject.PARAMETERS, axis="", factor="the reference is not finite", place="reference",
         step=step, ranks=tuple(range(ranks.size)),
@@ -261,10 +287,18 @@ def explain_loss(
     fitting: Sequence[str],
     gradients: str = "match",
 ) -> RootCause:
-    """Explain a loss that is the first mismatch. `losses`: the reference's, and the global one of
-    the ranks; `fitting`: ways to combine the ranks' losses that give the reference's; `gradients`:
-    what is known of them, in words. Only if they match as backward leaves them is the trained loss
-    right, and the reported one wrong."""
+    """Return the root cause of a loss that is the first mismatch.
+
+    Only if the gradients match as backward leaves them, the trained loss is right and the reported
+    one is wrong.
+
+    Args:
+        mismatches: The mismatches of the loss.
+        ranks: The ranks.
+        losses: The reference's loss, and the global loss of the ranks.
+        fitting: Ways to combine the ranks' losses that give the reference's.
+        gradients: A phrase for the comparison of the gradients.
+    """
     expected, actual = losses
     ratio = actual / expected if expected else 0.0
     is_near = abs(ratio - 1) < 1e-3
@@ -287,7 +321,7 @@ def explain_loss(
 
 
 def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
-    """Samples that are missing or come twice."""
+    """Return the root cause of samples that are missing or processed twice."""
     lists = {"missing": ledger.missing, "doubled": ledger.doubled}
     words = [
         f"{len(rows)} of {ledger.count} {word} (row {', '.join(map(str, rows[:4]))}"
@@ -305,14 +339,18 @@ def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Rank
     )  # fmt: skip
 
 
-# How much some roundings change a gradient, at most; the coarsest first, whose numbers are others'.
+# Largest relative change of a gradient by rounding. The coarsest dtype is tried first, because its
+# numbers are numbers of fp32 too.
 _MOST_OFF = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
 
 
 def unclear(
     mismatches: Sequence[Mismatch], evidence: JobEvidence, names: Sequence[str], ranks: Ranks
 ) -> RootCause:
-    """What differs, where no sum explains it: it may be a rounding. All ranks call it."""
+    """Return the root cause of gradients that no sum explains. All ranks call it.
+
+    It is unexplained, unless all ranks' gradients are the reference's rounded to a coarser dtype.
+    """
     first = mismatches[0]
     largest = max(mismatch.difference for mismatch in mismatches)
     coarse = next(
@@ -344,12 +382,14 @@ def unclear(
     )
 
 
-PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
+PLAIN = 1e-4  # a factor that is closer to 1 counts as 1
 
 
 def shared_factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
-    """Return the axis over which a sum of these is missing, or the factor that they are multiplied
-    by; [ranks, 2, elements]: what is right, and what is there."""
+    """Return the axis of a missing sum with a phrase, or "" with the factor of a multiple.
+
+    Both are "" if neither fits. `everyones` is [ranks, 2, elements]: expected and actual values.
+    """
     truths, parts = everyones.unbind(1)
     for axis, groups in ranks.axes.items():
         if missing_sum(parts, truths, groups, tolerance) is not None:

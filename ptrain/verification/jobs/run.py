@@ -1,8 +1,9 @@
-"""Run both loops side by side, step by step, until one differs or all steps are done. A loop that
-does not repeat its own result bit by bit cannot be judged.
+"""Run the loop and the reference step by step, and compare them until one differs or all steps are
+done.
 
-What the steps of a run show of the reference by itself: what gets a gradient, what moves, what
-its optimizers keep from step to step, and which units are copies of each other.
+A loop that does not repeat its result bit by bit cannot be judged. `Watched` examines the
+reference's steps on their own for faults that both sides share: parameters without gradients or
+updates, optimizer state that is lost between steps, and units with identical rows.
 """
 
 from __future__ import annotations
@@ -99,15 +100,18 @@ from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
 
-_STILL = 2  # steps at the end without a move, from which a schedule's last step is told
+_STILL = 2  # unmoved steps at the end: one alone may be the schedule's last, with rate zero
 
 
 @dataclass(slots=True)
 class Watched:
-    """`values`: those of the parameters after the last step; `trained`: parameters that had a
-    gradient; `steps`: of each step whether any parameter had a gradient, and whether any moved;
-    `has_masters`: an optimizer updates tensors that are none of the model's; `emptied`: how often
-    an optimizer had nothing left of what it had kept of a parameter."""
+    """The observations of a run that show faults shared by the reference and the loop.
+
+    `values` are the parameters after the last step. `trained` had a nonzero gradient in some step.
+    `steps` has, per step, whether any parameter had a gradient, and whether any moved.
+    `has_masters`: an optimizer updates tensors that are not the model's. `emptied` counts, by
+    parameter, the steps in which its optimizer state was lost.
+    """
 
     num_ranks: int
     wholes: Mapping[str, ParameterShard]
@@ -121,7 +125,7 @@ class Watched:
     _kept: set[str] = field(default_factory=set)
 
     def see(self, run: StepRecorder) -> None:
-        """Take what a step shows."""
+        """Record a step of the reference."""
         now = values_of(self.wholes)
         trained = {name for name, gradient in run.gradients.items() if bool(gradient.any())}
         moved = any(not torch.equal(row, self.values[name]) for name, row in now.items())
@@ -150,8 +154,10 @@ class Watched:
         self.values = now
 
     def relations(self, origin: Mapping[str, Tensor]) -> Iterator[TriedRelation]:
-        """Yield what holds of any training, and what does not; `origin`: the values of the
-        start."""
+        """Yield the relations that any training satisfies, with root causes of violations.
+
+        Fewer than two steps show nothing. `origin` has the parameter values before the first step.
+        """
         count = len(self.steps)
         if count < 2:
             return
@@ -209,21 +215,24 @@ class Watched:
 
 
 def _has_equal_rows(values: Tensor, shape: torch.Size) -> bool:
-    """Return whether it is a matrix, and all its rows are the same."""
+    """Return True if the shape has two or more dimensions and rows, and all rows are identical."""
     rows = values.view(shape)
     is_matrix = len(shape) >= 2 and shape[0] >= 2 and bool(shape.numel())
     return is_matrix and bool((rows == rows[:1]).all())
 
 
-_OF_CLOSURES = 1e4  # LBFGS' line search: what a rounding becomes in some steps
-_NEAR = 1e-3  # relative: up to which rounding may be why a gradient differs, of a sum that cancels
+_OF_CLOSURES = 1e4  # LBFGS' line search amplifies rounding by up to this in some steps
+_NEAR = 1e-3  # relative: a gradient that differs by more is wrong, even if its sum cancels
 _CANCELS = ": a sum that cancels"
-_ORDERS_MORE = 10  # times what some orders of the samples show
-_REPEATED = 3  # steps that the loop must do alike when it is run again from its start
+_ORDERS_MORE = 10  # times the difference of the few orders that are tried: others may differ more
+_REPEATED = 3  # leading steps that a second run must repeat bit by bit
 
 
 class Examiner:
-    """`run` once. Everything that decides is gathered, so that all ranks do the same."""
+    """The comparison of one loop with its reference. Call `run` once.
+
+    Every input of a decision is all-gathered, so that all ranks meet in the same collectives.
+    """
 
     def __init__(
         self, reference: Job, loop: Job, terms: Terms, still: Collection[str] = ()
@@ -258,23 +267,28 @@ class Examiner:
         self.worst_loss = LargestDifference("losses", self.limit.losses)
         self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
-        self.norms: list[float] = []  # of the reference's gradients
+        self.norms: list[float] = []  # of the reference's full gradient, per step
         self.sums = [{"parameters": digests(self.pair.holds, self.start)}]
         self.root_cause: RootCause | None = None
         self.before: dict[str, torch.Tensor] = {}
-        self._batch: Any = None  # of the step that is examined
+        self._batch: Any = None  # the global batch of the examined step
         self._share: Any = None
-        self._has_rows = False  # a batch's first dimension is samples, which ranks have some of
+        self._has_rows = False  # whether dimension 0 of a batch is samples, distributed over ranks
         self.watched = Watched(self.ranks.size, self.pair.wholes, self.pair.origin)
 
     @property
     def mismatches(self) -> list[Mismatch]:
+        """The mismatches of all ranks, in the order in which they were found."""
         return self.differences.mismatches
 
     def run(
         self, batches: Sequence[Any], shares: Sequence[Any], again: Callable[[], Job] | None
     ) -> LoopVerdict:
-        """Every step, and the first batch once more at the end."""
+        """Compare all steps, repeat the loop, and return the verdict.
+
+        `batches` are the global batches, for the reference; `shares` are this rank's shares.
+        `again` builds the loop once more, to check that it repeats itself; None skips that.
+        """
         self._begin(batches[0], shares[0])
         steps = 0
         for step, (batch, share) in enumerate(zip(batches, shares, strict=True)):
@@ -303,7 +317,7 @@ class Examiner:
         )
 
     def _relations(self, batch: Any) -> tuple[list[TriedRelation], list[str]]:
-        """What both sides share is tried on the reference alone, on every rank."""
+        """Test the relations of any training on the reference; return them with notes."""
         metamorphic = Metamorphic(
             self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
             document_end=self.terms.document_end,
@@ -319,12 +333,13 @@ class Examiner:
         return relations, [*self.watched.notes, *metamorphic.notes]
 
     def _begin(self, batch: Any, share: Any) -> None:
+        """Compare parameters and buffers before the first step, and explain differences."""
         differences = Differences(step=0, rank=self.ranks.rank)
         holds, is_program = self.pair.holds, self.pair.loop.evidence is not None
         names = holds if is_program else parameter_names(self.pair.loop.model, self._tied)
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
         elsewhere = {name for own in self.ranks.gather(sorted(holds)) for name in own}
-        elsewhere |= wholes.keys() if is_program else set()  # what is frozen no optimizer holds
+        elsewhere |= wholes.keys() if is_program else set()  # no optimizer holds frozen ones
         at_start(differences, wholes, names, self.start, holds, elsewhere)
         compare_buffers(differences, self.pair.buffers(), self.limit, Moment.START)
         if not self.differences.take(differences):
@@ -338,6 +353,7 @@ class Examiner:
             self.root_cause = tried_start(said, first, self.pair, self.loss, step, self.limit)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
+        """Run one step on both sides, compare its tensors, and explain the first mismatch."""
         self._batch, self._share = batch, share
         seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
         sums = checksums(self.pair, seen)
@@ -347,7 +363,7 @@ class Examiner:
         self.differences.take(seen.differences)
         self.differences.add(replicas(step, self.ranks.gather(sums["parameters"])))
         self.drawing.require_attributed()
-        if seen.expected.updates and not has_closure:  # else not every gradient is seen
+        if seen.expected.updates and not has_closure:  # a closure hides gradients of inner passes
             self.norms.append(math.sqrt(sum(map(square, seen.expected.gradients.values()))))
         self.watched.see(seen.expected)
         if step == 0 and self.pair.loop.evidence is None:
@@ -373,8 +389,7 @@ class Examiner:
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
     def _allow_rounding(self, step: StepComparison) -> None:
-        """Take gradients that are little off for right where those of the reference with its
-        samples in another order are off as much: sums that cancel round as their addends do."""
+        """Allow gradient differences that a reordering of the reference's samples causes too."""
         near = [
             its for its in self.mismatches
             if its.subject is Subject.GRADIENTS and its.way is Way.VALUE
@@ -408,6 +423,7 @@ class Examiner:
             )
 
     def _explain(self, step: StepComparison) -> RootCause:
+        """Return the root cause of the first mismatches, by the moment at which they occur."""
         if (evidence := self.pair.loop.evidence) is not None:
             by_gradients = partial(self._explain_gradients, step)
             return evidence.explain(self.mismatches, step, by_gradients)
@@ -440,7 +456,7 @@ class Examiner:
                 return inquiry.checked(said)
 
     def _explain_buffers(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
-        """None where something else differs too."""
+        """Explain mismatches of buffers; return None unless only buffers differ."""
         if any(its.subject is not Subject.BUFFERS and not its.between for its in mismatches):
             return None
         buffers = [its for its in mismatches if its.subject is Subject.BUFFERS]
@@ -448,7 +464,7 @@ class Examiner:
         return explain_buffers(buffers, models, self.ranks, self.limit.updates) if buffers else None
 
     def _explain_updates(self, first: Sequence[Mismatch], step: StepComparison) -> RootCause:
-        """Ranks whose optimizers do not step as often as one device's, and what these update."""
+        """Return the root cause of optimizers that step more or less often than the reference's."""
         updated = step.seen.updated or step.expected.updated
         mine = sorted(name for name in updated if name in self.pair.holds)
         everyones = self.ranks.gather(mine)
@@ -461,6 +477,7 @@ class Examiner:
         return replace(counted, place=families(sorted(names)) or counted.place)
 
     def _explain_gradients(self, step: StepComparison, first: Sequence[Mismatch]) -> RootCause:
+        """Explain gradients by clipping, then by the autocast dtype, then by an inquiry."""
         wholes, evidence = (step.unclipped, step.expected.gradients), self.pair.loop.evidence
         clipped = None if evidence else clipping(first, step.case, wholes, self.ranks)
         if clipped is not None:
@@ -483,6 +500,7 @@ class Examiner:
         self, mismatches: Sequence[Mismatch], own: float | None,
         gradients: str = "of this step were not compared",
     ) -> RootCause:  # fmt: skip
+        """Return the root cause of a differing loss; `own` is this rank's loss."""
         right, measured = self.losses[0][-1], self.losses[1][-1]
         ways = self.loss.ways(right, own)
         limit = self.worst_loss.tolerance
@@ -490,13 +508,14 @@ class Examiner:
         return explain_loss(mismatches, self.ranks, (right, measured), fitting, gradients)
 
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
+        """Compare the global losses of a step, within the tolerance of their dtype."""
         right = number(returned)
         measured = self.loss.of(right, number(own))
         self.notes += [its for its in self.loss.notes(returned, own) if its not in self.notes]
         if right is None or measured is None:
             return
         if not self.terms.tolerance:
-            dtypes = (loss_dtype(returned), loss_dtype(own))  # of a stage without a loss none
+            dtypes = (loss_dtype(returned), loss_dtype(own))  # None on stages without a loss
             mine = [TOLERANCES[dtype].losses for dtype in dtypes if dtype in TOLERANCES]
             limits = self.ranks.gather(max(mine, default=0.0))
             self.worst_loss.tolerance = max(self.worst_loss.tolerance, *limits)
@@ -515,8 +534,11 @@ class Examiner:
                 self.root_cause = self._explain_loss([mismatch], number(own))
 
     def _repeat(self, again: Callable[[], Job], shares: Sequence[Any]) -> Check:
-        """Run the loop again from the same start; a loop that does not repeat itself is why
-        anything else differs."""
+        """Run the loop again from the same start, and check that it gives the same bits.
+
+        A failure replaces any root cause that is not proven, because it may explain every
+        difference.
+        """
         wholes = {
             name: row.view(self.pair.wholes[name].shape) for name, row in self.pair.origin.items()
         }
@@ -531,12 +553,11 @@ class Examiner:
         return claim("the same twice", None, cause is None, "other bits")
 
     def _life(self, batch: Any, share: Any) -> list[Check]:
-        """What one device learned, and so a loop whose steps equal its; the loss of the first batch
-        comes from one more step, where that can be run."""
+        """Check that the reference learned, with the loss of one more step if it can run."""
         again = None
         try:
             with boundary(lambda error: Fault(place="step", finding=said(error))):
-                self.random.restore()  # what the first step drew: other masks are another loss
+                self.random.restore()  # draw the first step's dropout masks: others change the loss
                 again = number(both_losses(self.pair, batch, share, self.drawing)[0])
         except CodeRaised as error:
             self.notes.append(
@@ -549,6 +570,7 @@ class Examiner:
         return list(alive("reference", run))
 
     def _checks(self, life: Sequence[Check], repeats: Sequence[Check]) -> Iterator[Check]:
+        """Yield the checks of the verdict, in the order in which they are printed."""
         unlike = any(mismatch.between for mismatch in self.mismatches)
         same_bits = claim("replicas", None, not unlike, "ranks have different bits")
         starts = [mismatch for mismatch in self.mismatches if mismatch.moment is Moment.START]

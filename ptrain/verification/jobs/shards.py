@@ -1,7 +1,9 @@
-"""What a rank holds of every parameter, by name: the tensor, and which elements of the whole one
-it stands for. DTensors say it themselves, also on meshes of several dimensions and where ranks have
-uneven parts; so do FSDP1's flat parameters. A plain tensor that is smaller than the whole is the
-chunk that has the same values at the start."""
+"""Find which elements of each full parameter this rank holds.
+
+DTensors show their elements by placements, also on multi-dimensional meshes and with uneven shards.
+FSDP1's flat parameters show them by metadata. A plain tensor that is smaller than the full one is
+the chunk with the same initial values.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,22 @@ from ptrain.internals.fsdp1 import FLAT_NAME, FlatShard, flat_shard
 from ptrain.models.ledger import local
 from ptrain.verification.parts import canonical_name, held
 
-# Fused projections hold so many matrices on top of each other, each of which is cut (q, k and v).
+# Numbers of matrices in a fused projection (2: gate and up, 3: q, k and v): each is sharded alone.
 FUSED = (1, 2, 3)
 
 
 @dataclass(slots=True)
 class ParameterShard:
-    """One parameter as this rank has it. `at`: the places of its elements in the whole tensor, all
-    in a row (None: it is the whole); `within`: its elements in a flat parameter."""
+    """The elements of one parameter that this rank holds.
+
+    Attributes:
+        name: Canonical name of the parameter.
+        parameter: The tensor that holds the elements.
+        shape: Shape of the full parameter.
+        at: Flat indices of the elements in the full parameter. None if it is replicated.
+        within: Position of the elements in the flattened `parameter`, if that holds more: a flat
+            parameter of FSDP1, or padding. None if all count.
+    """
 
     name: str
     parameter: Tensor
@@ -34,13 +44,15 @@ class ParameterShard:
     within: slice | Tensor | None = None
 
     def value(self) -> Tensor:
-        """This rank's elements, in a row."""
+        """Return this rank's elements, flattened. They may share memory with the parameter."""
         return self._of(self.parameter)
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient, if there is one, in the parameter's placements, as the optimizer's
-        operators bring it: of a DTensor whose gradient has others this takes a collective of its
-        mesh."""
+        """Return the gradient of this rank's elements, flattened, or None.
+
+        A DTensor gradient with other placements than the parameter's is redistributed, as
+        optimizers' operators do. This runs a collective on its mesh.
+        """
         gradient, own = self.parameter.grad, self.parameter
         if gradient is None:
             return None
@@ -51,20 +63,20 @@ class ParameterShard:
         return self._of(gradient)
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same elements of a whole tensor."""
+        """Return the same elements of a full tensor, flattened."""
         row = held(whole).flatten()
         return row if self.at is None else row[self.at.to(row.device)]
 
     @torch.no_grad()
     def write(self, whole: Tensor) -> None:
-        """Write this rank's elements of a whole tensor into the parameter."""
+        """Write this rank's elements of a full tensor to the parameter."""
         own = local(self.parameter.detach())
         row = own.flatten()
         row[slice(None) if self.within is None else self.within] = self.of(whole).to(row)
         own.copy_(row.view_as(own))
 
     def like(self, state: Tensor) -> Tensor | None:
-        """The same elements of what an optimizer keeps beside the parameter, if it is alike."""
+        """Return the same elements of an optimizer's state tensor, or None if its shape differs."""
         local = held(state)
         return self._of(state) if local.shape == held(self.parameter).shape else None
 
@@ -74,13 +86,13 @@ class ParameterShard:
 
 
 def numbered(shape: torch.Size) -> Tensor:
-    """A tensor of this shape whose elements are their places in a row."""
+    """Return a tensor of this shape that contains its flat indices."""
     return torch.arange(shape.numel()).view(shape)
 
 
 @torch.no_grad()
 def values_of(holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
-    """Return copies of all elements that this rank has, by name, in a row each."""
+    """Return copies of this rank's elements of all parameters, flattened, by name."""
     return {name: shard.value().clone() for name, shard in holds.items()}
 
 
@@ -92,9 +104,18 @@ def held_by(
     tied: Mapping[str, str] | None = None,
     padded: Mapping[str, int] | None = None,
 ) -> dict[str, ParameterShard]:
-    """Return all parameters that both sides have, in the order of `wholes`. `tied`: other names of
-    these; `padded`: rows of the loop's whole tensors that have more. Raises PtrainError for one
-    whose part of the whole nothing tells."""
+    """Return this rank's shards of the parameters that both sides have, in the order of `wholes`.
+
+    Args:
+        model: The loop's model.
+        wholes: The reference's full parameters, by name.
+        part: Returns this rank's shard of a full tensor, given its name.
+        tied: First name of each tied parameter, by its other names.
+        padded: Number of rows of the loop's full tensors, by name, if they are padded.
+
+    Raises:
+        PtrainError: The offset of a shard is unknown.
+    """
     shards: dict[str, ParameterShard] = {}
     unclear: list[tuple[str, Tensor]] = []
     for name, parameter, flat in _renamed(model, tied or {}):
@@ -113,7 +134,7 @@ def held_by(
             unclear.append((name, parameter))
             continue
         row = row.flatten()
-        count = int((row >= 0).sum())  # what is padded stands behind the other rows
+        count = int((row >= 0).sum())  # padding rows follow the others
         within = slice(0, count) if count < row.numel() else within
         at = None if count == shape.numel() else row[row >= 0]
         shards[name] = _checked(ParameterShard(name, parameter, shape, at, within))
@@ -122,7 +143,7 @@ def held_by(
 
 
 def shard_of(name: str, tensor: DTensor, shape: torch.Size) -> ParameterShard:
-    """Return which elements of a tensor of this shape a DTensor has on this rank."""
+    """Return the elements of a full tensor of this shape that a DTensor holds on this rank."""
     at = part_of(numbered(shape), tensor)
     if at is None:
         raise _unknown(name, tensor, shape)
@@ -130,7 +151,7 @@ def shard_of(name: str, tensor: DTensor, shape: torch.Size) -> ParameterShard:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter that has several, by its other names."""
+    """Return the first name of each parameter with several names, by its other names."""
     first: dict[Tensor, str] = {}
     names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -140,15 +161,17 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def parameter_names(model: nn.Module, tied: Mapping[str, str]) -> list[str]:
-    """Canonical, also of what FSDP1 has flattened away, and of what is tied in the reference."""
+    """Return the canonical parameter names, with FSDP1's original names and tied ones resolved."""
     return [name for name, _, _ in _renamed(model, tied)]
 
 
 def _renamed(
     model: nn.Module, tied: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor, _Flat | None]]:
-    """Yield what has another name of a tied parameter under its first name, unless the model has
-    another tensor of that name: then it is not tied there."""
+    """Yield tied parameters under their first name.
+
+    A model that has another tensor under the first name does not tie them: the name stays.
+    """
     rows = list(_tensors(model))
     known = {name for name, _, _ in rows}
     for name, parameter, flat in rows:
@@ -157,7 +180,7 @@ def _renamed(
 
 
 def _padded(numbers: Tensor, rows: int) -> Tensor:
-    """Return it with rows of -1 behind it, so many in all."""
+    """Return the indices with rows of -1 appended, up to `rows` in total."""
     more = max(rows - len(numbers), 0) if numbers.dim() else 0
     return (
         torch.cat([numbers, numbers.new_full((more, *numbers.shape[1:]), -1)]) if more else numbers
@@ -165,6 +188,7 @@ def _padded(numbers: Tensor, rows: int) -> Tensor:
 
 
 def _checked(one: ParameterShard) -> ParameterShard:
+    """Return the shard; raise PtrainError if its element count is not the expected one."""
     expected = one.shape.numel() if one.at is None else one.at.numel()
     if one.value().numel() != expected:
         raise _unknown(one.name, one.parameter, one.shape)
@@ -172,6 +196,7 @@ def _checked(one: ParameterShard) -> ParameterShard:
 
 
 def _unknown(name: str, parameter: Tensor, shape: torch.Size) -> PtrainError:
+    """Return the error for a shard at an unknown offset."""
     return PtrainError(
         f"verify: {name}: this rank has {tuple(held(parameter).shape)} of a tensor of "
         f"{tuple(shape)}, at an unknown offset\n  remedy: Set `Terms(part=...)` to a "
@@ -180,11 +205,12 @@ def _unknown(name: str, parameter: Tensor, shape: torch.Size) -> PtrainError:
 
 
 def part_of(whole: Tensor, tensor: Tensor, *, degree: int = 1, place: int = 0) -> Tensor | None:
-    """Return the elements of a whole tensor that `tensor` stands for; None if nothing tells which.
+    """Return the elements of a full tensor that `tensor` holds, or None if they are unknown.
 
-    A DTensor shows it by its placements, unless it is a sum that is still partial. A plain tensor
-    is whole, or sharded along the dimensions in which it is smaller, as torch.chunk splits over
-    `degree` ranks, of which this one is the `place`-th."""
+    A DTensor shows them by its placements, unless it is a partial sum. A plain tensor is
+    replicated, or sharded along the dimensions in which it is smaller, as torch.chunk splits over
+    `degree` ranks; `place` is this rank's index.
+    """
     if tensor.dim() != whole.dim():
         return None
     if isinstance(tensor, DTensor):
@@ -197,14 +223,17 @@ def part_of(whole: Tensor, tensor: Tensor, *, degree: int = 1, place: int = 0) -
 
 
 def _cut(whole: Tensor, tensor: DTensor) -> Tensor:
-    """Apply the placements' own rule, one mesh dimension after the other: torch.chunk, and of a
-    dimension that is sharded right to left (FSDP2 on top of tp) within each of its earlier
-    pieces."""
+    """Return this rank's shard of a full tensor, by the placements of a DTensor.
+
+    Mesh dimensions apply in order, each by torch.chunk. FSDP2 on top of tensor parallelism shards
+    right to left (`_StridedShard`, with a `split_factor`): each earlier piece is chunked
+    separately.
+    """
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside of its tensor's mesh"
     for axis, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)
-        if dim is None:  # replicated, or a sum that is still partial
+        if dim is None:  # replicated, or a partial sum
             continue
         count, place = tensor.device_mesh.size(axis), coordinate[axis]
         pieces = _chunks(whole, int(getattr(placement, "split_factor", 1)), dim)
@@ -213,7 +242,7 @@ def _cut(whole: Tensor, tensor: DTensor) -> Tensor:
 
 
 def _chunks(whole: Tensor, count: int, dim: int) -> list[Tensor]:
-    """Return torch.chunk's with the empty ones that it leaves out."""
+    """Return `count` chunks. Unlike torch.chunk, it appends empty chunks to reach that number."""
     if whole.size(dim) == 0:
         return [whole] * count
     chunks = list(whole.chunk(count, dim))
@@ -222,12 +251,18 @@ def _chunks(whole: Tensor, count: int, dim: int) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
+    """The elements of a parameter in FSDP1's flat parameter.
+
+    `at` are flat indices in the original parameter. `within` is their range in this rank's shard of
+    the flat parameter, or None if FSDP1 keeps the original parameters.
+    """
+
     at: Tensor
     within: slice | None
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, _Flat | None]]:
-    """Yield names, tensors, and where FSDP1 has flattened them."""
+    """Yield canonical names, tensors, and the positions of parameters that FSDP1 has flattened."""
     flats: dict[str, tuple[Tensor, _Flat]] = {}
     for path, module in model.named_modules():
         if (shard := flat_shard(module)) is not None:
@@ -237,16 +272,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, _Flat | None]]:
         if name.rpartition(".")[2] != FLAT_NAME:
             flat = flats.pop(name, None)
             yield name, parameter, flat[1] if flat else None
-    for name, (parameter, segment) in flats.items():  # no parameters of their own
+    for name, (parameter, segment) in flats.items():  # flattened: not in named_parameters
         yield name, parameter, segment
 
 
 def _flattened(prefix: str, shard: FlatShard) -> Iterator[tuple[str, tuple[Tensor, _Flat]]]:
-    """FSDP1's account of its flat parameter: of each original one the range of elements that this
-    rank has, and where in its shard these are."""
+    """Yield the original parameters of a flat parameter, with the elements that this rank has."""
     if not shard.is_cut:
         if shard.keeps_originals:
-            return  # whole tensors under their own names
+            return  # full tensors under their original names
         raise PtrainError(
             "verify: FSDP1 with NO_SHARD hides the parameters in one flat tensor\n  remedy: "
             "Wrap with `use_orig_params=True`."
@@ -261,8 +295,11 @@ def _flattened(prefix: str, shard: FlatShard) -> Iterator[tuple[str, tuple[Tenso
 def _settled(
     unclear: list[tuple[str, Tensor]], wholes: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, ParameterShard]]:
-    """Yield plain tensors that are cut along one dimension. Values tell which chunk; where several
-    have them (a bias of zeros), it is the place that this rank has in the others."""
+    """Yield the shards of plain tensors that are sharded along one dimension.
+
+    The initial values identify the chunk. If several chunks have equal values, as a bias of zeros
+    has, the chunk index of this rank's other parameters decides, or else its rank.
+    """
     places: dict[int, int] = {}
     open_: list[tuple[str, Tensor, list[tuple[int, int, Tensor]]]] = []
     for name, parameter in unclear:
@@ -287,7 +324,7 @@ def _settled(
 
 
 def _candidates(part: torch.Size, whole: torch.Size) -> Iterator[tuple[int, int, Tensor]]:
-    """(number of chunks, which one, its elements) of every way to cut the whole to this shape."""
+    """Yield all shards of this shape as (number of chunks, chunk index, flat element indices)."""
     if len(part) != len(whole):
         return
     differing = [dim for dim in range(len(whole)) if part[dim] != whole[dim]]

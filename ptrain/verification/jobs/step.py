@@ -1,7 +1,7 @@
-"""Run one step of both loops, and list every difference that this rank sees.
+"""Run one step of the loop and of the reference, and list every difference that this rank sees.
 
-The loop's model draws random numbers, and one device repeats them after it, step by step: with the
-loop's masks instead of its own, dropout is compared as tightly as a model without dropout.
+The loop's step runs first, and its random draws are recorded. The reference then replays them
+sample by sample. With the loop's masks, dropout is compared as tightly as a model without dropout.
 """
 
 from __future__ import annotations
@@ -49,35 +49,45 @@ from ptrain.verification.updates.clip import (
 
 @dataclass(frozen=True, slots=True)
 class Unattributed(Exception):
-    """All ranks raise it: what these modules draw cannot be told by samples, and is to be stilled
-    when both loops are run anew."""
+    """The error for random draws that cannot be attributed to samples. All ranks raise it.
+
+    `paths` are the modules that draw them. Both loops must run again with these draws disabled.
+    """
 
     paths: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Torch's generators: the CPU's, and those of the GPUs that a model is on."""
+    """A copy of torch's generator states: the CPU's, and those of the GPUs that a model is on."""
 
     cpu: Tensor
     gpus: dict[int, Tensor]
 
     @classmethod
     def of(cls, model: nn.Module) -> RandomState:
+        """Return the current states for the CPU and for the GPUs of the model."""
         gpus = {device: torch.cuda.get_rng_state(device) for device in cuda_devices(model)}
         return cls(torch.get_rng_state(), gpus)
 
     def restore(self) -> None:
-        """Let them go on from here."""
+        """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
         for device, state in self.gpus.items():
             torch.cuda.set_rng_state(state, device)
 
 
 class Drawing:
-    """All ranks call `exchange` after the loop's step, before one device's. `still`: modules whose
-    draws are stilled on both sides. `draws`: what the loop's model draws is given to the
-    reference; else both draw by themselves in every step, and are compared by it."""
+    """The recorder of the loop's random draws, and their replay in the reference.
+
+    All ranks call `exchange` after the loop's step, before the reference's.
+
+    Args:
+        ranks: The ranks that exchange their draws.
+        still: Paths of the modules whose draws are disabled on both sides.
+        draws: Whether the reference replays the loop's draws. Without, both sides draw
+            independently, and all contexts are empty.
+    """
 
     def __init__(self, ranks: Ranks, still: Collection[str] = (), *, draws: bool = True) -> None:
         self.ranks, self.still = ranks, frozenset(still)
@@ -89,25 +99,29 @@ class Drawing:
 
     @property
     def any(self) -> bool:
+        """True if the loop or the reference draws random numbers."""
         return bool(self.everyones.by_key or self.everyones.alone)
 
     def recorded(self, model: nn.Module) -> Any:
-        """Return what the loop's step is to run in."""
+        """Return a context for the loop's step that records its draws."""
         self.loop = DrawMode(
             model, replace=lambda draw: draw.stilled() if draw.path in self.still else None
         )
         return self.loop if self.draws else nullcontext()
 
     def exchange(self) -> None:
-        """All ranks tell each other what they drew."""
+        """All-gather the recorded draws. All ranks call it."""
         self.everyones = EveryonesDraws.gathered(self.loop, self.ranks)
         hidden = self.ranks.gather(sorted(self.loop.hidden))
         self.hidden |= {path for paths in hidden for path in paths}
         self.count = len(self.everyones.by_key)
 
     def replayed(self, *models: nn.Module, still: Collection[Key] = ()) -> Any:
-        """Return what passes of the plain model are to run in: each sample is dropped out as on the
-        rank that had it."""
+        """Return a context in which plain models replay the loop's draws, sample by sample.
+
+        Each sample gets the mask that it had on the rank that processed it. Draws in `still` are
+        disabled.
+        """
 
         def value(draw: RandomDraw, mode: DrawMode) -> Tensor | None:
             place = draw.outer, draw.call
@@ -116,9 +130,14 @@ class Drawing:
         return self._instead(models, still, value)
 
     def repeated(self, *models: nn.Module, alike: bool = False, still: Collection[Key] = ()) -> Any:
-        """Return what passes of the loop's modules, or of plain ones on what these were given, are
-        to run in: they draw what this rank's drew in its step. `alike`: ranks with the same samples
-        draw what the first of them drew; and backward draws what forward drew."""
+        """Return a context in which models draw the numbers that this rank's loop drew in its step.
+
+        Args:
+            models: The loop's modules, or plain ones that run on this rank's inputs.
+            alike: Whether ranks with the same samples take the draws of the first of them, and
+                backward takes those of forward.
+            still: Draws that are disabled.
+        """
         own = {(draw.path, draw.number, draw.call): draw.value for draw in self.loop.draws}
 
         def value(draw: RandomDraw, mode: DrawMode) -> Tensor | None:
@@ -131,12 +150,14 @@ class Drawing:
         return self._instead(models, still, value, keeps=alike)
 
     def stilled(self, model: nn.Module) -> Any:
-        """Return what passes are to run in that are to draw nothing."""
+        """Return a context in which the model's draws are disabled."""
         return DrawMode(model, replace=RandomDraw.stilled) if self.draws else nullcontext()
 
     def require_attributed(self) -> None:
-        """Raises Unattributed on every rank where what one device draws is not told. All ranks call
-        it, when one device has done its step too."""
+        """Raise Unattributed on all ranks if a draw has no source. All ranks call it.
+
+        Call it after the reference's step, which looks up the draws.
+        """
         if not self.any:
             return
         mine = sorted(self.everyones.lost)
@@ -145,7 +166,7 @@ class Drawing:
             raise Unattributed(tuple(sorted(paths | self.still)))
 
     def notes(self) -> Iterator[str]:
-        """Say what was replayed, and what was not."""
+        """Yield notes on the draws that were replayed, and on those that were not."""
         if self.everyones.by_key:
             yield (
                 f"the random draws of the model in {self.count} "
@@ -170,8 +191,7 @@ class Drawing:
         self, models: Sequence[nn.Module], still: Collection[Key],
         value: Callable[[RandomDraw, DrawMode], Tensor | None], *, keeps: bool = False,
     ) -> Any:  # fmt: skip
-        """Return what passes are to run in that draw these values, and nothing where it is
-        `still`."""
+        """Return a context in which draws take the result of `value`, or are disabled if still."""
         mode: DrawMode
 
         def instead(draw: RandomDraw) -> Tensor | None:
@@ -184,33 +204,42 @@ class Drawing:
 
 Rows = dict[str, Tensor]
 
-_ROUNDINGS = 4  # of an average, in its own dtype
-_LARGE = 0.05  # of its way: a fault is larger, even where its way is not much more than roundings
+_ROUNDINGS = 4  # roundings of an average in its dtype that are allowed
+_LARGE = 0.05  # share of its change: a fault is larger, even if rounding is a part of the change
 
-# This rank's elements of the loop's average and of one device's.
+# This rank's elements of the loop's average and of the reference's, by parameter.
 Both = dict[str, tuple[Tensor, Tensor]]
 
 
 class Averages:
-    """Moving averages of the parameters (torch.optim.swa_utils.AveragedModel, or a copy by hand)
-    beside one device's: `before` and `compare` around every step."""
+    """The loop's and the reference's moving averages of the parameters.
+
+    An average is a torch.optim.swa_utils.AveragedModel, or a mapping of tensors by name. Call
+    `before` and `compare` around every step.
+    """
 
     def __init__(self, reference: Job, loop: Job, holds: Mapping[str, ParameterShard]) -> None:
         self._reference, self._loop, self._holds = reference, loop, holds
         self._origin, self._before = Both(), Both()
 
     def before(self) -> None:
-        """Take the averages before a step."""
+        """Copy the averages before a step. The first call also sets the origin of their change."""
         self._before = self._values()
         self._origin = self._origin or self._before
 
     def compare(self, differences: Differences, limit: Tolerance) -> None:
-        """Add a mismatch of each average that is not one device's."""
+        """Add a mismatch for each average that differs from the reference's.
+
+        The difference is relative to the average's total change, or to its rounding if it hardly
+        moved. An average that stood still although most elements of the reference's moved differs
+        by 1.
+        """
         now = self._values()
         for name, (own, right) in now.items():
             was, its = self._before[name]
             way = norm(right.double() - self._origin[name][1].double())
-            # relative to its way or to its roundings
+            # second limit: _LARGE of the change, even if `limit.updates` allows more (16 bits); for
+            # an average that hardly moved, _LARGE of the length that makes `eps` that share
             eps = torch.finfo(own.dtype).eps * _ROUNDINGS * norm(right)
             size = max(
                 beside_way(own, right, way, limit, _ROUNDINGS),
@@ -223,6 +252,7 @@ class Averages:
             )
 
     def _values(self) -> Both:
+        """Return copies of the elements that this rank has of both averages, by name."""
         rights, rows = dict(_tensors(self._reference.average)), Both()
         for name, tensor in _tensors(self._loop.average):
             if name not in rights or name not in self._holds:
@@ -235,8 +265,11 @@ class Averages:
 def _shard(
     name: str, tensor: Tensor, shape: torch.Size, parameter: ParameterShard
 ) -> ParameterShard:
-    """Return which elements of the whole an average is: as it says itself, all, or those that the
-    rank has of the parameter."""
+    """Return the shard of the full tensor that an average holds.
+
+    A DTensor shows it, a tensor of full shape is replicated, and any other is sharded as the
+    parameter.
+    """
     if isinstance(tensor, DTensor):
         return shard_of(name, tensor, shape)
     if tensor.shape == shape:
@@ -245,6 +278,7 @@ def _shard(
 
 
 def _tensors(average: Average | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors of an average by canonical parameter name."""
     if average is None:
         return
     rows = average.named_parameters() if isinstance(average, nn.Module) else average.items()
@@ -255,9 +289,17 @@ def _tensors(average: Average | None) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(slots=True, kw_only=True)
 class LoopPair:
-    """Both loops, what this rank holds of the loop's parameters and of the reference's, and where
-    these were at the start. `sure`: of each parameter the elements whose gradients were more than
-    rounding in every step."""
+    """The loop and its reference, with the parameters of both.
+
+    Attributes:
+        reference: The single-device job.
+        loop: The job to verify.
+        holds: This rank's shards of the loop's parameters, by name.
+        wholes: The reference's full parameters, by name.
+        origin: The reference's parameter values before the first step.
+        sure: For each parameter, the elements whose gradient exceeded rounding in every step.
+        averages: The moving averages of both.
+    """
 
     reference: Job
     loop: Job
@@ -272,41 +314,52 @@ class LoopPair:
         self.origin = values_of(self.wholes)
 
     def values(self) -> Rows:
-        """Return copies of this rank's elements of the loop's parameters."""
+        """Return copies of this rank's elements of the loop's parameters, flattened, by name."""
         its = self.loop.evidence
         return its.values(self.holds) if its else values_of(self.holds)
 
     def kept(self, seen: StepRecorder) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return what the loop's optimizers keep beside each parameter."""
+        """Return the state of the loop's optimizers, by parameter and key."""
         return self.loop.evidence.kept() if self.loop.evidence else state_of(seen, self.holds)
 
     def buffers(self) -> Buffers:
-        """Yield the buffers that both sides have."""
+        """Yield the buffers that both sides have: name, the reference's, the loop's."""
         plain, its = self.reference.model, self.loop.evidence
         return its.buffers(plain) if its else shared_buffers(plain, self.loop.model)
 
     def recorders(self) -> tuple[StepRecorder, StepRecorder]:
-        """Return a recorder of the reference's step, and one of the loop's."""
+        """Return recorders of one step: the reference's, the loop's."""
         if self.loop.evidence:
             return self.loop.evidence.recorders(self.wholes, self.holds)
         plain = StepRecorder(self.reference.model, self.wholes)
         return plain, StepRecorder(self.loop.model, self.holds)
 
     def states(self) -> tuple[SavedState, SavedState]:
-        """Return copies of the state of both, the reference's first."""
+        """Return copies of the states of both sides: the reference's, the loop's."""
         own = self.loop.evidence.state() if self.loop.evidence else ModelState.of(self.loop.model)
         return ModelState.of(self.reference.model), own
 
 
-CLIPPED = 1e-6  # relative: by what factors of clipping may differ, beyond a rounding
+CLIPPED = 1e-6  # relative: clip factors of parameters may differ by this, beyond a rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
-    """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
-    `loop_state`: what both models had before, `random` the loop's generators; `values`: its
-    parameters after the step; `unclipped`: squares of the reference's gradients as its backward
-    pass left them, nothing of a job with evidence."""
+    """The result of one step on both sides.
+
+    Attributes:
+        differences: The differences that this rank sees.
+        expected: The record of the reference's step.
+        seen: The record of the loop's step.
+        losses: The return values of the reference's and of this rank's step.
+        reference_state: The reference's state before the step.
+        loop_state: The loop's state before the step.
+        random: The generator states before the step.
+        values: This rank's elements of the loop's parameters after the step.
+        case: The update, for explanations and repetitions.
+        unclipped: Squared norms of the reference's gradients after backward, before clipping. Empty
+            for a job with evidence.
+    """
 
     differences: Differences
     expected: StepRecorder
@@ -321,8 +374,10 @@ class StepComparison:
 
     @property
     def clip(self) -> float | None:
-        """Return what the reference multiplies all gradients by after backward; None where that is
-        no one number, or where the recorders divide by it."""
+        """The factor by which the reference multiplies all gradients after backward.
+
+        None if there is no common factor, or if a recorder already divides by it.
+        """
         if self.expected.clip != 1.0 or self.seen.clip != 1.0:
             return None
         rows = self.expected.gradients
@@ -337,8 +392,10 @@ def both_losses(
     pair: LoopPair, batch: Any, share: Any, drawing: Drawing,
     within: tuple[Watches, Watches] = ((), ()),
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Run the loop's step first, then the reference's, which draws what the loop drew, `within` the
-    contexts of each; return what both return. Of either pair the reference's is first."""
+    """Run the loop's step, then the reference's with the loop's draws; return both losses.
+
+    `within` has contexts for both steps. The reference comes first there and in the result.
+    """
     loop, plain = pair.loop.model, pair.reference.model
     random, (of_reference, of_loop) = RandomState.of(loop), within
     with ExitStack() as stack:
@@ -346,9 +403,10 @@ def both_losses(
             stack.enter_context(context)
         loss = pair.loop.step(share)
     drawing.exchange()
+    # the reference starts from the same states, and must not advance the loop's generators
     with torch.random.fork_rng(devices=cuda_devices(plain)), ExitStack() as stack:
         random.restore()
-        alone = nullcontext() if pair.loop.evidence else Alone()  # slow: it sees every operator
+        alone = nullcontext() if pair.loop.evidence else Alone()  # slow: dispatches every operator
         for context in (*of_reference, drawing.replayed(plain), alone):
             stack.enter_context(context)
         return pair.reference.step(batch), loss
@@ -357,14 +415,14 @@ def both_losses(
 def run_step(
     pair: LoopPair, number_: int, batch: Any, share: Any, limit: Tolerance, drawing: Drawing
 ) -> StepComparison:
-    """Run a step of both, and compare all that they do."""
+    """Run step `number_` (from 0) on both sides, and compare gradients, parameters and state."""
     random = RandomState.of(pair.loop.model)
     began = pair.states()
     before, run_before = values_of(pair.wholes), pair.values()
     pair.averages.before()
     expected, seen = pair.recorders()
     unclipped: dict[str, float] = {}
-    # of a program's reference each micro-batch has a backward pass, and none leaves their sum
+    # a program's reference runs backward per micro-batch: no single pass leaves their sum
     kept = nullcontext() if pair.loop.evidence else kept_squares(pair.wholes, unclipped)
     watches = (expected, kept), (seen,)
     right, loss = both_losses(pair, batch, share, drawing, watches)
@@ -418,15 +476,17 @@ def run_step(
 def of_own_optimizers(
     updated: Collection[str], holds: Mapping[str, ParameterShard], ranks: Ranks
 ) -> dict[str, ParameterShard]:
-    """Return what this rank holds without whole parameters that only other ranks' optimizers
-    update: their gradients need not be reduced to this rank. All ranks call it."""
+    """Return the shards whose gradients must be reduced to this rank. All ranks call it.
+
+    A full parameter that only other ranks' optimizers update is left out.
+    """
     everyones = ranks.gather(sorted(updated))
     elsewhere = {name for its in everyones for name in its}.difference(updated)
     return {name: s for name, s in holds.items() if s.at is not None or name not in elsewhere}
 
 
 def checksums(pair: LoopPair, step: StepComparison) -> dict[str, dict[str, list[str]]]:
-    """Return checksums of what this rank has after a step, bit by bit."""
+    """Return checksums of this rank's parameters and gradients after a step."""
     return {
         "parameters": digests(pair.holds, step.values),
         "gradients": digests(pair.holds, step.seen.gradients),
@@ -434,7 +494,7 @@ def checksums(pair: LoopPair, step: StepComparison) -> dict[str, dict[str, list[
 
 
 def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:
-    """Return whether gradients and parameters are numbers at all."""
+    """Return True if all gradients and parameters are finite."""
     values = (*gradients.values(), *(shard.value() for shard in holds.values()))
     return all(bool(torch.isfinite(tensor).all()) for tensor in values)
 
@@ -443,9 +503,17 @@ def written(
     step: StepComparison, holds: Mapping[str, ParameterShard],
     sums: Sequence[Mapping[str, Sequence[str]]],
 ) -> dict[str, tuple[str, str]]:  # fmt: skip
-    """Return, as a factor and in words, what each parameter is that is in use: its values of an
-    earlier time, or the reference's in a coarser dtype; nothing where it is neither. `sums`:
-    checksums of the start and after each step before the last."""
+    """Describe the values of the parameters in use, if they are known ones.
+
+    Args:
+        step: The step, whose forward pass used the parameters.
+        holds: This rank's shards.
+        sums: Checksums of the parameters at the start, and after each step before the last.
+
+    Returns:
+        A factor and a phrase by parameter: values of an earlier step, or the reference's in a
+            coarser dtype. Both are "" if neither applies.
+    """
     kinds = {}
     for name, value in step.seen.in_use.items():
         bits, right = digest(value), holds[name].of(step.expected.in_use[name])
@@ -474,15 +542,25 @@ def repeated(
     drawing: Drawing,
     tied: Mapping[str, str],
 ) -> RootCause | None:
-    """Return why a loop that is run again gives other bits; None where it does not. Runs as many
-    steps as `first` has checksums of, which begins with those of the start."""
+    """Run a loop again, and return a root cause if its bits differ, or None.
+
+    Args:
+        job: The loop, built again.
+        wholes: The reference's parameter values before the first step.
+        terms: The options of the verification.
+        shares: This rank's share of each batch.
+        first: Checksums of the first run: those of the start, then those of each step. As many
+            steps are run.
+        drawing: Records the draws.
+        tied: First name of each tied parameter, by its other names.
+    """
     holds = held_by(job.model, wholes, terms.part, tied=tied, padded=terms.padded)
     now = {"parameters": checksums_of(holds)}
     for step, expected in enumerate(first):
         if step:
             with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
                 job.step(shares[step - 1])
-            # gradients before parameters
+            # gradients first: the first kind that differs is reported
             now = {"gradients": digests(holds, seen.gradients), "parameters": checksums_of(holds)}
         mine = {
             kind: [name for name, bits in sums.items() if expected[kind].get(name) != bits]
@@ -509,4 +587,5 @@ def repeated(
 
 
 def checksums_of(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
+    """Return checksums of the current parameter values of this rank, by name."""
     return digests(holds, {name: shard.value() for name, shard in holds.items()})

@@ -1,6 +1,5 @@
-"""Undo one possible cause within a step that runs again, and measure what is left of the
-difference: of the gradients, of the loss, and of the update repeated with these gradients.
-"""
+"""Undo one possible cause in a step that runs again, and measure the remaining difference of the
+gradients, of the loss, and of the update repeated with these gradients."""
 
 from __future__ import annotations
 
@@ -46,29 +45,42 @@ Context = AbstractContextManager[object]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How far a step is from the reference's over all ranks, relative: its gradients, which were
-    `before` away; `others`: what else still differs, or could not be tried, in words."""
+    """The remaining difference after a possible cause is undone.
+
+    Attributes:
+        gradients: Largest relative difference of a gradient on any rank.
+        before: The same figure before the trial.
+        others: A phrase for other differences, or for things that could not be tried; "" if none.
+    """
 
     gradients: float
     before: float
     others: str
 
     def is_near(self, limit: float, loosest: float = 0.1) -> bool:
-        """Return whether the gradients are right but for roundings: the same addends in another
-        order, and a tenth of what differed."""
+        """Return True if the gradients match except for rounding.
+
+        The difference must be within 10 tolerances (the addends may be summed in another order),
+        and at most a tenth of the difference before. `loosest` bounds the tolerances of 16 bits.
+        """
         return self.gradients <= min(10 * limit, max(limit, loosest), 0.1 * self.before)
 
     def of(self, blamed: RootCause, words: str) -> RootCause:
-        """Return a root cause that was undone in these words, and put the gradients right: it is
-        proven where loss and update are right then too."""
+        """Return the root cause with this trial: proven, or fitting if others still differ."""
         tried = f"{words} the gradients match the reference to {self.gradients:.1e}"
         return blamed.proven(tried) if not self.others else blamed.fits(f"{tried}{self.others}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PossibleCause:
-    """A possible cause: what is said of it, in words what undoes it, and the trial that does;
-    `is_of_time`: the step depends on how fast its parts are."""
+    """A root cause to try.
+
+    Attributes:
+        blamed: The root cause without a test.
+        words: The phrase for the change that undoes it.
+        run: Runs the trial. Returns None if the step cannot run.
+        is_of_time: Whether the result depends on the speed of the ranks, as in a race.
+    """
 
     blamed: RootCause
     words: str
@@ -76,16 +88,18 @@ class PossibleCause:
     is_of_time: bool = False
 
 
-# By the name of a group, and its ranks: a collective; nobody of a message between two ranks.
+# Name and ranks of a collective's process group; a message between two ranks has no ranks.
 Started = list[tuple[str, list[int]]]
 _MESSAGES = {"send", "recv_", "recv_any_source_"}
-_GROUPS = {"process_group", "group_name"}  # an operator's argument
+_GROUPS = {"process_group", "group_name"}  # arguments of c10d's and functional collectives
 
 
 class Waited(OperatorMode):
-    """While entered: the collectives and messages that this rank starts (`started`), and whether it
-    does not wait for one of its collectives there (`is_async`). With `waits` each of these is
-    waited for."""
+    """A mode that records the collectives and messages that this rank starts (`started`, in order).
+
+    `is_async` is set if a collective was started without waiting for it. With `waits`, each of
+    these is waited for as it starts.
+    """
 
     def __init__(self, *, waits: bool) -> None:
         super().__init__()
@@ -102,6 +116,7 @@ class Waited(OperatorMode):
         everyone = [] if is_message else dist.get_process_group_ranks(group)
         self.started.append((group.group_name, everyone))
         work = result[-1] if isinstance(result, tuple) else result
+        # c10d operators return their Work as a ScriptObject; functional collectives return tensors
         if not is_message and isinstance(work, torch.ScriptObject):
             self.is_async |= bool(given.get("async_op", True))
             if self._waits:
@@ -110,8 +125,11 @@ class Waited(OperatorMode):
 
 
 def come_to_end(everyones: Sequence[Started]) -> bool:
-    """Return whether all ranks come to the end of what they start if each waits for every
-    collective: all ranks of its group start it next. Where there are messages, nothing tells."""
+    """Return True if all ranks finish when each waits for every collective as it starts.
+
+    The collectives are replayed: one completes if it is next on all ranks of its group. Messages
+    cannot be matched and give False.
+    """
     left = [list(row) for row in everyones]
     while any(left):
         nexts = [(ranks, row[:1]) for row in left for _, ranks in row[:1]]
@@ -125,7 +143,7 @@ def come_to_end(everyones: Sequence[Started]) -> bool:
 
 @contextmanager
 def without_cast_cache() -> Iterator[None]:
-    """Let autocast cast a weight wherever it is used."""
+    """Temporarily disable autocast's cache of weight casts."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -136,8 +154,8 @@ def without_cast_cache() -> Iterator[None]:
 
 @contextmanager
 def around_backward(begins: Callable[[list[Tensor]], Callable[[], None]]) -> Iterator[None]:
-    """Call `begins` with what each backward pass starts from, and afterwards what it returns."""
-    run = torch.autograd.backward
+    """Temporarily call `begins` with the roots of each backward pass, and its result afterwards."""
+    run = torch.autograd.backward  # Tensor.backward looks it up here (torch/_tensor.py, 2.13)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         ends = begins([tensors] if isinstance(tensors, Tensor) else list(tensors))
@@ -149,8 +167,10 @@ def around_backward(begins: Callable[[list[Tensor]], Callable[[], None]]) -> Ite
 
 
 def kept_in_backward(model: nn.Module) -> Context:
-    """Undo what modules write to their buffers when they run within backward: a part that is
-    recomputed writes once."""
+    """Return a context that restores the buffers after each backward pass.
+
+    A recomputed part then writes its buffers once, in forward.
+    """
 
     def begins(tensors: Any) -> Callable[[], None]:
         kept = [(its, held(its).clone()) for its in model.buffers()]
@@ -161,16 +181,24 @@ def kept_in_backward(model: nn.Module) -> Context:
 
 @torch.no_grad()
 def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Write the second of each pair to the first."""
+    """Write the second tensor of each pair to the first."""
     for tensor, value in pairs:
         local(tensor.detach()).copy_(value)
 
 
 class AsBackwardLeft(ExitStack):
-    """While entered, optimizers step with the gradients that the last backward pass left, `times`
-    what the reference multiplies its own by. `has_replaced`: the gradients that they would have
-    taken are others than backward left; `factor`: in words the multiple of those
-    that they are, of the parameters in `fitted`; "" where they are none, or the same."""
+    """A context in which optimizers step with the gradients that the last backward pass left.
+
+    Args:
+        model: The loop's model.
+        fitted: The parameters whose factor is determined.
+        times: The factor by which the reference multiplies its gradients after backward.
+
+    Attributes:
+        has_replaced: Whether the optimizers would have received other gradients.
+        factor: The factor between backward and optimizer, relative to `times`, as text. "" if it is
+            1, or if the gradients are not a multiple.
+    """
 
     def __init__(self, model: nn.Module, fitted: Iterable[Tensor], times: float) -> None:
         super().__init__()
@@ -185,10 +213,12 @@ class AsBackwardLeft(ExitStack):
         return self
 
     def _keep(self) -> None:
+        """Copy the gradients after a backward pass."""
         gradients = {id(its): its.grad for its in self._parameters if its.grad is not None}
         self._left = {key: gradient.detach().clone() for key, gradient in gradients.items()}
 
     def _put_back(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Fit the factor, and restore the gradients before an optimizer steps."""
         pairs = [
             (its, its.grad, self._left.pop(id(its)))
             for its in self._parameters
@@ -205,8 +235,8 @@ class AsBackwardLeft(ExitStack):
             parameter.grad = left if self._times == 1.0 else left * self._times
 
 
-# What passes a gradient on to several terms, or times a number; of a mean or a sum where it is of
-# terms that are stacked.
+# Autograd nodes that pass a gradient on to terms, or multiply it by a number. Means and sums are
+# such nodes if they reduce stacked terms.
 _LINEAR = {
     "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
     "StackBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0",
@@ -216,7 +246,7 @@ _OF_STACKED = {"MeanBackward0", "SumBackward0"}
 
 
 class WithTerm(torch.autograd.Function):
-    """A tensor whose backward gives another one a gradient too, which is a number."""
+    """An operator that returns a tensor, and gives another one a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, term: Tensor, coefficient: float) -> Tensor:
@@ -225,11 +255,12 @@ class WithTerm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        # not scaled by the incoming gradient: the coefficient refers to the loss itself
         return gradient, torch.full_like(ctx.like, ctx.coefficient), None
 
 
 class ScalarValues(TorchFunctionMode):
-    """While entered: the `values` of single numbers, by the autograd node that made them."""
+    """A mode that records the values of one-element tensors by autograd node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,11 +276,20 @@ class ScalarValues(TorchFunctionMode):
 
 
 class LossTerms(ExitStack):
-    """`with LossTerms(model) as terms:` around a step: the `coefficients` that the terms of a loss
-    have in it, by name: what the model returns beside its first output by its key, else the
-    operator that makes the term. `times`: what the gradients of these terms are multiplied by;
-    `joined`: coefficients of terms of the model that are given one though the loss lacks them.
-    `outputs`: the terms that the model returns."""
+    """A context around a step that records the terms of its loss, and changes their coefficients.
+
+    Terms are named by their place in the model's output after the first tensor, or else by the
+    operator that computes them.
+
+    Args:
+        model: The loop's model.
+        times: Factors on the gradients of terms.
+        joined: Coefficients of terms that the model returns, but the loss lacks.
+
+    Attributes:
+        coefficients: The coefficients of the terms in the loss.
+        outputs: The terms that the model returns.
+    """
 
     def __init__(
         self, model: nn.Module, times: Mapping[str, float] | None = None,
@@ -258,7 +298,7 @@ class LossTerms(ExitStack):
         super().__init__()
         self.coefficients: dict[str, float] = {}
         self.outputs: set[str] = set()
-        self._shares = [0.0, 0.0]  # of the loss: as it is, and with other coefficients
+        self._shares = [0.0, 0.0]  # sums of the terms: original, changed
         self._nodes: dict[Any, str] = {}
         self._scalars = ScalarValues()
         self._model, self._times, self._joined = model, times or {}, joined or {}
@@ -271,7 +311,7 @@ class LossTerms(ExitStack):
         return self
 
     def of(self, loss: float | None) -> float | None:
-        """Return what a loss that the step returned is with the other coefficients."""
+        """Return the loss with the changed coefficients, or None without a loss."""
         was, now = self._shares
         return loss if loss is None or was == now or not was else loss * now / was
 
@@ -281,6 +321,7 @@ class LossTerms(ExitStack):
         return lambda: None
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Name the scalar outputs of the model, and attach the joined terms to the first output."""
         first, joined = first_real(output), first_real(output)
         leaves, spec = tree_flatten_with_path(output)
         if first is None or not counts():
@@ -299,6 +340,7 @@ class LossTerms(ExitStack):
         return tree_unflatten([joined if leaf is first else leaf for leaf in put], spec)
 
     def _watch(self, loss: Any) -> None:
+        """Walk from the loss through linear operators to its terms, and hook each of them."""
         seen: dict[str, int] = {}
         nodes = [loss]
         while nodes:
@@ -319,6 +361,7 @@ class LossTerms(ExitStack):
     def _weighed(
         self, name: str, value: float, gradients: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
+        """Record the coefficient of a term, and scale its gradient."""
         own, times = float(gradients[0].detach().double().sum()), self._times.get(name, 1.0)
         self.coefficients[name] = self.coefficients.get(name, 0.0) + own
         self._shares[0] += own * value
@@ -327,7 +370,7 @@ class LossTerms(ExitStack):
 
 
 def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
-    """Yield what may be wrong with a step that one can undo from outside."""
+    """Yield the possible causes that can be undone without changes of the user's code."""
     loop, step = inquiry.pair.loop.model, first[0].step
     said = partial(blame, step=step, ranks=range(inquiry.ranks.size))
     names = families([mismatch.name for mismatch in first])
@@ -369,7 +412,7 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
             "Receive every micro-batch into its own buffer, and write after backward.",
         ),
         words="with copies of what is saved for backward",
-        # nothing that is written meanwhile reaches what forward saved
+        # a clone of each saved tensor does not see later writes
         run=lambda: inquiry.trial(
             draws(), torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda its: its)
         ),
@@ -379,9 +422,12 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
 
 
 def of_shares(inquiry: Inquiry, blamed: RootCause, ledger: Samples | None) -> RootCause | None:
-    """Prove that ranks read other samples: give them even shares of the global batch, or all of it;
-    or give the reference what the ranks read of it. None of a job whose batch is a number. All
-    ranks call it."""
+    """Prove that ranks read wrong samples, by trials; return None if none succeeds.
+
+    The trials give each rank an even share of the global batch, or all of it, or give the reference
+    the samples that the ranks read. A job with evidence has batch numbers instead of samples, and
+    is skipped. All ranks call it.
+    """
     if inquiry.pair.loop.evidence:
         return None
     ranks, batch = inquiry.ranks, inquiry.batch
@@ -396,7 +442,7 @@ def of_shares(inquiry: Inquiry, blamed: RootCause, ledger: Samples | None) -> Ro
         for what, lines in groups.items():
             line = next((its for its in lines if ranks.rank in its), (ranks.rank,))
             words = f"with {what} of the global batch on each rank"
-            # ranks with other numbers of samples might run other numbers of collectives
+            # ranks with unequal sample counts might run different numbers of collectives
             if not all(ranks.gather(all(size % len(line) == 0 for size in sizes))):
                 inquiry.untried += f"; the step {words} was not run, as it does not divide evenly"
                 continue
@@ -416,12 +462,12 @@ def of_shares(inquiry: Inquiry, blamed: RootCause, ledger: Samples | None) -> Ro
 
 
 def _part(place: int, count: int, rows: Tensor) -> Tensor:
+    """Return one of `count` nearly equal parts of the rows."""
     return rows.tensor_split(count)[place]
 
 
 def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
-    """Yield that gradients are changed between backward and the optimizer, if those that differ
-    are."""
+    """Yield the cause that differing gradients were changed between backward and the optimizer."""
     holds, ranks = inquiry.pair.holds, inquiry.ranks
     loop, clip = inquiry.pair.loop.model, ranks.gather(inquiry.step.clip)[0]
     chosen = [holds[name].parameter for name in {its.name for its in first} & holds.keys()]
@@ -439,7 +485,7 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
     left, _ = run()
     everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, str])
     wrong = sorted({its.rank for its in first})
-    if not all(everyones[rank][0] for rank in wrong):  # a rank that does not clip changes nothing
+    if not all(everyones[rank][0] for rank in wrong):  # a rank without a change refutes it
         return
     factors = {everyones[rank][1] for rank in wrong}
     factor = min(factors) if len(factors) == 1 else ""
@@ -459,11 +505,11 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
 
 
 def _of_masks(inquiry: Inquiry, said: partial[RootCause]) -> Iterator[PossibleCause]:
-    """Yield what may be wrong with the random numbers that were drawn."""
+    """Yield the possible causes that concern random draws."""
     if not inquiry.drawing.any:
         return
     everyones, loop = inquiry.drawing.everyones, inquiry.pair.loop.model
-    # as on all ranks
+    # equal on all ranks: they come from all-gathered draws
     alone, loop_only = everyones.alone, set(everyones.by_key) - everyones.used
     mine = sorted({draw.path or draw.outer for draw in drawn_again_otherwise(inquiry.drawing.loop)})
     again = {path for paths in inquiry.ranks.gather(mine) for path in paths}
@@ -517,8 +563,10 @@ def tried_start(
     said: RootCause, first: Sequence[Mismatch], pair: LoopPair, loss: GlobalLoss,
     step: Callable[[], StepComparison], limit: Tolerance,
 ) -> RootCause:  # fmt: skip
-    """Try why ranks start otherwise than the reference: give the parameters, or the buffer that the
-    root cause names, the reference's values, and run the first step. All ranks call it."""
+    """Give the loop the reference's initial values, run the first step, and judge the root cause.
+
+    The parameters are replaced, or the buffer that the root cause names. All ranks call it.
+    """
     ranks = loss.ranks
     if any(its.way is not Way.VALUE or its.between for its in first):
         return said
@@ -530,7 +578,7 @@ def tried_start(
         for name, its, own in list(shared_buffers(pair.reference.model, pair.loop.model)):
             if name == said.place and own.dtype is its.dtype:
                 put([(own, its)])
-            elif name == said.place:  # in a coarser dtype it would be rounded again
+            elif name == said.place:  # a copy in place would round it again
                 module = dict(canonical_modules(pair.loop.model))[path]
                 setattr(module, leaf, its.to(own.device, copy=True))
     seen = step()
