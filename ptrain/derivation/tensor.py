@@ -362,13 +362,13 @@ class _Operators:
         is_cut = self._has_role(Role.HEAD) or self._has_role(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None
-        shared = {
-            Role.SHARED,
-            Role.LATENT,
-            *((Role.NORM, Role.LAST_NORM) if step.is_sequence else ()),
-        }
-        of_tensor = self._modules.of_tensor
-        self.summed = Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
+        self.summed = self._count_summed(step, facts)
+
+    def _count_summed(self, step: Parallelize, facts: ModelFacts) -> Counter[int]:
+        """Return how many replicated tensors of each size have gradients that are summed over tp."""
+        norms = (Role.NORM, Role.LAST_NORM) if step.is_sequence else ()
+        shared, of_tensor = {Role.SHARED, Role.LATENT, *norms}, self._modules.of_tensor
+        return Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
 
     def _by_role(self, facts: ModelFacts) -> dict[Role, dict[str, tuple[int, ...]]]:
         """Return the shapes of weights, by role and module."""

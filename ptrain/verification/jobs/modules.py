@@ -1,12 +1,11 @@
-"""Record what every module is given, returns and gets back in backward, and put the reference's in
-its place.
+"""Record inputs, outputs and output gradients of all modules, and replace them by the reference's.
 
-The reference's model also runs on this rank's own micro-batches. The wrapped modules must return
-its outputs. Its parameters' gradients are this rank's contribution to the global gradient, so the
+The reference's model also runs on this rank's micro-batches (`probed`). The loop's modules must
+return the same outputs. The gradients of its parameters are this rank's contributions, so that the
 optimizer's gradient can be expressed by ranks and micro-batches.
 
-The position of a rank's slice of the tokens in the reference's samples is found by the tokens, and
-so is the same part of any tensor that the reference has for all tokens.
+The position of a rank's sequence shard is found by its tokens. It locates the same part in any
+tensor that the reference has for all tokens.
 """
 
 from __future__ import annotations
@@ -44,15 +43,23 @@ Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSlice:
-    """`rows` [samples] and `columns` [tokens] of the reference's tokens, whose shape is `whole`."""
+    """The position of a rank's tokens in the reference's tokens.
+
+    Attributes:
+        rows: Indices of the samples.
+        columns: Indices of the tokens in each sample.
+        whole: Shape of the reference's tokens, [samples, tokens].
+    """
 
     rows: Tensor
     columns: Tensor
     whole: torch.Size
 
     def indices(self, whole: int, own: int) -> Iterator[Tensor]:
-        """Yield what a dimension of this size is cut to: the tokens, the samples, or both in one
-        dimension."""
+        """Yield index tensors that shard a dimension of size `whole` to size `own`.
+
+        The dimension may be tokens, samples, or both flattened.
+        """
         both = self.rows[:, None] * self.whole[1] + self.columns
         for index, size in (
             (self.columns, self.whole[1]), (self.rows, self.whole[0]),
@@ -63,7 +70,7 @@ class TokenSlice:
 
 
 def tokens_of(call: ForwardCall) -> Tensor | None:
-    """Return what the model was given as tokens: [samples, tokens] of whole numbers."""
+    """Return the first input that is an integer tensor of shape [samples, tokens], or None."""
     leaves = tree_leaves((call.args, call.kwargs))
     return next(
         (
@@ -76,8 +83,11 @@ def tokens_of(call: ForwardCall) -> Tensor | None:
 
 
 def slice_of(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> TokenSlice | None:
-    """Return the slice that this rank's only pass has of the reference's only pass; None where it
-    has whole samples, or its tokens are not found there."""
+    """Return the position of this rank's tokens in the reference's, or None.
+
+    Both sides must run one forward pass. None also means that the rank has full samples, or that
+    its tokens are not found.
+    """
     if len(reference) != 1 or len(run) != 1:
         return None
     whole, own = tokens_of(reference[0]), tokens_of(run[0])
@@ -94,9 +104,11 @@ def slice_of(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> To
 
 
 def cuts(whole: int, own: int) -> Iterator[Tensor]:
-    """Yield the indices of every usual way to cut a dimension: in one piece, of each of several
-    fused parts; an early and a late piece (zigzag), as rank r of n has the slices r and
-    2n - 1 - r; every n-th."""
+    """Yield the indices of each shard, for all usual ways to shard a dimension.
+
+    They are contiguous chunks, also of each part of a fused projection; zigzag, where rank r of n
+    has the chunks r and 2n - 1 - r; and every n-th index.
+    """
     if not own or whole % own:
         return
     count, every = whole // own, torch.arange(whole)
@@ -111,8 +123,11 @@ def cuts(whole: int, own: int) -> Iterator[Tensor]:
 
 
 def parts_of(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iterator[Tensor]:
-    """Yield every part of the reference's tensor that this rank's may stand for: itself, or what is
-    cut along one or two dimensions; of a DTensor the one that its placements say."""
+    """Yield all parts of the reference's tensor that this rank's tensor may correspond to.
+
+    A DTensor has one part, by its placements. A plain tensor corresponds to the full tensor, or to
+    a shard along one or two dimensions.
+    """
     if isinstance(own, DTensor):
         if (its := part_of(whole, own)) is not None:
             yield its
@@ -132,38 +147,56 @@ def parts_of(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iter
         yield result
 
 
-_SAME_ROWS = 1e-4  # relative: sums of rows that are in another order
+_SAME_ROWS = 1e-4  # relative: sorted sums of equal rows differ by less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFit:
-    """One tensor of a pass beside the part of the reference's that it stands for: how far off, and
-    whether its rows are those of the reference in another order."""
+    """A tensor of a module's pass and the corresponding part of the reference's.
+
+    Attributes:
+        number: Index of the micro-batch.
+        leaf: Index among the leaves of the module's inputs; 0 for outputs.
+        size: Relative difference.
+        own: This rank's tensor.
+        truth: The part of the reference's tensor.
+        place: Index of the reference's pass, and of the part.
+    """
 
     number: int
     leaf: int
     size: float
     own: Tensor
     truth: Tensor
-    place: tuple[int, int]  # which part of which of the reference's passes
+    place: tuple[int, int]  # (pass, part) of the reference
 
     @property
     def is_reordered(self) -> bool:
+        """True if the rows are the reference's in another order, judged by weighted row sums."""
         own, truth = (_row_sums(held(side)) for side in (self.own, self.truth))
         return self.own.dim() > 1 and difference(own, truth, norm(truth)) <= _SAME_ROWS
 
 
 def _row_sums(tensor: Tensor) -> Tensor:
+    """Return the sorted weighted sums of the rows."""
     rows = tensor.double().flatten(0, -2) if tensor.dim() > 1 else tensor.double()[None]
+    # unequal weights, so that rows with permuted elements differ
     return (rows @ torch.linspace(1, 2, rows.size(-1), dtype=rows.dtype)).sort().values
 
 
 @dataclass(slots=True, kw_only=True)
 class ModuleCall:
-    """The first pass of one module in a micro-batch, and how often it ran (`times`): what it was
-    given, the first floating tensor that it returned, and the gradient of that (`upstream`).
-    `others`: what else it returned; `is_written`: its own parameters are not those of its first
-    pass in the step; `called_at`: the file and line that called it."""
+    """The first pass of one module in a micro-batch.
+
+    Attributes:
+        given: Copies of the arguments and keyword arguments.
+        times: Number of passes of the module in the micro-batch.
+        is_written: Whether its direct parameters have changed since its first pass in the step.
+        called_at: File and line of the call in user code.
+        output: The first floating tensor that it returned.
+        others: Further floating tensors that it returned.
+        upstream: Gradient of the loss with respect to `output`.
+    """
 
     given: tuple[tuple[Any, ...], dict[str, Any]]
     times: int = 1
@@ -175,13 +208,18 @@ class ModuleCall:
 
 
 Calls = dict[Key, ModuleCall]
-Event = tuple[str, bool]  # a module's path, and whether it returns (it begins)
+Event = tuple[str, bool]  # a module's path, and whether its pass ends (else it begins)
 
 
 @dataclass(slots=True, kw_only=True)
 class Forced:
-    """What a pass of a module gets in the place of what it has: leaves of what it is given by their
-    place, the first floating tensor that it returns, and the gradient of that."""
+    """The values that replace those of a module's pass.
+
+    Attributes:
+        given: Inputs, by leaf index.
+        output: The first floating output.
+        upstream: The gradient of that output.
+    """
 
     given: dict[int, Tensor] = field(default_factory=dict)
     output: Tensor | None = None
@@ -189,7 +227,7 @@ class Forced:
 
 
 class Instead(torch.autograd.Function):
-    """Other values in the place of a tensor's, whose gradient is the other's."""
+    """An operator that replaces a tensor's values, and passes the gradient on to that tensor."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, other: Tensor) -> Tensor:
@@ -201,7 +239,7 @@ class Instead(torch.autograd.Function):
 
 
 def _like(own: Tensor, other: Tensor) -> Tensor:
-    """Return other values in the dtype, and with the placements, of a tensor."""
+    """Return the values of `other` with the dtype, device and placements of `own`."""
     local = other.to(held(own).dtype).to(own.device).clone()
     if not isinstance(own, DTensor):
         return local
@@ -212,11 +250,21 @@ def _like(own: Tensor, other: Tensor) -> Tensor:
 
 
 class ModuleRecorder:
-    """`with ModuleRecorder(model) as modules:` around a step, or around passes of a model: the
-    `calls`, as they are before anything is `forced` in its place, the `events` of the first
-    micro-batch in the order of time, and the parameters as the first pass of each module had them
-    (`in_use`). `modules`: others than those of the model, by path, whose hooks run before these;
-    `kept`: the micro-batches that are recorded, where these are not all."""
+    """A recorder of module passes around a step, or around passes of a model: `with
+    ModuleRecorder(...)`.
+
+    Args:
+        model: The model whose modules are recorded.
+        forced: Values that replace those of passes. `calls` has the values from before.
+        modules: Modules by path to record instead. The pre-hooks then run
+            after existing ones.
+        kept: The micro-batches to record. Default: all.
+
+    Attributes:
+        calls: The passes, by module path and micro-batch.
+        events: Begin and end of the passes of the first recorded micro-batch, in order.
+        in_use: Parameter values at the first pass of their module.
+    """
 
     def __init__(
         self, model: nn.Module, forced: Mapping[Key, Forced] | None = None, *,
@@ -229,7 +277,7 @@ class ModuleRecorder:
         self._forced, self._kept, self._is_first = forced or {}, kept, modules is None
         self._modules = dict(canonical_modules(model) if modules is None else modules)
         self._micro_batch = -1
-        self._runs: dict[str, int] = {}  # of modules, where the root does not run
+        self._runs: dict[str, int] = {}  # runs per module, if the root never runs
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -248,8 +296,10 @@ class ModuleRecorder:
         self._stack.close()
 
     def _begins(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Record the inputs of a module's first pass in a micro-batch; return the forced inputs."""
         if not counts():
             return None
+        # A pass of the root (path "") starts a micro-batch; a program gives its number by `phase`.
         self._micro_batch += self._is_first and not path
         self._runs[path] = self._runs.get(path, -1) + 1
         key = self._key(path)
@@ -282,23 +332,29 @@ class ModuleRecorder:
     def of_pass(
         self, number: int, what: Callable[[ModuleCall], Tensor | None]
     ) -> dict[str, Tensor]:
-        """Return a tensor of each module's pass in a micro-batch, where there is one, by path."""
+        """Return a tensor of each module's pass in a micro-batch, by path; None is left out."""
         its = {path: what(call) for (path, n), call in self.calls.items() if n == number}
         return {path: tensor for path, tensor in its.items() if tensor is not None}
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """Take the micro-batch from a program that tells its observers: its stages have no root."""
+        """Take the number of the micro-batch from a program, whose stages have no root."""
         if phase is Phase.FORWARD:
             self._micro_batch = micro_batch
 
     def _key(self, path: str) -> Key:
+        """Return the key of a module's current pass.
+
+        Its number is the micro-batch, or the module's run if the root does not run.
+        """
         return path, self._runs[path] if self._micro_batch < 0 else self._micro_batch
 
     def _happens(self, key: Key, ends: bool) -> None:
+        """Record an event of the first recorded micro-batch."""
         if key[1] == min(self._kept or (0,)):
             self.events.append((key[0], ends))
 
     def _ends(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
+        """Record the outputs of a pass and hook their gradient; return the forced outputs."""
         key = self._key(path) if path in self._runs else (path, 0)
         call = self.calls.get(key)
         real = [leaf for leaf in tree_leaves(output) if is_real(leaf)]
@@ -340,7 +396,7 @@ def _keep(call: ModuleCall, gradient: Tensor) -> None:
 
 
 def innermost(paths: Sequence[str]) -> list[str]:
-    """Return those of which no other is a part."""
+    """Return the paths that contain no other of these paths."""
     return [
         path
         for path in dict.fromkeys(paths)
@@ -349,15 +405,20 @@ def innermost(paths: Sequence[str]) -> list[str]:
 
 
 def is_within(path: str, whole: str) -> bool:
-    """Return whether a module's (or a parameter's) path is of this module or of one in it."""
+    """Return True if a module or parameter path is `whole`, or inside of it. "" contains all."""
     return not whole or path == whole or path.startswith(f"{whole}.")
 
 
 @dataclass(slots=True)
 class ProbeResult:
-    """What `ModuleRecorder` has, and `gradients` by micro-batch and parameter; a micro-batch
-    without is one that cannot be run on a single device (inputs that are DTensors, outputs that no
-    loss was computed of)."""
+    """The record of passes of the reference's model on given micro-batches.
+
+    Attributes:
+        modules: The passes of all modules.
+        events: Begin and end of module passes of the first micro-batch.
+        gradients: Parameter gradients, by micro-batch. Empty for one that cannot run on a single
+            device: its inputs are DTensors, or no loss uses its outputs.
+    """
 
     modules: Calls = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -365,13 +426,17 @@ class ProbeResult:
 
 
 def probed(model: nn.Module, calls: Sequence[ForwardCall]) -> ProbeResult:
-    """Leaves the model as it was: no gradient is kept, buffers are put back."""
+    """Run a model on recorded micro-batches, and return the record.
+
+    The model stays unchanged: gradients are not accumulated, and buffers are restored.
+    """
     with untouched(model), ModuleRecorder(model) as recorder:
         gradients = [_run(model, call) for call in calls]
     return ProbeResult(recorder.calls, recorder.events, gradients)
 
 
 def _run(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
+    """Return the parameter gradients of one micro-batch, or {} if the model cannot run it."""
     inputs = tree_leaves((call.args, call.kwargs))
     if any(isinstance(leaf, DTensor) for leaf in (*inputs, *call.upstream.values())):
         return {}
@@ -400,7 +465,10 @@ def _run(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
 
 
 def _leaves(model: nn.Module, call: ForwardCall) -> list[Any]:
-    """What the whole model returns; nothing where it cannot take what a stage of it is given."""
+    """Return the leaves of the model's output, or [] if the forward pass raises.
+
+    A full model cannot take the inputs of a pipeline stage, for example.
+    """
     try:
         with boundary(lambda error: Fault(place="model", finding=said(error))):
             return tree_leaves(model(*call.args, **call.kwargs))
@@ -409,7 +477,7 @@ def _leaves(model: nn.Module, call: ForwardCall) -> list[Any]:
 
 
 def autocast_of(calls: Sequence[ForwardCall]) -> AbstractContextManager[object]:
-    """Return the autocast under which the first of the loop's forward passes ran."""
+    """Return a context with the autocast of the first forward pass."""
     if not calls or calls[0].autocast is None:
         return nullcontext()
     leaves = tree_leaves((calls[0].args, calls[0].kwargs))
@@ -419,7 +487,7 @@ def autocast_of(calls: Sequence[ForwardCall]) -> AbstractContextManager[object]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put a model's buffers and torch's random state back."""
+    """Temporarily use a model; restore its buffers and torch's generators on exit."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with torch.random.fork_rng(devices=cuda_devices(model)):
