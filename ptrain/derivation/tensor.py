@@ -365,7 +365,7 @@ class _Operators:
         self.summed = self._count_summed(step, facts)
 
     def _count_summed(self, step: Parallelize, facts: ModelFacts) -> Counter[int]:
-        """Return how many replicated tensors of each size have gradients that are summed over tp."""
+        """Count, by size, the replicated tensors whose gradients are summed over tp."""
         norms = (Role.NORM, Role.LAST_NORM) if step.is_sequence else ()
         shared, of_tensor = {Role.SHARED, Role.LATENT, *norms}, self._modules.of_tensor
         return Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)

@@ -1,10 +1,10 @@
-"""Programs that torch.compile generates (torch/_inductor/codegen/wrapper.py): how a dispatch mode
-sees what they allocate.
+"""Programs that torch.compile generates (torch/_inductor/codegen/wrapper.py), and how a dispatch
+mode sees their allocations.
 
 Dynamo compiles and runs a region under a mode that declares `ignore_compile_internals`. Under any
-other mode it runs the region operator by operator, or raises with `fullgraph=True`. Operators that
-a generated program calls (products, attention, collectives) reach the mode. Its buffers do not:
-they come from C functions that pass the dispatcher by.
+other mode it runs the region eagerly, or raises with `fullgraph=True`. Operators that a generated
+program calls (matrix products, attention, collectives) reach the mode. Its buffers do not, because
+C functions allocate them and bypass the dispatcher.
 """
 
 from __future__ import annotations
@@ -38,17 +38,25 @@ PARTS = (
 )
 
 
-# Distinct blocks of all programs of a process, at most: torch raises beyond it, since a block has
-# one program for each set of shapes, dtypes and modes that it is called with.
+# The recompile limit of a process. torch raises above it, and a block has one program for each set
+# of shapes, dtypes and modes with which it is called.
 _PROGRAMS = 256
 
 
 def compile_whole(function: Callable[..., Any], backend: str, *, draws: bool) -> Callable[..., Any]:
-    """Return `function` as one program of torch.compile without graph breaks, for static shapes.
+    """Compile a function without graph breaks, for static shapes.
 
-    With `draws` random numbers are those of the operators one by one; inductor's own generator
-    has others. DDP's own splitting of programs at buckets is switched off: a block's gradients
-    are smaller than a bucket, and its second fake mode fails on fake tensors.
+    DDP's splitting of programs at buckets is switched off, because a block's gradients are smaller
+    than a bucket, and DDPOptimizer's second fake mode fails on fake tensors.
+
+    Args:
+        function: The function.
+        backend: The backend of torch.compile.
+        draws: True if the function draws random numbers. Then inductor uses eager generators
+            (`fallback_random`), so that the numbers equal those of eager mode.
+
+    Returns:
+        The compiled function.
     """
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = max(_PROGRAMS, torch._dynamo.config.recompile_limit)
@@ -60,18 +68,18 @@ def compile_whole(function: Callable[..., Any], backend: str, *, draws: bool) ->
 
 
 def is_compiling() -> bool:
-    """Return whether Dynamo reads the caller, whose Python then does not run."""
+    """Return True if Dynamo traces the caller, so that its Python code does not run."""
     compiling: bool = torch.compiler.is_dynamo_compiling()
     return compiling
 
 
 def is_higher_order(function: Any) -> bool:
-    """Return whether an operator takes functions, as `run_and_save_rng_state` does."""
+    """Return True if an operator takes functions, as `run_and_save_rng_state` does."""
     return isinstance(function, HigherOrderOperator)
 
 
 def is_tracing() -> bool:
-    """Return whether the compiler runs operators on fake tensors, to trace or lower a region."""
+    """Return True if the compiler runs operators on fake tensors to trace or lower a region."""
     return TracingContext.try_get() is not None
 
 
@@ -81,11 +89,13 @@ _CHECKS = ("size_asserts", "alignment_asserts", "cpp_wrapper")
 
 @contextmanager
 def silent_programs() -> Iterator[None]:
-    """Temporarily make programs whose kernels compute nothing. What such a program allocates,
-    reuses and frees, and the operators that it calls, are those of the program that would run; no
-    C++ compiler is needed. What is compiled within it is gone behind it, and what was compiled
-    before: torch keeps programs by their text, in which kernels are names."""
-    # Imported here, since it may start worker processes of Triton; so it is not among PARTS.
+    """Temporarily compile programs whose kernels compute nothing.
+
+    Such a program allocates, reuses and frees the same buffers and calls the same operators as the
+    real one, and needs no C++ compiler. All programs are dropped before and after: torch caches
+    programs by their text, in which kernels are only names, so silent and real ones would mix.
+    """
+    # Imported here and not listed in PARTS, because the import may start Triton's worker processes.
     from torch._inductor.async_compile import AsyncCompile
 
     options = dict.fromkeys((*_CACHES, *_CHECKS), False)
@@ -123,7 +133,7 @@ def _unchecked(*_: Any) -> None: ...
 
 @torch.no_grad()
 def _reinterpreted(x: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
-    """The same by an operator, which fake tensors know."""
+    """Replace the C function by an operator, because fake tensors support only operators."""
     return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
@@ -134,8 +144,8 @@ Allocate = Callable[[Any, Any, torch.dtype], torch.Tensor]
 def seen_buffers() -> Iterator[None]:
     """Temporarily make generated programs allocate by `torch.empty_strided`, which modes see.
 
-    A program binds the C function as a global when it is loaded. So the loaded programs change, and
-    the name from which later ones take it; at the end both change back.
+    A program binds the C function as a global when it is loaded. So the globals of loaded programs
+    are patched, and the attribute that later programs import; both are restored at the end.
     """
     plain = {device: getattr(_guards, f"_empty_strided_{device}") for device in _DEVICES}
     seen = {device: _by_operator(device) for device in _DEVICES}
@@ -159,11 +169,12 @@ class _Buffers:
 
 
 def is_buffer() -> bool:
-    """Return whether the operator that runs allocates a buffer of a generated program."""
+    """Return True if the current operator allocates a buffer of a generated program."""
     return _Buffers.are_born
 
 
 def _bind(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Replace the allocation functions by device, in torch and in all loaded programs."""
     for device, function in new.items():
         setattr(_guards, f"_empty_strided_{device}", function)
     codecache = sys.modules.get("torch._inductor.codecache")  # absent if nothing was compiled

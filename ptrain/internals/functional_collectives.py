@@ -1,5 +1,5 @@
-"""Functional collectives (torch/distributed/_functional_collectives.py): their results, which are
-wrapped until they are awaited."""
+"""Functional collectives (torch/distributed/_functional_collectives.py), awaited at once except for
+`all_to_all`."""
 
 from __future__ import annotations
 
@@ -40,28 +40,36 @@ _OPERATORS = torch.ops._c10d_functional
 
 
 def all_gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the shards [n, ...] of all ranks, one after the other along the first dimension."""
+    """All-gather the shards [n, ...] of all ranks along the first dimension."""
     return awaited(_OPERATORS.all_gather_into_tensor(shard, group.size(), group.group_name))
 
 
 def all_summed(addend: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of the ranks' addends, on every rank."""
+    """All-reduce the ranks' addends by summation."""
     return awaited(_OPERATORS.all_reduce(addend, "sum", group.group_name))
 
 
 def all_largest(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the maxima of the ranks' tensors, on every rank."""
+    """All-reduce the ranks' tensors by the elementwise maximum."""
     return awaited(_OPERATORS.all_reduce(tensor, "max", group.group_name))
 
 
 def reduce_scattered(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's part of the ranks' sum of `parts` [ranks, ...], as [1, ...]."""
+    """Reduce-scatter `parts` [ranks, ...] by summation, and return this rank's part [1, ...]."""
     operator = _OPERATORS.reduce_scatter_tensor
     return awaited(operator(parts, "sum", group.size(), group.group_name))
 
 
 def exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what each rank has for this one, of `parts` [ranks, ...] that have one for each."""
+    """Exchange one part per rank (all-to-all).
+
+    Args:
+        parts: One part for each rank, [ranks, ...].
+        group: The ranks.
+
+    Returns:
+        The parts that all ranks have for this one, in the order of ranks.
+    """
     singles = [1] * group.size()
     return awaited(_OPERATORS.all_to_all_single(parts, singles, singles, group.group_name))
 
@@ -69,14 +77,23 @@ def exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def all_to_all(
     rows: torch.Tensor, arrived: Sequence[int], left: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Begin an exchange of `rows`, so many of which leave for each rank, and return those that
-    arrive from each; nothing but `awaited` may read them before they are there."""
+    """Start an all-to-all of rows.
+
+    Args:
+        rows: The rows to send, in the order of ranks.
+        arrived: The number of rows that arrive from each rank.
+        left: The number of rows that leave for each rank.
+        group: The ranks.
+
+    Returns:
+        The rows that arrive. Pass them to `awaited` before reading them.
+    """
     operator, name = _OPERATORS.all_to_all_single, group.group_name
     tensor: torch.Tensor = operator(rows, [*arrived], [*left], name)
     return tensor
 
 
 def awaited(result: torch.Tensor) -> torch.Tensor:
-    """Return a result that is there."""
+    """Wait for a collective, and return its result."""
     tensor: torch.Tensor = _OPERATORS.wait_tensor(result)
     return tensor

@@ -1,9 +1,9 @@
-"""Compile the forward pass of a model's blocks with torch.compile: one program per distinct block,
-shared by all blocks that are equal, whose parameters are inputs of it.
+"""Compilation of a model's blocks with torch.compile.
 
-What is compiled is the block's own `forward`, so the hooks of whoever wraps the block (DDP,
-fully_shard, flat units) run outside. Without gradients, as in an evaluation, operators run one by
-one: a second program would be compiled for a pass that saves nothing.
+Equal blocks share one program, whose inputs are the parameters. Only a block's `forward` is
+compiled, so hooks of wrappers (DDP, fully_shard, flat units) run outside of the program. Without
+gradients, as in an evaluation, blocks run eagerly, because a second program would have to be
+compiled for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ BACKEND = "inductor"
 
 
 def compile_blocks(module: nn.Module, names: Iterable[str]) -> None:
-    """Compile those of the blocks that `module`, a model or a stage's part of one, has."""
+    """Compile the named blocks in place.
+
+    Args:
+        module: A model or the part of a pipeline stage.
+        names: The paths of blocks; paths that the module lacks, and blocks without parameters, are
+            skipped.
+    """
     known = dict(module.named_modules())
     for name in names:
         block = known.get(name)
@@ -34,8 +40,10 @@ def compile_blocks(module: nn.Module, names: Iterable[str]) -> None:
 
 
 class ReadThrough:
-    """Hooks by which a module reads its own parameters, while it runs, as what `through` makes of
-    them, whoever holds them."""
+    """Hooks that replace a module's parameters by `through(parameter)` while its forward runs.
+
+    The parameters stay registered, so optimizers and wrappers keep them.
+    """
 
     def __init__(self, module: nn.Module, through: Callable[[Tensor], Any]) -> None:
         self.names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -46,16 +54,17 @@ class ReadThrough:
         )
 
     def tensors(self, module: nn.Module) -> list[Tensor]:
-        """Return what the module is to read now."""
+        """Return the replaced parameters, in the order of `names`."""
         return [self._through(module.get_parameter(name)) for name in self.names]
 
     def remove(self) -> None:
-        """Take the hooks off: whoever runs the module gives it these tensors."""
+        """Remove the hooks; the caller then passes `tensors` to the module itself."""
         for hook in self._hooks:
             hook.remove()
 
     def _enter(self, module: nn.Module, _: object) -> None:
-        # Before nn.Module looks among its parameters, it looks here.
+        # Attribute lookup finds the instance's __dict__ before nn.Module.__getattr__ searches
+        # _parameters.
         module.__dict__.update(zip(self.names, self.tensors(module), strict=True))
 
     def _leave(self, module: nn.Module, *_: object) -> None:
@@ -64,10 +73,11 @@ class ReadThrough:
 
 
 class CompiledForward:
-    """A block's forward pass as a program of torch.compile.
+    """A block's forward pass, compiled.
 
-    What its modules read through functions is an input: Dynamo does not see what shadows a
-    parameter, and what the functions send in backward stays outside of the program.
+    Tensors of `ReadThrough` become inputs of the program: Dynamo does not see an attribute that
+    shadows a parameter, and the collectives of these functions in backward stay outside of the
+    program.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -86,6 +96,11 @@ class CompiledForward:
         return self._program(read, x, *given)
 
     def _traced(self, read: list[list[Tensor]], x: Tensor, *given: Any) -> Any:
+        """Run the block inside the program.
+
+        Raises:
+            SpecError: torch runs the function eagerly because compilation is disabled.
+        """
         if not is_compiling():
             raise refused(
                 "compile",
@@ -95,6 +110,7 @@ class CompiledForward:
         return self._run(read, x, *given)
 
     def _run(self, read: list[list[Tensor]], x: Tensor, *given: Any) -> Any:
+        """Run the block with these tensors in the place of parameters."""
         held = []
         for (module, reader), tensors in zip(self._readers, read, strict=True):
             for name, tensor in zip(reader.names, tensors, strict=True):
@@ -107,6 +123,7 @@ class CompiledForward:
 
 
 def _readers(block: nn.Module) -> Iterator[tuple[nn.Module, ReadThrough]]:
+    """Yield the modules of a block that have `ReadThrough` hooks, with these."""
     for module in block.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(reader := getattr(hook, "__self__", None), ReadThrough):
@@ -114,8 +131,11 @@ def _readers(block: nn.Module) -> Iterator[tuple[nn.Module, ReadThrough]]:
 
 
 class _Awaited(torch.autograd.Function):
-    """The result of a collective, when it has arrived. torch 2.13 gives a compiled program's input
-    no gradient while it is wrapped: it is a view whose base needs none."""
+    """The wait for an asynchronous collective, with a gradient.
+
+    torch 2.13 computes no gradient for an input of a compiled program that is still wrapped as an
+    AsyncCollectiveTensor, because it is a view whose base needs none.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:

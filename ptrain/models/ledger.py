@@ -1,14 +1,13 @@
-"""Which storages live: every birth, change of size and death, as operators run; and what is known
-of one, for as long as it lives.
+"""The lifetimes of storages (birth, change of size, death) while operators run, and their tiers.
 
-`OfStorages` is the registry that all use who keep something by storage: entries are found by the
-storage itself, not by its address, which may be another's as soon as a storage is gone, and leave
-with it. torch gives a storage one Python object for as long as it lives.
+`OfStorages` is a registry by storage. Its keys are the storages themselves and not their addresses,
+because an address is reused once a storage is freed; an entry disappears with its storage. torch
+keeps one Python object per live storage.
 
-Which storages stand off the device by decision is written in such a registry here: on a machine
-without an accelerator every tensor is on the CPU, so a tag tells what counts as device memory.
+A registry here holds the tier of offloaded storages: on a machine without an accelerator every
+tensor is on the CPU, so only a tag distinguishes host memory from device memory.
 
-Note: what an operator allocates and frees inside itself is not seen.
+Note: memory that an operator allocates and frees internally is not seen.
 """
 
 from __future__ import annotations
@@ -35,50 +34,62 @@ _TIERS: OfStorages[Tier] = weakref.WeakKeyDictionary()
 
 
 def tag(tensor: torch.Tensor, tier: Tier) -> None:
-    """Says on which tier the tensor's storage counts."""
+    """Set the tier on which the tensor's storage is counted."""
     _TIERS[tensor.untyped_storage()] = tier
 
 
 def tier_of(storage: torch.UntypedStorage, device: str = "cpu") -> Tier:
-    """Return the tagged tier; without a tag a CPU storage beside another kind of device is the
-    host's, and anything else device memory."""
+    """Return the tier of a storage.
+
+    Args:
+        storage: The storage.
+        device: The type of the run's device.
+
+    Returns:
+        The tagged tier. Without a tag, HOST for a CPU storage of a run on another type of device,
+        else DEVICE.
+    """
     untagged = Tier.HOST if storage.device.type == "cpu" != device else Tier.DEVICE
     return _TIERS.get(storage, untagged)
 
 
 def is_tagged(storage: torch.UntypedStorage) -> bool:
-    """Return whether somebody decided where this storage counts."""
+    """Return True if the storage has a tag."""
     return storage in _TIERS
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that this rank stores."""
+    """Return the plain tensor that this rank stores, without DTensor and async wrappers."""
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return held.elem if isinstance(held, AsyncCollectiveTensor) else held
 
 
 def is_wrapper(kind: type) -> bool:
-    """Return whether operators on such tensors turn into operators on plain ones."""
+    """Return True if torch replaces operators on tensors of this class by operators on plain
+    tensors."""
     return issubclass(kind, DTensor | AsyncCollectiveTensor)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The bytes behind a tensor, shared by all its views."""
+    """Return the storage of a rank's local tensor, which all views share."""
     return local(tensor).untyped_storage()
 
 
 class OperatorMode(TorchDispatchMode):
-    """Sees the operators on plain tensors while it is entered: those on others turn into them, or
-    wait, first. `sees_compiled`: Dynamo compiles and runs regions while it is entered, and it sees
-    the operators that a generated program calls."""
+    """A dispatch mode that sees operators on plain tensors.
+
+    Operators on wrappers (DTensor, AsyncCollectiveTensor) are first replaced by operators on plain
+    tensors. If `sees_compiled` is true, Dynamo compiles regions while the mode is entered, and the
+    mode sees the operators that a generated program calls.
+    """
 
     sees_compiled = False
-    # Recomputation within a compiled region saves the state of random numbers by such an operator.
+    # Recomputation within a compiled region saves the random state by a higher-order operator.
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return whether Dynamo may compile; else it runs the region operator by operator."""
+        """Return True if Dynamo may compile under this mode; otherwise it runs regions eagerly."""
         return cls.sees_compiled
 
     def __torch_dispatch__(
@@ -97,8 +108,8 @@ class OperatorMode(TorchDispatchMode):
         return self.operator(function, args, kwargs or {})
 
     def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that takes functions, and return its result. torch takes the mode off the
-        stack meanwhile: what it consists of is not seen."""
+        """Run a higher-order operator, and return its result. torch removes the mode from the stack
+        meanwhile, so the operators inside are not seen."""
         return function(*args, **kwargs)
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,15 +121,15 @@ class OperatorMode(TorchDispatchMode):
     def ran(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """An operator has run. Modes that only look define this one."""
+        """Handle an operator that has run. Modes that only observe override this method."""
 
 
 class Ledger(OperatorMode):
-    """Follows every storage from birth to death while it is entered.
+    """A mode that follows every storage from allocation to free.
 
-    Operators give birth, `UntypedStorage.resize_` grows and shrinks (FSDP2 frees by resizing to
-    zero), a weak reference reports the death. Storages that an operator reads and nobody declared
-    existed before: `existing` is called for them.
+    Operators allocate; `UntypedStorage.resize_` changes sizes (FSDP2 frees by resizing to zero); a
+    weak reference reports the free. `existing` is called for a storage that an operator reads but
+    that was neither allocated under the mode nor passed to `watch`.
     """
 
     sees_compiled = True
@@ -131,24 +142,25 @@ class Ledger(OperatorMode):
         self._patches = ExitStack()
 
     def existing(self, key: int, storage: torch.UntypedStorage) -> None:
-        """A storage that existed before it was seen."""
+        """Handle a storage that existed before the mode saw it. `key` is its C++ address."""
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
-        """An operator allocated a storage."""
+        """Handle a storage that an operator allocated."""
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
-        """A storage has another size now."""
+        """Handle a storage whose size changed from `before` bytes."""
 
     def died(self, key: int, size: int) -> None:
-        """A storage was freed."""
+        """Handle a storage of `size` bytes that was freed."""
 
     def watch(self, tensor: torch.Tensor) -> None:
-        """Declares a tensor that lives already."""
+        """Follow the storage of a tensor that exists already."""
         storage = storage_of(tensor)
         if self._follow(storage):
             self.existing(storage._cdata, storage)
 
     def _follow(self, storage: torch.UntypedStorage) -> bool:
+        """Start to follow a storage; return False if it is followed already."""
         key = storage._cdata
         if key in self.sizes:
             return False
@@ -165,7 +177,7 @@ class Ledger(OperatorMode):
         return self._followed(function, args, kwargs, name)
 
     def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it, and follow its results as those of one operator."""
+        """Run a higher-order operator, and follow its results like those of one operator."""
         return self._followed(function, args, kwargs, function.name())
 
     def _followed(
@@ -187,7 +199,7 @@ class Ledger(OperatorMode):
         if self._follow(storage):
             self.existing(storage._cdata, storage)
         key = storage._cdata
-        # What was counted, not what it has: to view an empty storage fills it where it is fake.
+        # The recorded size, because viewing an empty fake storage changes its size.
         before = self.sizes[key]
         result = self._resize(storage, size)
         self.sizes[key] = storage.nbytes()
@@ -195,8 +207,8 @@ class Ledger(OperatorMode):
         return result
 
     def __enter__(self) -> Self:
-        """Cycles are collected now and not during the step, so that a storage dies when its last
-        reference goes."""
+        """Start to follow storages. The cyclic garbage collector runs once and is disabled until
+        the end, so that a storage is freed with its last reference."""
         gc.collect()
         self._resize = torch.UntypedStorage.resize_
         ledger = self
@@ -220,12 +232,13 @@ class Ledger(OperatorMode):
             super().__exit__(*error)
 
 
-# What operators are given beside tensors: torch's own walk asks of each what it is made of.
+# Types of non-tensor arguments, which need no `tree_iter`, a slow walk with a lookup per object.
 _LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout}
 
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors with bytes of their own among an operator's arguments or results."""
+    """Yield the strided tensors among an operator's arguments or results; other layouts have no
+    single storage."""
     if isinstance(tree, torch.Tensor):
         if tree.layout is torch.strided:
             yield tree

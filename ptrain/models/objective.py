@@ -1,25 +1,22 @@
-"""The minimised value: the loss of a micro-batch, of a model's output, or of the model.
+"""Micro-batches, and the loss that a training minimizes.
 
-A spec's `loss:` or `step:` returns the mean over a micro-batch's samples. Micro-batches have one
-size, so the mean over them is the global batch's (Theorem 3).
+The default loss is a sum of cross entropies over tokens. It is divided by a global count, so it
+cannot be scaled wrongly (Theorem 3). A user's `loss:` or `step:` returns the mean over the samples
+of a micro-batch. All micro-batches have one size, so the mean over them is the global mean.
 
-Micro-batches as a model and its loss receive them, and one to inspect a model with.
+The loss can be computed in chunks of tokens inside the model's forward pass, so that all logits
+never exist at once. While targets are set, the head (or the method `logits(x)` of a built-in model
+without a head) returns the summed loss instead of logits. It runs within the hooks of its module,
+so its weights are all-gathered. The model's code is not changed: the head gets a subclass with the
+same name, and an instance attribute shadows the method.
 
-The loss: a sum over tokens; divided by a global count it cannot be mis-scaled (Theorem 3).
+Note: in the fused mode a token's loss has the compute dtype, because torch's operator rounds it;
+the sum is in at least fp32.
 
-The loss can be computed over a slice of the tokens at a time, inside the model's own forward pass,
-so that all logits never exist at once. While targets are given, the head, or the method `logits(x)`
-of a built-in model without one, returns the summed loss instead of logits. It runs where it always
-ran, within the hooks of its module, so its weights are all-gathered. No model is edited: the head
-gets another class under its old name, and an attribute of the instance hides the method.
-
-Note: fused, a token's loss has the compute dtype (torch's operator rounds it as a head rounds its
-logits); their sum is in at least fp32.
-
-autograd's graph of a loss shows which leaves it is computed from, and in which calls of the model.
-A step of the user's own must use parameters within calls of the model alone: there they are
-all-gathered, and there the hooks that reduce their gradients run. Nodes of the graph are numbered
-in the order in which the forward pass makes them, so a call is a span of numbers.
+A user's `step:` may use parameters only inside calls of the model, because they are all-gathered
+there, and the hooks that reduce gradients run there. autograd's graph of the loss shows which
+parameters it uses, and where: autograd numbers its nodes in the order of the forward pass, so a
+call is a range of numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +51,10 @@ from ptrain.steps.step import ChunkedLoss
 
 
 class ModelCalls:
-    """The calls of a model that return while it is watched."""
+    """The record of a model's calls while it is watched.
+
+    Each call is a range of autograd's node numbers.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -67,13 +67,13 @@ class ModelCalls:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While entered, calls are noted. Nothing that the model gives is changed."""
+        """Temporarily record calls of the model. Its output does not change."""
         root = [("", self._model)]
         with watching(root, before=self._begin, after=self._end, is_first=True):
             yield
 
     def used_beside(self, loss: Tensor) -> list[str]:
-        """Return the names of the parameters of which the loss is computed outside any call."""
+        """Return the names of the parameters that the loss uses outside calls of the model."""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         beside = {
             names[id(leaf)]
@@ -93,8 +93,10 @@ class ModelCalls:
 
 
 def uses_of_leaves(tensor: Tensor) -> Iterator[tuple[Tensor, Node | None]]:
-    """Yield the tensors that autograd would give gradients, if it began at `tensor`, with every
-    node that uses one; None where the tensor is one itself."""
+    """Yield the leaves of a tensor's autograd graph, once for each node that uses one.
+
+    The node is None if `tensor` is a leaf itself.
+    """
     if tensor.grad_fn is None:
         if tensor.requires_grad:
             yield tensor, None
@@ -113,7 +115,7 @@ def uses_of_leaves(tensor: Tensor) -> Iterator[tuple[Tensor, Node | None]]:
 
 
 class TokenPair(NamedTuple):
-    """Tokens and those that follow them, each int64 [batch, sequence]."""
+    """Input tokens and the next tokens, each int64 [batch, sequence]."""
 
     inputs: Tensor
     targets: Tensor
@@ -121,16 +123,23 @@ class TokenPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """A micro-batch: `data` is what a function of the user's is given. Of tokens it is a TokenPair;
-    else what the dataset's samples are, collated, with the samples in dimension 0 of each
-    tensor."""
+    """A micro-batch.
+
+    Attributes:
+        data: The argument of a user's function: a TokenPair, or collated samples of the user's
+            dataset, with samples in dimension 0 of each tensor.
+    """
 
     data: Any
 
     @property
     def inputs(self) -> Any:
-        """What a model is called with. Raises SpecError where the data do not say which of them it
-        is."""
+        """The argument of the model: the input tokens, the entry `inputs` of a mapping, the first
+        entry of a sequence, or the data themselves.
+
+        Raises:
+            SpecError: The data are a mapping without `inputs`.
+        """
         match self.data:
             case {"inputs": inputs}:
                 return inputs
@@ -150,29 +159,32 @@ class SampleBatch:
 
     @property
     def targets(self) -> Tensor:
-        """The next tokens, of tokens."""
+        """The next tokens; only token samples have them."""
         assert isinstance(self.data, TokenPair), "only token samples have targets"
         return self.data.targets
 
     @property
     def contiguous(self) -> Any:
-        """The data that a function of the user's is called with. Inputs and targets of tokens are
-        views of one window, and of several samples `Tensor.view` refuses these: they are copied."""
+        """The data with contiguous tokens, for a user's function.
+
+        Inputs and targets are views of one window [batch, sequence + 1]. They are copied, because
+        `Tensor.view` fails on such views if there are several samples.
+        """
         data = self.data
         return TokenPair(*(x.contiguous() for x in data)) if isinstance(data, TokenPair) else data
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of it."""
+        """All tensors of the data."""
         return [leaf for leaf in tree_iter(self.data) if isinstance(leaf, Tensor)]
 
     @property
     def rows(self) -> int:
-        """How many samples it has."""
+        """The number of samples."""
         return len(self.tensors[0])
 
     def between(self, start: int, end: int) -> SampleBatch:
-        """Return some of its samples, as views."""
+        """Return the samples from `start` up to `end`, as views."""
         return SampleBatch(tree_map(lambda leaf: leaf[start:end], self.data))
 
     def of(self, rows: list[int]) -> SampleBatch:
@@ -184,9 +196,14 @@ class SampleBatch:
 
 
 class StepBatch(Protocol):
-    """One data rank's share of a step's global batch, on one device. `global_samples` and
-    `global_tokens` count the samples of the whole global batch, and its targets that count: what
-    the micro-batches' losses are divided by. `sample_ids` name its samples."""
+    """One data rank's share of a step's global batch, on one device.
+
+    Attributes:
+        sample_ids: The identifiers of its samples.
+        global_samples: The number of samples in the global batch.
+        global_tokens: The number of targets with a loss in the global batch. Losses of
+            micro-batches are divided by one of these two counts.
+    """
 
     @property
     def sample_ids(self) -> tuple[int, ...]: ...
@@ -199,23 +216,27 @@ class StepBatch(Protocol):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of it, which a step keeps."""
+        """All tensors of the batch, which live for the full step."""
         ...
 
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
-        """Yield it in parts of so many samples: views, nothing is copied."""
+        """Yield the micro-batches of `micro` samples each, as views."""
         ...
 
     def shape_for(self, rows: int, sequence: int) -> list[int]:
-        """Return the shape that the first of its tensors has with so many samples."""
+        """Return the shape of the first tensor for this number of samples."""
         ...
 
     def to(self, device: torch.device) -> Self: ...
 
 
 def of_tokens(tokens: Tensor, labels: Tensor | None = None) -> SampleBatch:
-    """Return the samples of tokens [batch, sequence + 1], and of labels like them: views, nothing
-    is copied."""
+    """Return a micro-batch of views of tokens.
+
+    Args:
+        tokens: The tokens, [batch, sequence + 1].
+        labels: The labels in the same layout; None to use the tokens.
+    """
     following = tokens if labels is None else labels
     return SampleBatch(TokenPair(tokens[:, :-1], following[:, 1:]))
 
@@ -223,9 +244,19 @@ def of_tokens(tokens: Tensor, labels: Tensor | None = None) -> SampleBatch:
 def sample_batch(
     spec: Spec, *, rows: int | None = None, device: torch.device | None = None
 ) -> SampleBatch:
-    """Return a micro-batch of the spec's shapes and dtypes, of so many samples (by default as many
-    as its micro-batches have): zeros of tokens, else sample 0 over and over. Where fake tensors are
-    made it is one. Raises SpecError for data that cannot be read."""
+    """Return a micro-batch with the spec's shapes and dtypes, to inspect a model.
+
+    Args:
+        spec: The spec.
+        rows: The number of samples. Default: the spec's micro-batch.
+        device: The device. Default: torch's current default.
+
+    Returns:
+        Zeros for token data; otherwise copies of sample 0. Under a fake mode all tensors are fake.
+
+    Raises:
+        SpecError: The dataset cannot be read.
+    """
     rows = spec.batch.micro if rows is None else rows
     if (first := _first(spec)) is None:
         shape = rows, spec.batch.sequence + 1
@@ -235,14 +266,13 @@ def sample_batch(
 
 
 def sample_bytes(spec: Spec) -> int | None:
-    """Return the bytes of one sample of the user's own dataset; None of tokens."""
+    """Return the bytes of one sample of the user's dataset; None for token data."""
     first = _first(spec)
     return None if first is None else sum(leaf.nbytes for leaf in first.tensors)
 
 
 def in_dtype_of(spec: Spec, data: Any) -> SampleBatch:
-    """Return collated samples with their real numbers in the dtype that the spec's model computes
-    in."""
+    """Return collated samples with floating-point tensors cast to the spec's compute dtype."""
     dtype = TORCH_DTYPES[spec.precision.effective.parameters]
     return SampleBatch(
         tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, data)
@@ -250,7 +280,7 @@ def in_dtype_of(spec: Spec, data: Any) -> SampleBatch:
 
 
 def _first(spec: Spec) -> SampleBatch | None:
-    """Sample 0 of the user's own dataset, as a batch of one; None of tokens."""
+    """Return sample 0 of the user's dataset, as a batch of one; None for token data."""
     if (function := spec.data.function) is None:
         return None
     with unset_fake_temporarily():
@@ -271,41 +301,47 @@ AROUND_CALLS = "parameters are all-gathered, and gradients reduced, around calls
 
 
 class Objective:
-    """The loss of one micro-batch (0-d), which a global batch's `divisor` divides: the cross
-    entropies of the next tokens, in nats, summed over the tokens. The last `padding` logits belong
-    to no token."""
+    """The loss of a micro-batch (0-d): the summed cross entropy of the next tokens, in nats.
+
+    Divide it by `divisor`. The last `padding` logits belong to no token.
+    """
 
     def __init__(self, padding: int = 0) -> None:
         self.padding = padding
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
-        """Run the model forward; return the loss."""
+        """Run the model forward, and return the loss."""
         output = model(samples.inputs)
         return self.of(output, samples)
 
     def of(self, output: Any, samples: SampleBatch) -> Tensor:
-        """Return the loss of what the model returned."""
+        """Return the loss of a model's output."""
         return token_loss_sum(output, samples.targets, self.padding)
 
     def forward(self, model: Any, samples: SampleBatch) -> Tensor:
-        """Run what a stage of a pipeline runs of it, with `model` to call: return what the model
-        returns, or the loss where a function of the user's takes part."""
+        """Run the part of the objective inside a pipeline stage's forward.
+
+        Returns:
+            The model's output; the loss if it comes from a user's function.
+        """
         logits: Tensor = model(samples.inputs)
         return logits
 
     def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
-        """Return the loss of what `forward` returned."""
+        """Return the loss of the result of `forward`."""
         return self.of(output, samples)
 
     def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
-        """Return what the loss of these samples is divided by, so that a global batch's add up to
+        """Return the divisor of these samples' loss, so that the losses of a global batch sum to
         its mean."""
         return batch.global_tokens
 
 
 class OfOutput(Objective):
-    """The mean loss that a function of the user's computes of the model's output and the batch.
-    Raises SpecError for what is no loss, at any call."""
+    """The mean loss that a user's function computes from the model's output and the batch.
+
+    Every call raises SpecError if the result is no loss.
+    """
 
     given = ("output", "batch")
 
@@ -329,13 +365,16 @@ class OfOutput(Objective):
 
 
 class OfModel(OfOutput):
-    """The mean loss that a function of the user's computes with the model and the batch."""
+    """The mean loss that a user's function computes with the model and the batch."""
 
     given = ("model", "batch")
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
-        """Raises SpecError where the function does without the model: hooks of what wraps it would
-        not run."""
+        """Run the user's function, and return the loss.
+
+        Raises:
+            SpecError: The function does not call the model, so that no hook of its wrapper runs.
+        """
         calls = ModelCalls(model)
         with calls.watching():
             loss = self.of(model, samples)
@@ -352,8 +391,11 @@ class OfModel(OfOutput):
 
 
 def objective_of(spec: Spec) -> Objective:
-    """Return the objective that a spec minimises. Raises SpecError for a function with other
-    arguments."""
+    """Return the objective that a spec minimizes.
+
+    Raises:
+        SpecError: The user's function has other parameters.
+    """
     loss = spec.loss
     if loss.step is not None:
         return OfModel(loss.step)
@@ -363,7 +405,11 @@ def objective_of(spec: Spec) -> Objective:
 
 
 def _require_loss(loss: object, function: UserFunction) -> Tensor:
-    """Raises SpecError for what is no loss that can be trained on."""
+    """Return the loss if it is a 0-d floating-point tensor with a gradient.
+
+    Raises:
+        SpecError: It is not.
+    """
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         raise refused(function.place, f"{function.target} returned {kind_of(loss)}", _LOSS)
     if torch.is_grad_enabled() and not loss.requires_grad:
@@ -374,26 +420,31 @@ def _require_loss(loss: object, function: UserFunction) -> Tensor:
     return loss
 
 
-Make = Callable[[Tensor], Tensor]  # logits of hidden states
-# Returns the loss of logits and targets, summed over the tokens, of which the last logits pad.
+Make = Callable[[Tensor], Tensor]  # returns the logits of hidden states
+# Returns the loss of logits and targets, summed over tokens, given the number of padding logits.
 LossOf = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class LossInside:
-    """What turns a model that returns logits into one that returns their summed loss."""
+    """A change of a model's head, which returns the summed loss instead of logits while targets
+    are set."""
 
     def __init__(self, step: ChunkedLoss, loss: LossOf = token_loss_sum) -> None:
         self.step, self.loss = step, loss
         self.targets: Tensor | None = None
 
     def given(self, targets_BT: Tensor) -> AbstractContextManager[None]:
-        """While entered, the model returns the loss of these, of which IGNORED count for nothing;
-        0-d."""
+        """Temporarily make the model return the summed loss (0-d) of these targets. IGNORED targets
+        have no loss."""
         return replaced(self, targets=targets_BT)
 
     def attach(self, model: nn.Module, head: str) -> None:
-        """To a model, or to that part of it which makes the logits; `head` names the module that
-        does where the model is not built in."""
+        """Change a model, or the stage of it that computes the logits.
+
+        Args:
+            model: The model, changed in place.
+            head: The path of the module that computes the logits; unused for built-in models.
+        """
         if (module := _head(model, head)) is None:
             assert isinstance(model, Transformer), "other models have a head"
             plain = model.logits
@@ -410,6 +461,7 @@ class LossInside:
             module.__class__ = type(module).__base__
 
     def _instead(self, owner: nn.Module, make: Make, x_BTC: Tensor) -> Tensor:
+        """Return the logits of hidden states, or their summed loss while targets are set."""
         if self.targets is None:
             return make(x_BTC)
         assert x_BTC.shape[:-1] == self.targets.shape, "the head receives all tokens"
@@ -425,8 +477,8 @@ class LossInside:
         return sum_of(self._again(lambda x: make(whole(x)), x, targets) for x, targets in chunks)
 
     def _again(self, make: Make, x_NC: Tensor, targets_N: Tensor) -> Tensor:
-        """Return the loss of a chunk, whose logits are computed once more in backward. The chunk
-        goes in as one sample: a head is used to samples."""
+        """Return the loss of a chunk, and recompute its logits in backward. The chunk is passed as
+        one sample, because a head may expect [batch, tokens, features]."""
 
         def loss(x_NC: Tensor, targets_N: Tensor) -> Tensor:
             logits_1NV = make(x_NC.unsqueeze(0))
@@ -441,7 +493,7 @@ class LossInside:
 
 
 def sum_of(losses: Iterator[Tensor]) -> Tensor:
-    """One after the other: none waits for the others."""
+    """Add losses one after the other, so that no chunk's loss is kept until the last one."""
     total = next(losses)
     for loss in losses:
         total = total + loss
@@ -449,12 +501,13 @@ def sum_of(losses: Iterator[Tensor]) -> Tensor:
 
 
 def can_fuse() -> bool:
-    """Return whether torch has the fused operator, with chunks whose size is said."""
+    """Return True if torch has `linear_cross_entropy` with a configurable chunk size."""
     return hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
 
 
 def _fused(x_NC: Tensor, targets_N: Tensor, owner: nn.Module, tokens: int) -> Tensor:
-    """By token: of a sum torch rounds the whole to the compute dtype."""
+    """Return the loss by torch's fused operator, summed here over tokens, because the operator's
+    sum is rounded to the compute dtype."""
     weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
     losses_N = F.linear_cross_entropy(
         x_NC,
@@ -469,12 +522,12 @@ def _fused(x_NC: Tensor, targets_N: Tensor, owner: nn.Module, tokens: int) -> Te
 
 
 def _head(model: nn.Module, name: str) -> nn.Module | None:
-    """The module that makes the logits; None of a built-in model whose head is its embedding."""
+    """Return the module that computes the logits; None for a built-in model with a tied head."""
     return model.head if isinstance(model, Transformer) else model.get_submodule(name)
 
 
 def _with_loss(kind: Any, inside: LossInside) -> type:
-    """`kind`, whose hooks run around all chunks together."""
+    """Return a subclass of the head's class, so that its hooks run once around all chunks."""
 
     class Head(kind):
         def forward(self, x_BTC: Tensor) -> Tensor:
@@ -485,8 +538,11 @@ def _with_loss(kind: Any, inside: LossInside) -> type:
 
 
 def _local(x_BTC: Tensor) -> tuple[Tensor, Make]:
-    """Hidden states that are whole on every rank of an axis, as plain tensors, and what makes them
-    a DTensor again. Their gradients are the ranks' terms, summed once for all chunks."""
+    """Return replicated hidden states as a plain tensor, and a function that makes a chunk of them
+    a DTensor again.
+
+    Their gradients are partial sums, which are reduced once for all chunks.
+    """
     if not isinstance(x_BTC, DTensor):
         return x_BTC, lambda x: x
     mesh = x_BTC.device_mesh
@@ -494,7 +550,7 @@ def _local(x_BTC: Tensor) -> tuple[Tensor, Make]:
 
 
 class _Whole(torch.autograd.Function):
-    """A DTensor of what all ranks have alike, whose gradient goes back as it comes."""
+    """A replicated DTensor of a plain tensor, whose gradient stays a partial sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -508,9 +564,12 @@ class _Whole(torch.autograd.Function):
 
 
 def sent_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on a device. To CUDA it travels from pinned memory, in the stream's order,
-    and the host goes on: a copy from other memory waits until the device has nothing left to do.
-    torch's allocator keeps the pinned memory until the copy is over."""
+    """Return the tensor on a device.
+
+    A copy to CUDA starts from pinned memory and is asynchronous in stream order; a copy from
+    pageable memory would block the host until the device is idle. torch's caching host allocator
+    keeps the pinned memory until the copy ends.
+    """
     if device.type == "cuda" and tensor.device.type == "cpu" and detect_fake_mode() is None:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,7 +1,6 @@
-"""Watch the forward calls of modules: the one set of hooks of whoever looks at a pass.
+"""Temporary hooks on the forward calls of modules, and helpers to read and change their arguments.
 
-Hooks that a run keeps for good (of wraps and of cut operators) are theirs to register; these are
-gone with the look. What a module is given, as its hooks see it, is read here too.
+Permanent hooks of a run (wrappers, sharded operators) are registered in their modules.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ Before = Callable[[str, nn.Module, Any, Any], Any]  # path, module, args and kwa
 After = Callable[[str, nn.Module, Any, Any], Any]  # path, module, args and output
 
 
-# Modules within a compiled block: a hook on one would be part of the block's program, and the
-# program another one.
+# Modules within compiled blocks. A hook on one would become part of the block's program and change
+# it.
 IN_PROGRAMS: WeakSet[nn.Module] = WeakSet()
 
 
@@ -36,10 +35,21 @@ def watching(
     after: After | None = None,
     is_first: bool = False,
 ) -> Iterator[list[str]]:
-    """Give the paths of the modules that run, outermost first, but of none within a compiled block,
-    which is one module. `before` is told what a module is
-    given, and `after` what it gave; what they return stands in the place of that, unless it is
-    None. `is_first`: ahead of the hooks that a module has."""
+    """Temporarily watch the forward calls of modules.
+
+    A compiled block counts as one module; modules within it are not watched.
+
+    Args:
+        modules: Pairs of path and module.
+        before: Called with path, module, args and kwargs before a forward. A result other than None
+            replaces the arguments.
+        after: Called with path, module, args and output after a forward. A result other than None
+            replaces the output.
+        is_first: True to call `before` ahead of the hooks that a module already has.
+
+    Yields:
+        The paths of the modules that are running, outermost first; the list changes in place.
+    """
     running: list[str] = []
 
     def begins(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -59,14 +69,14 @@ def watching(
             stack.callback(begun.remove)
             if after is not None:
                 stack.callback(module.register_forward_hook(partial(after, path)).remove)
-            # a module that raises has run, too, and gave nothing
+            # always_call: a module that raises must leave the list too
             stack.callback(module.register_forward_hook(ended, always_call=True).remove)
         yield running
 
 
 @contextmanager
 def listening(listeners: list[X], *more: X) -> Iterator[None]:
-    """Temporarily let these be among those that are told."""
+    """Temporarily add listeners to a list."""
     listeners.extend(more)
     try:
         yield
@@ -76,15 +86,18 @@ def listening(listeners: list[X], *more: X) -> Iterator[None]:
 
 
 def runs_again() -> bool:
-    """Return whether a module's forward runs within a backward pass: only for what it did not keep.
-    Its hooks have done their work. The engine's thread knows the pass that it works for."""
+    """Return True if the current forward is a recomputation within a backward pass.
+
+    Hooks have already done their work in the first forward. The state belongs to the thread of the
+    autograd engine.
+    """
     return is_in_backward()
 
 
 def with_first(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """The arguments with the first floating tensor changed; None where there is none."""
+    """Return the arguments with the first floating-point tensor changed; None if there is none."""
     for index, value in enumerate(args):
         if is_real(value):
             return (*args[:index], change(value), *args[index + 1 :]), kwargs
@@ -95,10 +108,10 @@ def with_first(
 
 
 def first_real(value: Any) -> torch.Tensor | None:
-    """Return the first tensor of reals among the leaves of a value."""
+    """Return the first floating-point tensor among the leaves of a value; None without one."""
     return next((leaf for leaf in tree_iter(value) if is_real(leaf)), None)
 
 
 def is_real(value: object) -> bool:
-    """Return whether it is a tensor of reals."""
+    """Return True if the value is a floating-point tensor."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,5 +1,5 @@
-"""`python -m ptrain.verification SPEC [a.b=c …]`: one rank of a verification, under torchrun, under
-`ptrain verify`, or alone."""
+"""The rank program `python -m ptrain.verification SPEC [a.b=c …]`. It verifies a spec under
+torchrun, under `ptrain verify`, or as a single process."""
 
 import sys
 
@@ -8,7 +8,7 @@ from ptrain.import_path import leave_current_folder
 if __name__ == "__main__":
     leave_current_folder()
 
-from ptrain.train.rank_start import begin  # once the path is right
+from ptrain.train.rank_start import begin  # `leave_current_folder` changes the import path
 
 if __name__ == "__main__":
     begin()

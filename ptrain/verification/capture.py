@@ -1,14 +1,15 @@
-"""Run a step of a program as the training loop does, without journal, checkpoints and signals, and
-record it from outside: the outputs of its modules, their gradients, every parameter's gradient as
-the optimizer receives it, and which samples its ranks saw.
+"""Run single steps of a program, and map between its ranks' tensors and the reference's.
 
-While layers with experts or latent features run, a rank of tp has only an addend of some values.
-The sum follows after these layers, once; until then the values differ from one device's.
+A step runs as in the training loop, without journal, checkpoints and signals. It is recorded from
+outside: the outputs of modules, their gradients, the gradient of every parameter as the optimizer
+receives it, and the samples that the ranks saw.
 
-The samples of a rank, and their tokens where cp gives it a slice, follow from the spec alone, so
-that a program that takes others is told. The sample ledger lists which samples of a global batch
-the mesh saw, by the tokens that the model was given: none may be missing and none doubled (Theorem
-3).
+Inside layers with experts or latent features, a rank of tp holds only an addend of some values. One
+sum follows after these layers; until then the values differ from the reference's.
+
+The samples of a rank, and its tokens if cp shards the sequence, follow from the spec alone, so that
+a program that reads other samples is detected. The sample ledger identifies samples by the tokens
+that the model received: no sample of the global batch may be missing or doubled (Theorem 3).
 """
 
 from __future__ import annotations
@@ -53,18 +54,19 @@ Patterns = tuple[str, ...]
 
 
 def gives_addend(roles: Roles, module: str) -> bool:
-    """Return whether the ranks' outputs of a module add up to one device's."""
+    """Return True if the outputs of a module on the ranks sum to the reference's output."""
     return any(fits(pattern, module) for pattern in _giving(roles))
 
 
 def gets_addend(roles: Roles, module: str) -> bool:
-    """Return whether the ranks' gradients of a module's output add up to one device's."""
+    """Return True if the ranks' gradients of a module's output sum to the reference's gradient."""
     return any(fits(pattern, name) for pattern in _getting(roles) for name in prefixes(module))
 
 
 @lru_cache(maxsize=16)
 def _giving(roles: Roles) -> Patterns:
-    """Return the modules whose inputs are cut, and those around them but the one that sums."""
+    """Return the modules with sharded inputs and the modules that contain them, except the expert
+    layer that sums."""
     sums = tuple(pattern for pattern, role in roles if role is Role.EXPERTS)
     rows = (pattern for pattern, role in roles if role is Role.INNER_ROW)
     around = (name for row in rows for name in prefixes(row) if is_within(name, sums))
@@ -73,8 +75,11 @@ def _giving(roles: Roles) -> Patterns:
 
 @lru_cache(maxsize=16)
 def _getting(roles: Roles) -> Patterns:
-    """Return the modules that weigh a rank's addends, and those whose outputs all heads share, of
-    which a rank has its own."""
+    """Return the modules whose output gradient on a rank is an addend.
+
+    These are latent projections, whose output all heads share while a rank has only some heads, and
+    the routers of expert layers, which weight a rank's addends.
+    """
     sums = tuple(pattern for pattern, role in roles if role is Role.EXPERTS)
     return tuple(
         name
@@ -85,10 +90,10 @@ def _getting(roles: Roles) -> Patterns:
 
 @dataclass(slots=True, kw_only=True)
 class LeafShard(ParameterShard):
-    """This rank's elements of a parameter in the tensor that an optimizer steps, for a target."""
+    """The elements of a parameter that this rank's optimizer updates, with their update target."""
 
     target: NamedTarget
-    numel: int  # of the tensor that it steps, and of what it keeps beside that
+    numel: int  # of the tensor that the optimizer steps, and of its elementwise state
 
     def like(self, state: Tensor) -> Tensor | None:
         row = held(state).flatten()
@@ -96,22 +101,25 @@ class LeafShard(ParameterShard):
         return row if state.dim() and state.numel() == self.numel else None
 
 
-_APART = 2.0**40  # more elements than a rank has
-_MOST_RANKS = int(2.0**53 / _APART) - 1  # beyond 2**53 fp64 lacks some integers
+_APART = 2.0**40  # more elements than a rank has, so that the numbers of two ranks never collide
+_MOST_RANKS = int(2.0**53 / _APART) - 1  # above 2**53 fp64 cannot represent every integer
 
 
 @torch.no_grad()
 def shards_of(program: Program) -> dict[str, LeafShard]:
-    """Return which elements of each parameter this rank's optimizers update, by canonical name.
+    """Return the elements of each parameter that this rank's optimizers update, by canonical name.
 
-    An optimizer steps tensors that no parameter shows (flat units, shards, master copies). So their
-    elements are numbered, apart on every rank, and the program itself brings the numbers to the
-    places of the elements. All ranks call it."""
+    An optimizer may step tensors that are no parameters (flat units, shards, master copies). So
+    each element of these tensors gets a number that is unique over all ranks, and
+    `program.canonical` moves the numbers to the positions of the elements in full parameters. All
+    ranks must call it.
+    """
     assert program.world.size <= _MOST_RANKS, "fp64 cannot number the elements of so many ranks"
     first = (program.world.rank + 1) * _APART  # zero is padding
     shards = {}
     for target, leaf in program.update.leaves():
-        # asked for the value of one tensor, a unit that is updated tensor by tensor is gathered
+        # `value()` of one tensor all-gathers a unit that is updated tensor by tensor, so the
+        # target's shape is used if it has one
         shape = torch.Size(getattr(target, "shape", None) or target.value().shape)
         numbers = torch.arange(shape.numel(), dtype=torch.float64, device=program.world.device)
         placed = program.canonical(target.named((numbers + first).view(shape)))
@@ -127,7 +135,7 @@ def shards_of(program: Program) -> dict[str, LeafShard]:
 
 
 def taken(updates: UpdateRecorder, factor: float = 1.0) -> dict[str, Tensor]:
-    """Return this rank's gradients that an optimizer took, without the factor of clipping."""
+    """Return this rank's gradients that an optimizer used, divided by the clipping `factor`."""
     gradients = updates.gradients
     return {name: gradients[name] / factor for name in gradients if name in updates.updated}
 
@@ -135,15 +143,26 @@ def taken(updates: UpdateRecorder, factor: float = 1.0) -> dict[str, Tensor]:
 def whole_gradients(
     program: Program, updates: UpdateRecorder, exchange: Exchange, norm: float | None
 ) -> dict[str, Tensor]:
-    """Return full gradients by name, on the host, as they were before clipping by this norm; of
-    copies their mean. All ranks call it."""
+    """Return the full gradients before clipping, by name, in fp64 on the CPU.
+
+    All ranks must call it.
+
+    Args:
+        program: The program that ran the step.
+        updates: This rank's record of the step.
+        exchange: The group of all ranks.
+        norm: The gradient norm by which the program clipped; None if unknown.
+
+    Returns:
+        The gradients. Elements that several ranks hold are averaged over these ranks.
+    """
     own = taken(updates, clipped_by(program.spec, norm))
     shapes: dict[str, list[int]] = {}
     for its in exchange.gather({name: list(updates.holds[name].shape) for name in own}):
         shapes |= its
     gradients = {}
     for name, shape in shapes.items():
-        sums = torch.zeros(2, math.prod(shape), dtype=torch.float64)  # the second: how many copies
+        sums = torch.zeros(2, math.prod(shape), dtype=torch.float64)  # row 1: the number of copies
         if name in own:
             at = updates.holds[name].at
             rows = torch.stack([own[name].double(), torch.ones_like(own[name]).double()])
@@ -157,11 +176,12 @@ def whole_gradients(
 def as_held(
     program: Program, outputs: Mapping[str, Tensor], is_addend: Callable[[Roles, str], bool]
 ) -> dict[str, Tensor]:
-    """Return another device's outputs as this rank's modules give them: of its tokens, with
-    features in the order of the ranks.
+    """Return the reference's outputs in the layout of this rank's modules, by path.
 
-    Outputs are left out of which a rank has an addend or rows of other ranks' tokens, and if it has
-    slices of the tokens, outputs by expert."""
+    They are reduced to the rank's tokens, with features in the order of the ranks. Modules without
+    a comparable output are left out: those for which `is_addend` is true, those inside experts, and
+    routers and experts if a rank has only some tokens of a sample.
+    """
     tensor, experts = program.plan.tensor, program.plan.experts
     own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
     routes_slices = program.plan.context or (experts and experts.folded)
@@ -176,8 +196,11 @@ def as_held(
 
 
 def clipped_by(spec: Spec, norm: float | None) -> float:
-    """Return what clipping multiplies gradients by (torch's clip_grad_norm_), if a program tells
-    the true norm."""
+    """Return the factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients.
+
+    It is 1.0 if the spec does not clip, or if the norm is None or not finite. The addend 1e-6 is
+    torch's.
+    """
     clip = spec.optimizer.clip
     if clip is None or norm is None or not math.isfinite(norm):
         return 1.0
@@ -185,20 +208,21 @@ def clipped_by(spec: Spec, norm: float | None) -> float:
 
 
 def _of_rows(program: Program) -> Iterator[str]:
-    """Yield the modules whose outputs have samples and tokens in one dimension, the places of
-    experts, or a loss: which of those of all tokens a slice's are, no shape tells."""
+    """Yield the paths of routers and experts, whose outputs have samples and tokens in one
+    dimension, so that their shape does not show which rows belong to a token shard."""
     for path, module in paths(program):
         if isinstance(module, MoE):
             yield from (f"{path}.{name}" for name in ("router", "experts"))
 
 
 def modules(program: Program) -> list[nn.Module]:
-    """The model, or this rank's stages of it, in which all names are the model's."""
+    """Return this rank's pieces of the model (the model, or its pipeline stages)."""
     return [piece.module for piece in program.pieces]
 
 
 def paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a rank runs; a stage is itself no module of the model."""
+    """Yield the modules that this rank runs, by path in the model; the root of a pipeline stage is
+    left out, because the model has no such module."""
     for piece in program.pieces:
         for path, module in piece.module.named_modules():
             if path or piece.is_whole:
@@ -206,8 +230,11 @@ def paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
 
 
 def drive(program: Program, source: SampleSource, step: int) -> tuple[float, float | None]:
-    """One update. Returns this rank's share of the loss, and the norm of the gradients (None where
-    the spec does not clip)."""
+    """Run one training step of the program.
+
+    Returns:
+        This rank's share of the loss, and the gradient norm (None if the spec does not clip).
+    """
     rate = learning_rate(program.spec.optimizer, step)
     seed_dropout(program, step)
     share = program.forward_backward(local_batch(program, source, step), rate)
@@ -219,28 +246,28 @@ def drive(program: Program, source: SampleSource, step: int) -> tuple[float, flo
 def drive_and_add(
     program: Program, source: SampleSource, step: int, exchange: Exchange
 ) -> tuple[float, float | None]:
-    """The same, with the global mean loss, on all ranks alike."""
+    """Run one training step like `drive`, but return the global mean loss, equal on all ranks."""
     share, norm = drive(program, source, step)
     return exchange.add([share])[0], norm
 
 
 def data_place(spec: Spec, rank: int) -> int:
-    """Return which share of every global batch is this rank's."""
+    """Return the index of this rank's share of every global batch."""
     where = coordinates(spec, rank)
     return row_major((where[axis], spec.degree(axis)) for axis in SAMPLE_AXES if axis in where)
 
 
-_OF_HEADS = 4  # dimensions of a tensor that has heads in front of the tokens
+_OF_HEADS = 4  # dimensions of a tensor [samples, heads, tokens, features]
 
 
 def own_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
-    """Return the tokens of a rank, in its order; none where it has all of a sample's."""
+    """Return the token ranges of a rank in its order; empty if it has all tokens of a sample."""
     step = context_of(spec)
     return spans_at(step, coordinates(spec, rank)[step.axis]) if step else ()
 
 
 class TokensOfRank:
-    """Takes a rank's tokens of whole tensors, or those in other `spans`."""
+    """The selection of a rank's tokens (or of the tokens in `spans`) from full tensors."""
 
     def __init__(self, spec: Spec, rank: int, spans: Sequence[Span] | None = None) -> None:
         self._spans = own_spans(spec, rank) if spans is None else spans
@@ -248,15 +275,19 @@ class TokensOfRank:
         self._is_built_in = isinstance(spec.model, ModelShape)
 
     def of_output(self, whole: torch.Tensor) -> torch.Tensor:
-        """Of what a module gives, [samples, tokens, ...], or heads in front of the tokens; of
-        tokens, [samples, tokens]. All else is as it was."""
+        """Return the rank's tokens of a module's output.
+
+        The layout is [samples, tokens, ...] or [samples, heads, tokens, features]. A tensor without
+        a token dimension of the full sequence length is returned unchanged.
+        """
         dims = (2, 1) if whole.dim() == _OF_HEADS else (1,)
         sizes = dict(zip(range(whole.dim()), whole.shape, strict=True))
         dim = next((dim for dim in dims if sizes.get(dim) == self._sequence), None)
         return whole if dim is None else self._taken(whole, dim)
 
     def of_buffer(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Of a built-in model's table with a row for each token."""
+        """Return the rank's rows of a built-in model's buffer with a row per token; other buffers
+        are returned unchanged."""
         is_cut = self._is_built_in and name.endswith(OF_TOKENS)
         return self._taken(whole, 0) if is_cut else whole
 
@@ -272,8 +303,13 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Rows of the reference's inputs, from 0, that came less often than the batch has them on all
-    ranks together, and that came more often than the others."""
+    """The rows of a global batch that the ranks missed or saw too often.
+
+    Attributes:
+        missing: Indices of rows that all ranks together saw less often than the batch has them.
+        doubled: Indices of rows that they saw more often than the other rows.
+        count: The number of rows in the batch.
+    """
 
     missing: tuple[int, ...]
     doubled: tuple[int, ...]
@@ -284,8 +320,18 @@ class Samples:
 
 
 def ledger_of(reference: Sequence[T], everyones: Sequence[Sequence[T]]) -> Samples | None:
-    """Ranks that share a batch all see it, so what counts is that no row comes more often than
-    another, relative to how often the batch has it. None if the rows cannot be compared."""
+    """Compare the rows that all ranks saw with the rows of the global batch.
+
+    Ranks that share a batch (tp, cp) all see it, so absolute counts differ on purpose. A row is
+    doubled if it came more often than the usual row, relative to its count in the batch.
+
+    Args:
+        reference: The rows of the global batch.
+        everyones: The rows that each rank saw.
+
+    Returns:
+        The missing and doubled rows; None if no row is known, or if a rank saw an unknown row.
+    """
     expected = Counter(reference)
     seen = Counter(row for rows in everyones for row in rows)
     known = {row: seen[row] / times for row, times in expected.items() if seen[row]}
@@ -305,13 +351,22 @@ UNKNOWN = -1
 def sample_mismatches(
     given: StepBatch, reference: ReferenceTraining, step: int, rank: int, exchange: Exchange
 ) -> Iterator[Mismatch]:
-    """Compare the samples of this rank with those it should have; `given` is what its model ran on.
-    All ranks call it."""
+    """Yield a mismatch if this rank's model ran on other samples than the spec assigns to it.
+
+    All ranks must call it.
+
+    Args:
+        given: The batch that this rank's model ran on.
+        reference: The reference, which has the samples of all ranks.
+        step: The step, from 0.
+        rank: This rank.
+        exchange: The group of all ranks.
+    """
     spec = reference.spec
     what = "tokens" if spec.data.function is None else "samples"
     own_tokens = TokensOfRank(spec, rank)
     expected = _expected(reference, step, own_tokens)
-    names: dict[bytes, int] = {}  # tokens are one sample, however often the batch has them
+    names: dict[bytes, int] = {}  # equal tokens count as one sample, even if the batch repeats them
     for ids in expected.values():
         for sample, key in ids:
             names.setdefault(key, sample)
@@ -344,7 +399,7 @@ def sample_mismatches(
 def _expected(
     reference: ReferenceTraining, step: int, own: TokensOfRank
 ) -> dict[int, list[tuple[int, bytes]]]:
-    """Return by data rank its samples, and of their tokens this rank's own."""
+    """Return the samples of each data rank as (sample, key of the tokens that this rank has)."""
     samples: dict[int, list[tuple[int, bytes]]] = {}
     for micro_batch in reference.micro_batches(step):
         samples.setdefault(micro_batch.data_index, []).extend(
@@ -355,8 +410,8 @@ def _expected(
 
 
 def _key(sample: SampleBatch, own: TokensOfRank) -> bytes:
-    """Return what the model is given of a sample, at a rank's own tokens; what the loss asks of it
-    the loss tells."""
+    """Return the bytes of a sample's model input at a rank's tokens. Targets are not included,
+    because the comparison of losses covers them."""
     tensor = own.of_output(sample.tensors[0])
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 

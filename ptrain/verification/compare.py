@@ -24,17 +24,17 @@ from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.parts import Magnitude, difference, norm, numbers_apart, ratio
 from ptrain.verification.reference import Trajectory
 
-STILL = 1e-6  # parameters that moved less than this, relative to their length, stood still
+STILL = 1e-6  # a relative distance; parameters that moved less count as unchanged
 
 
-# fp64, relative: sums over the same addends in another order. In fp64 the orders over 1, 2, 4 and 8
-# parts differ by less than 1e-15 in the loss; a real fault is 1e-5 or more.
+# Relative tolerances in fp64 for sums over the same addends in another order. The orders over 1, 2,
+# 4 and 8 parts differ by less than 1e-15 in the loss; a real fault is 1e-5 or more.
 FP64_LOSS, FP64_NORM, FP64_PARAMETERS = 1e-12, 1e-11, 1e-9
 
 
 def alive(name: str, run: Trajectory) -> Iterator[Check]:
     """Yield the checks that a run learned anything; two runs that learn nothing agree perfectly."""
-    if run.gradient_norms:  # min() passes over what is not a number, or not, by its place
+    if run.gradient_norms:  # the result of min() with NaN depends on the order
         norms = (norm for norm in run.gradient_norms if not math.isnan(norm))
         least = min(norms, default=math.nan)
         yield claim(f"{name}: gradients", least, least > 0.0, "every gradient is zero")
@@ -46,7 +46,7 @@ def alive(name: str, run: Trajectory) -> Iterator[Check]:
         return
     wrong = sum(not math.isfinite(loss) for loss in run.losses)
     yield claim(f"{name}: losses are finite", None, wrong == 0, f"{wrong} losses are not finite")
-    if run.again is not None:  # on the very batch of step 0: no batch's luck is in it
+    if run.again is not None:  # on the batch of step 0, so that batches do not add noise
         first, fall = run.losses[0], run.losses[0] - run.again
         yield claim(
             f"{name}: learns",
@@ -62,7 +62,7 @@ def parted(
     """Yield the checks of the gradient norm of every step, and of the final parameters by norm.
 
     Args:
-        reference: The run that is right.
+        reference: The reference run.
         run: The run to check.
         limits: The relative tolerance of each step's gradient norm; None to skip this check.
         parameters: The relative tolerance of each final parameter; None to skip this check. A
@@ -124,6 +124,7 @@ def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float
 
 
 def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
+    """Return the relative difference of a tensor; infinite if the shapes differ."""
     if expected.shape != actual.shape:
         return math.inf
     noise = scale.usual * math.sqrt(expected.numel()) if scale.is_noise(expected) else 0.0
@@ -246,9 +247,10 @@ class LargestDifference:
         return share_of(self.difference, self.tolerance)
 
     def see(self, difference: float, place: str, tolerance: float = 0.0) -> None:
+        """Record a difference at `place`, and keep it if it is the largest or NaN."""
         self.count += 1
         self.tolerance = max(self.tolerance, tolerance)
-        if not difference <= self.difference:
+        if not difference <= self.difference:  # true for NaN
             self.difference, self.place = difference, place
 
     def check(self, first: Mismatch | None = None) -> Check:
@@ -267,8 +269,16 @@ class LargestDifference:
 
 @dataclass(slots=True, kw_only=True)
 class Differences:
-    """The differences of one rank in one step; `modules` are the positions of modules in
-    the model."""
+    """The differences of one rank in one step.
+
+    Attributes:
+        step: The step, from 0.
+        rank: This rank.
+        mismatches: The differences that exceed their tolerance.
+        courses: The movement of each parameter in the step, by name.
+        largest: The largest difference of each kind.
+        modules: The position of each module in the order of execution, by path.
+    """
 
     step: int
     rank: int
@@ -299,8 +309,8 @@ class Differences:
         index: int = 0,
         words: str = "",
     ) -> None:
-        """Record a difference, and add a mismatch if it exceeds the tolerance or is not one of
-        values."""
+        """Record a difference, and add a mismatch if it exceeds the tolerance or is a difference of
+        shape or dtype."""
         self.see((moment, subject), difference, tolerance, name)
         if way is not Way.VALUE or difference > tolerance:
             self.mismatches.append(

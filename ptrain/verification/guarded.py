@@ -9,7 +9,7 @@ from ptrain.import_path import leave_current_folder
 if __name__ == "__main__":
     leave_current_folder()
 
-from ptrain.train.rank_start import begin  # once the path is right
+from ptrain.train.rank_start import begin  # `leave_current_folder` changes the import path
 
 if __name__ == "__main__":
     begin()

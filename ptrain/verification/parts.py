@@ -52,7 +52,7 @@ def canonical_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from modules.items()
 
 
-# A rank counts as missing from a sum below this share of the usual coefficient.
+# An addend is missing from a sum if its coefficient is below this fraction of the largest.
 ABSENT = 1e-3
 # Eigenvalues of the basis below this share of the largest are rounding: gradients that are equal.
 _RANK = 1e-9
@@ -76,18 +76,20 @@ class LeastSquares:
         return factor
 
     def holds(self, tolerance: float) -> bool:
+        """Return True if the residual is within the tolerance."""
         return self.residual <= tolerance
 
 
 def multiple(actual: Tensor, expected: Tensor) -> LeastSquares:
-    """Fit actual = factor * expected."""
+    """Fit actual = factor * expected, and return the fit."""
     return combination(actual, [expected])
 
 
 def combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
-    """Fit target = sum of coefficient * basis.
+    """Fit target = sum of coefficient * basis, and return the fit.
 
-    Of several solutions it is the shortest one, so that equal tensors get equal coefficients.
+    If there are several solutions, the shortest is returned, so that equal tensors get equal
+    coefficients. Coefficients are NaN if the target is zero or a value is not finite.
     """
     vector = target.detach().double().flatten()
     matrix = torch.stack([tensor.detach().double().flatten() for tensor in basis], dim=1)
@@ -188,6 +190,7 @@ def products(
 
 
 def _candidates(degrees: Mapping[str, int]) -> Iterator[DegreeProduct]:
+    """Yield the products of one or two degrees, simplest first."""
     singles = (((1.0,), 1), ((-1.0,), 1))
     together = (((1.0, 1.0), 2), ((-1.0, -1.0), 2))
     powers = (((2.0,), 1), ((-2.0,), 1), ((0.5,), 1), ((-0.5,), 1))
@@ -244,7 +247,7 @@ def ratio(size: float, length: float) -> float:
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, length: float) -> float:
-    """The distance is relative to `length`, and infinite for what is not finite."""
+    """Return the 2-norm of the difference relative to `length`; infinite if it is not finite."""
     return ratio(norm(actual.double() - expected.to(actual.device).double()), length)
 
 
@@ -305,13 +308,15 @@ def full(tensor: Tensor) -> Tensor:
     return every.detach().to("cpu", copy=True).contiguous()
 
 
-# A tensor this small beside the model's root mean square has not moved from zero. Softmax does not
-# see a key's bias: its gradient is rounding alone, Adam makes lr * |g| / eps of it, and every order
-# of summation has noise of its own.
+# A tensor with a root mean square below this fraction of the model's is rounding. Example: softmax
+# is invariant to the bias of keys, so its gradient is pure rounding, which Adam amplifies to
+# lr * |g| / eps, and each order of summation gives other noise.
 NOISE = 1e-6
-# A rank's elements may be a quiet corner of a tensor, whose rounding is that of the others.
+# A rank's elements may be much smaller than the rest of a tensor but carry the same rounding, so
+# their length is at least this fraction of the tensor's.
 QUIET = 1e-2
-# One number may be a sum that cancels (a bias in front of a loss), and rounds as its addends do.
+# A scalar may be a sum that cancels (the bias before a loss), and its rounding is that of the
+# addends.
 _CANCELLED = 0.1
 
 
@@ -323,6 +328,7 @@ class Magnitude:
 
     @classmethod
     def of(cls, tensors: Mapping[Any, Tensor]) -> Magnitude:
+        """Return the magnitude of these tensors."""
         return cls(root_mean_square(tensors.values()))
 
     def length(self, whole: Tensor, part: Tensor) -> float:
@@ -340,6 +346,7 @@ class Magnitude:
         return self.usual if mean <= NOISE * self.usual else max(QUIET * mean, least)
 
     def is_noise(self, whole: Tensor) -> bool:
+        """Return True if the tensor is so small that it consists of rounding."""
         return mean_size(whole) <= NOISE * self.usual
 
 

@@ -51,7 +51,7 @@ from ptrain.verification.references import (
     without_dropout,
 )
 
-FEW, MANY = 3, 7  # permuted references beside a fixed figure, and instead of one
+FEW, MANY = 3, 7  # permuted references in addition to a fixed figure, and instead of one
 QUANTILES = {FEW: 28.000, MANY: 7.885}  # of Student's t by degrees of freedom: once in 10^4
 FP32_LOSS = 1e-4
 _FP32 = torch.finfo(torch.float32).eps

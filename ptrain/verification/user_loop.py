@@ -46,9 +46,9 @@ def verify(
 
     Args:
         reference: The loop on a single device: the plain module, and a step on the global batch.
-        distributed: The loop as it is: a step on this rank's share. Both are a `Job`, or a function
-            that makes one; with functions the loop runs twice from its start, and both runs must be
-            identical to the bit.
+        distributed: The distributed loop: a step on this rank's share. Both are a `Job`, or a
+            function that makes one; with functions the loop runs twice from its start, and both
+            runs must be identical to the bit.
         batches: The global batches, identical on every rank.
         share: This rank's share of each batch: a function of the global batch (`share_of`: equal
             parts), or a list of this rank's batches. None: the full batch (tensor parallelism
@@ -120,7 +120,7 @@ def _compared(
             raise _not_told(second, "Set its rate to 0 for the verdict, on both sides.") from None
 
 
-_VERDICTS = counted()  # as many on every rank
+_VERDICTS = counted()  # all ranks verify equally often, so the keys in the store agree
 
 
 class _RaisedOnAnyRank:
@@ -141,7 +141,7 @@ class _RaisedOnAnyRank:
         if error is None or not dist.is_initialized():
             return
         own = f"rank {dist.get_rank()} raised {type(error).__name__}: {error}"
-        with suppress(RuntimeError):  # the process that has the store is gone
+        with suppress(RuntimeError):  # the process that hosts the store has exited
             first = default_store().compare_set(self._key, "", own).decode()
             if first != own and _OF_COLLECTIVES.search(str(error)):
                 remedy = "Find why that rank raised."

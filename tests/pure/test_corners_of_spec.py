@@ -307,6 +307,7 @@ NAMED = {
     "activations are those of the local layers": "Definition 2",
     "heads divide": "Definition 1",
     "the loss kernel supports the logits": "Definition 1",
+    "the loss leaves the padding out": "Definition 1",
     "every token has an embedding row": "Definition 1",
     "the loss is a mean over all counted targets": INTEGRITY,
     "padding has no effect": INTEGRITY,
@@ -365,7 +366,7 @@ NAMED = {
 WAITING = """replicas are outside shards;
     muon does not support experts; flash attention accepts no mask;
     keys and values have equal dimensions; ranks have equal numbers of chunks;
-    experts are sharded over tp too; the naive plan shards experts;
+    attention is part of a program; experts are sharded over tp too; the naive plan shards experts;
     all tokens between blocks; the naive plan uses all tokens;
     the naive plan has no latent attention;
     gathered shards are equal; shards of shards are equal;
@@ -374,7 +375,8 @@ WAITING = """replicas are outside shards;
     saved shards are gathered once; shared gradients are reduced before the update;
     muon needs the full model; offloaded activations are used once;
     attention is a separate module; a budget's peaks are predicted;
-    recomputed units are gathered; the naive plan keeps saved activations"""
+    recomputed units are gathered; the naive plan keeps saved activations;
+    a block is one program"""
 
 
 def test_every_rule_has_its_name_and_the_theorem_that_it_guards():

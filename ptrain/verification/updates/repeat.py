@@ -1,9 +1,10 @@
-"""Repeat an optimizer's step on other tensors, by parameter, through the code of its own class, and
-record what the optimizers of one side's step are given and leave. The optimizer that trains is
-not touched.
+"""Records of optimizer steps, and their repetition on other tensors.
 
-A rule that reads more than one element (a matrix's norm, a Newton–Schulz iteration) gives another
-result for a rank's piece than for a DTensor: compare with what the step made.
+A recorder keeps the inputs and outcomes of all optimizers in one step, by parameter. `repeat` runs
+the step of the optimizer's class on other tensors; the optimizer that trains stays unchanged.
+
+A rule that reads more than one element (a matrix norm, a Newton–Schulz iteration) has another
+result on a rank's shard than on a DTensor. So compare a repetition with the step's outcome first.
 """
 
 from __future__ import annotations
@@ -40,19 +41,26 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-# `step`: a scheduler's wrapper around it. `grad_scale`: gradients are taken without it.
+# `step` is a scheduler's wrapper of the method. `grad_scale` is not needed, because recorded
+# gradients are unscaled.
 _LEFT_OUT = {"param_groups", "state", "step", "grad_scale", *_HOOKS}
-# Of a group: its tensors.
+# The entries of a parameter group that hold tensors or their names.
 _OF_TENSORS = ("params", "param_names")
 
 
 class CannotRepeat(Exception):
-    """Why an update cannot be repeated, in words."""
+    """The reason why an update cannot be repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an optimizer is beside its tensors, their state and their settings."""
+    """An optimizer without its parameters, their state and their settings.
+
+    Attributes:
+        kind: The class of the optimizer.
+        attributes: Copies of its other attributes.
+        obstacle: The reason why it cannot be copied; "" if it can.
+    """
 
     kind: type[Optimizer]
     attributes: dict[str, Any]
@@ -60,7 +68,7 @@ class Rule:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Rule:
-        """Copy it as it is now; the parameters that its attributes name stay what they are."""
+        """Copy an optimizer's present attributes. Parameters that they refer to are not copied."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         known = {id(tensor) for tensor in tensors}
         attributes = {
@@ -83,11 +91,18 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ingredients:
-    """What the update of one parameter is made of, as this rank's elements in a row [n].
+    """The inputs of the update of one parameter, with this rank's elements as rows [n].
 
-    `tensor` is what the optimizer itself updates, a parameter or its master copy, and `shape` that
-    of this rank's piece of it. `state`: rows of what is kept beside it, and scalars; `settings`:
-    those of its group; `group`: the number of that, over all optimizers."""
+    Attributes:
+        rule: The optimizer without its tensors.
+        tensor: The tensor that the optimizer updates: a parameter or its master copy.
+        shape: The shape of this rank's piece of it.
+        value: The elements before the update.
+        gradient: The gradient; None if there is none.
+        state: The optimizer state: rows for elementwise state, and scalars.
+        settings: The settings of the parameter group.
+        group: The index of the group over all optimizers.
+    """
 
     rule: Rule
     tensor: Tensor
@@ -99,22 +114,31 @@ class Ingredients:
     group: int = 0
 
     def with_state(self, **changed: Any) -> Ingredients:
-        """Return the same with other state; what is None is not there."""
+        """Return a copy with changed state; an entry that is None is removed."""
         state = {k: v for k, v in (self.state | changed).items() if v is not None}
         return replace(self, state=state)
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """What an update leaves: the values in a row [n], and the state."""
+    """The outcome of an update: the values as a row [n], and the state."""
 
     value: Tensor
     state: dict[str, Any]
 
 
 def repeat(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
-    """Return what one step of each rule makes of its parameters, by name; of those without a
-    gradient what they were. Raises CannotRepeat where the rule's own code does not run on rows."""
+    """Run one optimizer step on the given ingredients.
+
+    Args:
+        taken: The ingredients by parameter name.
+
+    Returns:
+        The outcome of each parameter; unchanged values for one without a gradient.
+
+    Raises:
+        CannotRepeat: The optimizer cannot be copied, or its code fails.
+    """
     rules: dict[int, dict[str, Ingredients]] = {}
     for name, ingredients in taken.items():
         rules.setdefault(id(ingredients.rule), {})[name] = ingredients
@@ -125,6 +149,7 @@ def repeat(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
 
 
 def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
+    """Run one step of a single optimizer."""
     rule = next(iter(taken.values())).rule
     if rule.obstacle:
         raise CannotRepeat(f"{rule.kind.__name__}: {rule.obstacle}")
@@ -143,7 +168,8 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
             for name, own in taken.items():
                 _give(optimizer, pieces[name], own)
             with Alone(lambda words: CannotRepeat(f"its {words}")):
-                # without the hooks that torch puts around it: a user's must not run again
+                # Optimizer.profile_hook_step (torch/optim/optimizer.py) wraps `step` with hooks;
+                # a user's hooks must not run again, so the wrapped method is called
                 step: Any = rule.kind.step
                 (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
     except CodeRaised as error:
@@ -165,6 +191,7 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
 
 
 def _give(optimizer: Optimizer, piece: nn.Parameter, own: Ingredients) -> None:
+    """Add a parameter with its gradient, settings and state to an optimizer."""
     if own.gradient is not None:
         piece.grad = own.gradient.to(piece.dtype, copy=True).view(own.shape)
     optimizer.param_groups.append({**settings_of(own.settings), "params": [piece]})
@@ -176,15 +203,15 @@ def _give(optimizer: Optimizer, piece: nn.Parameter, own: Ingredients) -> None:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy that nobody else writes to."""
+    """Return a deep copy; of a tensor a detached clone."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.deepcopy(value)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group without its tensors, for a step that no graph of
-    CUDA captures."""
+    """Return the settings of a parameter group without its tensors, with `capturable` off, because
+    no CUDA graph captures the repeated step."""
     return {
         key: False if key == "capturable" else copied(value)
         for key, value in group.items()
@@ -201,19 +228,19 @@ def _cause(error: CodeRaised) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a scalar of state or settings as a number; None of what is none."""
+    """Return a scalar of state or settings as a float; None if the value is not a number."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
 
 
 def is_row(value: Any, row: Tensor) -> bool:
-    """Return whether it is kept element by element beside a row."""
+    """Return True if a value is elementwise state: a 1-d tensor of the row's shape."""
     return isinstance(value, Tensor) and value.shape == row.shape and value.dim() == 1
 
 
 def same(own: Any, other: Any) -> bool:
-    """Return whether two settings, or two entries of state, are the same to the bit."""
+    """Return True if two settings or entries of state are bitwise equal."""
     are_both = isinstance(own, Tensor) and isinstance(other, Tensor)
     if are_both and (own.dtype, own.shape) == (other.dtype, other.shape):
         return torch.equal(own, other)
@@ -224,9 +251,15 @@ def same(own: Any, other: Any) -> bool:
 
 @dataclass(slots=True)
 class UpdateRecord:
-    """`shards`: each parameter as its optimizer has it, of a master copy that. `obstacle`: why
-    nothing of it can be repeated; "" where it can. Parameters that no optimizer of this rank
-    steps are not in it."""
+    """The record of one step's updates on this rank, for parameters that an optimizer steps.
+
+    Attributes:
+        before: The ingredients of each update.
+        after: The outcome of each update.
+        shards: The tensor that the optimizer steps: the parameter's shard, or its master copy.
+        masters: The parameters with a master copy.
+        obstacle: The reason why nothing can be repeated; "" if it can.
+    """
 
     before: dict[str, Ingredients] = field(default_factory=dict)
     after: dict[str, UpdateOutcome] = field(default_factory=dict)
@@ -236,10 +269,18 @@ class UpdateRecord:
 
 
 class UpdateRecorder(ExitStack):
-    """`with UpdateRecorder(holds) as updates:` around a step. `holds` are the parameters by name as
-    this rank has them; `gradients` theirs as an optimizer takes them; `updated` those that one
-    steps with, at these `rates`; `has_closure`: an optimizer runs passes itself (LBFGS), each with
-    other parameters."""
+    """The recorder of optimizer steps: `with UpdateRecorder(holds) as updates:` around a step.
+
+    Attributes:
+        holds: This rank's shard of each parameter, by name.
+        record: The record of the updates.
+        gradients: The gradients by name, unscaled, when the optimizer reads them.
+        updated: The parameters that an optimizer holds under their name.
+        rates: The learning rates of the groups.
+        optimizers: The optimizers that stepped.
+        num_updates: The number of steps of each optimizer, by its id.
+        has_closure: True if an optimizer runs passes itself (LBFGS), each with other parameters.
+    """
 
     def __init__(self, holds: Mapping[str, ParameterShard]) -> None:
         super().__init__()
@@ -253,7 +294,7 @@ class UpdateRecorder(ExitStack):
         self.holds = holds
         self._running: list[tuple[Optimizer, dict[str, Ingredients]]] = []
         self._num_groups = 0
-        self._depth = 0  # of a step that calls its base class's, which torch's hooks see too
+        self._depth = 0  # of nested steps: super().step() triggers the hooks again
 
     def __enter__(self) -> Self:
         self.callback(register_optimizer_step_pre_hook(self._before_update).remove)
@@ -262,14 +303,17 @@ class UpdateRecorder(ExitStack):
 
     @property
     def updates(self) -> int:
-        """How often the optimizer that stepped most did."""
+        """The largest number of steps of one optimizer."""
         return max(self.num_updates.values(), default=0)
 
     def _before_update(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """A parameter's gradient is taken when the optimizer that has it steps; where none has it
-        under its own name (a copy, another rank's share) when the first one does."""
+        """Record gradients before an optimizer steps.
+
+        A parameter's gradient is read when the optimizer that holds it steps. If no optimizer holds
+        the parameter itself (but a copy, or another rank does), it is read at the first step.
+        """
         given = [*args[1:], kwargs.get("closure")]
         self.has_closure = self.has_closure or any(callable(argument) for argument in given)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -278,7 +322,7 @@ class UpdateRecorder(ExitStack):
             if id(shard.parameter) in own or name not in self.gradients:
                 if (gradient := _gradient(optimizer, shard)) is not None:
                     self.gradients[name] = gradient
-                elif id(shard.parameter) in own:  # another optimizer, before, is not its own
+                elif id(shard.parameter) in own:  # read at another optimizer's step
                     self.gradients.pop(name, None)
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
@@ -290,7 +334,7 @@ class UpdateRecorder(ExitStack):
 
     @torch.no_grad()
     def _keep(self, optimizer: Optimizer) -> None:
-        """Keep what it is given."""
+        """Record the ingredients of an optimizer's step."""
         rule, taken = Rule.of(optimizer), dict[str, Ingredients]()
         places = {
             id(tensor): (tensor, number, group)
@@ -298,7 +342,7 @@ class UpdateRecorder(ExitStack):
             for tensor in group["params"]
         }
         self._num_groups += len(optimizer.param_groups)
-        # a tensor that is brought for its update alone is empty if it has no gradient
+        # a tensor that is materialized only for its update stays empty without a gradient
         given = [tensor for tensor, _, _ in places.values() if tensor.numel()]
         for name, shard in self._named(given):
             tensor, number, group = places[id(shard.parameter)]
@@ -319,15 +363,15 @@ class UpdateRecorder(ExitStack):
                 settings=settings_of(group),
                 group=number,
             )
-        # An optimizer around another one (ZeroRedundancyOptimizer): the inner one's step counts,
-        # and what that does not have is brought from another rank.
+        # ZeroRedundancyOptimizer steps another optimizer: the inner step counts, and parameters
+        # that the inner optimizer lacks are broadcast from other ranks.
         for _, outer in self._running:
             outer.clear()
         self._running.append((optimizer, taken))
 
     @torch.no_grad()
     def _after_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Keep what the step left."""
+        """Record the outcome of an optimizer's step."""
         if self._depth:
             self._depth -= 1
             return
@@ -341,8 +385,10 @@ class UpdateRecorder(ExitStack):
             record.after[name] = UpdateOutcome(shard.value().clone(), _state(shard, optimizer))
 
     def _named(self, tensors: list[Tensor]) -> Iterator[tuple[str, ParameterShard]]:
-        """Yield which parameters these tensors are, or are the master copies of: those have the
-        parameter's shape and round to what it is."""
+        """Yield the parameters that these tensors are or are master copies of.
+
+        A master copy is a tensor of the parameter's shape that rounds to its value.
+        """
         known = {id(tensor) for tensor in tensors}
         own = [name for name, shard in self.holds.items() if id(shard.parameter) in known]
         yield from ((name, self.holds[name]) for name in own)
@@ -359,17 +405,18 @@ class UpdateRecorder(ExitStack):
 
 
 def piece_shape(shard: ParameterShard) -> torch.Size:
-    """Return the shape of this rank's piece; of one in a flat parameter that of its row."""
+    """Return the shape of this rank's piece; [n] for a piece inside a flat parameter."""
     return held(shard.parameter).shape if shard.within is None else shard.value().shape
 
 
 def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
+    """Return True if a tensor, rounded to the parameter's dtype, equals the parameter."""
     own, other = held(master), held(parameter)
     return own.shape == other.shape and torch.equal(own.to(other.dtype), other)
 
 
 def _gradient(optimizer: Optimizer, shard: ParameterShard) -> Tensor | None:
-    """Return a copy of a gradient as an optimizer takes it: a fused one undoes the scale itself."""
+    """Return a copy of the unscaled gradient; a fused optimizer divides by `grad_scale` itself."""
     gradient, scale = shard.gradient(), getattr(optimizer, "grad_scale", None)
     if gradient is None:
         return None
@@ -377,7 +424,8 @@ def _gradient(optimizer: Optimizer, shard: ParameterShard) -> Tensor | None:
 
 
 def _state(shard: ParameterShard, optimizer: Optimizer) -> dict[str, object]:
-    """What is kept beside the parameter: this rank's elements of what is alike, all of the rest."""
+    """Return a copy of a parameter's optimizer state: this rank's elements of elementwise state,
+    and all other entries in full."""
     entries = optimizer.state.get(shard.parameter, {})
     state: dict[str, object] = {}
     for key, value in entries.items():
