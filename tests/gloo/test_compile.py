@@ -51,7 +51,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "dropout": ("ddp", DROPOUT),
     "dropout, recomputed": ("zero3", DROPOUT, M),
 }
-BY_DEFAULT = ("zero2", "tp", "tp, sharded tokens", "dropout, recomputed")
+BY_DEFAULT = ("tp, sharded tokens", "dropout, recomputed")
 PREDICTED = [row for row in ROWS if not row.startswith(("tp", "ulysses"))]
 needs_compiler = pytest.mark.skipif(
     which("g++") is None, reason="inductor compiles with a C++ compiler"

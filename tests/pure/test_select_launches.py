@@ -65,7 +65,7 @@ def rows_of(chooser: Chooser, number: int) -> list[Ranked]:
     return [row for row in map(chooser.exactly, scored(chooser.search, 5, number)) if row]
 
 
-@pytest.mark.parametrize("times", [2, 20])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_estimates_order_as_what_is_derived_where_hosts_are_behind(times: float):
     rows = [row for row in rows_of(chooser("cp==1", times=times), 40) if row.step]
     closed, exact = ([row.closed.seconds for row in rows], [row.seconds or 0.0 for row in rows])

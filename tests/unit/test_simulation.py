@@ -376,8 +376,14 @@ def test_a_chart_is_of_one_spec(capsys, tmp_path) -> None:
     [
         ("zero3", ("precision.layout=fp32",)),  # 16 tokens, and rows of 32
         ("tp-sp", ("precision.layout=bf16",)),
-        ("ddp", ("optimizer.name=sgd", "precision.layout=zero16", "precision.master=bf16")),
-        ("zero1", ("optimizer.name=sgd", "precision.layout=bf16")),
+        pytest.param(
+            "ddp",
+            ("optimizer.name=sgd", "precision.layout=zero16", "precision.master=bf16"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "zero1", ("optimizer.name=sgd", "precision.layout=bf16"), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_where_no_gpu_is_believed_in_a_processor_allocates_what_its_kernels_would(
