@@ -97,7 +97,7 @@ class SyncPolicy:
 
 
 class Compiled(MeantWord):
-    """What torch.compile makes a program of."""
+    """The part of the model that torch.compile compiles."""
 
     NONE = "none", "nothing: operators run one by one"
     BLOCK = (

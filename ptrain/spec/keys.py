@@ -343,7 +343,7 @@ class Keys:
     compile: Annotated[
         Compiled,
         Either(
-            "What torch.compile makes a program of.",
+            "Compile the forward pass of each block with torch.compile.",
             "none or block",
             (
                 Choice("", words_of(Compiled)),
