@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51750,
+    "ptrain": 51770,
     "ptrain/activations": 390,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -41,7 +41,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/derivation": 5140,
     "ptrain/facts": 800,
     "ptrain/internals": 440,
-    "ptrain/interpreter": 1060,
+    "ptrain/interpreter": 1070,
     "ptrain/meters": 1480,
     "ptrain/models": 5000,
     "ptrain/optimizers": 500,

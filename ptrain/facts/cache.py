@@ -124,10 +124,16 @@ def _opened_files() -> Iterator[set[str]]:
 
 
 def _module_files() -> Iterator[str]:
-    """Yield the files of loaded modules; for an installed package, only its top-level module."""
-    for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not (_INSTALLED in file and "." in name):
+    """Yield the files of loaded modules; for an installed package, only its top-level module.
+
+    Modules below an installed package may lie elsewhere: inductor writes programs into a temporary
+    folder and loads them as `torch._inductor.runtime.compile_tasks` (torch 2.13).
+    """
+    files = {name: getattr(module, "__file__", None) for name, module in [*sys.modules.items()]}
+    for name, file in files.items():
+        top = files.get(name.partition(".")[0])
+        is_below_installed = "." in name and isinstance(top, str) and _INSTALLED in top
+        if isinstance(file, str) and not is_below_installed:
             yield os.path.abspath(file)
 
 

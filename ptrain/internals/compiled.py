@@ -92,7 +92,7 @@ def silent_programs() -> Iterator[None]:
     """Temporarily compile programs whose kernels compute nothing.
 
     Such a program allocates, reuses and frees the same buffers and calls the same operators as the
-    real one, and needs no C++ compiler. All programs are dropped before and after: torch caches
+    real one, and builds no kernels. All programs are dropped before and after: torch caches
     programs by their text, in which kernels are only names, so silent and real ones would mix.
     """
     # Imported here and not listed in PARTS, because the import may start Triton's worker processes.
@@ -110,6 +110,22 @@ def silent_programs() -> Iterator[None]:
             yield
     finally:
         _forget_programs()
+
+
+def lacks_compiler() -> bool:
+    """Return True if inductor finds no C++ compiler.
+
+    On CPUs it needs one even to generate a program, because it builds a test for each of the
+    processor's instruction sets (torch/_inductor/cpu_vec_isa.py, 2.13).
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return True
+    return False
 
 
 def _forget_programs() -> None:

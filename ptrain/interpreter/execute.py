@@ -25,7 +25,8 @@ from ptrain.axes.tensor.run.apply import (
     parallelize,
     require_rows,
 )
-from ptrain.errors import BrokenPlan
+from ptrain.errors import BrokenPlan, refused
+from ptrain.internals.compiled import lacks_compiler
 from ptrain.interpreter.construction import Balancing, Construction, Workpiece, cut_into_stages
 from ptrain.interpreter.look import Filling
 from ptrain.interpreter.loss import Clipping, Enter, InTurn, Loss, LossScale, StepLoss
@@ -151,7 +152,13 @@ def _keep_less(step: Keep, piece: Workpiece, rank: Construction) -> None:
     keep(piece.module, step, tiers, is_compiled=piece.plan.compiled is not None)
 
 
-def _compile(step: Compile, piece: Workpiece, _: Construction) -> None:
+def _compile(step: Compile, piece: Workpiece, rank: Construction) -> None:
+    if rank.world.device.type == "cpu" and lacks_compiler():
+        raise refused(
+            "compile",
+            "torch.compile needs a C++ compiler on CPUs, and there is none",
+            "Install one, such as g++, or use `compile=none`.",
+        )
     _require(
         piece.wrapped is None,
         step,

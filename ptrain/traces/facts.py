@@ -25,7 +25,7 @@ from ptrain.activations.run.apply import keep_traced
 from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape, not_traceable
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
-from ptrain.internals.compiled import silent_programs
+from ptrain.internals.compiled import lacks_compiler, silent_programs
 from ptrain.internals.fakes import READ
 from ptrain.interpreter.construction import stages_of_module
 from ptrain.interpreter.look import why_built_whole
@@ -215,6 +215,7 @@ Around = Callable[[], AbstractContextManager[None]]
 Progress = Callable[[str], None]
 
 _TOO_LARGE = "it is too large to be traced on real tensors, and its code fails on fake tensors:"
+_NO_COMPILER = "a program of torch.compile needs a C++ compiler, such as g++, and there is none"
 _READS = (
     "it is too large to be traced on real tensors, and its code reads values, which "
     "fake tensors do not have"
@@ -291,6 +292,8 @@ def read_facts(
     is_compiled = spec.compile is not Compiled.NONE
     if is_compiled and spec.may_be_on_cuda and torch.cuda.is_available():
         return replace(own_facts(spec), untraced=PROGRAMS_OF_GPUS)
+    if is_compiled and lacks_compiler():
+        return replace(own_facts(spec), untraced=_NO_COMPILER)
     if (
         is_compiled
         and isinstance(spec.model, ModelShape)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -311,6 +312,20 @@ def test_a_file_of_the_targets_folder_counts_if_native_code_reads_it(
     rewrite(theirs / "tokenizer.json", '{"vocab": 2}')
     kept_of_target(reader)
     assert reader.calls == 2
+
+
+def test_modules_that_an_installed_package_generates_do_not_prevent_caching(
+    home: Path, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("")
+    module = ModuleType("pytest.program")  # as inductor adds modules below torch
+    module.__file__ = str(program)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    reader = Importing()
+    kept_of_target(reader)
+    kept_of_target(reader)
+    assert reader.calls == 1
 
 
 def test_files_are_watched_for_the_users_code_alone(

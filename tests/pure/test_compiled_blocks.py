@@ -3,6 +3,10 @@ said of bytes that are not predicted."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from ptrain.algebra.legality import check, executed
@@ -49,6 +53,27 @@ def test_what_is_not_compiled_yet_is_rejected_by_name(name, overrides, place, fi
 def test_commands_that_know_eager_blocks_alone_say_so():
     with pytest.raises(SpecError, match="ptrain select with compile=block"):
         searched_job("zero3", ["compile=block", "mesh=auto"])
+
+
+def test_without_a_compiler_the_peak_is_unknown_and_a_run_is_rejected(tmp_path):
+    names = ["predict", "train"]
+    environment = {**os.environ, "PATH": "", "PTRAIN_CACHE": "off"}
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-m", "ptrain", name, "zero3", "compile=block"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        for name in names
+    ]
+    assert [output.returncode for output in outputs] == [0, 2]
+    assert "needs a C++ compiler, such as g++, and there is none" in outputs[0].stdout
+    assert outputs[1].stderr.startswith("error: compile: torch.compile needs a C++ compiler")
+    assert "Traceback" not in outputs[1].stderr
 
 
 def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():

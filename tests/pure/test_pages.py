@@ -4,6 +4,7 @@ their blocks are what is printed, their links lead somewhere."""
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
 import subprocess
@@ -95,7 +96,8 @@ def test_the_blocks_are_what_their_commands_print():
     ended = subprocess.run(
         [sys.executable, "docs/tools/pages.py", "--check"],
         cwd=ROOT,
-        env={"PATH": "", "PYTHONPATH": str(ROOT)},
+        # The PATH leads to a C++ compiler, which predictions of compiled blocks need.
+        env={"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=180,
