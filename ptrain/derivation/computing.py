@@ -189,7 +189,7 @@ class ActivationMoves:
         ]
 
 
-class Computing:
+class Computing(Marks):
     """A wrap together with the compute of the model, in one pass."""
 
     def __init__(self, wrap: Marks, clock: Clock, score: PassScore) -> None:

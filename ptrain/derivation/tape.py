@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.cost import Collective, Phase, Spent, State, Traffic, TrafficKey
@@ -259,8 +259,9 @@ class Scene(NamedTuple):
         }
 
 
-class Marks(Protocol):
-    """The callbacks at the marks of a model's timeline and at completed gradients."""
+class Marks:
+    """The callbacks at the marks of a model's timeline and at completed gradients. By default they
+    do nothing."""
 
     def enter(self, unit: int) -> None:
         """Begin a unit's forward pass."""
@@ -279,15 +280,16 @@ class Marks(Protocol):
         """Accept a parameter's gradient, to be kept, or copied if it is `cloned`."""
 
 
-class Wrap(Marks, Protocol):
-    """The simulation of a wrap along a model's timeline.
+class Wrap(Marks):
+    """The simulation of a wrap along a model's timeline. A wrap overrides the callbacks at which it
+    acts.
 
     `updates_alike` is True if the update is equal on all ranks and leaves no state to simulate
     another.
     """
 
     scene: Scene
-    updates_alike: bool
+    updates_alike: bool = False
 
     def begin_passes(self) -> None:
         """Begin the passes of a pipeline step."""
@@ -303,7 +305,7 @@ class Wrap(Marks, Protocol):
 
     def gathered(self) -> int:
         """Return the bytes of units that are all-gathered now."""
-        ...
+        return 0
 
     def begin_half(self, kind: Kind) -> None:
         """Begin a half of a backward pass, for the gradients of inputs or of weights."""
@@ -313,25 +315,25 @@ class Wrap(Marks, Protocol):
 
     def lingering(self) -> int:
         """Return the bytes that outlive a backward pass and are not gradients."""
-        ...
+        return 0
 
     def signature(self) -> Hashable:
         """Return the state that a pass depends on. Passes with equal state are equal."""
-        ...
+        return None
 
     def reduce(self) -> None:
         """Reduce partial gradients."""
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return a key that is equal for shards with equal norm and update."""
-        ...
+        return 0
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         """Return the elements of each gradient on the rank with this shard, by group of the norm.
 
         The result is None if the gradients are not on the device.
         """
-        ...
+        return None
 
     def update(self, shard: int) -> None:
         """Run the optimizer on the rank with this shard."""

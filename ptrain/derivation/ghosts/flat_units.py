@@ -10,7 +10,14 @@ from typing import NamedTuple
 from ptrain.axes.data.cost import padded_flat
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of, joined, places_of
-from ptrain.derivation.ghosts.wrapping import Times, Wrapped, accumulation, kept_root, micro_batches
+from ptrain.derivation.ghosts.wrapping import (
+    Times,
+    Wrapped,
+    Wrapping,
+    accumulation,
+    kept_root,
+    micro_batches,
+)
 from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.rooms.ghost import Ghost
@@ -161,10 +168,8 @@ def _scalar_copies(collective: Collective, calls: int, size: int) -> Traffic:
     return Traffic(key=key, calls=calls, payload_bytes=calls * size, sent_bytes=0)
 
 
-class Units:
+class Units(Wrapping):
     """A model that is wrapped in flat units."""
-
-    reach: int | None
 
     def __init__(self, wrapped: Wrapped, step: FlatUnits) -> None:
         self.wrapped, self.step = wrapped, step
@@ -180,10 +185,6 @@ class Units:
 
     def player(self, scene: Scene) -> Flat:
         return Flat(scene, self.step)
-
-    def kind_of_shard(self, shard: int) -> Hashable:
-        """Return 0: flat buffers have equal shards on all ranks."""
-        return 0
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         yield from self._rows.footprints

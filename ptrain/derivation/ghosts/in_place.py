@@ -11,11 +11,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ptrain.cost import Footprint, State, Traffic
+from ptrain.cost import Footprint, State
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.clipping import by_operator
-from ptrain.derivation.ghosts.wrapping import Times, Wrapped, rows
-from ptrain.derivation.tape import Scene, Tape
+from ptrain.derivation.ghosts.wrapping import Wrapped, Wrapping, rows
+from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Resident, Slot, TargetsUpdate, rule_of
@@ -24,7 +24,7 @@ from ptrain.rooms.room import Shape
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
-from ptrain.timeline import Complete, Kind
+from ptrain.timeline import Complete
 
 Shapes = tuple[Shape, ...]
 
@@ -61,7 +61,7 @@ class InPlaceTarget:
         return Resident(initial)
 
 
-class InPlace:
+class InPlace(Wrapping):
     """A wrapping whose tensors stay in place.
 
     Parameters have `stored` elements, gradients `stored_gradients`. The optimizer state is that of
@@ -69,7 +69,6 @@ class InPlace:
     """
 
     owns_master = False
-    reach: int | None = None
 
     def __init__(self, wrapped: Wrapped) -> None:
         self.wrapped = wrapped
@@ -93,15 +92,8 @@ class InPlace:
         gradients = self.stored_gradients() * layout.gradients.itemsize
         return rows(parameters, self.optimizer_bytes(shard), gradients)
 
-    def scalars(self) -> Iterator[Traffic]:
-        """Yield nothing: gradients and scalars are on the device."""
-        yield from ()
-
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
         yield unit.trained_numel
-
-    def notes(self) -> Iterator[str]:
-        yield from ()
 
     @cached_property
     def kinds(self) -> list[tuple[UnitFacts, int]]:
@@ -121,10 +113,6 @@ class InPlace:
     def turn_of(self, unit: UnitFacts) -> Hashable:
         """Return a key of the treatment that depends on a unit's place among others."""
         return None
-
-    def kind_of_shard(self, shard: int) -> Hashable:
-        """Return 0: without sharded tensors all ranks are equal."""
-        return 0
 
     def numels(self, shard: int) -> list[int]:
         """Return the elements of each tensor that the rank with this shard updates."""
@@ -175,10 +163,9 @@ class InPlace:
         return _cost_of(tuple(shapes), tuple(hidden), *own)
 
 
-class InPlaceUpdate:
+class InPlaceUpdate(Wrap):
     """The end of a step of a wrap whose tensors stay in place."""
 
-    scene: Scene
     tape: Tape
     wrapping: InPlace
 
@@ -201,27 +188,11 @@ class InPlaceUpdate:
             for rule, shapes in self.wrapping.shapes_by_rule(shard).items():
                 self.tape.clock.update(rule, self.scene.plan.update.layout, shapes)
 
-    def begin_passes(self) -> None:
-        """Do nothing: an update in place leaves no work to the passes."""
-
-    def settle(self) -> None:
-        """Do nothing: a pass leaves no work to the next one."""
-
-    def end_passes(self) -> None:
-        """Do nothing: passes leave no work."""
-
-    def finish_update(self) -> None:
-        """Do nothing: no communication is in progress."""
-
 
 class OneDevice(InPlace):
     """The wrapping of a model without a wrapper."""
 
     reach: int | None = 0
-
-    def sent(self, times: Times | None) -> Iterator[Traffic]:
-        """Yield nothing: there are no other ranks."""
-        yield from ()
 
     def player(self, scene: Scene) -> Local:
         return Local(scene, self)
@@ -230,32 +201,12 @@ class OneDevice(InPlace):
 class Local(InPlaceUpdate):
     """The wrap that keeps autograd's gradients in place and adds later ones to them."""
 
-    updates_alike = False
-
     def __init__(self, scene: Scene, wrapping: InPlace) -> None:
         self.scene, self.tape, self.wrapping = scene, scene.tape, wrapping
         self.is_first = True
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self.is_first = is_first
-
-    def begin_half(self, kind: Kind) -> None:
-        """Do nothing: gradients stay where they are."""
-
-    def end_half(self, kind: Kind) -> None:
-        """Do nothing: gradients are not reduced."""
-
-    def enter(self, unit: int) -> None:
-        """Do nothing: parameters are not gathered."""
-
-    def leave(self, unit: int) -> None:
-        """Do nothing: parameters are not freed."""
-
-    def before_backward(self, unit: int) -> None:
-        """Do nothing: parameters are not gathered."""
-
-    def after_backward(self, unit: int) -> None:
-        """Do nothing: gradients are not reduced."""
 
     def complete(self, gradient: Complete) -> None:
         dtype = self.scene.plan.update.layout.gradients
@@ -266,12 +217,6 @@ class Local(InPlaceUpdate):
         else:
             self.tape.add(autograd.added(gradient))
             autograd.adds(self.tape, dtype, gradient)
-
-    def gathered(self) -> int:
-        return 0
-
-    def lingering(self) -> int:
-        return 0
 
     def signature(self) -> Hashable:
         return self.is_first

@@ -48,17 +48,18 @@ class Wrapped(NamedTuple):
 
 
 class Wrapping(Protocol):
-    """How a plan wraps a model. A shard is a rank's place along `Plan.differing_axes`.
+    """How a plan wraps a model. A shard is a rank's place along `Plan.differing_axes`. By default
+    all ranks are equal, and the wrap communicates nothing.
 
     `reach` is how many neighbouring units a unit affects. None is unknown.
     """
 
     wrapped: Wrapped
-    reach: int | None
+    reach: int | None = None
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return a key that is equal for ranks with equal memory."""
-        ...
+        return 0
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         """Yield the rows of parameters, optimizer state and gradients of the rank with this shard,
@@ -67,11 +68,11 @@ class Wrapping(Protocol):
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
         """Yield the traffic and copies of every rank for its units, at setup and in each step."""
-        ...
+        return iter(())
 
     def scalars(self) -> Iterator[Traffic]:
         """Yield the copies between tiers that the norm and the loss scale need."""
-        ...
+        return iter(())
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
         """Yield the elements of a unit's gradients between reduction and update, by shard. One
@@ -80,7 +81,7 @@ class Wrapping(Protocol):
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for each effect of the wrap that no theorem covers."""
-        ...
+        return iter(())
 
     def player(self, scene: Scene) -> Wrap:
         """Return the wrap that allocates and communicates along the scene's timeline."""
