@@ -15,10 +15,9 @@ from functools import partial
 from typing import NamedTuple, assert_never
 
 from ptrain.cost import Collective
-from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Arrival, Clock, PassSeconds
 from ptrain.derivation.layers import Representatives
-from ptrain.derivation.tape import Marks, Tape
+from ptrain.derivation.tape import COPIES, Marks, Tape
 from ptrain.facts.model import (
     LayerWork,
     ModelWork,

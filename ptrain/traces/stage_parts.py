@@ -18,8 +18,7 @@ from torch import nn
 
 from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.expert.form import is_by_routing
-from ptrain.axes.expert.run.apply import assume, parallelize_experts
-from ptrain.axes.expert.run.exchange import heavier
+from ptrain.axes.expert.run.apply import assume, heavier, parallelize_experts
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.derivation.pipeline import message_bytes
 from ptrain.facts.model import (
