@@ -182,12 +182,6 @@ class Monomial(NamedTuple):
             size *= math.prod([values[symbol]] * exponent)
         return size
 
-    def __str__(self) -> str:
-        unit = ("e",) if self.in_elements else ()
-        powers = (s if e == 1 else f"{s}^{e}" for s, e in self.exponents)
-        factors = (*((str(self.coefficient),) if self.coefficient != 1 else ()), *unit, *powers)
-        return "·".join(factors) or "1"
-
 
 def evaluated(
     sizes: Iterable[Monomial],
