@@ -183,7 +183,12 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     rows = [*busiest.clock.rows(), *_message_rows(busiest.seconds, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
     factor = simulation.busy[busiest.place] / alone if alone else 1.0
-    rows = [row if row.key.phase is Phase.UPDATE else _scale_row(row, factor) for row in rows]
+    rows = [  # the rank uses the cores of waiting ranks, except in the update
+        row
+        if row.key.phase is Phase.UPDATE
+        else replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
+        for row in rows
+    ]
     idle = max(over - sum(row.seconds for row in rows), 0.0)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
     launches = max(rank.clock.launches for rank in slowest.values())
@@ -230,11 +235,6 @@ def _lane_spans(
             yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
     for rank in ranks:
         yield LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
-
-
-def _scale_row(row: TimeRow, factor: float) -> TimeRow:
-    """Return a row with its time scaled, for a rank that uses the cores of waiting ranks."""
-    return replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
 
 
 def _message_rows(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:

@@ -56,11 +56,6 @@ class RoutingMeter:
         self._choices: dict[str, list[Tensor]] = {}  # choices of each micro-batch, by layer
         self._size = program.plan.accumulate.micro_batches
 
-    @property
-    def has_routers(self) -> bool:
-        """True if the routing of this rank's tokens can be observed."""
-        return bool(self._numbers)
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Temporarily count the choices of the forward passes."""

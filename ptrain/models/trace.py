@@ -231,14 +231,6 @@ class Recording:
         return tuple(event for events in others for event in events)
 
     @property
-    def saved(self) -> tuple[Born, ...]:
-        """The allocations of forward that are alive at its end, in order."""
-        dead = {event.id for event in self.forward if isinstance(event, Died)}
-        return tuple(
-            event for event in self.forward if isinstance(event, Born) and event.id not in dead
-        )
-
-    @property
     def repeated(self) -> tuple[tuple[str, int], ...]:
         """The tensor-parallel collectives of forward that backward ran again, for a timeline."""
         return tuple(pair for works in self.works.values() for pair in sent_again(works))
