@@ -55,7 +55,7 @@ def kept_traffic(
     group = Group((plan.tensor.axis,), spec.degree(plan.tensor.axis))
     for (name, size), number in Counter(repeated).items():
         calls = Calls(Collective(name), State.ACTIVATIONS, Phase.BACKWARD, number * times)
-        yield calls.over(group, size)
+        yield calls.traffic(group, size)
 
 
 def activation_row(rank: int, device_bytes: int, moved: Moved) -> Footprint:

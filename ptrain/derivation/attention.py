@@ -150,7 +150,7 @@ def attention_of(spec: Spec) -> FusedAttention | None:
     if not spec.is_for_cuda or not isinstance(shape, ModelShape) or not shape.is_fused:
         return None
     return FusedAttention(
-        dtype=spec.precision.effective.parameters,
+        dtype=spec.precision.effective_layout.parameters,
         head_dim=shape.head_dim,
         sequence=spec.batch.sequence,
         drops=shape.dropouts.attention > 0,

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from ptrain.axes.data.form import require_executed
-from ptrain.axes.expert.form import assumed
+from ptrain.axes.expert.form import routing_assumptions
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import ByRank, distinct, rows_by_rank
 from ptrain.cost import (
@@ -39,7 +39,7 @@ from ptrain.derivation.workspaces import kernel_warnings, unclaimed
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import torch_minor
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
@@ -110,7 +110,7 @@ def derive(
         >>> ptrain.derive(ptrain.load("zero3").spec).exact.peak_bytes()
         20408040
     """
-    facts = own_facts(spec) if facts is None else facts
+    facts = built_in_facts(spec) if facts is None else facts
     plan, estimate = _estimated(spec, facts, machine, _timed if is_timed else _exact)
     spec = plan.spec
     own = spec.model.ignored if isinstance(spec.model, ModelShape) else ()
@@ -162,7 +162,7 @@ def _estimated(
     estimate = replace(
         estimate,
         unclaimed=unclaimed(spec, facts),
-        assumed=assumed(spec),
+        assumed=routing_assumptions(spec),
         startup_bytes=startup_bytes(spec, facts),
         builds_whole=bool(facts.built_whole),
     )
@@ -246,7 +246,7 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
     nothing is said of them. None where the model itself is to be read."""
     if not isinstance(spec.model, ModelShape) or spec.data.function is not None:
         return None
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     return facts if is_tabulated(spec) or not_traceable(spec, spec.model) else None
 
 

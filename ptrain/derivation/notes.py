@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from ptrain.axes.data.cost import reductions
+from ptrain.axes.data.cost import count_reductions
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import stage_gathers
 from ptrain.axes.tensor.cost import cut_dims
@@ -65,7 +65,7 @@ def _replicated_notes(plan: Plan, facts: ModelFacts, per_element: int) -> Iterat
 def _moment_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Yield a note if the optimizer keeps fewer moments for some tensors than the theorems' |Ω|
     counts."""
-    if spec.optimizer.row.is_elementwise:
+    if spec.optimizer.properties.is_elementwise:
         return
     layout = plan.update.layout
     usual, fewer = (
@@ -165,7 +165,7 @@ def _reduction_notes(plan: Plan, stages: Sequence[Stage], schedule: Schedule) ->
     """Yield a note on the cost of sharded gradients on a data axis. Theorem 2 has one reduction."""
     if (sync := plan.wrap.policy) is None or not plan.wrap.reduced_by_unit:
         return
-    num = reductions(sync, schedule.microbatches)
+    num = count_reductions(sync, schedule.microbatches)
     if sync.gradients is GradientSync.EVERY and num > 1:
         yield (
             f"gradients are reduced after each of {num} micro-batches, {num}r|G| of the "

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ptrain.axes.context.attention import multiplied
+from ptrain.axes.context.attention import computed_scores
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
 from ptrain.cost import Operations
@@ -22,7 +22,7 @@ from ptrain.derivation.tables import Setting, setting_of
 from ptrain.derivation.tensor import cut_of
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, positions, ranks_over
+from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.step import Plan
 
 _PASSES = ("forward", "backward", "again")
@@ -38,7 +38,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return ()
-    kept = spec.activations.of(shape.layers)
+    kept = spec.activations.block_modes(shape.layers)
     if not all(blocks.is_known(shape, mode) for mode in kept):
         return ()
     like: dict[int, int] = {}  # ranks of tp differ only in their vocabulary shards
@@ -51,7 +51,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
         for index in like.values()
     }
     token_axes = tuple(axis for step in plan.steps for axis in step.token_axes)
-    scores = multiplied(plan.context) if plan.context else (spec.batch.sequence**2,)
+    scores = computed_scores(plan.context) if plan.context else (spec.batch.sequence**2,)
     of_block = {
         (index, mode, number): blocks.operations(setting, mode, number)
         for index, setting in settings.items()
@@ -75,7 +75,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
         return Operations(rank=0, **row)
 
     axes = (Axis.PP,), plan.cutting_axes, token_axes
-    places = zip(*(positions(spec, names) for names in axes), strict=True)
+    places = zip(*(indices_in_groups(spec, names) for names in axes), strict=True)
     keys = ((place, indices[index], scores[slice_]) for place, index, slice_ in places)
     return rows_by_rank(keys, lambda key: [of_rank(*key)])
 

@@ -13,7 +13,7 @@ from math import prod
 from operator import attrgetter
 from typing import NamedTuple, assert_never
 
-from ptrain.algebra.compose import IDENTITY, compose, lift, product
+from ptrain.algebra.compose import IDENTITY, compose, compose_factors, factor_product
 from ptrain.axes.context.attention import left_to_others
 from ptrain.axes.data.form import frozen_factors, places_frozen
 from ptrain.axes.ring import Calls, Group
@@ -115,7 +115,7 @@ def _factors(spec: Spec) -> tuple[Factor, ...]:
 
 def itemsizes(spec: Spec) -> dict[State, int]:
     """Return the bytes per parameter of each state (Remark 1: 2, 12 and 2)."""
-    layout = spec.precision.effective
+    layout = spec.precision.effective_layout
     return {
         State.PARAMETERS: layout.parameters.itemsize,
         State.OPTIMIZER: optimizer_itemsize(spec.optimizer, layout),
@@ -152,9 +152,11 @@ def _memory(spec: Spec, placed: Sequence[Placed], facts: ModelFacts) -> ByRank[F
     ranks, whole_units = prod(factor.degree for factor in other), 0
     held = {state: Counter[str]() for state in MODEL_STATES}
     for part in placed:
-        shares = product(part.factors)
+        shares = compose_factors(part.factors)
         for state, size in part.sizes.items():
-            held[state].update({f"{tier}_bytes": shares[state].on(tier, size) for tier in Tier})
+            held[state].update(
+                {f"{tier}_bytes": shares[state].bytes_on_tier(tier, size) for tier in Tier}
+            )
             if shares[state].needs_unit:
                 unit = ceil_div(reconstruction_unit(facts, part.numel_of), ranks)
                 whole_units += unit * itemsizes(spec)[state]
@@ -173,9 +175,9 @@ def _traffic(factors: Sequence[Factor], sizes: dict[State, int]) -> Iterator[Tra
     for factor in reversed(factors):
         if factor.axis in DATA_AXES:
             yield from _axis_traffic(
-                factor, {state: inner[state].at_rest(sizes[state]) for state in sizes}
+                factor, {state: inner[state].stored_bytes(sizes[state]) for state in sizes}
             )
-        inner = compose(inner, lift(factor))
+        inner = compose(inner, factor_product(factor))
 
 
 def _axis_traffic(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
@@ -186,7 +188,7 @@ def _axis_traffic(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
     if factor.placement.parameters.distribution is Distribution.GATHERED:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             calls = Calls(Collective.ALL_GATHER, State.PARAMETERS, phase)
-            yield calls.over(group, sizes[State.PARAMETERS])
+            yield calls.traffic(group, sizes[State.PARAMETERS])
 
 
 def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
@@ -201,7 +203,7 @@ def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
             raise AssertionError(f"Theorem 2 has no case for gradients {mode}")
         case _:
             assert_never(mode)
-    return Calls(collective, State.GRADIENTS, Phase.BACKWARD).over(group, size)
+    return Calls(collective, State.GRADIENTS, Phase.BACKWARD).traffic(group, size)
 
 
 def _traffic_is_undefined(spec: Spec) -> str:

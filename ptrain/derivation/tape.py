@@ -52,7 +52,7 @@ class Account:
         calls = Calls(collective, state, phase, self.times, via)
         ordered = [factor.axis for factor in self.spec.factors if factor.axis in axes]
         group = group_over(self.spec, ordered)
-        self.rows.append(calls.over(Group(group.axes, ranks or group.ranks), payload))
+        self.rows.append(calls.traffic(Group(group.axes, ranks or group.ranks), payload))
 
     def moved(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
         """Count a copy of `size` bytes between two tiers."""

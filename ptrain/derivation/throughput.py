@@ -22,7 +22,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import elements_met
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import table_of
+from ptrain.spec.names import load_table
 from ptrain.spec.placement import DATA_AXES, Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -94,7 +94,7 @@ def step_family(spec: Spec) -> str:
     if not spec.is_for_cuda:
         return "" if has_experts else "CPU"
     is_dense = isinstance(spec.model, ModelShape) and not has_experts
-    if not is_dense or spec.precision.effective.parameters is not DType.BF16:
+    if not is_dense or spec.precision.effective_layout.parameters is not DType.BF16:
         return ""
     modes = (factor.placement[state] for factor in spec.factors for state in PLACED)
     is_offloaded = any(mode.tier is not Tier.DEVICE for mode in modes)
@@ -143,5 +143,5 @@ def best_collected_mfu(cluster: Cluster | None) -> tuple[float, str, str] | None
 
 
 def _published_rows(key: str) -> dict[Any, Any]:
-    rows: dict[Any, Any] = table_of("step_times.yaml")[key]
+    rows: dict[Any, Any] = load_table("step_times.yaml")[key]
     return rows

@@ -56,7 +56,7 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     assert isinstance(spec.model, ModelShape), "a built-in model"
     setting = setting_at(spec, plan, index)
     activations, layers = spec.activations, spec.model.layers
-    kept, modes = activations.of(layers), activations.distinct_of(layers)
+    kept, modes = activations.block_modes(layers), activations.distinct_of(layers)
     # copies between tiers are not operators, so the tier does not change a layer's work
     of_layer = {id(mode): _layer_work(setting, Kept(policy=mode.policy)) for mode in modes}
     front, behind = _end_works(setting.without_context, is_staged=plan.pipeline is not None)
@@ -109,8 +109,8 @@ def _context_layer_work(setting: Setting, part: ContextPart, kept: Kept) -> Laye
     """Return the work of a layer that attends to the tokens of other ranks."""
     evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
     entry = evaluated.table.content[blocks.variant(kept)]
-    ranks = part.ring if part.kind is ContextKind.GATHER else part.ulysses
-    passes = (unrolled(entry[name][part.place], part) for name in ("forward", "backward"))
+    ranks = part.ring_degree if part.kind is ContextKind.GATHER else part.ulysses
+    passes = (unrolled(entry[name][part.table_place], part) for name in ("forward", "backward"))
     forward, backward = (evaluated.of_groups(groups, ranks) for groups in passes)
     return LayerWork(forward=forward, backward=backward)
 

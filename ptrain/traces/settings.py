@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.axes.context.attention import ContextKind
 from ptrain.axes.pipeline.stage_facts import TIED
-from ptrain.axes.tensor.cost import Cut
+from ptrain.axes.tensor.cost import TensorRank
 from ptrain.derivation.tables import IN_ELEMENTS, IS_STATISTICS, Setting
 from ptrain.facts.parameters import facts
 from ptrain.facts.roles import roles_of
@@ -168,7 +168,7 @@ def settings() -> Iterator[Setting]:
             shape = shape_of(family, kind, tied=tied, special=special)
             setting = of_shape(shape, kind, compute=compute, batch=batch, sequence=SEQUENCE)
             yield setting
-            if shape.drops:
+            if shape.has_dropout:
                 yield replace(setting, is_for_cuda=True)
 
 
@@ -176,7 +176,7 @@ def of_shape(
     shape: ModelShape, kind: CutKind | None, *, compute: DType, batch: int, sequence: int
 ) -> Setting:
     """Return a setting with `sequence` tokens per rank between the blocks."""
-    own = Cut(step=kind.step(shape), degree=TP, index=0) if kind else None
+    own = TensorRank(step=kind.step(shape), degree=TP, index=0) if kind else None
     slices = TP if kind is not None and kind.is_sequence else 1
     return Setting(shape=shape, batch=batch, sequence=slices * sequence, compute=compute, cut=own)
 

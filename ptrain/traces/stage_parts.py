@@ -20,8 +20,8 @@ from torch import nn
 
 from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.expert.form import is_by_routing
-from ptrain.axes.expert.run.apply import assume, parallelize_experts
-from ptrain.axes.expert.run.exchange import heavier
+from ptrain.axes.expert.run.apply import parallelize_experts, set_routing
+from ptrain.axes.expert.run.exchange import overloaded_routing
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.codec import decode, encode
 from ptrain.facts.model import (
@@ -56,7 +56,7 @@ from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.rooms.comm import Mesh
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import choices, layers_of
+from ptrain.steps.experts import layers_of, num_choices
 from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Timeline
 from ptrain.traces.rank_part import (
@@ -88,7 +88,9 @@ class UnevenLoads:
 
     def assume(self, model: nn.Module) -> None:
         """From now on the experts of `model` get so many."""
-        assume(model, lambda layer: partial(heavier, more=1 + self.layers.index(layer)))
+        set_routing(
+            model, lambda layer: partial(overloaded_routing, more=1 + self.layers.index(layer))
+        )
 
     def formula(self, first: Recording, second: Recording) -> RowsTimeline | None:
         """Return the formula of the rows that both traces are of; None where there is none."""
@@ -128,7 +130,7 @@ def uneven_loads(spec: Spec, plan: Plan, layers: EqualLayers) -> UnevenLoads | N
         return None
     of_model = layers_of(step)
     own = tuple(name for name in of_model if is_within(name, layers.ran))
-    return UnevenLoads(layers=own, rows=choices(spec, step), of_model=of_model) if own else None
+    return UnevenLoads(layers=own, rows=num_choices(spec, step), of_model=of_model) if own else None
 
 
 def _operators(recording: Recording) -> object:
@@ -313,7 +315,7 @@ def stage_formulas(by_place: Sequence[Rows], hidden: int) -> tuple[tuple[RowsPas
 
 def hidden_bytes(spec: Spec, facts: ModelFacts) -> int:
     """Return the bytes of what goes over a boundary, of a micro-batch."""
-    itemsize = spec.precision.effective.parameters.itemsize
+    itemsize = spec.precision.effective_layout.parameters.itemsize
     slices = lower(spec, facts).boundary_slices
     shape = chain_of(spec, facts).sample_shape(spec.batch.sequence, slices)
     return spec.batch.micro * math.prod(shape) * itemsize

@@ -105,7 +105,7 @@ class FakeModel:
 
     @property
     def _itemsize(self) -> int:
-        return self.spec.precision.effective.parameters.itemsize
+        return self.spec.precision.effective_layout.parameters.itemsize
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -390,7 +390,7 @@ def _play(
         allow_import=allow_import,
         seed=spec.train.seed,
     )
-    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    cast(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     with kernels_for(spec):
         return _part_of(module, spec, mesh, extent)
 

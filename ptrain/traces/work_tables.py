@@ -223,7 +223,7 @@ def loss_settings() -> Iterator[Setting]:
             if setting.cut is None:
                 yield setting
                 yield replace(setting, loss=LossSpec(fused=True))
-            elif has_own_tables(setting.cut.kind):
+            elif has_own_tables(setting.cut.table_name):
                 yield setting
 
 
@@ -323,7 +323,7 @@ def context_settings() -> Iterator[Setting]:
             None,
             compute=DType.BF16,
             batch=1,
-            sequence=own.halves * SEQUENCE,
+            sequence=own.num_chunks * SEQUENCE,
         )
         yield replace(setting, context=own)
 
@@ -384,14 +384,14 @@ class ContextTable:
 
     def _work(self, traced: list[dict[str, Ran]]) -> dict[str, object]:
         """Return the computation by pass and place."""
-        places = [part.place for part in self.parts]
+        places = [part.table_place for part in self.parts]
         return {
             name: {
                 place: self._often(
                     {
                         (part.before, part.behind): ran[name]
                         for part, ran in zip(self.parts, traced, strict=True)
-                        if part.place == place
+                        if part.table_place == place
                     }
                 )
                 for place in dict.fromkeys(places)
@@ -485,13 +485,13 @@ def _segments(events: Coded) -> Segments:
 
 def _rank_part(setting: Setting, part: ContextPart, keep: Keep | None) -> RankPart:
     """Return the part of a model on one rank, in a new fake world."""
-    degree = part.ulysses * part.ring
+    degree = part.ulysses * part.ring_degree
     step = ContextParallel(
         axis=Axis.CP,
         ulysses=part.ulysses,
-        ring=part.ring,
+        ring=part.ring_degree,
         sequence=degree * setting.sequence,
-        is_balanced=part.halves > 1,
+        is_balanced=part.num_chunks > 1,
         gathers=part.kind is ContextKind.GATHER,
     )
     if dist.is_initialized():

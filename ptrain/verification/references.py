@@ -66,7 +66,7 @@ _FIXED = (DType.FP32, DType.FP64)
 def without_dropout(spec: Spec) -> Spec:
     """The same where the model's shape gives no dropout: a mask drawn by one device is no mask that
     several draw."""
-    if isinstance(spec.model, ModelShape) and spec.model.drops:
+    if isinstance(spec.model, ModelShape) and spec.model.has_dropout:
         return replace(spec, model=spec.model.without_dropout())
     return spec
 
@@ -87,10 +87,18 @@ def on_one_device(spec: Spec) -> Spec:
 def is_banded(spec: Spec) -> bool:
     """Return whether two orders of summation part by more than fixed tolerances say: some state is
     in 16 bits, or the update enlarges rounding (unless in fp64)."""
-    layout = spec.precision.effective
-    dtypes = (layout.parameters, layout.reduced, layout.gradients, layout.updated, layout.moments)
+    layout = spec.precision.effective_layout
+    dtypes = (
+        layout.parameters,
+        layout.reduced,
+        layout.gradients,
+        layout.update_dtype,
+        layout.moments,
+    )
     coarse = any(dtype not in _FIXED for dtype in dtypes)
-    return coarse or (spec.optimizer.row.enlarges_rounding and layout.updated is not DType.FP64)
+    return coarse or (
+        spec.optimizer.properties.enlarges_rounding and layout.update_dtype is not DType.FP64
+    )
 
 
 NOTE = (
@@ -304,7 +312,7 @@ class Ask:
             spec.batch,
             spec.optimizer,
             spec.data,
-            spec.precision.effective,
+            spec.precision.effective_layout,
             *filter(None, [spec.loss.user_function]),
         )
         plain = [asdict(part) for part in parts]

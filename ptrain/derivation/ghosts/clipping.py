@@ -79,7 +79,7 @@ def norm(wrapping: Wrapping) -> Iterator[Traffic]:
     """
     spec, plan = wrapping.wrapped.spec, wrapping.wrapped.plan
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
-    yield from (calls.over(group_over(spec, (axis,)), size) for axis, size in _scalars(plan))
+    yield from (calls.traffic(group_over(spec, (axis,)), size) for axis, size in _scalars(plan))
     yield from wrapping.scalars()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from functools import cached_property
 
-from ptrain.axes.data.cost import bucket_caps, bucket_sizes, spread
+from ptrain.axes.data.cost import assign_owners, bucket_caps, bucket_sizes
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
@@ -172,7 +172,7 @@ class SpreadUpdate(Replicas):
     def owned(self) -> list[list[TensorFacts]]:
         """The tensors that each rank updates."""
         tensors, ranks = self.wrapped.facts.trained, ranks_over(self.wrapped.spec, self.step.axes)
-        owners = spread([tensor.numel for tensor in tensors], ranks)
+        owners = assign_owners([tensor.numel for tensor in tensors], ranks)
         owned: list[list[TensorFacts]] = [[] for _ in range(ranks)]
         for tensor, owner in zip(tensors, owners, strict=True):
             owned[owner].append(tensor)
@@ -232,7 +232,7 @@ class SpreadReplicated(Replicated):
         is not fused, the largest tensor determines its memory.
         """
         largest = self.spread_update.largest(shard)
-        if largest is None or not self.scene.spec.optimizer.row.temporaries:
+        if largest is None or not self.scene.spec.optimizer.properties.temporaries:
             return largest is not None
         return largest.shape
 

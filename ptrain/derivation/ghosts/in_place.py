@@ -140,7 +140,7 @@ class InPlace:
     def shapes_by_rule(self, shard: int) -> dict[str, list[Shape]]:
         """Return the shapes that the rank with this shard updates, by update rule."""
         optimizer = self.wrapped.spec.optimizer
-        needs = not optimizer.row.is_elementwise
+        needs = not optimizer.properties.is_elementwise
         by_rule: dict[str, list[Shape]] = {}
         for unit, times in self.kinds:
             hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
@@ -162,7 +162,7 @@ class InPlace:
         """Return the cached cost of a unit's update."""
         key = shapes, unit.is_root
         if key not in self._costs:
-            needs = not self.wrapped.spec.optimizer.row.is_elementwise
+            needs = not self.wrapped.spec.optimizer.properties.is_elementwise
             hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
             self._costs[key] = self.played(shapes, hidden)
         return self._costs[key]

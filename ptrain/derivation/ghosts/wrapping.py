@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple, Protocol
 
-from ptrain.axes.data.cost import GatherCounts, gathers, reductions
+from ptrain.axes.data.cost import GatherCounts, count_gathers, count_reductions
 from ptrain.cost import Footprint, State, Traffic
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts, UnitFacts
@@ -118,12 +118,12 @@ def accumulation(wrapped: Wrapped) -> Iterator[str]:
     num_micro, sync = plan.accumulate.micro_batches, step.policy
     if num_micro == 1 or sync is None:
         return
-    times = gathers(sync, num_micro)
+    times = count_gathers(sync, num_micro)
     factors = []
     if step.gathered_by_unit:
         factors += [f"all_gather forward {times.forward}×", f"backward {times.backward}×"]
     if step.reduced_by_unit:
-        factors.append(f"reduction of gradients {reductions(sync, num_micro)}×")
+        factors.append(f"reduction of gradients {count_reductions(sync, num_micro)}×")
     if factors:
         yield (
             f"a step has {num_micro} micro-batches, but the paper's step has one; with this "
@@ -142,7 +142,7 @@ def kept_root(wrapped: Wrapped) -> Iterator[str]:
     """Yield a note on how often a root that stays all-gathered is gathered."""
     sync = wrapped.plan.wrap.policy
     if sync is not None and sync.reshard_after_forward is Reshard.NON_ROOT:
-        times = gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)
+        times = count_gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)
         root = sum(unit.numel for unit in wrapped.facts.units if unit.is_root)
         yield (
             f"the root, {root:,} of {wrapped.facts.numel:,} parameters, is not freed between "

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ptrain.axes.context.run.slices import SampleSlices, route_slices
-from ptrain.axes.expert.run.exchange import Assumption, Counts, Routed, Travels
-from ptrain.axes.tensor.run.styles import OwnSlices, remake
+from ptrain.axes.expert.run.exchange import Assumption, Counts, JourneyFactory, RoutedRowCounts
+from ptrain.axes.tensor.run.styles import LocalShards, replace_parameters
 from ptrain.cost import Phase
 from ptrain.internals.dtensor import side_by_side
 from ptrain.models.moe import NUMBER, MoE, RoutedRows, route
@@ -40,7 +40,7 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
         route(model, [name for name, _ in own], step.number)
     for module in model.modules():
         if isinstance(module, (MoE, RoutedRows)):
-            module.journey = Travels(group, step.overlaps)
+            module.journey = JourneyFactory(group, step.overlaps)
     for _, experts in own:
         if isinstance(experts, RoutedRows):
             _shard_custom_experts(experts, step, mesh)
@@ -52,14 +52,14 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
         route_slices(model, tokens, mesh.size(step.folded))
 
 
-def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
+def set_routing(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
     """Set the routing of rows on fake ranks. `routing` returns the assumption for a layer's
     name."""
     for name, module in model.named_modules():
         if isinstance(module, (MoE, RoutedRows)):
-            assert isinstance(module.journey, Travels), "it has experts of other ranks"
+            assert isinstance(module.journey, JourneyFactory), "it has experts of other ranks"
             is_layer = isinstance(module, MoE)
-            module.journey.assumed = routing(name if is_layer else name.rpartition(".")[0])
+            module.journey.assumption = routing(name if is_layer else name.rpartition(".")[0])
 
 
 def _shard_projection(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
@@ -68,7 +68,7 @@ def _shard_projection(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -
     is_read = isinstance(projection.get_parameter("weight"), DTensor)
     _shard_experts(projection, axes, mesh)
     if not is_read:
-        OwnSlices().put_on(projection, mesh.submesh(axes))
+        LocalShards().put_on(projection, mesh.submesh(axes))
 
 
 def _shard_custom_experts(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
@@ -103,7 +103,7 @@ def _local_tensors(experts: nn.Module) -> Iterator[None]:
 
 def _shard_experts(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
     """Shard a module's tensors by their first dimension, the experts."""
-    remake(module, lambda _, weight: _shard_tensor(weight, axes, mesh))
+    replace_parameters(module, lambda _, weight: _shard_tensor(weight, axes, mesh))
 
 
 @torch.no_grad()
@@ -141,18 +141,20 @@ class StatedRouting:
         """Note that the program enters a pass of a micro-batch."""
         self._micro_batch = micro_batch
 
-    def lead(self, model: nn.Module) -> None:
+    def route_layers(self, model: nn.Module) -> None:
         """Route the rows of the model's layers as stated from now on."""
-        assume(model, lambda layer: partial(self._routed_rows, layer))
+        set_routing(model, lambda layer: partial(self._routed_rows, layer))
 
-    def _routed_rows(self, layer: str, rows: int, ranks: int, own: int, rank: int) -> Routed:
+    def _routed_rows(
+        self, layer: str, rows: int, ranks: int, own: int, rank: int
+    ) -> RoutedRowCounts:
         chosen = [
             self._loads.choices(layer, source)[self._micro_batch]
             for source in self._loads.group(self._place)
         ]
         assert (len(chosen), sum(chosen[rank])) == (ranks, rows), "a rule: counts fit the spec"
         sent = _by_rank(chosen[rank], own)
-        return Routed(sent, [_by_rank(choices, own)[rank] for choices in chosen])
+        return RoutedRowCounts(sent, [_by_rank(choices, own)[rank] for choices in chosen])
 
 
 def _by_rank(choices: Choices, own: int) -> Counts:

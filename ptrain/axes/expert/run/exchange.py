@@ -28,7 +28,7 @@ from ptrain.internals.functional_collectives import (
 from ptrain.models.moe import Journey
 
 
-class Transit:
+class RowExchange:
     """An exchange of rows over `group` in which this rank sends `left` and receives `arrived` rows,
     by rank."""
 
@@ -39,7 +39,7 @@ class Transit:
         self._leaving: Tensor | None = None  # keeps the tensor alive while the backend reads it
         self._coming: Tensor | None = None
 
-    def around(self, x: Tensor, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def exchange_during(self, x: Tensor, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Exchange rows while something else is computed.
 
         Backward also overlaps: autograd runs nodes in reverse order of forward, and so runs the
@@ -48,16 +48,16 @@ class Transit:
         Returns:
             The received rows [arrived, ...], and the result of `compute`.
         """
-        x = _Departure.apply(x, self)
+        x = _ExchangeStart.apply(x, self)
         result = compute()
-        return _Arrival.apply(x, self), result
+        return _ExchangeEnd.apply(x, self), result
 
-    def differ(self, x: Tensor) -> Tensor:
-        """Start the exchange. The result must not be read before `arrive`."""
+    def start(self, x: Tensor) -> Tensor:
+        """Start the exchange. The result must not be read before `finish`."""
         self._leaving = x
         return all_to_all(x, self._arrived, self._left, self._group)
 
-    def arrive(self, x: Tensor) -> Tensor:
+    def finish(self, x: Tensor) -> Tensor:
         """Wait for the exchange, and return the received rows."""
         x, self._leaving = awaited(x), None
         return x
@@ -74,25 +74,25 @@ class Transit:
         return gradient
 
 
-class _Departure(torch.autograd.Function):
+class _ExchangeStart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transit: Transit) -> Tensor:
+    def forward(ctx: Any, x: Tensor, transit: RowExchange) -> Tensor:
         ctx.transit = transit
-        return transit.differ(x)
+        return transit.start(x)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.transit.arrive_back(), None
 
 
-class _Arrival(torch.autograd.Function):
+class _ExchangeEnd(torch.autograd.Function):
     """The end of an exchange. Its backward returns its input as a placeholder, because autograd
     requires a gradient with the number of received rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transit: Transit) -> Tensor:
+    def forward(ctx: Any, x: Tensor, transit: RowExchange) -> Tensor:
         ctx.transit = transit
-        return transit.arrive(x)
+        return transit.finish(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -113,7 +113,7 @@ class Assumption(Protocol):
         rank: The rank whose sent and received rows to return.
     """
 
-    def __call__(self, rows: int, ranks: int, own: int, rank: int) -> Routed: ...
+    def __call__(self, rows: int, ranks: int, own: int, rank: int) -> RoutedRowCounts: ...
 
 
 class JourneyOverRanks(Journey):
@@ -129,8 +129,8 @@ class JourneyOverRanks(Journey):
         overlaps: bool = False,
     ) -> None:
         super().__init__()
-        self.group, self._assumed, self._overlaps = group, assumed or balanced, overlaps
-        self._routed: Routed | None = None
+        self.group, self._assumed, self._overlaps = group, assumed or balanced_routing, overlaps
+        self._routed: RoutedRowCounts | None = None
         self._computed: Tensor | None = None
 
     def computed_beside(self) -> Tensor:
@@ -139,18 +139,18 @@ class JourneyOverRanks(Journey):
     def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
         received_Ne = exchanged(counts_Ne, self.group)
-        self._routed = self._routing(len(x_MC), counts_Ne, received_Ne)
+        self._routed = self._read_routing(len(x_MC), counts_Ne, received_Ne)
         x_RC = self._send_to_experts(x_MC, self._routed.sent, self._routed.received)
         del x_MC
         x_RC = self._routed.by_expert(x_RC)
         return x_RC, received_Ne.sum(0).cumsum(0, dtype=torch.int32)
 
-    def _routing(self, rows: int, counts_Ne: Tensor, received_Ne: Tensor) -> Routed:
+    def _read_routing(self, rows: int, counts_Ne: Tensor, received_Ne: Tensor) -> RoutedRowCounts:
         """Return the routing. On a fake group it is the assumption, and the received counts are
         filled in."""
         both = torch.stack([counts_Ne, received_Ne])
         if dist.get_backend(self.group) != "fake":
-            return Routed(*both.tolist())
+            return RoutedRowCounts(*both.tolist())
         ranks, own = counts_Ne.shape
         routed = self._assumed(rows, ranks, own, self.group.rank())
         for of_rank, numbers in zip(received_Ne.unbind(), routed.received, strict=True):
@@ -161,7 +161,7 @@ class JourneyOverRanks(Journey):
     def rows_back(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None, "they have come"
         y_RC = self._routed.by_rank(y_RC)
-        return self._travelled(y_RC, self._routed.received, self._routed.sent)
+        return self._exchange_rows(y_RC, self._routed.received, self._routed.sent)
 
     def places_there(self, x_ESC: Tensor) -> Tensor:
         places = self._places_of(x_ESC)
@@ -173,7 +173,7 @@ class JourneyOverRanks(Journey):
         y_ESC = y_eTC.unflatten(1, (self.group.size(), -1)).movedim(1, 0).flatten(0, 1)
         del y_eTC
         places = self._places_of(y_ESC)
-        return self._by_rank(self._travelled(y_ESC, places, places)).flatten(0, 1)
+        return self._by_rank(self._exchange_rows(y_ESC, places, places)).flatten(0, 1)
 
     def _by_rank(self, x_ESC: Tensor) -> Tensor:
         return x_ESC.unflatten(0, (self.group.size(), -1))
@@ -184,31 +184,31 @@ class JourneyOverRanks(Journey):
 
     def _send_to_experts(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
         if not self._overlaps or self._beside is None:
-            return self._travelled(x, left, arrived)
-        transit = Transit(_sum_by_rank(left), _sum_by_rank(arrived), self.group)
-        x, self._computed = transit.around(x, self._beside)
+            return self._exchange_rows(x, left, arrived)
+        transit = RowExchange(_sum_by_rank(left), _sum_by_rank(arrived), self.group)
+        x, self._computed = transit.exchange_during(x, self._beside)
         return x
 
-    def _travelled(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
+    def _exchange_rows(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
         return awaited(
             all_to_all_single_autograd(x, _sum_by_rank(arrived), _sum_by_rank(left), self.group)
         )
 
 
 @dataclass
-class Travels:
+class JourneyFactory:
     """A factory of a layer's journeys over the ranks of `group`, with the arguments of
     `JourneyOverRanks`."""
 
     group: dist.ProcessGroup
     overlaps: bool
-    assumed: Assumption | None = None
+    assumption: Assumption | None = None
 
     def __call__(self) -> JourneyOverRanks:
-        return JourneyOverRanks(self.group, self.assumed, overlaps=self.overlaps)
+        return JourneyOverRanks(self.group, self.assumption, overlaps=self.overlaps)
 
 
-class Routed:
+class RoutedRowCounts:
     """The rows sent to each expert of each rank, and those received from each rank for each local
     expert."""
 
@@ -224,15 +224,15 @@ class Routed:
         return _regroup_rows(y_RC, [*zip(*self.received, strict=True)])
 
 
-def heavier(rows: int, ranks: int, own: int, rank: int, *, more: int) -> Routed:
+def overloaded_routing(rows: int, ranks: int, own: int, rank: int, *, more: int) -> RoutedRowCounts:
     """Return an even routing in which this rank's experts receive `more` additional rows."""
-    routed = balanced(rows, ranks, own, rank)
+    routed = balanced_routing(rows, ranks, own, rank)
     received = [[*numbers] for numbers in routed.received]
     received[(rank + 1) % ranks][0] += more
-    return Routed(routed.sent, received)
+    return RoutedRowCounts(routed.sent, received)
 
 
-def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:
+def balanced_routing(rows: int, ranks: int, own: int, rank: int) -> RoutedRowCounts:
     """Return an even routing, for ranks without data.
 
     Each expert receives an equal number of rows from each rank. A rank sends the remaining rows one
@@ -251,7 +251,7 @@ def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:
         first = (target - source) % ranks
         return [share + (expert * ranks + first < more) for expert in range(own)]
 
-    return Routed(
+    return RoutedRowCounts(
         [between(rank, other) for other in range(ranks)],
         [between(other, rank) for other in range(ranks)],
     )
