@@ -58,7 +58,7 @@ class GradientsOfUnit(Life):
         self._gradients.finish(is_last=is_last, is_due=is_due)
 
     def complete(self) -> None:
-        self._gradients.complete()
+        self._gradients.wait()
 
     def for_update(self) -> None:
         self._gradients.for_update()

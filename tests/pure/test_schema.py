@@ -127,7 +127,7 @@ KEYS = dict(leaves(SpecRaw))
 
 @pytest.mark.parametrize("place", KEYS)
 def test_every_key_has_a_hover_text(place):
-    assert len(KEYS[place].about) > 5
+    assert len(KEYS[place].description) > 5
 
 
 @pytest.mark.parametrize(
