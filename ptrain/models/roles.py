@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ptrain.errors import refused
-from ptrain.facts.roles import roles_of
+from ptrain.facts.parameters import roles_of
 from ptrain.models.boundary import raising
 from ptrain.models.cuttable import cutting, matching
 from ptrain.models.external import named_in_spec

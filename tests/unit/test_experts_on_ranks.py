@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.expert.run.exchange import JourneyFactory, JourneyOverRanks
+from ptrain.axes.expert.run.apply import JourneyFactory, JourneyOverRanks
 from ptrain.models.moe import MoE
 from ptrain.models.trace import Born, Died, Recording
 from ptrain.models.work import OperatorSizes, SentTensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.optimizers.by_operator import Muon, orthogonalized
+from ptrain.optimizers.build import Muon, orthogonalized
 
 SHAPES = ((6, 10), (10, 6), (8, 8), (1, 5))
 

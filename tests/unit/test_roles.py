@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.roles import roles_of
+from ptrain.facts.parameters import roles_of
 from ptrain.models.initialize import build
 from ptrain.models.roles import cutting_of_module
 from ptrain.plan.lower import lower
