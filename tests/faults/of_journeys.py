@@ -30,7 +30,7 @@ class HomeUnsorted(JourneyOverRanks):
 
     def rows_back(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None
-        return self._travelled(y_RC, self._routed.received, self._routed.sent)
+        return self._exchange_rows(y_RC, self._routed.received, self._routed.sent)
 
 
 class ThereUnsorted(JourneyOverRanks):
@@ -54,7 +54,7 @@ class PlacesUnsorted(JourneyOverRanks):
         ranks = self.group.size()
         y_ESC = y_eTC.reshape(ranks * experts, places // ranks, hidden)
         places_NE = self._places_of(y_ESC)
-        return self._by_rank(self._travelled(y_ESC, places_NE, places_NE)).flatten(0, 1)
+        return self._by_rank(self._exchange_rows(y_ESC, places_NE, places_NE)).flatten(0, 1)
 
 
 class NextExperts(JourneyOverRanks):
