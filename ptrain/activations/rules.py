@@ -228,7 +228,7 @@ def _not_compiled_over_tp(spec: Spec, shape: ModelShape) -> Iterator[tuple[str, 
     if factor.placement.activations.distribution is Distribution.GATHERED:
         finding = "inputs that are saved as shards (S*), by hooks within a block"
         yield "placement.tp.activations", finding, "Use `placement.tp.activations=S`"
-    if shape.drops:
+    if shape.has_dropout:
         finding = "dropout over tp, whose generators are switched within a block"
         yield "model.dropout", finding, "Use `model.dropout=0`"
     if recomputes(spec):

@@ -73,7 +73,7 @@ def build_external(model: ExternalModel) -> nn.Module:
     module = called(function)
     if not isinstance(module, nn.Module):
         raise refused(
-            function.place,
+            function.target_key,
             f"{model.target} returned {type(module).__name__}, not a torch.nn.Module",
             _remedy(function),
         )
@@ -142,18 +142,22 @@ def _imported(function: UserFunction) -> Callable[..., object]:
     names = (*module_name.split("."), attribute)
     if not (colon and all(name.isidentifier() for name in names)):
         raise refused(
-            function.place, f"{target!r} does not have the form package.module:function", remedy
+            function.target_key,
+            f"{target!r} does not have the form package.module:function",
+            remedy,
         )
     module = _import(module_name, function)
-    with raising(function.place, module_name, remedy):
+    with raising(function.target_key, module_name, remedy):
         value = getattr(module, attribute, None)
     if value is None:
         raise refused(
-            function.place, f"module {module_name} has no attribute {attribute!r}", remedy
+            function.target_key, f"module {module_name} has no attribute {attribute!r}", remedy
         )
     if not callable(value):
         raise refused(
-            function.place, f"{target} is {slips.a(type(value).__name__)}, not a function", remedy
+            function.target_key,
+            f"{target} is {slips.with_article(type(value).__name__)}, not a function",
+            remedy,
         )
     named: Callable[..., object] = value
     return named
@@ -185,7 +189,7 @@ def _require_alone(name: str, folder: str, function: UserFunction) -> None:
         finding = f"two modules are named {top}: {here} next to the spec, and {there}"
         remedy = "Rename the one next to the spec. To use the other one, set "
         remedy += f"`{function.section}.folder` to a folder without it."
-        raise refused(function.place, finding, remedy)
+        raise refused(function.target_key, finding, remedy)
 
 
 def _elsewhere(top: str) -> ModuleSpec | None:
@@ -229,7 +233,7 @@ def _unimportable(name: str, function: UserFunction, error: BaseException) -> Fa
 
 
 def _fault(function: UserFunction, finding: str, remedy: str) -> Fault:
-    return Fault(place=function.place, finding=finding, remedy=remedy)
+    return Fault(place=function.target_key, finding=finding, remedy=remedy)
 
 
 _NEEDED = (
@@ -287,7 +291,7 @@ class MapDataset:
         return dataset
 
     def _length(self) -> int:
-        with raising(self._function.place, f"__len__ of {self.name}", _NEEDED):
+        with raising(self._function.target_key, f"__len__ of {self.name}", _NEEDED):
             size = len(self._samples)
         if size < 1:
             raise self._refused(f"{self.name} has no samples: its length is {size}")
@@ -295,7 +299,7 @@ class MapDataset:
 
     def _sample(self, index: int) -> Any:
         """Read one sample with all generators seeded by its index, and check its form."""
-        code = raising(self._function.place, f"sample {index} of {self.name}", _NEEDED)
+        code = raising(self._function.target_key, f"sample {index} of {self.name}", _NEEDED)
         with _seeded(index), code:
             sample = default_collate([self._samples[index]])
         form = _form(sample)
@@ -308,7 +312,7 @@ class MapDataset:
         return tree_map(lambda leaf: leaf[0], sample)
 
     def _refused(self, finding: str, remedy: str = _NEEDED) -> SpecError:
-        return refused(self._function.place, finding, remedy)
+        return refused(self._function.target_key, finding, remedy)
 
 
 def dataset_of(function: UserFunction) -> MapDataset:

@@ -308,7 +308,7 @@ class Members(Protocol[T_contra]):
         """The axes over which these operators are sharded."""
         ...
 
-    def adopt(self, whole: T_contra) -> None:
+    def bind_views(self, whole: T_contra) -> None:
         """Copy the parameters to a flat tensor and make them views of it."""
 
     def write(self, index: int, whole: T_contra, *, is_bound: bool) -> None:
@@ -327,5 +327,5 @@ class Members(Protocol[T_contra]):
         Does nothing if the parameter has no gradient.
         """
 
-    def unbind(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients of all parameters."""

@@ -414,7 +414,7 @@ def _follow_routing(program: Program) -> None:
     routing = StatedRouting(loads, token_places(program.spec)[program.world.rank])
     program.observers.append(routing)
     for piece in program.pieces:
-        routing.lead(piece.module)
+        routing.route_layers(piece.module)
 
 
 def _steady_step(program: Program, batch: StepBatch) -> StepRecord:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ptrain.axes.context.attention import ContextKind, ContextPart
 from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.pipeline.stage_facts import TIED
-from ptrain.axes.tensor.cost import Cut
+from ptrain.axes.tensor.cost import TensorRank
 from ptrain.derivation.tables import IN_ELEMENTS, IS_STATISTICS, Setting, values_of
 from ptrain.facts.parameters import facts, roles_of
 from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
@@ -170,7 +170,7 @@ def settings() -> Iterator[Setting]:
             shape = shape_of(family, kind, tied=tied, special=special)
             setting = of_shape(shape, kind, compute=compute, batch=batch, sequence=SEQUENCE)
             yield setting
-            if shape.drops:
+            if shape.has_dropout:
                 yield replace(setting, is_for_cuda=True)
 
 
@@ -178,7 +178,7 @@ def of_shape(
     shape: ModelShape, kind: CutKind | None, *, compute: DType, batch: int, sequence: int
 ) -> Setting:
     """Return a setting with `sequence` tokens per rank between the blocks."""
-    own = Cut(step=kind.step(shape), degree=TP, index=0) if kind else None
+    own = TensorRank(step=kind.step(shape), degree=TP, index=0) if kind else None
     slices = TP if kind is not None and kind.is_sequence else 1
     return Setting(shape=shape, batch=batch, sequence=slices * sequence, compute=compute, cut=own)
 
@@ -312,13 +312,13 @@ def part_of(
 
 def _slices_of(setting: Setting, part: ContextPart) -> ContextSlices:
     """Return a rank's slices of the tokens, in a new fake world."""
-    degree = part.ulysses * part.ring
+    degree = part.ulysses * part.ring_degree
     step = ContextParallel(
         axis=Axis.CP,
         ulysses=part.ulysses,
-        ring=part.ring,
+        ring=part.ring_degree,
         sequence=degree * setting.sequence,
-        is_balanced=part.halves > 1,
+        is_balanced=part.num_chunks > 1,
         gathers=part.kind is ContextKind.GATHER,
     )
     if dist.is_initialized():

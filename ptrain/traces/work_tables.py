@@ -200,7 +200,7 @@ def loss_settings() -> Iterator[Setting]:
             if setting.cut is None:
                 yield setting
                 yield replace(setting, loss=LossSpec(fused=True))
-            elif has_own_tables(setting.cut.kind):
+            elif has_own_tables(setting.cut.table_name):
                 yield setting
 
 
@@ -300,7 +300,7 @@ def context_settings() -> Iterator[Setting]:
             None,
             compute=DType.BF16,
             batch=1,
-            sequence=own.halves * SEQUENCE,
+            sequence=own.num_chunks * SEQUENCE,
         )
         yield replace(setting, context=own)
 
@@ -361,14 +361,14 @@ class ContextTable:
 
     def _work(self, traced: list[dict[str, Ran]]) -> dict[str, object]:
         """Return the computation by pass and place."""
-        places = [part.place for part in self.parts]
+        places = [part.table_place for part in self.parts]
         return {
             name: {
                 place: self._often(
                     {
                         (part.before, part.behind): ran[name]
                         for part, ran in zip(self.parts, traced, strict=True)
-                        if part.place == place
+                        if part.table_place == place
                     }
                 )
                 for place in dict.fromkeys(places)

@@ -133,12 +133,12 @@ def collecting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[
 def adopting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
     """Parameters are views of the last flat tensor that adopted them, which lives with them."""
     whole = on.room.zeros(17, DType.FP32, DEVICE, State.PARAMETERS)
-    members.adopt(whole)
+    members.bind_views(whole)
     yield (whole,)
     del whole
     yield ()
     other = on.room.zeros(18, DType.FP32, DEVICE, State.PARAMETERS)
-    members.adopt(other)
+    members.bind_views(other)
     on.room.empty(other)
     yield ()
     on.room.refill(other)

@@ -16,7 +16,12 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from ptrain.axes.data.form import data_factors, form_of
-from ptrain.axes.pipeline.catalogue import faults, faults_of_rows, pipeline_of, takes_any_stages
+from ptrain.axes.pipeline.catalogue import (
+    faults_of_rows,
+    pipeline_of,
+    schedule_faults,
+    takes_any_stages,
+)
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.stages import unlike
@@ -39,32 +44,32 @@ _TUPLES = (
     TupleRule(
         name="states are sharded by stage",
         theorem=_DISJOINT,
-        broken=lambda placement, _: (placement.parameters, placement.optimizer) != (S, S),
+        is_broken=lambda placement, _: (placement.parameters, placement.optimizer) != (S, S),
         message=(
             "parameters and optimizer state must be S on pp: each rank holds the layers "
             "of its stages only"
         ),
-        nearest=lambda placement: replace(placement, parameters=S, optimizer=S),
+        repair=lambda placement: replace(placement, parameters=S, optimizer=S),
     ),
     TupleRule(
         name="gradients are reduced per stage",
         theorem=_PER_STAGE,
-        broken=lambda placement, _: placement.gradients != S,
+        is_broken=lambda placement, _: placement.gradients != S,
         message=(
             "gradients must be S on pp: the gradients of a stage exist on its rank only "
             "and are not reduced over pp"
         ),
-        nearest=lambda placement: replace(placement, gradients=S),
+        repair=lambda placement: replace(placement, gradients=S),
     ),
     TupleRule(
         name="activations are those of the local layers",
         theorem="Definition 2",
-        broken=lambda placement, _: placement.activations != R,
+        is_broken=lambda placement, _: placement.activations != R,
         message=(
             "activations on pp must be R: each rank holds the full activations of its "
             "layers; M and O are set for all axes at the top level, `activations=M`"
         ),
-        nearest=lambda placement: replace(placement, activations=R),
+        repair=lambda placement: replace(placement, activations=R),
     ),
 )
 
@@ -110,7 +115,7 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
 def _schedule_faults(spec: Spec) -> Iterator[Fault]:
     """Require a schedule that fits the pipeline."""
     if (pipeline := pipeline_of(spec)) is not None:
-        yield from faults(spec.pipeline.schedule, pipeline)
+        yield from schedule_faults(spec.pipeline.schedule, pipeline)
 
 
 def _layer_faults(spec: Spec) -> Iterator[Fault]:
@@ -227,7 +232,7 @@ def _regather_faults(spec: Spec) -> Iterator[Fault]:
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     """Reject optimizers that need full matrices."""
-    if spec.degree(Axis.PP) > 1 and not spec.optimizer.row.is_elementwise:
+    if spec.degree(Axis.PP) > 1 and not spec.optimizer.properties.is_elementwise:
         yield Fault(
             place="optimizer.name",
             finding=f"not supported yet: {spec.optimizer.name} with pp",
@@ -271,7 +276,7 @@ PIPELINE = AxisRules(
             faults=_schedule_faults,
         ),
     ),
-    not_yet=(
+    unsupported=(
         SpecRule(name="units are within a stage", theorem="", faults=_unit_faults),
         SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
         SpecRule(name="units exist until their weight gradients", theorem="", faults=_half_faults),

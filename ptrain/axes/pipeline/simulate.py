@@ -28,11 +28,11 @@ class Durations(Protocol):
     @property
     def communication(self) -> float: ...
 
-    def covers(self, schedule: Schedule) -> bool:
+    def has_all_steps(self, schedule: Schedule) -> bool:
         """Return True if there is a duration for each step of a schedule."""
         ...
 
-    def of(self, step: Step) -> float:
+    def duration(self, step: Step) -> float:
         """Return the duration of a step."""
         ...
 
@@ -43,11 +43,11 @@ class ActionCosts(NamedTuple):
     seconds: Mapping[Action, float]
     communication: float = 0
 
-    def covers(self, schedule: Schedule) -> bool:
+    def has_all_steps(self, schedule: Schedule) -> bool:
         parts = (step.parts for step in chain.from_iterable(schedule.orders))
         return all(map(self.seconds.__contains__, chain.from_iterable(parts)))
 
-    def of(self, step: Step) -> float:
+    def duration(self, step: Step) -> float:
         if isinstance(step, Action):
             return self.seconds[step]
         return sum(self.seconds[part] for part in step.parts)
@@ -64,14 +64,14 @@ class Costs(NamedTuple):
 
     stages: tuple[StageCost, ...]
     communication: float = 0
-    hidden: float = 0
+    overlap: float = 0
 
-    def covers(self, schedule: Schedule) -> bool:
+    def has_all_steps(self, schedule: Schedule) -> bool:
         return len(self.stages) == schedule.stages
 
-    def of(self, step: Step) -> float:
-        seconds = sum(self.stages[part.stage].of(part.kind) for part in step.parts)
-        return seconds - self.hidden if isinstance(step, Pair) else seconds
+    def duration(self, step: Step) -> float:
+        seconds = sum(self.stages[part.stage].duration(part.kind) for part in step.parts)
+        return seconds - self.overlap if isinstance(step, Pair) else seconds
 
 
 def equal_stages(schedule: Schedule, cost: StageCost | None = None) -> Costs:
@@ -98,19 +98,19 @@ class Simulation(NamedTuple):
         return max((spans[-1].end for spans in self.timeline if spans), default=0)
 
     @property
-    def busy(self) -> tuple[float, ...]:
+    def busy_times(self) -> tuple[float, ...]:
         """The computation time of each rank."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.timeline)
 
     @property
-    def idle(self) -> tuple[float, ...]:
+    def idle_times(self) -> tuple[float, ...]:
         """The waiting time of each rank, including before its first and after its last step."""
-        return tuple(self.makespan - busy for busy in self.busy)
+        return tuple(self.makespan - busy for busy in self.busy_times)
 
     @property
     def bubble_fraction(self) -> float:
         """The mean idle time over the makespan: (p-1)/(m+p-1) for GPipe."""
-        return sum(self.idle) / (len(self.timeline) * self.makespan)
+        return sum(self.idle_times) / (len(self.timeline) * self.makespan)
 
     @property
     def bubble_ratio(self) -> float:
@@ -119,7 +119,7 @@ class Simulation(NamedTuple):
         A fraction f is a ratio r = f/(1-f). With unequal ranks, the ideal time is the mean
         computation time.
         """
-        return sum(self.idle) / sum(self.busy)
+        return sum(self.idle_times) / sum(self.busy_times)
 
 
 def simulate(schedule: Schedule, costs: Durations | None = None) -> Simulation:
@@ -136,7 +136,7 @@ class _Progress:
     """The steps that each rank has ended, as `spans`."""
 
     def __init__(self, schedule: Schedule, costs: Durations) -> None:
-        assert costs.covers(schedule), "costs for other stages than those of the schedule"
+        assert costs.has_all_steps(schedule), "costs for other stages than those of the schedule"
         self.schedule, self.costs = schedule, costs
         self.work = step_work(schedule)
         self.spans: list[list[Span]] = [[] for _ in schedule.orders]
@@ -173,7 +173,7 @@ class _Simulation(_Progress):
         """Run a rank until an input is missing; return the ranks that its results wake."""
         woken: list[int] = []
         spans, order = self.spans[rank], self.schedule.orders[rank]
-        needs_of, seconds_of, waiting = self.work.needs, self.costs.of, self.waiting
+        needs_of, seconds_of, waiting = self.work.inputs, self.costs.duration, self.waiting
         while len(spans) < len(order):
             step = order[len(spans)]
             start = spans[-1].end if spans else 0
@@ -207,7 +207,7 @@ class _Simulation(_Progress):
             waiting = self.next_step(at)
             assert waiting, "a rank that has ended keeps nobody waiting"
             # a rank that lacks nothing would have run
-            need = next(need for need in self.work.needs(waiting) if need not in self.ended)
+            need = next(need for need in self.work.inputs(waiting) if need not in self.ended)
             owner = self.schedule.rank_of[need.stage]
             chain.append(f"rank {at} waits at {waiting} for {need} of rank {owner}")
             at = owner
@@ -267,8 +267,8 @@ class _SharedCoreSimulation(_Progress):
         """Start all steps that can start; return True if any rank is busy."""
         for rank in range(self.schedule.ranks):
             step = None if rank in self.left else self.next_step(rank)
-            if step is not None and all(need in self.ended for need in self.work.needs(step)):
-                self.left[rank], self.begun[rank] = self.costs.of(step), self.now
+            if step is not None and all(need in self.ended for need in self.work.inputs(step)):
+                self.left[rank], self.begun[rank] = self.costs.duration(step), self.now
         return bool(self.left)
 
     def _end_step(self, rank: int) -> None:
@@ -309,7 +309,7 @@ class StepWork:
             for microbatch in range(schedule.microbatches):
                 self._require_all(stage, microbatch)
 
-    def needs(self, step: Step) -> tuple[Action, ...]:
+    def inputs(self, step: Step) -> tuple[Action, ...]:
         """Return the actions whose results a step takes, on any rank."""
         if isinstance(step, Action):
             return self._action_needs(step)
@@ -375,7 +375,7 @@ MEANINGS = {
 _IDLE, _LONGER, _LEFT_OUT = ".", "-", "…"
 
 
-def draw(schedule: Schedule, width: int = WIDTH) -> str:
+def draw_schedule(schedule: Schedule, width: int = WIDTH) -> str:
     """Return the schedule as text, with F = I = W = 1 and B = 2.
 
     Columns in the middle are left out if lines exceed `width` characters, the same on every line. A
