@@ -299,7 +299,7 @@ def part_of(
     assert step is None or isinstance(step, Parallelize), "no plan step shards it"
     return RankPart(
         batch=setting.batch,
-        sequence=setting.sequence * (context.ulysses * context.ring if context else 1),
+        sequence=setting.sequence * (context.ulysses * context.ring_degree if context else 1),
         context=_slices_of(setting, context) if context else None,
         tensor=step,
         mesh=mesh if step else None,
