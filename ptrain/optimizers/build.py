@@ -1,6 +1,6 @@
 """Build optimizers by the name of a rule, for training and for the single-device reference.
 
-`TorchRules` is the optimizer factory of the torch runtime (`rooms.room.Rules`).
+`TorchOptimizerFactory` is the optimizer factory of the torch runtime (`rooms.room.Rules`).
 """
 
 from __future__ import annotations
@@ -198,19 +198,19 @@ class TorchOptimizer:
         self.optimizer.step()
 
 
-class TorchRules:
+class TorchOptimizerFactory:
     """The factory of torch optimizers by rule; see `build_optimizer` for `stands_in`."""
 
     def __init__(self, *, stands_in: bool = False) -> None:
         self.stands_in = stands_in
 
-    def leaf(self, like: torch.Tensor, dtype: DType) -> TorchLeaf:
+    def create_leaf(self, like: torch.Tensor, dtype: DType) -> TorchLeaf:
         return TorchLeaf(like.new_empty(0, dtype=TORCH_DTYPES[dtype]))
 
-    def leaf_of(self, tensor: torch.Tensor) -> TorchLeaf:
+    def wrap_leaf(self, tensor: torch.Tensor) -> TorchLeaf:
         return TorchLeaf(tensor)
 
-    def optimizer(
+    def create_optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[torch.Tensor]], spec: OptimizerSpec
     ) -> TorchOptimizer:
         return TorchOptimizer(rule, leaves, spec, stands_in=self.stands_in)

@@ -16,7 +16,7 @@ from ptrain.derivation.ghosts.wrapping import micro_batches
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
-from ptrain.rooms.ghost import GhostRoom
+from ptrain.rooms.ghost import GhostRuntime
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis, Tier
@@ -129,7 +129,7 @@ def test_flat_buffers_are_those_of_rank_0():
 
 
 def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
-    room = GhostRoom(Tape(), {REPLICATE: 2, SHARD: 2}, {})
+    room = GhostRuntime(Tape(), {REPLICATE: 2, SHARD: 2}, {})
     cuts = Cuts(room, 64, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
     seen = {
         ((), (SHARD,)): True,
@@ -141,7 +141,7 @@ def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
         ((), ()): True,
     }
     wholes = {
-        had: room.new(cuts.shard_numel(had), DType.FP32, Tier.DEVICE, State.OTHER)
+        had: room.new_empty(cuts.shard_numel(had), DType.FP32, Tier.DEVICE, State.OTHER)
         for had, _ in seen
     }
     parts = {(had, wanted): cuts.take(wholes[had], had, wanted) for had, wanted in seen}

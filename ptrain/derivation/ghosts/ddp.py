@@ -84,7 +84,9 @@ class Replicated(Local):
         with their number, and then the bucket sizes."""
         tensors, buckets = len(self.scene.facts.trained), len(self.replicas.buckets())
         for count in (tensors + 1, buckets):
-            self.tape.sent(Collective.BROADCAST, self.axes, State.OTHER, _INDEX_BYTES * count, "")
+            self.tape.record_collective(
+                Collective.BROADCAST, self.axes, State.OTHER, _INDEX_BYTES * count, ""
+            )
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         super().begin(is_first=is_first, is_last=is_last)
@@ -99,7 +101,7 @@ class Replicated(Local):
             self.tape.spike(autograd.rise(gradient))
         dtype = self.scene.plan.update.layout.gradients
         if self.copies:
-            self.tape.computed(OperatorKind.COPY, dtype, 2 * gradient.size)
+            self.tape.record_operator(OperatorKind.COPY, dtype, 2 * gradient.size)
         else:
             autograd.adds(self.tape, dtype, gradient)
         self.arrived += gradient.size
@@ -127,7 +129,7 @@ class Replicated(Local):
         size = self.due.pop(0)
         self.arrived -= size
         self.tape.hook(Hook.DDP_BUCKET)
-        arrival = self.tape.sent(
+        arrival = self.tape.record_collective(
             Collective.ALL_REDUCE,
             self.axes,
             State.GRADIENTS,
@@ -153,7 +155,7 @@ class Replicated(Local):
         if not self.copies:
             layout = self.scene.plan.update.layout
             size = self.scene.facts.trained_numel * layout.gradients.itemsize
-            self.tape.computed(OperatorKind.POINTWISE, layout.gradients, size)
+            self.tape.record_operator(OperatorKind.POINTWISE, layout.gradients, size)
 
 
 # torch's ZeroRedundancyOptimizer with DistributedDataParallel: full tensors are distributed over
@@ -250,7 +252,7 @@ class SpreadReplicated(Replicated):
             shapes = [tensor.shape for tensor in most]
             self.tape.clock.update(update.optimizer, update.layout, shapes)
         arrivals = [
-            self.tape.sent(
+            self.tape.record_collective(
                 Collective.BROADCAST, self.axes, State.PARAMETERS, size, "", is_awaited=False
             )
             for size in self.spread_update.parameter_buckets()

@@ -17,9 +17,9 @@ from ptrain.derivation.ghosts.clipping import by_operator
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped, rows
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.facts.model import UnitFacts
-from ptrain.optimizers.ghost import GhostRules, GhostScale
-from ptrain.optimizers.update import Resident, Slot, TargetsUpdate, rule_of
-from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
+from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
+from ptrain.optimizers.update import ResidentSlot, Slot, TargetsUpdate, rule_of
+from ptrain.rooms.ghost import Ghost, GhostRuntime, Storage
 from ptrain.rooms.room import Shape
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
@@ -45,7 +45,7 @@ class InPlaceTarget:
     def __init__(self, value: Ghost, gradient: Ghost, *, owns_master: bool) -> None:
         self._value, self._gradient, self.owns_master = value, gradient, owns_master
 
-    def lasting(self) -> Ghost | None:
+    def persistent_parameter(self) -> Ghost | None:
         """Return None: the tensor is already in place."""
 
     def working_gradient(self) -> Ghost:
@@ -57,8 +57,8 @@ class InPlaceTarget:
     def store(self, value: Ghost) -> None:
         """Do nothing: the value is already stored, or copied in place."""
 
-    def slot(self, initial: Ghost) -> Slot[Ghost]:
-        return Resident(initial)
+    def create_slot(self, initial: Ghost) -> Slot[Ghost]:
+        return ResidentSlot(initial)
 
 
 class InPlace:
@@ -287,7 +287,7 @@ def _cost_of(
     is_for_cuda: bool,
 ) -> Cost:
     tape = Tape(is_reading=False)
-    room, dtype = GhostRoom(tape, {}, {}), layout.parameters
+    room, dtype = GhostRuntime(tape, {}, {}), layout.parameters
     if owns_master and layout.master is not None:
         dtype = layout.master
 
@@ -303,7 +303,7 @@ def _cost_of(
         )
         for shape in shapes
     ]
-    rules = GhostRules(tape, is_cpu=not is_for_cuda)
+    rules = GhostOptimizerFactory(tape, is_cpu=not is_for_cuda)
     update = TargetsUpdate([targets], optimizer, layout, room, rules, [hidden])
     tape.is_reading = True
     update.step(0.0, GhostScale(tape) if layout.scales_loss else None)

@@ -15,8 +15,8 @@ from ptrain.axes.context.run.slices import SampleSlices, route_slices
 from ptrain.axes.expert.run.exchange import Assumption, Counts, Routed, Travels
 from ptrain.axes.tensor.run.styles import OwnSlices, remake
 from ptrain.cost import Phase
-from ptrain.internals.dtensor import side_by_side
-from ptrain.models.moe import NUMBER, MoE, RoutedRows, route
+from ptrain.internals.dtensor import concatenate_meshes
+from ptrain.models.moe import NUMBER, MoE, RoutedRows, route_rows
 from ptrain.rooms.comm import Mesh
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Choices
@@ -37,7 +37,7 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
     group = mesh.group(step.axes)
     own = [(name, module) for name, module in model.named_modules() if name in step.modules]
     if not any(isinstance(module, MoE) for module in model.modules()):
-        route(model, [name for name, _ in own], step.number)
+        route_rows(model, [name for name, _ in own], step.number)
     for module in model.modules():
         if isinstance(module, (MoE, RoutedRows)):
             module.journey = Travels(group, step.overlaps)
@@ -46,10 +46,10 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
             _shard_custom_experts(experts, step, mesh)
             continue
         for projection in experts.children():
-            _shard_projection(projection, mesh.ordered(step.axes), mesh)
+            _shard_projection(projection, mesh.sort_axes(step.axes), mesh)
     if step.folded:
         tokens = SampleSlices(mesh.group(step.counting), mesh.registry, step.spans)
-        route_slices(model, tokens, mesh.size(step.folded))
+        route_slices(model, tokens, mesh.group_size(step.folded))
 
 
 def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
@@ -74,10 +74,10 @@ def _shard_projection(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -
 def _shard_custom_experts(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
     """Shard all tensors of a module that is not built in, and set its number of local experts."""
     for module in experts.modules():
-        _shard_experts(module, mesh.ordered(step.axes), mesh)
+        _shard_experts(module, mesh.sort_axes(step.axes), mesh)
     experts.reading = _local_tensors
     if isinstance(getattr(experts, NUMBER, None), int):
-        setattr(experts, NUMBER, step.number // mesh.size(step.axes))
+        setattr(experts, NUMBER, step.number // mesh.group_size(step.axes))
 
 
 @contextmanager
@@ -114,10 +114,10 @@ def _shard_tensor(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTe
     if isinstance(weight, DTensor):
         meshes.append(weight.device_mesh)
         held, placements = weight.to_local(), [*placements, *weight.placements]
-    own = len(held) // mesh.size(axes)
+    own = len(held) // mesh.group_size(axes)
     return DTensor.from_local(
-        held.narrow(0, own * mesh.place(axes), own).clone(),
-        side_by_side(*meshes) if len(meshes) > 1 else meshes[0],
+        held.narrow(0, own * mesh.position(axes), own).clone(),
+        concatenate_meshes(*meshes) if len(meshes) > 1 else meshes[0],
         placements,
         run_check=False,
         shape=weight.shape,

@@ -22,8 +22,8 @@ from torch import Tensor
 from ptrain.internals.functional_collectives import (
     all_to_all,
     all_to_all_single_autograd,
-    awaited,
-    exchanged,
+    exchange_parts,
+    wait_for,
 )
 from ptrain.models.moe import Journey
 
@@ -59,7 +59,7 @@ class Transit:
 
     def arrive(self, x: Tensor) -> Tensor:
         """Wait for the exchange, and return the received rows."""
-        x, self._leaving = awaited(x), None
+        x, self._leaving = wait_for(x), None
         return x
 
     def depart_back(self, gradient: Tensor) -> None:
@@ -70,7 +70,7 @@ class Transit:
     def arrive_back(self) -> Tensor:
         """Wait for the gradients, and return those of the rows that were sent."""
         assert self._coming is not None, "they have differed"
-        gradient, self._leaving, self._coming = awaited(self._coming), None, None
+        gradient, self._leaving, self._coming = wait_for(self._coming), None, None
         return gradient
 
 
@@ -133,12 +133,12 @@ class JourneyOverRanks(Journey):
         self._routed: Routed | None = None
         self._computed: Tensor | None = None
 
-    def computed_beside(self) -> Tensor:
-        return super().computed_beside() if self._computed is None else self._computed
+    def overlapped_result(self) -> Tensor:
+        return super().overlapped_result() if self._computed is None else self._computed
 
-    def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
-        received_Ne = exchanged(counts_Ne, self.group)
+        received_Ne = exchange_parts(counts_Ne, self.group)
         self._routed = self._routing(len(x_MC), counts_Ne, received_Ne)
         x_RC = self._send_to_experts(x_MC, self._routed.sent, self._routed.received)
         del x_MC
@@ -158,18 +158,18 @@ class JourneyOverRanks(Journey):
                 place.fill_(number)
         return routed
 
-    def rows_back(self, y_RC: Tensor) -> Tensor:
+    def return_rows(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None, "they have come"
         y_RC = self._routed.by_rank(y_RC)
         return self._travelled(y_RC, self._routed.received, self._routed.sent)
 
-    def places_there(self, x_ESC: Tensor) -> Tensor:
+    def send_places(self, x_ESC: Tensor) -> Tensor:
         places = self._places_of(x_ESC)
         x_NeSC = self._by_rank(self._send_to_experts(x_ESC, places, places))
         del x_ESC
         return x_NeSC.movedim(0, 1).flatten(1, 2)
 
-    def places_back(self, y_eTC: Tensor) -> Tensor:
+    def return_places(self, y_eTC: Tensor) -> Tensor:
         y_ESC = y_eTC.unflatten(1, (self.group.size(), -1)).movedim(1, 0).flatten(0, 1)
         del y_eTC
         places = self._places_of(y_ESC)
@@ -190,7 +190,7 @@ class JourneyOverRanks(Journey):
         return x
 
     def _travelled(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
-        return awaited(
+        return wait_for(
             all_to_all_single_autograd(x, _sum_by_rank(arrived), _sum_by_rank(left), self.group)
         )
 
