@@ -19,8 +19,7 @@ from _script import Script, table_head, table_row
 from _steps import spearman
 
 from ptrain.cost import Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.estimate import Derivation, derive
-from ptrain.derivation.throughput import step_family, throughput
+from ptrain.derivation.estimate import Derivation, derive, step_family, throughput
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
 

@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51770,
+    "ptrain": 51630,
     "ptrain/activations": 390,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -35,16 +35,16 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
-    "ptrain/cli": 1780,
+    "ptrain/cli": 1770,
     "ptrain/convert": 430,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5140,
+    "ptrain/derivation": 5030,
     "ptrain/facts": 800,
     "ptrain/internals": 440,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1480,
     "ptrain/models": 5000,
-    "ptrain/optimizers": 500,
+    "ptrain/optimizers": 490,
     "ptrain/plan": 480,
     "ptrain/rates": 360,
     "ptrain/report": 2480,
@@ -53,12 +53,12 @@ BUDGETS: dict[str, int] = {
     "ptrain/simulation": 1050,
     "ptrain/spec": 4110,
     "ptrain/steps": 460,
-    "ptrain/traces": 2220,
+    "ptrain/traces": 2210,
     "ptrain/train": 3140,
     "ptrain/verification": 6100,
 }
-ONE_IMPORTER = 52  # modules that exactly one other imports
-SMALL_MODULES = 46  # modules with fewer lines than SMALL
+ONE_IMPORTER = 48  # modules that exactly one other imports
+SMALL_MODULES = 44  # modules with fewer lines than SMALL
 # end
 
 

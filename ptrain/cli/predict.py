@@ -16,8 +16,7 @@ import ptrain
 from ptrain.axes.context.draw import balance_rows
 from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.codec import encode
-from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
-from ptrain.derivation.throughput import step_tokens
+from ptrain.derivation.estimate import Derivation, derive, facts_from_shape, step_tokens
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
@@ -51,7 +50,7 @@ def _simulate_reserved(
     """
     if not spec.is_for_cuda:
         return Reserving(lines=("", f"{label}: nothing is reserved: not for GPUs"), record=None)
-    from ptrain.derivation.workspaces import workspaces
+    from ptrain.derivation.kernels import workspaces
     from ptrain.installed import require_torch
 
     require_torch()

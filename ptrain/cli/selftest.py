@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from ptrain.cli.progress import progress
-from ptrain.derivation.throughput import step_tokens, token_operations
+from ptrain.derivation.estimate import step_tokens, token_operations
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.installed import require_torch, versions
 from ptrain.plan.lower import own_facts

@@ -21,7 +21,7 @@ from ptrain.cli.progress import progress
 from ptrain.codec import encode
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.derivation.workspaces import workspaces
+from ptrain.derivation.kernels import workspaces
 from ptrain.errors import refused
 from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates

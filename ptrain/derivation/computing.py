@@ -15,10 +15,9 @@ from functools import partial
 from typing import NamedTuple, assert_never
 
 from ptrain.cost import Collective
-from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Arrival, Clock, PassSeconds
 from ptrain.derivation.layers import Representatives
-from ptrain.derivation.tape import Marks, Tape
+from ptrain.derivation.tape import COPIES, Marks, Tape
 from ptrain.facts.model import (
     LayerWork,
     ModelWork,
@@ -189,7 +188,7 @@ class ActivationMoves:
         ]
 
 
-class Computing:
+class Computing(Marks):
     """A wrap together with the compute of the model, in one pass."""
 
     def __init__(self, wrap: Marks, clock: Clock, score: PassScore) -> None:

@@ -19,7 +19,7 @@ from ptrain.axes.data.units import ModelLife, U, UnitLife, UnitParts, buckets_of
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.cost import Collective, State
 from ptrain.derivation.ghosts import autograd
-from ptrain.derivation.tape import Scene
+from ptrain.derivation.tape import Scene, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
@@ -244,7 +244,7 @@ class RepeatedUpdate(TargetsUpdate[Ghost, Target[Ghost]]):
         self.repeat(enumerate(self.groups), act)
 
 
-class Flat:
+class Flat(Wrap):
     """A wrap of flat units, driven by the marks of a timeline.
 
     The storages that the units keep between steps are allocated before the tape reads.
@@ -425,9 +425,6 @@ class Flat:
             for part in unit.theta.parts
             if part.is_transient and part.is_gathered
         )
-
-    def lingering(self) -> int:
-        return 0
 
     def signature(self) -> Hashable:
         return self.units.signature(), self.is_last

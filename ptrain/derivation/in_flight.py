@@ -17,22 +17,20 @@ from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.cost import Footprint, Peak, Phase, State, StepTime, Traffic
 from ptrain.derivation import tensor
-from ptrain.derivation.activation_moves import activation_row
 from ptrain.derivation.clock import Clock, Seconds
 from ptrain.derivation.computing import PassScore, play_pass
-from ptrain.derivation.ghosts.clipping import clip, norm_bytes
-from ptrain.derivation.ghosts.wrapping import Wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping, clip, norm_bytes
 from ptrain.derivation.layers import Representatives, passes, represent
-from ptrain.derivation.memory import always, least_above, peaks, sum_in_time
-from ptrain.derivation.pipeline import StageParts
-from ptrain.derivation.pipeline_time import (
+from ptrain.derivation.machine import (
     Gaps,
     RankTime,
     StepTiming,
     idle_gaps,
     step_time,
 )
-from ptrain.derivation.tape import Scene, Tape, Wrap
+from ptrain.derivation.memory import always, least_above, peaks, sum_in_time
+from ptrain.derivation.pipeline import StageParts
+from ptrain.derivation.tape import Scene, Tape, Wrap, activation_row
 from ptrain.facts.model import Passes, net
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType, Layout

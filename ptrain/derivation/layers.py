@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ptrain.axes.context.attention import context_of, part_at
 from ptrain.derivation import archive, blocks, tables
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.attention import is_by_operators
+from ptrain.derivation.kernels import is_by_operators
 from ptrain.derivation.tables import (
     EvaluatedTable,
     LossHead,

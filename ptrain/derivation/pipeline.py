@@ -33,12 +33,11 @@ from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
-from ptrain.derivation.activation_moves import kept_traffic
-from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.ghosts.wrapping import Wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping, norm
 from ptrain.derivation.layers import Pairs, alike, moved_and_repeated
 from ptrain.derivation.memory import by_shard, other_bytes, summed
+from ptrain.derivation.tape import kept_traffic
 from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses, passes_of
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept

@@ -23,7 +23,7 @@ from ptrain.axes.tensor.cost import Cut
 from ptrain.cost import Collective
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.attention import Statistics, statistics_of
+from ptrain.derivation.kernels import Statistics, statistics_of
 from ptrain.facts.model import InnerCollective, LayerWork, Operator, PassWork
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType

@@ -1,15 +1,22 @@
 """Records a rank's step (live bytes, traffic and time), and defines the interface between wraps and
-a model's timeline."""
+a model's timeline.
+
+Activation modes add copies and collectives to a step (`kept_traffic`). Offloaded tensors are copied
+off the device and back. A recomputation repeats the collectives of its forward pass over tp.
+Parameters of a data axis are not gathered again: their unit is already all-gathered for the
+backward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ptrain.axes.ring import Calls, Group, group_over
-from ptrain.cost import Collective, Phase, Spent, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Footprint, Phase, Spent, State, Traffic, TrafficKey
 from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
@@ -259,8 +266,9 @@ class Scene(NamedTuple):
         }
 
 
-class Marks(Protocol):
-    """The callbacks at the marks of a model's timeline and at completed gradients."""
+class Marks:
+    """The callbacks at the marks of a model's timeline and at completed gradients. By default they
+    do nothing."""
 
     def enter(self, unit: int) -> None:
         """Begin a unit's forward pass."""
@@ -279,15 +287,16 @@ class Marks(Protocol):
         """Accept a parameter's gradient, to be kept, or copied if it is `cloned`."""
 
 
-class Wrap(Marks, Protocol):
-    """The simulation of a wrap along a model's timeline.
+class Wrap(Marks):
+    """The simulation of a wrap along a model's timeline. A wrap overrides the callbacks at which it
+    acts.
 
     `updates_alike` is True if the update is equal on all ranks and leaves no state to simulate
     another.
     """
 
     scene: Scene
-    updates_alike: bool
+    updates_alike: bool = False
 
     def begin_passes(self) -> None:
         """Begin the passes of a pipeline step."""
@@ -303,7 +312,7 @@ class Wrap(Marks, Protocol):
 
     def gathered(self) -> int:
         """Return the bytes of units that are all-gathered now."""
-        ...
+        return 0
 
     def begin_half(self, kind: Kind) -> None:
         """Begin a half of a backward pass, for the gradients of inputs or of weights."""
@@ -313,28 +322,88 @@ class Wrap(Marks, Protocol):
 
     def lingering(self) -> int:
         """Return the bytes that outlive a backward pass and are not gradients."""
-        ...
+        return 0
 
     def signature(self) -> Hashable:
         """Return the state that a pass depends on. Passes with equal state are equal."""
-        ...
+        return None
 
     def reduce(self) -> None:
         """Reduce partial gradients."""
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return a key that is equal for shards with equal norm and update."""
-        ...
+        return 0
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         """Return the elements of each gradient on the rank with this shard, by group of the norm.
 
         The result is None if the gradients are not on the device.
         """
-        ...
+        return None
 
     def update(self, shard: int) -> None:
         """Run the optimizer on the rank with this shard."""
 
     def finish_update(self) -> None:
         """Complete the work that the update left running."""
+
+
+Moved = Sequence[tuple[str, int]]
+Repeated = Sequence[tuple[str, int]]
+
+COPIES = {
+    Tier.HOST: (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE),
+    Tier.FILE: (Collective.FILE_WRITE, Collective.FILE_READ),
+}
+
+
+def kept_traffic(
+    spec: Spec, plan: Plan, moved: Moved, repeated: Repeated, times: int | None = None
+) -> Iterator[Traffic]:
+    """Yield the copies and collectives that one rank's activation modes add to a step.
+
+    Args:
+        spec: The spec, for the degree of the tensor axis.
+        plan: The plan of the step.
+        moved: (tier, bytes) of each tensor that leaves the device in one micro-batch.
+        repeated: (collective, bytes of the full tensor) of each repeated call in one micro-batch.
+        times: How many micro-batches to count. None counts all micro-batches of a step.
+    """
+    times = plan.accumulate.micro_batches if times is None else times
+    for tier, (out, back) in COPIES.items():
+        sizes = [size for name, size in moved if name == tier.value]
+        for collective, phase in ((out, Phase.FORWARD), (back, Phase.BACKWARD)):
+            if sizes:
+                key = TrafficKey(
+                    axes=(), collective=collective, state=State.ACTIVATIONS, phase=phase
+                )
+                payload = times * sum(sizes)
+                yield Traffic(
+                    key=key, calls=times * len(sizes), payload_bytes=payload, sent_bytes=0
+                )
+    if plan.tensor is None:
+        assert not repeated, "what is sent over no axis by name is sent over tp"
+        return
+    group = Group((plan.tensor.axis,), spec.degree(plan.tensor.axis))
+    for (name, size), number in Counter(repeated).items():
+        calls = Calls(Collective(name), State.ACTIVATIONS, Phase.BACKWARD, number * times)
+        yield calls.over(group, size)
+
+
+def activation_row(rank: int, device_bytes: int, moved: Moved) -> Footprint:
+    """Return one rank's memory row of activations.
+
+    Args:
+        rank: The rank of the row.
+        device_bytes: Bytes of activations on the device.
+        moved: (tier, bytes) of the activations on other tiers.
+    """
+    off = {tier: sum(size for name, size in moved if name == tier.value) for tier in COPIES}
+    return Footprint(
+        state=State.ACTIVATIONS,
+        rank=rank,
+        device_bytes=device_bytes,
+        host_bytes=off[Tier.HOST],
+        file_bytes=off[Tier.FILE],
+    )

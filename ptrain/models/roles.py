@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ptrain.errors import refused
-from ptrain.facts.roles import roles_of
+from ptrain.facts.parameters import roles_of
 from ptrain.models.boundary import report_exceptions
 from ptrain.models.cuttable import check_sharding, matching_names
 from ptrain.models.external import named_in_spec

@@ -18,7 +18,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
-# as `optimizers.by_operator.ITERATIONS`, which needs torch
+# as `optimizers.build.ITERATIONS`, which needs torch
 _ITERATIONS = 5
 
 
@@ -175,7 +175,7 @@ def _newton_schulz(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> I
 def muon_operators(shape: Shape, updated: DType) -> Iterator[Operator]:
     """Yield the operators that Muon's update of one matrix runs, in order.
 
-    The update is `optimizers.by_operator.Muon`.
+    The update is `optimizers.build.Muon`.
     """
     rows, columns = sorted(shape)
     iterated = DType.FP64 if updated is DType.FP64 else DType.BF16

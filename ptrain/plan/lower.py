@@ -31,9 +31,8 @@ from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.cost import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.parameters import expert_layers, expert_modules
+from ptrain.facts.parameters import expert_layers, expert_modules, roles_of
 from ptrain.facts.parameters import facts as facts_of
-from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ModelShape

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ptrain.codec import encode
 from ptrain.cost import Collective, Column, Estimate, Phase, Spent, StepTime
-from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.throughput import (
+from ptrain.derivation.estimate import (
+    Derivation,
     Throughput,
     best_collected_mfu,
     published_steps,

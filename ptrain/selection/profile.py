@@ -15,10 +15,10 @@ from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.expert.cost import rows_bytes
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.cost import Collective, Estimate, Phase, State
-from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Clock
 from ptrain.derivation.estimate import fullest_alone
 from ptrain.derivation.interconnect import Network, host_seconds
+from ptrain.derivation.tape import COPIES
 from ptrain.derivation.tensor import local_units
 from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, UnitFacts
 from ptrain.facts.parameters import is_of_experts

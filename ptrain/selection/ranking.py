@@ -12,9 +12,8 @@ from math import inf
 from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
 from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
-from ptrain.derivation.estimate import Derivation
+from ptrain.derivation.estimate import Derivation, Throughput, throughput
 from ptrain.derivation.interconnect import Network
-from ptrain.derivation.throughput import Throughput, throughput
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts, ModelWork
 from ptrain.rates.pace import Pace

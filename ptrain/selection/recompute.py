@@ -18,9 +18,9 @@ from typing import NamedTuple
 from ptrain.algebra.legality import Located, is_sound, require
 from ptrain.axes.candidates import divisors
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.layers import is_tabulated
-from ptrain.derivation.operations import operations
-from ptrain.derivation.workspaces import unclaimed
+from ptrain.derivation.work import operations
 from ptrain.errors import Fault, refused
 from ptrain.plan.lower import lower, own_facts
 from ptrain.selection.fit import fit

@@ -22,8 +22,8 @@ from ptrain.axes.data.candidates import is_left_out
 from ptrain.axes.expert.form import SPACE as EXPERT_SPACE
 from ptrain.axes.pipeline.catalogue import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.cost import SPACE as TENSOR_SPACE
+from ptrain.derivation.kernels import takes_peak_of
 from ptrain.derivation.layers import is_tabulated
-from ptrain.derivation.workspaces import takes_peak_of
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept

@@ -28,7 +28,7 @@ from ptrain.axes.expert.run.apply import StatedRouting
 from ptrain.cost import Column, Estimate, Operations, Phase, add_traffic
 from ptrain.data.sampler import blank_batch
 from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
-from ptrain.derivation.workspaces import products
+from ptrain.derivation.kernels import products
 from ptrain.errors import RankFailed, refused
 from ptrain.internals.fakes import READ
 from ptrain.interpreter.program import Program, interpret

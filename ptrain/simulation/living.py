@@ -22,8 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from ptrain.axes.data.run.apply import allocating_streams, stream_key
 from ptrain.cost import Phase, State
 from ptrain.derivation.allocator import COMPUTING
-from ptrain.derivation.attention import attention_of
-from ptrain.derivation.workspaces import attention_backward, sum_of_rows
+from ptrain.derivation.kernels import attention_backward, attention_of, sum_of_rows
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
-from ptrain.derivation.attention import HEAD_DIM_MULTIPLE, FusedAttention, capability, row_name
+from ptrain.derivation.kernels import HEAD_DIM_MULTIPLE, FusedAttention, capability, row_name
 from ptrain.installed import torch_minor
 from ptrain.models.kernels import AttentionCall, UnknownKernels, kernels_of
 from ptrain.models.ledger import OperatorMode

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ptrain.activations.run.apply import apply_modes_for_trace
+from ptrain.codec import encode
 from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape, not_traceable
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
@@ -69,11 +70,9 @@ from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
 from ptrain.traces.record import record, run_unrecorded
 from ptrain.traces.stage_parts import (
-    hidden_bytes,
+    joined_works,
     stage_formulas,
-    stage_passes,
-    stage_rows,
-    stage_works,
+    stage_traces,
 )
 from ptrain.traces.tensor_parts import (
     FakeModel,
@@ -421,7 +420,7 @@ class _Reader:
             of_parts = partial(self._of_stages, model)
         del model  # whoever plays the ranks builds another
         first, *others = (
-            self._with_parts(facts, self.share(partial(of_parts, facts, extent)), has_stages)
+            _with_parts(facts, self.share(partial(of_parts, facts, extent)))
             for facts, extent in extents_of(facts)
         )
         return replace(first, others=tuple(others))
@@ -431,17 +430,7 @@ class _Reader:
 
     def _of_stages(self, model: nn.Module, facts: ModelFacts, extent: Extent) -> Traced:
         with self._running():
-            return {"timelines": [stage_rows(model, self.spec, facts, extent=extent)]}
-
-    def _with_parts(self, facts: ModelFacts, traces: Traced, has_stages: bool) -> ModelFacts:
-        rows = by_place(traces)
-        hidden = hidden_bytes(self.spec, facts) if has_stages else 0
-        return replace(
-            facts,
-            stage_passes=stage_passes(rows, hidden),
-            stage_rows=stage_formulas(rows, hidden),
-            part_works=stage_works(rows),
-        )
+            return {"timelines": [encode(stage_traces(model, self.spec, facts, extent=extent))]}
 
     @contextmanager
     def _running(self) -> Iterator[UnknownKernels]:
@@ -449,6 +438,18 @@ class _Reader:
         silent = nullcontext() if is_plain else silent_programs()
         with self.around(), kernels_for(self.spec) as unknown, silent:
             yield unknown
+
+
+def _with_parts(facts: ModelFacts, traced: Traced) -> ModelFacts:
+    """Return the facts with the traces of the parts that ranks have of the model."""
+    traces = by_place(traced)
+    stages = [*zip(*traces, strict=True)]
+    return replace(
+        facts,
+        stage_passes=tuple(tuple(trace.passes for trace in places) for places in stages),
+        stage_rows=stage_formulas(stages),
+        part_works=joined_works(traces),
+    )
 
 
 def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:

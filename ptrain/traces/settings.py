@@ -29,8 +29,7 @@ from ptrain.axes.context.attention import ContextKind
 from ptrain.axes.pipeline.stage_facts import TIED
 from ptrain.axes.tensor.cost import Cut
 from ptrain.derivation.tables import IN_ELEMENTS, IS_STATISTICS, Setting
-from ptrain.facts.parameters import facts
-from ptrain.facts.roles import roles_of
+from ptrain.facts.parameters import facts, roles_of
 from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
 from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.units import Units, unit_modules

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.axes.context.attention import alike_by
+from ptrain.codec import decode, encode
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
@@ -54,7 +55,7 @@ from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
-from ptrain.traces.stage_parts import PartTraces, rank_part, stage_rows, uneven_loads
+from ptrain.traces.stage_parts import PartTraces, StageTrace, rank_part, stage_traces, uneven_loads
 from ptrain.units import grouped
 from ptrain.version import TESTED_TORCH, is_tested
 
@@ -235,12 +236,11 @@ def _as_text(spec: Spec) -> str:
         ) from error
 
 
-def by_place(traces: Traced) -> list[Any]:
+def by_place(traces: Traced) -> list[list[StageTrace]]:
     """Return the traces by place along the sharding axes; raise PtrainError for a problem."""
     if "problem" in traces:
         raise PtrainError(traces["problem"])
-    rows: list[Any] = traces["timelines"]
-    return rows
+    return [decode(places, list[StageTrace]) for places in traces["timelines"]]
 
 
 def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
@@ -325,7 +325,7 @@ def _played_here(request: _PartRequest) -> list[Traced]:
         gc.freeze()
     try:
         with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
-            answers: list[Traced] = json.loads(json.dumps(_played(request)))
+            answers: list[Traced] = json.loads(json.dumps(encode(_played(request))))
             return answers
     except (PtrainError, RuntimeError, ValueError, OSError, ImportError, *PYTHONS):
         return []
@@ -373,7 +373,7 @@ def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Tr
 
 def _play(
     spec: Spec, index: int, large: FakeModel | None, *, allow_import: bool, extent: Extent
-) -> list[Any]:
+) -> list[StageTrace]:
     """Trace the rank at `index` along the sharding axes.
 
     `large` is the model on fake tensors, which is left unchanged; None builds it on real ones. The
@@ -413,11 +413,11 @@ def _mesh(spec: Spec, index: int) -> Mesh:
 
 def _part_of(
     module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent, *, is_kept: bool = False
-) -> list[Any]:
+) -> list[StageTrace]:
     """Trace a rank's part of a module; with `is_kept` the module is left unchanged."""
     facts = untraced_facts(module, spec)
     if spec.degree(Axis.PP) > 1:
-        return stage_rows(module, spec, facts, mesh, extent=extent)
+        return stage_traces(module, spec, facts, mesh, extent=extent)
     part = rank_part(module, spec, facts, mesh, extent=extent)
     layers = EqualLayers.of(spec, facts.blocks)
     units = running_units(facts.unit_modules, facts.blocks, layers.ran)
@@ -427,7 +427,7 @@ def _part_of(
         changes = [uneven.assume] if uneven else []
         first, *others = part.traces(own, units, layers, *changes)
     traces = PartTraces(TracedLayers(first, layers, units), uneven, others)
-    return [traces.row(layers, facts.unit_modules)]
+    return [traces.of(layers, facts.unit_modules)]
 
 
 def _copied(module: nn.Module) -> nn.Module:
@@ -435,7 +435,7 @@ def _copied(module: nn.Module) -> nn.Module:
     return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
-def _played(request: _PartRequest) -> list[Any]:
+def _played(request: _PartRequest) -> list[list[StageTrace]]:
     """Trace ranks on fake tensors, or on real ones if these are as quick or fakes do not
     suffice."""
     spec = load(json.loads(request.spec)).spec
@@ -460,5 +460,5 @@ def main(questions: Sequence[str]) -> int:
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(json.dumps(answers_of), file=answers)
+    print(json.dumps(encode(answers_of)), file=answers)
     return 0

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from ptrain.cost import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
-from ptrain.derivation.estimate import Derivation, by_counts, derive
-from ptrain.derivation.throughput import step_tokens
+from ptrain.derivation.estimate import Derivation, by_counts, derive, step_tokens
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates

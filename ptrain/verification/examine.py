@@ -1,10 +1,10 @@
-"""Run a program and one device side by side for a few steps, as a job that shows more evidence than
-a loop: compare everything that a step makes in the order of time on every rank, and explain the
-first mismatch.
+"""The step-by-step comparison of a ptrain program with its single-device reference.
 
-Every rank runs the whole reference, so only verdicts are sent. Both run in fp64 (the spec's
-`precision.compute`): another order of a sum differs by 1e-15, a fault by more than TOLERANCE.
-Gradients are compared without what clipping did, which the norm tells.
+A program is a job with more evidence than a user's loop: activations, the loss, the gradient norm
+and the samples of every step. Every rank runs the full reference, so ranks exchange only verdicts.
+Both sides compute in fp64 (`precision.compute`): another order of a sum differs by 1e-15, and a
+fault by more than TOLERANCE. Gradients are compared as they are before clipping; the norm is
+compared separately.
 """
 
 from __future__ import annotations
@@ -73,8 +73,18 @@ TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults
 
 
 def examine(program: Program, exchange: Exchange, steps: int = 3) -> LoopVerdict:
-    """Compare `steps` steps from the program's initial state, or fewer if one differs. All ranks
-    call it."""
+    """Compare steps of a program with its reference, until one differs.
+
+    All ranks must call it.
+
+    Args:
+        program: The program, before its first step. Its spec should compute in fp64.
+        exchange: The group of all ranks.
+        steps: The number of steps to compare if none differs.
+
+    Returns:
+        The verdict, equal on all ranks, with the root cause of the first difference.
+    """
     evidence = ProgramEvidence(program, exchange)
     reference = Job(model=evidence.reference.module, step=evidence.run_reference)
     loop = Job(model=program.model, step=evidence.run, evidence=evidence)
@@ -83,9 +93,14 @@ def examine(program: Program, exchange: Exchange, steps: int = 3) -> LoopVerdict
 
 
 class SideRecorder(StepRecorder):
-    """A step of the program or of its reference: also what its modules give, its loss, its gradient
-    norm (None if it is not computed), and the parameters that have a gradient when the program has
-    reduced them (`reached`)."""
+    """A recorder of a step of either side, with its modules, loss and gradient norm.
+
+    Attributes:
+        loss: The mean loss of the global batch.
+        norm: The gradient norm before clipping; None if it is not computed.
+        modules: The recorder of the module passes.
+        reached: The parameters with a gradient after the program has reduced gradients.
+    """
 
     loss: float
     norm: float | None = None
@@ -101,7 +116,7 @@ class SideRecorder(StepRecorder):
         return super().__enter__()
 
     def on_reduced(self) -> None:
-        """Note which gradients are where the optimizer is to find them."""
+        """Record the parameters whose reduced gradient is ready for the optimizer."""
         self.reached = {
             its.name
             for its in self.holds.values()
@@ -109,11 +124,11 @@ class SideRecorder(StepRecorder):
         }
 
     def on_clipped(self, norm: Tensor | None) -> None:
-        """Gradients are compared without it."""
+        """Ignore clipping: gradients are compared as they are before it."""
 
 
 class ProgramState:
-    """Copies of what a program keeps from step to step."""
+    """A copy of a program's state dict and buffers."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -127,7 +142,7 @@ class ProgramState:
 
     @torch.no_grad()
     def restore(self, *, gradients: bool = True) -> None:
-        """Put it back; gradients are gone between two steps."""
+        """Restore the state, and clear the gradients, as between two steps."""
         self._program.load_state_dict(self._state)
         for buffer, copy in self._buffers:
             local_tensor(buffer.detach()).copy_(copy)
@@ -135,8 +150,14 @@ class ProgramState:
 
 
 class ProgramEvidence:
-    """What a program shows of its steps, and one device of the same steps. `passes`: the
-    micro-batches whose activations are compared."""
+    """The evidence about the steps of a program and of its single-device reference.
+
+    Attributes:
+        reference: The reference.
+        source: The training samples.
+        passes: The indices of the micro-batches whose activations are compared.
+        ranks: The ranks and their mesh axes.
+    """
 
     def __init__(self, program: Program, exchange: Exchange) -> None:
         self.program, self.exchange, self.spec = program, exchange, program.spec
@@ -148,8 +169,11 @@ class ProgramEvidence:
     def recorders(
         self, wholes: Mapping[str, ParameterShard], holds: Mapping[str, ParameterShard]
     ) -> tuple[SideRecorder, SideRecorder]:
-        """Return a recorder of the reference's next step, which has the passes of all ranks, and
-        one of the program's."""
+        """Return recorders of the next step: the reference's, and the program's.
+
+        The reference runs the micro-batches of all data ranks; its recorder keeps those of this
+        rank.
+        """
         plain, model = self.reference.module, self.program.model
         modules = ModuleRecorder(plain, kept={self._first_pass + k for k in self.passes})
         self.expected = SideRecorder(plain, wholes, modules)
@@ -158,7 +182,7 @@ class ProgramEvidence:
         return self.expected, self.seen
 
     def run_reference(self, number: int) -> float:
-        """Run a step of the reference."""
+        """Run a step of the reference and return its global mean loss."""
         expected, its = self.expected, self.reference.accumulate(number)
         gradients = {name: gradient.flatten() for name, gradient in its.gradients.items()}
         expected.norm = self.reference.update(number, its.sums)
@@ -167,7 +191,7 @@ class ProgramEvidence:
         return its.loss
 
     def run(self, number: int) -> float:
-        """Run a step of the program. Return this rank's share of the loss."""
+        """Run a step of the program and return this rank's share of the loss."""
         seen = self.seen
         observers = add_listeners(self.program.observers, seen.modules)
         with observers, add_listeners(self.program.gradient_observers, seen):
@@ -232,7 +256,7 @@ class ProgramEvidence:
     def explain(
         self, mismatches: Sequence[Mismatch], step: StepComparison, by_gradients: Explain
     ) -> RootCause:
-        """Explain the first mismatch by gradients or the update, where these tell more of it."""
+        """Explain the first mismatch, by the gradients or by the update if these explain more."""
         first, ranks, said = mismatches[0], self.ranks, None
         gradients = [its for its in mismatches if its.subject is Subject.GRADIENTS]
         is_gradient = first.moment in (Moment.BACKWARD, Moment.GRADIENTS)
@@ -246,7 +270,7 @@ class ProgramEvidence:
         return first_difference(mismatches, ranks, said.tried if said else "")
 
     def _of_update(self, mismatches: Sequence[Mismatch], step: StepComparison) -> RootCause | None:
-        """Return what explains an update; None if it is right."""
+        """Return the root cause of mismatches after the update; None without any."""
         updated = [
             its
             for its in mismatches
@@ -267,8 +291,10 @@ class ProgramEvidence:
     def _without_gradient(
         self, step: StepComparison, mismatches: Sequence[Mismatch]
     ) -> RootCause | None:
-        """Return the parameters with a gradient in the reference that have none, or zeros, on every
-        rank; None if there are none."""
+        """Return the root cause of parameters that no gradient reaches; None without any.
+
+        These have a gradient in the reference, and none or only zeros on every rank.
+        """
         own = [name for name, its in step.seen.gradients.items() if bool(its.any())]
         reached = {n for its in self.ranks.gather([*own, *sorted(step.seen.omitted)]) for n in its}
         rights = step.expected.gradients.items()
@@ -284,16 +310,17 @@ class ProgramEvidence:
 
     @property
     def _first_pass(self) -> int:
-        """Return the reference's number of this rank's first micro-batch."""
+        """Index of this rank's first micro-batch among the reference's micro-batches."""
         return data_place(self.spec, self.program.world.rank) * self.spec.batch.accumulate
 
     def _tensors(
         self, differences: Differences, moment: Moment, subject: Subject,
         sides: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], index: int = 0,
     ) -> None:  # fmt: skip
-        """Compare what both sides have of a name, with this rank's part of the reference's. An
-        activation of which nothing tells the part is left out: it is of another shape on
-        purpose."""
+        """Compare the tensors of both sides by name, with this rank's part of the reference's.
+
+        An activation without a known part is skipped: its layout differs on purpose.
+        """
         actual, expected = sides
         shown = {n: without_masks(its, its)[0] for n, its in expected.items()}
         scale, place = Magnitude.of(shown), coordinates(self.spec, differences.rank)

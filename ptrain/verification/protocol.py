@@ -1,4 +1,4 @@
-"""Verify a spec on the ranks of its own mesh against one device, stage by stage.
+"""The verification of a spec on the ranks of its mesh, stage by stage.
 
     preconditions -> examination -> trajectory in fp64 -> in the spec's own dtypes
 
@@ -7,8 +7,7 @@ twice differs, and a difference in step 1 is found in step 1. So the first stage
 last that runs, and the stages left out are listed. The examination runs all the same, because it
 explains preconditions.
 
-`run` is one rank of `ptrain verify`: it reads the spec, meets the other ranks, verifies and
-reports.
+One rank of `ptrain verify` loads the spec, joins the other ranks, verifies and reports.
 """
 
 from __future__ import annotations
@@ -81,9 +80,14 @@ from ptrain.verification.trajectory import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(Verdict):
-    """The verdict and what it rests on. `seconds` by stage, whose name each check's begins with;
-    `trajectories` by stage, step by step: one device's losses, how far the run's were off, might
-    be, and permuted references' were (empty: none was run)."""
+    """The verdict of all stages. The names of checks begin with the name of their stage.
+
+    Attributes:
+        seconds: The duration of each stage.
+        trajectories: By stage, figures of every step: `losses` of the reference, `differences` of
+            the run's losses from them, `allowed` differences, and `references`, the largest
+            differences of permuted references (empty if none ran).
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     trajectories: dict[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
@@ -91,7 +95,14 @@ class Verification(Verdict):
 
 @dataclass(slots=True)
 class Context:
-    """What stages share: which references there may be, and those that were run by their keys."""
+    """The context of the stages.
+
+    Attributes:
+        request: The options of the verification.
+        make: Builds a program.
+        plan: The references that the trajectories may need; None before the first of them.
+        references: The references that have run, by the key of their request.
+    """
 
     spec: Spec
     world: World
@@ -103,7 +114,7 @@ class Context:
     references: dict[str, ReferenceRun] = field(default_factory=dict)
 
     def runs(self, asks: Sequence[Ask]) -> list[ReferenceRun]:
-        """Return these references; those that are not there yet are run. All ranks call it."""
+        """Return the runs of these references, and run missing ones. All ranks call it."""
         missing = [ask for ask in asks if ask.key not in self.references]
         if missing:
             self.references |= references(missing, self.exchange, self.progress)
@@ -115,7 +126,7 @@ Speak: TypeAlias = "Callable[[str, Sequence[Check], float], None]"
 
 
 def interpreted(spec: Spec, world: World) -> Program:
-    """Return the program as a training makes it."""
+    """Build a program as a training builds it."""
     return interpret(spec, world=world, allow_import=True)
 
 
@@ -129,8 +140,20 @@ def verify_here(
     speak: Speak | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Verify on every rank of a world that is up. `make` builds the programs; `speak` is called
-    with each stage that is over, `progress` within the long ones."""
+    """Verify a spec on the ranks of an open world. All ranks must call it.
+
+    Args:
+        spec: The spec.
+        world: The ranks.
+        exchange: The group of all ranks.
+        request: The options; default: those of `ptrain verify` without flags.
+        make: Builds the programs. Tests pass builders of faulty ones.
+        speak: Called after each stage with its name, checks and seconds.
+        progress: Called within long stages.
+
+    Returns:
+        The verdict, equal on all ranks.
+    """
     context = Context(
         spec=spec, world=world, exchange=exchange, request=request or VerifyOptions(), make=make,
         progress=progress or Progress(),
@@ -175,7 +198,7 @@ def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> 
 
 
 def _preconditions(context: Context) -> Verdict:
-    """Check them, and consistency, with the spec's own dtypes and dropout."""
+    """Check the preconditions, with the dtypes and the dropout of the spec."""
     every = context.request.every_collective
     outcome = preconditions(
         context.spec, context.world, context.exchange, context.make, every_collective=every
@@ -194,8 +217,10 @@ def _examination(context: Context) -> Verdict:
 
 
 def _in_fp64(context: Context) -> Verdict:
-    """Run the references that every trajectory needs first: that is what ranks share the work
-    of."""
+    """Compare the trajectory in fp64, after running the references that all trajectories need.
+
+    These run in one call, so that the ranks share the work.
+    """
     context.plan = plan(context.spec, context.request.steps)
     reference, permuted = context.runs(context.plan.asks)[0], context.plan.permuted
     within = Corridor(
@@ -270,7 +295,7 @@ _WITH_DROPOUT = ("preconditions",)  # it compares ranks, and a run with itself
 
 
 def run(options: VerifyOptions) -> int:
-    """Return the exit code, equal on all ranks."""
+    """Verify on this rank and return the exit code, which is equal on all ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is half written: gone at once
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
     spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
@@ -287,7 +312,11 @@ def run(options: VerifyOptions) -> int:
 
 
 def _num_logits(spec: Spec) -> int | None:
-    """Of a token, by the user's own code, which runs here for the first time. Raises SpecError."""
+    """Return the number of logits per token of a model with user code; None for built-in ones.
+
+    Raises:
+        SpecError: The user's code, which runs here for the first time, fails.
+    """
     if not spec.user_functions:
         return None
     model = ReferenceTraining(spec).module

@@ -1,9 +1,9 @@
-"""Run the one-device reference: the result of a spec whose full global batch runs on one device.
+"""The single-device reference: a training of a spec with the full global batch on one device.
 
 Theorem 5 is tested against it, so it shares no execution with the interpreter: a plain module, a
 loop, and torch's optimizers one tensor at a time on full tensors in the layout's dtypes. It takes
 the arithmetic from the spec (samples, initial weights, dtypes of each state with master copies,
-clipping, schedule). Of the mesh it knows only which micro-batches form the global batch.
+clipping, schedule). It reads the mesh only for the micro-batches that form the global batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ from ptrain.train.schedule import learning_rate
 
 
 class Updater:
-    """Master copies where the layout has them, optimizer state, and the scale of the loss."""
+    """The optimizers of the reference, with master copies and the loss scale.
+
+    Attributes:
+        parameters: The model's parameters, by name.
+        updated: The tensors that the optimizers update: parameters or their master copies, by name.
+        optimizers: One optimizer per update rule.
+        scale: The loss scale; 1.0 for a layout without one.
+        steps_since_change: The number of steps since the scale changed.
+    """
 
     def __init__(self, module: nn.Module, spec: Spec) -> None:
         self.spec = spec
@@ -69,8 +77,16 @@ class Updater:
 
     @torch.no_grad()
     def update(self, sums: Mapping[str, Tensor], lr: float) -> float:
-        """One step from the gradients of the scaled loss. Returns their norm without the scale,
-        infinite where the step is skipped."""
+        """Apply one optimizer step.
+
+        Args:
+            sums: The gradients of the scaled loss, by name. They are clipped in place.
+            lr: The learning rate.
+
+        Returns:
+            The 2-norm of the unscaled gradients before clipping; infinite if the step is skipped
+            because a scaled gradient overflows.
+        """
         gradients = list(sums.values())
         squares = torch.stack([gradient.double().square().sum() for gradient in gradients])
         norm = float(squares.sum().sqrt()) / self.scale
@@ -93,7 +109,7 @@ class Updater:
         return self.optimizers[self._rules[name]]
 
     def initial(self, name: str) -> dict[str, Tensor]:
-        """The optimizer state of an updated tensor before torch makes it."""
+        """Return the optimizer state of a tensor as torch creates it in the first step."""
         return initial_state(self._rules[name], self.spec.optimizer, self.updated[name])
 
     def _step(self, lr: float) -> None:
@@ -112,7 +128,7 @@ class Updater:
                 self.parameters[name].copy_(updated)
 
     def _rescale(self, *, overflowed: bool) -> None:
-        """GradScaler's rule."""
+        """Change the loss scale by the rule of torch.amp.GradScaler."""
         if not self.layout.scales_loss:
             return
         self.steps_since_change = 0 if overflowed else self.steps_since_change + 1
@@ -124,7 +140,7 @@ class Updater:
 
 
 def _within_blocks(module: nn.Module) -> set[str]:
-    """Names of the parameters that some block has."""
+    """Return the names of the parameters inside blocks."""
     blocks = [name for unit in unit_modules(module) for name in unit if name != ROOT]
     return {
         f"{block}.{name}"
@@ -135,12 +151,17 @@ def _within_blocks(module: nn.Module) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """What a run of some steps did. `losses` are the global batches' means, before each update;
-    `gradient_norms` of the global gradient, before clipping (empty where nobody computed them,
-    infinite in steps that a scaled loss skips); `parameters` full tensors by canonical name. Of one
-    device also what it learned: `travelled`, the distance of the parameters from their initial
-    values, relative to these, all by the 2-norm; `again`, the loss of the first batch after all
-    updates (None if no further step could be run)."""
+    """The figures of a training of some steps.
+
+    Attributes:
+        losses: The mean loss of each global batch, before its update.
+        gradient_norms: The 2-norm of each global gradient before clipping; empty if not computed,
+            infinite in steps that are skipped by loss scaling.
+        parameters: The final parameters as full tensors, by canonical name.
+        moved_distance: The distance of the parameters from their initial values, relative to these
+            (2-norms of all tensors as one vector); only for the reference.
+        repeated_loss: The loss of the first batch after all updates; None if it was not computed.
+    """
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
@@ -151,8 +172,15 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The k-th micro-batch of one data rank; `batch` is the share of the global batch that it is
-    of."""
+    """A micro-batch of one data rank.
+
+    Attributes:
+        data_index: The index of the data rank.
+        k: The index of the micro-batch on its rank.
+        samples: The samples.
+        batch: The data rank's share of the global batch.
+        sample_ids: The ids of the samples.
+    """
 
     data_index: int
     k: int
@@ -161,19 +189,24 @@ class MicroBatch:
     sample_ids: tuple[int, ...]
 
     def loss(self, objective: Objective, module: nn.Module) -> Tensor:
-        """Return its share of the global batch's mean loss (0-d)."""
+        """Return the micro-batch's share of the global batch's mean loss (0-d)."""
         loss = objective.run(module, self.samples)
         return loss / objective.divisor(self.batch, self.samples)
 
     def row(self, index: int) -> MicroBatch:
-        """Return one of its samples, as a micro-batch."""
+        """Return one sample as a micro-batch."""
         return replace(self, samples=self.samples.slice_rows(index, index + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Forward and backward of a global batch: the gradients' sums by name (of the loss times its
-    scale), and the mean loss."""
+    """The result of forward and backward of a global batch.
+
+    Attributes:
+        sums: The gradients of the scaled loss, by name.
+        scale: The loss scale.
+        loss: The mean loss, without the scale.
+    """
 
     sums: dict[str, Tensor]
     scale: float
@@ -181,13 +214,20 @@ class Pass:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Those of the loss itself, by name."""
+        """The gradients of the unscaled loss, by name."""
         return {name: total / self.scale for name, total in self.sums.items()}
 
 
 class ReferenceTraining:
-    """The reference while it trains: on the CPU, in this process, without a wrapper or a
-    collective."""
+    """A training of a plain module on the CPU of this process, without wrappers and collectives.
+
+    Attributes:
+        module: The model.
+        updater: Its optimizers.
+        source: The training samples.
+        objective: The loss.
+        sample_offset: The number of samples to skip, as in a program.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -195,11 +235,11 @@ class ReferenceTraining:
         self.updater = Updater(self.module, spec)
         self.source = corpus(spec.data)
         self.objective = objective_of(spec)
-        self.sample_offset = 0  # as a program's
+        self.sample_offset = 0
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """As they are now, without a copy."""
+        """The current parameters by name, without copies."""
         return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
     def micro_batches(self, step: int) -> Iterable[MicroBatch]:
@@ -208,7 +248,7 @@ class ReferenceTraining:
             yield from self.micro_batches_of(index, step)
 
     def micro_batches_of(self, index: int, step: int) -> Iterator[MicroBatch]:
-        """Yield those of one data rank."""
+        """Yield the micro-batches of one data rank."""
         local = batch(
             self.source, spec=self.spec, step=step, data_index=index,
             data_degree=self.spec.data_degree, split=Split.TRAIN, offset=self.sample_offset,
@@ -219,12 +259,19 @@ class ReferenceTraining:
             yield MicroBatch(data_index=index, k=k, samples=samples, batch=local, sample_ids=ids)
 
     def accumulate(self, step: int) -> Pass:
-        """Accumulate gradients over the whole global batch of `step` (from 0). What drops out draws
-        for each data rank as that one would, had it one device.
+        """Accumulate gradients over the full global batch of a step.
 
-        By Theorem 3 it is the sum over all samples divided by their global number. Each
-        micro-batch's gradient is rounded to the dtype in which gradients travel, and the sum to the
-        one in which they are kept."""
+        By Theorem 3 the gradient is the sum over all samples, divided by their global number.
+        Dropout is seeded for each data rank, as on a data rank with a single device. Each
+        micro-batch's gradient is rounded to the dtype of the reduction, and the sum to the dtype
+        of stored gradients.
+
+        Args:
+            step: The step, from 0.
+
+        Returns:
+            The gradients and the loss.
+        """
         layout = self.updater.layout
         travels, kept = TORCH_DTYPES[layout.reduced], TORCH_DTYPES[layout.gradients]
         if layout.scales_loss:
@@ -248,16 +295,31 @@ class ReferenceTraining:
         return Pass(sums=sums, scale=self.updater.scale, loss=total)
 
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
-        """One update, of gradients that are clipped in place. Returns their norm before that,
-        infinite where the step is skipped."""
+        """Update the parameters and the routers' biases.
+
+        Args:
+            step: The step, from 0, which sets the learning rate.
+            sums: The gradients of the scaled loss, by name. They are clipped in place.
+
+        Returns:
+            The gradient norm before clipping; infinite if the step is skipped.
+        """
         norm = self.updater.update(sums, learning_rate(self.spec.optimizer, step))
         move_biases(self.module)
         return norm
 
 
 def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory | None]:
-    """Run so many of a reference's steps from the initial weights. Yields after each of them, what
-    the run did after the last: the loss of the first batch is computed once more for it."""
+    """Run steps of a reference from the initial weights, as a generator that can be interleaved.
+
+    Args:
+        device: The reference, before its first step.
+        steps: The number of steps, at least 1.
+
+    Yields:
+        None after each step but the last; then the trajectory, for which the loss of the first
+        batch is computed once more.
+    """
     initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
     losses, norms = list[float](), list[float]()
     for step in range(steps):
@@ -275,7 +337,7 @@ def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory
 
 
 def distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
-    """The 2-norm of end - start over that of start, all tensors taken as one vector."""
+    """Return |end - start| / |start| in the 2-norm of all tensors as one vector."""
     moved = sum((end[name].double() - start[name].double()).square().sum() for name in start)
     length = sum(start[name].double().square().sum() for name in start)
     return float(torch.as_tensor(moved / length).sqrt())
@@ -286,7 +348,7 @@ def _module(spec: Spec) -> nn.Module:
         module = build_model(
             spec.model, sequence=spec.batch.sequence, allow_import=True, seed=spec.train.seed
         )
-    if isinstance(spec.model, ModelShape):  # a function's model keeps its weights, also one of ours
+    if isinstance(spec.model, ModelShape):  # the model of a user function keeps its weights
         initialize(module, spec.train.seed)
     else:
         read_module_weights(module, spec.model.pretrained)
@@ -296,7 +358,7 @@ def _module(spec: Spec) -> nn.Module:
 
 
 def clear_counts(module: nn.Module) -> None:
-    """Forget what a model's routers have chosen."""
+    """Reset the counts of tokens per expert in all routers of a model."""
     for gate in module.modules():
         if isinstance(gate, Gate) and gate.load_E is not None:
             gate.load_E.zero_()
@@ -304,9 +366,11 @@ def clear_counts(module: nn.Module) -> None:
 
 @torch.no_grad()
 def move_biases(module: nn.Module) -> None:
-    """Move the bias of each expert of a model by what its routers have chosen since `clear_counts`,
-    and clear these counts: Wang et al. 2024 (arXiv:2408.15664), algorithm 1, b_i += u sign(mean of
-    c - c_i), of the choices c of a whole step."""
+    """Update the biases of all routers by their counts of a full step, and reset the counts.
+
+    Source: Wang et al. 2024 (arXiv:2408.15664), algorithm 1: b_i += u sign(mean(c) - c_i), with the
+    number c_i of tokens that chose expert i.
+    """
     for gate in module.modules():
         if isinstance(gate, Gate) and gate.load_E is not None and gate.bias_E is not None:
             rate = gate.shape.bias_update_rate

@@ -1,13 +1,12 @@
-"""Spread the one-device runs of a verification over the ranks by duration: each rank has its share
-and tells the others every few seconds that it is alive.
+"""The reference runs of a verification, which the ranks share by duration.
 
-The result of a run stays on the rank that made it; losses go to all.
+Each rank runs some references and exchanges its progress every few seconds. The full result of a
+run stays on its rank; all ranks get the losses.
 
-How far apart correct runs of one layout end is found by references in other orders of summation.
-A placement changes no term of any sum. It changes the order, the groups, and the roundings between
-them: data ranks and micro-batches add one after the other or by rings, several ranks compute the
-columns of a matrix product, and tokens may have shapes that take another kernel. A permuted
-reference does the same. Its seed permutes
+References with permuted sums measure how far correct runs differ. A placement changes no term of
+any sum, but the order, the groups and the roundings between them: data ranks and micro-batches are
+added sequentially or by rings, several ranks compute the columns of a matrix product, and other
+shapes select other kernels. A permuted reference does the same. Its seed permutes
 
 - the micro-batches of a step, whose gradients are added in that order;
 - the contraction of every matrix product, forward, backward and in the update (Muon): its terms
@@ -16,14 +15,13 @@ reference does the same. Its seed permutes
 - sums and means over a dimension (norms, weights' gradients), and the rows of an embedding's
   gradient.
 
-No placement splits the softmax or the core of attention of one head, so these stay.
-`tolerances` derives from these distances how close a run under test must be.
+No placement splits the softmax or the core of attention of one head, so these are not permuted.
+`tolerances` derives the tolerances of a run from these differences.
 
-The specs that run beside the user's own are made of the resolved spec, so that what was chosen
-stays: in fp64 without dropout, and on one device. What is compared with one
-device drops nothing: ranks may draw other masks than one does. A built-in model is one of another
-shape for that (`without_dropout`). Of any other torch's functions are switched off, which its
-layers call; a model whose loss depends on random numbers all the same is none that can be judged.
+Runs are compared without dropout, because ranks may draw other masks than one device. For a
+built-in model, the shape is changed (`without_dropout`). For any other model, torch's dropout
+functions are switched off while it runs; a model whose loss still depends on random numbers is
+rejected.
 """
 
 from __future__ import annotations
@@ -64,29 +62,32 @@ _FIXED = (DType.FP32, DType.FP64)
 
 
 def without_dropout(spec: Spec) -> Spec:
-    """The same where the model's shape gives no dropout: a mask drawn by one device is no mask that
-    several draw."""
+    """Return the spec with a model shape without dropout; unchanged if there is none to remove."""
     if isinstance(spec.model, ModelShape) and spec.model.drops:
         return replace(spec, model=spec.model.without_dropout())
     return spec
 
 
 def exactly(spec: Spec) -> Spec:
-    """Return the spec without dropout, in fp64, in which a sum in another order differs by 1e-15
-    and a fault by 1e-5."""
+    """Return the spec without dropout, in fp64.
+
+    In fp64 a sum in another order differs by 1e-15, and a fault by 1e-5.
+    """
     return replace(without_dropout(spec), precision=replace(spec.precision, compute_fp64=True))
 
 
 def on_one_device(spec: Spec) -> Spec:
-    """All micro-batches of the global batch on one rank: the reference of every mesh that has
-    them."""
+    """Return the spec for one rank that runs all micro-batches of the global batch."""
     batch = replace(spec.batch, accumulate=spec.batch.accumulate * spec.data_degree)
     return replace(spec, factors=(), batch=batch)
 
 
 def is_banded(spec: Spec) -> bool:
-    """Return whether two orders of summation part by more than fixed tolerances say: some state is
-    in 16 bits, or the update enlarges rounding (unless in fp64)."""
+    """Return True if the order of summation can change results by more than the fixed tolerances.
+
+    This is the case if a state is stored in 16 bits, or if the update rule enlarges rounding errors
+    (except in fp64).
+    """
     layout = spec.precision.effective
     dtypes = (layout.parameters, layout.reduced, layout.gradients, layout.updated, layout.moments)
     coarse = any(dtype not in _FIXED for dtype in dtypes)
@@ -101,7 +102,7 @@ NOTE = (
 
 @contextmanager
 def undropped(spec: Spec) -> Iterator[DisabledDropout]:
-    """Within it a model that is not built in drops nothing by torch's functions."""
+    """Temporarily switch off torch's dropout functions, unless the model is built in."""
     if isinstance(spec.model, ModelShape):
         yield DisabledDropout()
         return
@@ -117,9 +118,13 @@ def undropped(spec: Spec) -> Iterator[DisabledDropout]:
 
 
 def dropping(spec: Spec, exchange: Exchange) -> bool:
-    """Return whether a model that is not built in drops out something. Raises SpecError on every
-    rank for one whose loss depends on what else it draws. One rank runs it forward, twice or
-    thrice. All ranks call it."""
+    """Return True if a model that is not built in uses dropout. All ranks must call it.
+
+    The first rank runs two or three forward passes.
+
+    Raises:
+        SpecError: On every rank, if the loss depends on other random numbers than dropout masks.
+    """
     if isinstance(spec.model, ModelShape):
         return False
     seen = _seen(spec) if exchange.world.is_first else None
@@ -132,8 +137,12 @@ def dropping(spec: Spec, exchange: Exchange) -> bool:
 
 
 def _seen(spec: Spec) -> tuple[bool, str, str]:
-    """Run a micro-batch forward on one device. Return whether it drops; and where its loss depends
-    on what else it draws, place and finding."""
+    """Run forward passes of one micro-batch with different seeds, and compare their losses.
+
+    Returns:
+        Whether dropout was switched off, and the place and finding of other random numbers that
+        change the loss ("" if there are none).
+    """
     device = ReferenceTraining(exactly(spec))
     micro_batch: MicroBatch = next(iter(device.micro_batches(0)))
 
@@ -168,11 +177,11 @@ class Progress:
     _last: float = field(default_factory=time.monotonic)
 
     def begin(self, stage: str) -> None:
-        """A stage begins."""
+        """Begin a stage."""
         self.stage, self._last = stage, time.monotonic()
 
     def step(self, what: str, done: int, count: int) -> None:
-        """`done` of `count` steps of something are over."""
+        """Print that `done` of `count` steps are done, unless a line was printed recently."""
         now = time.monotonic()
         if self.stream is not None and now - self._last >= SECONDS:
             self._last = now
@@ -180,7 +189,7 @@ class Progress:
             print(text, file=self.stream, flush=True)
 
 
-PARTS = (2, 4, 8)  # groups of a contraction: what degrees of tp make of it
+PARTS = (2, 4, 8)  # the numbers of partial sums of a contraction: usual degrees of tp
 
 aten = torch.ops.aten
 Rule: TypeAlias = "Callable[..., Tensor]"
@@ -188,7 +197,7 @@ Dims: TypeAlias = "Sequence[int] | None"
 
 
 class PermutedSums(OperatorMode):
-    """Every operator that adds up, in an order that `generator` draws anew for each call."""
+    """An operator mode that runs each sum in a random order, which `generator` draws per call."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -210,14 +219,18 @@ class PermutedSums(OperatorMode):
         return rule(*args, **kwargs)
 
     def _drawn(self, size: int) -> tuple[Tensor, int]:
-        """An order of `size` terms, and in how many groups they are."""
+        """Draw an order of `size` terms, and the number of groups to split them into."""
         choice = int(torch.randint(len(PARTS), (), generator=self.generator))
         return torch.randperm(size, generator=self.generator), PARTS[choice]
 
     def _product(
         self, *factors: Tensor, add: Callable[..., Tensor] | None = None, **scales: float
     ) -> Tensor:
-        """The first group takes the addend along, in one rounding, as a kernel's end does."""
+        """Return a matrix product as a sum of partial products.
+
+        The addend joins the first partial product in one operator, with a single rounding, as the
+        epilogue of a GEMM kernel adds it.
+        """
         *added, left, right = factors
         (first, its), *others = self._factors(left, right)
         total = add(*added, first, its, **scales) if add else first @ its
@@ -226,7 +239,7 @@ class PermutedSums(OperatorMode):
         return total
 
     def _factors(self, left: Tensor, right: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Columns of the left and rows of the right that a partial sum is of."""
+        """Return the columns of the left and the rows of the right factor, per partial sum."""
         order, parts = self._drawn(left.shape[-1])
         columns, rows = left.index_select(-1, order), right.index_select(-2, order)
         return zip(columns.chunk(parts, -1), rows.chunk(parts, -2), strict=True)
@@ -247,14 +260,14 @@ class PermutedSums(OperatorMode):
         return total.div_(terms.numel() / total.numel())
 
     def _rows(self, gradient: Tensor, indices: Tensor, *others: Any) -> Tensor:
-        """An embedding's gradient: rows that occur several times are added up."""
+        """Return the gradient of an embedding, which adds the rows of repeated indices."""
         rows = gradient.reshape(-1, gradient.shape[-1])
         order = torch.randperm(rows.shape[0], generator=self.generator)
         return aten.embedding_dense_backward(rows[order], indices.reshape(-1)[order], *others)
 
 
 class Permuted(ReferenceTraining):
-    """The reference with all its sums in an order that `seed` draws."""
+    """A reference whose sums run in random orders, drawn by a seed."""
 
     def __init__(self, spec: Spec, seed: int) -> None:
         super().__init__(spec)
@@ -274,14 +287,21 @@ class Permuted(ReferenceTraining):
             return super().update(step, sums)
 
 
-_WORKED = 2.0  # seconds that a rank works before it tells the others
-_PERMUTED = 2.3  # times what a run takes with its sums in the usual order, on a CPU in fp32
+# Seconds of work between two exchanges of progress. They keep the exchange alive: a connection is
+# lost after `timeout` seconds of silence, and a reference may run for longer.
+_WORKED = 2.0
+_PERMUTED = 2.3  # the duration of a permuted run relative to a usual one, measured on CPU in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """`steps` of `spec` on one device, whatever its mesh; with a `seed`, sums in the order that it
-    draws."""
+    """A request for a reference run.
+
+    Attributes:
+        spec: The spec. Its mesh is ignored.
+        steps: The number of steps.
+        seed: The seed of permuted sums; None for sums in the usual order.
+    """
 
     spec: Spec
     steps: int
@@ -289,15 +309,14 @@ class Ask:
 
     @property
     def cost(self) -> float:
-        """Return about how long it takes beside others: fp64 is half as fast, permuted sums are
-        made piece by piece."""
+        """The approximate relative duration: fp64 is half as fast, and permuted sums are split."""
         return self.steps * (2.0 if self.spec.precision.compute_fp64 else 1.0) * (
             1.0 if self.seed is None else _PERMUTED
         )  # fmt: skip
 
     @property
     def key(self) -> str:
-        """Return a digest of what the run depends on. The mesh is not of it."""
+        """The digest of everything that the run depends on, which excludes the mesh."""
         spec = on_one_device(self.spec)
         parts = (
             spec.model,
@@ -314,7 +333,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRun:
-    """What every rank knows of a run; `solo` on the rank that had it alone."""
+    """The result of a reference run.
+
+    Attributes:
+        losses: The loss of each step, on all ranks.
+        norms: The gradient norm of each step, on all ranks.
+        owner: The rank that ran it.
+        trajectory: The full result, on the owner; None on other ranks.
+    """
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -325,7 +351,16 @@ class ReferenceRun:
 def references(
     asks: Sequence[Ask], exchange: Exchange, progress: Progress
 ) -> dict[str, ReferenceRun]:
-    """Return every run that is asked for, by its key. All ranks call it, with the same asks."""
+    """Run references, shared by the ranks. All ranks must call it with equal requests.
+
+    Args:
+        asks: The requests. Those with one key run once.
+        exchange: The group of all ranks.
+        progress: Prints the progress.
+
+    Returns:
+        The runs by key.
+    """
     every = {ask.key: ask for ask in asks}
     owners = _owners(list(every.values()), exchange.world.size)
     to_do = [every[key] for key, owner in owners.items() if owner == exchange.world.rank]
@@ -333,7 +368,7 @@ def references(
     count = sum(exchange.gather(sum(ask.steps for ask in to_do)))
     run: Iterator[Trajectory | None] | None = None
     done = 0
-    while (everyones := sum(exchange.gather(done))) < count:  # a sign of life
+    while (everyones := sum(exchange.gather(done))) < count:
         progress.step("reference runs", everyones, count)
         until = time.monotonic() + _WORKED
         while to_do and time.monotonic() < until:
@@ -342,7 +377,7 @@ def references(
             done += 1
             if (solo := next(run)) is not None:
                 solos[ask.key] = solo
-                run = None  # before the next begins: no two models stand at once
+                run = None  # frees the model before the next one is built
                 del to_do[0]
     figures = {key: [its.losses, its.gradient_norms] for key, its in solos.items()}
     everyone = exchange.gather(figures)
@@ -358,8 +393,11 @@ def references(
 
 
 def _owners(asks: Sequence[Ask], size: int) -> dict[str, int]:
-    """Return the rank that has each run, the longest first, each given to the rank that has least
-    to do; on all ranks the same."""
+    """Return the rank of each run by key, equal on all ranks.
+
+    Runs are assigned in descending order of duration, each to the rank with the least work so far
+    (LPT scheduling).
+    """
     loads, owners = [0.0] * size, {}
     for ask in sorted(asks, key=lambda ask: -ask.cost):
         owner = min(range(size), key=loads.__getitem__)

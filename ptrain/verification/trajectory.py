@@ -1,20 +1,20 @@
-"""Compare the losses of many steps with one device's, step by step.
+"""The comparison of a run's losses with the reference's over many steps.
 
-Theorem 5 states that they are equal; `tolerances` defines how close they must be. The first step
-that is off, or not finite, is the last that runs. If no step explains why a trajectory fails, its
-checks are reported alone.
+Theorem 5 states that they are equal; `tolerances` defines how close they must be. The run ends at
+the first step whose loss is not finite or outside of the tolerance. If no step explains why a
+trajectory fails, its checks are reported alone.
 
-The induction of Theorem 5: one device continues from a state that the run itself has reached.
+The induction step of Theorem 5: the reference continues from a state of the run.
 
-Over a hundred steps training grows a single rounding beyond any fixed figure that could tell it
-from a fault (`tolerances`). Two runs from the same state start with no difference: loss and
+Over a hundred steps, training enlarges a single rounding beyond any fixed tolerance that still
+detects faults (`tolerances`). Two runs from the same state start without a difference: loss and
 gradient of the next step, and the loss after its update, agree as closely at the end of a training
-as at its beginning. So from the first on, every STATE_EVERY steps, a reference takes the run's full
-state and goes two steps with it. How close these must be any loop's tolerances of the coarsest
-dtype say.
+as at its beginning. So every STATE_EVERY steps, from the first on, the reference loads the run's
+full state and continues for two steps. Their tolerances are those of any loop in the coarsest
+dtype.
 
-`verify_every: n` makes the same induction every n steps of a training. A step that the meters
-measure, or after which they measure, is skipped for the next one: they would measure the reference.
+`verify_every: n` runs this induction step every n steps of a training. It is postponed at a step
+that the meters measure, or that precedes one, because they would measure the reference too.
 """
 
 from __future__ import annotations
@@ -71,8 +71,13 @@ States = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """What one device makes of a state: the loss, the gradients without clipping and the loss's
-    scale, and the loss of the step after."""
+    """The reference's result from a loaded state.
+
+    Attributes:
+        loss: The loss of the step.
+        gradients: Its gradients by name, without clipping and loss scale.
+        following: The loss of the next step.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
@@ -81,15 +86,21 @@ class ReferenceStep:
 
 @dataclass(slots=True)
 class Onward:
-    """Of one run: `around` a step from whose state one device goes on, `judge` after it and after
-    the next. Rank 0 compares; all ranks call all."""
+    """A comparison of a run with the reference, continued from the run's state.
+
+    Enter `step_context` around a step, and call `check_step` after it and after the next one. All
+    ranks call all methods; rank 0 runs the reference and compares.
+
+    Attributes:
+        worst: The largest difference of each figure, by name of the check. Filled on rank 0.
+    """
 
     program: Program
     exchange: Exchange
     worst: dict[str, LargestDifference] = field(default_factory=dict)
-    _of: int = -1  # the step whose reference is there
-    _first: ReferenceStep | None = None  # rank 0's
-    _updates: UpdateRecorder | None = None  # of this step
+    _of: int = -1  # the step from whose state the reference continued
+    _first: ReferenceStep | None = None  # its result, on rank 0
+    _updates: UpdateRecorder | None = None  # until the step is checked
 
     @property
     def spec(self) -> Spec:
@@ -97,8 +108,11 @@ class Onward:
 
     @property
     def limit(self) -> Tolerance:
-        """Return the tolerances of any loop in the coarsest dtype of parameters and gradients; in
-        fp64 all gradients as one vector are nearer than each by itself."""
+        """The tolerances of any loop in the coarsest dtype of parameters and gradients.
+
+        In fp64 the tolerance of gradients is smaller, because all gradients as one vector differ
+        less than each by itself.
+        """
         if self.spec.precision.compute_fp64:
             return replace(TOLERANCES[torch.float64], gradients=1e-12)
         layout = self.spec.precision.effective
@@ -108,7 +122,7 @@ class Onward:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Take the state before a step, and record its update."""
+        """Run the reference from the state before a step, and record the step's update."""
         with fork_generators():
             self.take(step)
         self._updates = UpdateRecorder(shards_of(self.program))
@@ -116,8 +130,16 @@ class Onward:
             yield
 
     def judge(self, step: int, loss: float, norm: float | None) -> bool:
-        """Compare what is known after such a step, or the one after it; return whether it differs,
-        on all ranks alike."""
+        """Compare after a step inside `step_context`, or after the step that follows it.
+
+        Args:
+            step: The step, from 0.
+            loss: The global mean loss of the step.
+            norm: The gradient norm before clipping; None if unknown.
+
+        Returns:
+            True on all ranks if a figure differs.
+        """
         if self._updates is not None:
             self.compare(loss, whole_gradients(self.program, self._updates, self.exchange, norm))
             self._updates = None
@@ -127,11 +149,11 @@ class Onward:
 
     @property
     def is_recorded(self) -> bool:
-        """Return whether the step from whose state one device goes on is not judged yet."""
+        """True while the step inside `step_context` has not been checked."""
         return self._updates is not None
 
     def take(self, step: int) -> None:
-        """Take the state before `step`, and compute what one device makes of it."""
+        """Run the reference on rank 0, from the state before `step`."""
         state = {
             kind: whole(tensors, self.exchange)
             for kind, tensors in self.program.state_dict().items()
@@ -149,17 +171,17 @@ class Onward:
         return ReferenceStep(accumulated.loss, gradients, device.accumulate(step + 1).loss)
 
     def compare(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
-        """Compare the run's loss in that step, and its gradients without clipping."""
+        """Compare the run's loss and its gradients before clipping, on rank 0."""
         if (first := self._first) is not None:
             self._add("loss", loss - first.loss, self.limit.losses * abs(first.loss))
             if not (_overflows(first.gradients) and _overflows(gradients)):  # both skip the update
                 self._add("gradient", apart(first.gradients, gradients), self.limit.gradients)
 
     def compare_following(self, step: int, loss: float) -> None:
-        """Compare the run's loss in the step after, if `step` is that."""
+        """Compare the run's loss if `step` follows the checked one, on rank 0."""
         if self._first is not None and step == self._of + 1:
             right = self._first.following
-            # an update by signs, or in 16 bits, makes more of a rounding
+            # an update by signs, or in 16 bits, enlarges a rounding of the gradient
             limit = TOLERANCES[torch.bfloat16] if is_banded(self.spec) else self.limit
             self._add("loss after the update", loss - right, limit.losses * abs(right))
 
@@ -169,14 +191,13 @@ class Onward:
         self.worst[name] = max(self.worst.get(name, now), now, key=lambda its: its.share)
 
     def differs(self, step: int) -> bool:
-        """Return whether what was compared in this step is off, on all ranks alike. All ranks call
-        it."""
+        """Return True on all ranks if a figure compared in this step differs. All ranks call it."""
         if self._of < 0 or step - self._of > 1:
             return False
         return bool(self.exchange.first(any(worst.share > 1.0 for worst in self.worst.values())))
 
     def checks(self) -> Iterator[Check]:
-        """Rank 0's."""
+        """Yield a check per figure; none on ranks other than 0."""
         for worst in self.worst.values():
             why = f"{worst.place}: the reference, continued from the run's state, differs"
             allowed = worst.tolerance if math.isfinite(worst.tolerance) else math.nan
@@ -184,14 +205,19 @@ class Onward:
 
 
 def _overflows(gradients: Mapping[str, Tensor]) -> bool:
-    """Return True if a gradient of a scaled loss is beyond its dtype."""
+    """Return True if a gradient has overflowed, as a scaled loss may cause."""
     return any(not bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
 
 
 @torch.no_grad()
 def load(device: ReferenceTraining, states: States) -> None:
-    """Parameters, master copies, optimizer state, the loss's scale and routers' biases, as
-    `Program.state_dict` names them, whole."""
+    """Load a program's state into a reference.
+
+    Args:
+        device: The reference.
+        states: Full tensors, named as in `Program.state_dict`: parameters, master copies, optimizer
+            state, loss scale and router biases.
+    """
     updater, optimizer = device.updater, states["optimizer"]
     for name, parameter in updater.parameters.items():
         parameter.copy_(states["model"][name])
@@ -213,26 +239,38 @@ def load(device: ReferenceTraining, states: States) -> None:
 
 Checks: TypeAlias = "tuple[Check, ...]"
 
-_REFERENCE = "reference: "  # what checks of one device begin with
+_REFERENCE = "reference: "  # the prefix of checks of the reference alone
 
 
 @dataclass(slots=True, kw_only=True)
 class Corridor:
-    """Where the loss of each step should be, and what is `allowed` of a run. `wider` derives more
-    of references that it runs first: once, and where what is allowed does not do."""
+    """The expected loss of each step, with its tolerance.
+
+    Attributes:
+        center: The reference's loss of each step.
+        allowed: The tolerances.
+        derive_wider: Runs permuted references and derives wider tolerances from them. Called once,
+            at the first violation; None if that is not possible (any more).
+    """
 
     center: tuple[float, ...]
     allowed: Allowed
     wider: Callable[[], Allowed] | None = None
 
     def contains(self, step: int, loss: float) -> bool:
-        """False of what is not a number. All ranks call it, with the same loss."""
+        """Return True if a loss is finite and within the tolerance, widened if necessary.
+
+        All ranks must call it with the same loss.
+        """
         if not math.isfinite(loss):
             return False
         return self._is_near(step, loss) or (self._widens() and self._is_near(step, loss))
 
     def judged(self, checks: Callable[[Allowed], Checks]) -> Checks:
-        """Return the checks by what is allowed. All ranks call it, with checks that are alike."""
+        """Return the checks for the tolerances, widened if a check fails.
+
+        All ranks must call it, and must get equal checks.
+        """
         own = checks(self.allowed)
         is_beyond = any(not check.holds and check.tolerance for check in own)
         return checks(self.allowed) if is_beyond and self._widens() else own
@@ -243,15 +281,19 @@ class Corridor:
     def _widens(self) -> bool:
         if self.wider is None:
             return False
-        with fork_generators():  # references draw, in the midst of a run
+        with fork_generators():  # the references must not advance the run's generators
             self.allowed, self.wider = self.wider(), None
         return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramRun(Trajectory):
-    """A program's steps, alike on all ranks: also the step at which it was `stopped`, and what one
-    device made of its states on the way (`onward`)."""
+    """The trajectory of a program, equal on all ranks.
+
+    Attributes:
+        stop_step: The step at which a difference ended the run; None if all steps ran.
+        continuation_checks: The checks of references that continued from the run's states.
+    """
 
     stopped: int | None
     onward: tuple[Check, ...] = ()
@@ -260,8 +302,20 @@ class ProgramRun(Trajectory):
 def follow(
     program: Program, exchange: Exchange, within: Corridor, watch: Watch, progress: Progress
 ) -> ProgramRun:
-    """Run as many steps as the corridor has, or up to the first outside of it, or in which ranks
-    differ from each other. All ranks call it."""
+    """Run a program until a step differs from the reference, or ranks differ from each other.
+
+    All ranks must call it.
+
+    Args:
+        program: The program, before its first step.
+        exchange: The group of all ranks.
+        within: The expected losses. Their number is the number of steps.
+        watch: Compares the ranks in every EVERYth step.
+        progress: Prints the progress.
+
+    Returns:
+        The trajectory.
+    """
     source = corpus(program.spec.data)
     losses: list[float] = []
     norms: list[float] = []
@@ -294,11 +348,11 @@ def follow(
 def checks(
     reference: ReferenceRun, run: ProgramRun, allowed: Allowed, exchange: Exchange
 ) -> tuple[Check, ...]:
-    """All checks of a run, made on the rank that has the reference; equal on all."""
+    """Return all checks of a run, which the owner of the reference computes, on all ranks."""
     own: list[Check] = []
     if (solo := reference.solo) is not None:
         own = [
-            of_losses(  # where it is more than allowed, that is the last step that ran
+            of_losses(  # a run that was stopped is outside of the tolerance in its last step
                 "loss of every step",
                 run.losses,
                 reference.losses,
@@ -313,7 +367,7 @@ def checks(
 
 
 def from_rank(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, ...]:
-    """Return the checks of one rank, on all."""
+    """Return the checks of one rank on all ranks."""
     return tuple(exchange.gather(own, list[Check])[rank])
 
 
@@ -321,8 +375,16 @@ def of_losses(
     name: str, losses: Sequence[float], center: Sequence[float], allowed: Sequence[float],
     words: str = "the reference has {}", worst: int | None = None,
 ) -> Check:  # fmt: skip
-    """Return the check of the step with the largest share of what is allowed (`worst`, if that is
-    known); `words` say what should be there."""
+    """Return the check of the loss that uses the largest share of its tolerance.
+
+    Args:
+        name: The name of the check.
+        losses: The loss of each step.
+        center: The expected loss of each step.
+        allowed: The absolute tolerance of each step.
+        words: The text about the expected loss; `{}` is replaced by it.
+        worst: The step to report; default: the one with the largest share.
+    """
     off = [abs(loss - its) for loss, its in zip(losses, center, strict=False)]
     worst = worst_of(off, allowed) if worst is None else worst
     why = f"step {worst}: the loss is {losses[worst]:.12g}"
@@ -332,7 +394,10 @@ def of_losses(
 
 
 def of_reference(checks: Sequence[Check], size: int) -> RootCause | None:
-    """Explain that one device does not learn: of several it says nothing. None where it does."""
+    """Return the root cause of a reference that does not learn; None if it learns.
+
+    Two runs that do not learn agree whatever their sums are, so such a comparison proves nothing.
+    """
     failed = [check for check in checks if check.name.startswith(_REFERENCE) and not check.holds]
     if not failed:
         return None
@@ -352,8 +417,17 @@ def of_reference(checks: Sequence[Check], size: int) -> RootCause | None:
 def of_dtypes(
     checks: Sequence[Check], stopped: int | None, layout: str, size: int
 ) -> RootCause | None:
-    """Explain what holds in fp64 and not in the spec's own dtypes; `stopped` is the step that was
-    the last. None where all holds."""
+    """Return the root cause of checks that hold in fp64 but fail in the spec's dtypes.
+
+    Args:
+        checks: The checks in the spec's dtypes.
+        stopped: The step that ended the run; None if all steps ran.
+        layout: The name of the precision layout.
+        size: The number of ranks.
+
+    Returns:
+        The root cause; None if all checks hold.
+    """
     failed = next((check.name for check in checks if not check.holds), None)
     if failed is None:
         return None
@@ -371,8 +445,13 @@ def of_dtypes(
 
 
 class BesideOneDevice(StepGuard):
-    """Of one training. `resume()` is the command that continues from its last checkpoint, "" where
-    there is none. All ranks call all, for states are gathered."""
+    """A guard of a training that runs the induction step of Theorem 5 every `verify_every` steps.
+
+    All ranks must call all methods, because states are all-gathered.
+
+    Attributes:
+        every: The number of steps between two checks.
+    """
 
     def __init__(
         self,
@@ -381,8 +460,17 @@ class BesideOneDevice(StepGuard):
         is_measured: Callable[[int], bool],
         resume: Callable[[], str],
     ) -> None:
-        """Raises SpecError for a training that drops out, which draws other masks than one device
-        would."""
+        """Check that the training can be guarded.
+
+        Args:
+            program: The program of the training.
+            exchange: The group of all ranks.
+            is_measured: Returns True for a step (from 0) that the meters measure.
+            resume: Returns the command that continues from the last checkpoint, "" without one.
+
+        Raises:
+            SpecError: The model uses dropout. Its ranks draw other masks than the reference.
+        """
         spec = program.spec
         if without_dropout(spec) is not spec or dropping(spec, exchange):
             raise refused(
@@ -398,8 +486,7 @@ class BesideOneDevice(StepGuard):
 
     @contextmanager
     def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
-        """A step's context (`step` counts from 0), with the state before it taken where it is
-        due."""
+        """Return the context of a step (from 0), which runs the reference first if that is due."""
         if not self._is_due(step):
             with watch:
                 yield
@@ -410,16 +497,22 @@ class BesideOneDevice(StepGuard):
             yield
 
     def _is_due(self, step: int) -> bool:
-        """Step 0 has a state that nothing has come to, which `ptrain verify` looks at; after the
-        last there is none to compare."""
+        """Return True if the reference continues from the state before this step.
+
+        Step 0 is excluded: its state is the initial one, which `ptrain verify` covers. The last
+        step is excluded: the check needs the loss of the step after it.
+        """
         self._is_owed |= step > 0 and step % self.every == 0
         is_metered = self._is_measured(step) or self._is_measured(step + 1)
         is_last = step + 1 == self._program.spec.train.steps
         return self._is_owed and not (is_metered or is_last) and self._onward is None
 
     def judge(self, step: int, loss: float, norm: float | None) -> None:
-        """Compare what is known after a step. Raises TrainingStopped on all ranks where it
-        differs."""
+        """Compare a finished step.
+
+        Raises:
+            TrainingStopped: On all ranks, if a figure differs.
+        """
         onward = self._onward
         if onward is None:
             return

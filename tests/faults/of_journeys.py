@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ptrain.axes.expert.run import exchange
-from ptrain.axes.expert.run.exchange import JourneyOverRanks, Routed
+from ptrain.axes.expert.run import apply as exchange
+from ptrain.axes.expert.run.apply import JourneyOverRanks, Routed
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import Journey
 from ptrain.report.finding import Subject

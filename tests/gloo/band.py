@@ -36,7 +36,7 @@ import math
 import torch
 
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.optimizers.by_operator import ADAMW_RMS, COEFFICIENTS, ITERATIONS
+from ptrain.optimizers.build import ADAMW_RMS, COEFFICIENTS, ITERATIONS
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ptrain.cost import Footprint, Phase, Traffic, add_traffic
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.ghosts.flat_units import flat_rows
+from ptrain.derivation.ghosts.table import flat_rows
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts
 from ptrain.rooms.ghost import Ghost

@@ -8,8 +8,8 @@ import pytest
 
 from ptrain.cost import State
 from ptrain.derivation import archive
-from ptrain.derivation.attention import FusedAttention, Statistics, statistics_of
 from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.derivation.kernels import FusedAttention, Statistics, statistics_of
 from ptrain.derivation.tables import monomials
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType

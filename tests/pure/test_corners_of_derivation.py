@@ -10,9 +10,8 @@ from ptrain.axes.data.cuts import Cuts
 from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation import wire
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.ghosts.clipping import clipping
-from ptrain.derivation.ghosts.flat_units import flat_rows
-from ptrain.derivation.ghosts.wrapping import micro_batches
+from ptrain.derivation.ghosts.table import flat_rows
+from ptrain.derivation.ghosts.wrapping import clipping, micro_batches
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower

@@ -11,7 +11,7 @@ from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.expert.form import experts_of
 from ptrain.axes.expert.rules import EXPERT
-from ptrain.derivation.throughput import token_operations
+from ptrain.derivation.estimate import token_operations
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.model import ExpertLayers
 from ptrain.facts.parameters import facts

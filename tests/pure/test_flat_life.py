@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.ghosts.flat_units import flat_rows
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.table import flat_rows, wrapping
 from ptrain.derivation.in_flight import play_update
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.optimizers.ghost import muon_temporaries

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import check, executed
-from ptrain.derivation.throughput import token_operations
+from ptrain.derivation.estimate import token_operations
 from ptrain.errors import Fault
 from ptrain.facts.parameters import facts
 from ptrain.spec.block import Bias, Positions

@@ -19,8 +19,7 @@ from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
 from ptrain.charts.front import front_sheet
 from ptrain.cost import Collective, Phase, Spent, TimeKey, TimeRow
-from ptrain.derivation.estimate import derive
-from ptrain.derivation.throughput import throughput
+from ptrain.derivation.estimate import derive, throughput
 from ptrain.errors import SpecError
 from ptrain.report.reasons import idea_of, reason
 from ptrain.report.selection import (

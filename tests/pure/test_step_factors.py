@@ -9,9 +9,8 @@ import pytest
 
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, with_stragglers
-from ptrain.derivation.estimate import derive
+from ptrain.derivation.estimate import best_collected_mfu, derive, step_family, with_interval
 from ptrain.derivation.interconnect import Network
-from ptrain.derivation.throughput import best_collected_mfu, step_family, with_interval
 from ptrain.rates.pace import UnknownRate
 from ptrain.report.record import time_checks
 from ptrain.report.step_time import time_lines

@@ -22,9 +22,8 @@ from ptrain.cost import (
     TimeRow,
 )
 from ptrain.derivation.clock import LaneSpan
-from ptrain.derivation.estimate import Derivation, derive
+from ptrain.derivation.estimate import Derivation, derive, throughput, token_operations
 from ptrain.derivation.machine import Machine
-from ptrain.derivation.throughput import throughput, token_operations
 from ptrain.report.predict import one, prediction_of
 from ptrain.report.record import record, verdict_line
 from ptrain.report.recorded import read

@@ -21,7 +21,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete, Kind
 from ptrain.traces.facts import read_facts
-from ptrain.traces.stage_parts import hidden_bytes, stage_passes, stage_rows
+from ptrain.traces.stage_parts import stage_traces
 from tests import models_staged
 from tests.gloo.test_own_pipeline import GROUPED, MODELS, SIZES
 from tests.models_external import Carriers, Necks, Pairs
@@ -167,8 +167,7 @@ def test_every_stage_is_traced_and_leaves_nothing_but_its_gradients(schedule):
     spec = spec_of(MODELS["pairs"], pipeline={"schedule": schedule})
     module = planned(Counted(16, 3, 260, tied=True), "table", "layers", "head")
     facts = untraced_facts(module, spec)
-    rows = stage_rows(module, spec, facts)
-    first, last = (each for (each,) in stage_passes([rows], hidden_bytes(spec, facts)))
+    first, last = (trace.passes for trace in stage_traces(module, spec, facts))
     hidden, logits = (16 * size * 4 for size in (16, 260))
     assert (first.output, first.hidden, last.output, last.hidden) == (hidden, 0, logits, hidden)
     for stage, passes in zip(stages_of(spec, facts), (first, last), strict=True):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.expert.run.exchange import JourneyOverRanks, Travels
+from ptrain.axes.expert.run.apply import JourneyOverRanks, Travels
 from ptrain.models.moe import MoE
 from ptrain.models.trace import Recording, StorageAllocated, StorageFreed
 from ptrain.models.work import OperatorSizes, RecordedCollective

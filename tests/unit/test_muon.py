@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.optimizers.by_operator import Muon, orthogonalize
+from ptrain.optimizers.build import Muon, orthogonalize
 
 SHAPES = ((6, 10), (10, 6), (8, 8), (1, 5))
 

@@ -14,7 +14,7 @@ from ptrain.algebra.legality import require
 from ptrain.cost import Phase
 from ptrain.data.sampler import LocalBatch, blank_batch
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.operations import operations
+from ptrain.derivation.work import operations
 from ptrain.interpreter.program import interpret
 from ptrain.models.objective import can_fuse
 from ptrain.plan.lower import lower, own_facts

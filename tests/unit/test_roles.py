@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ptrain.algebra.legality import require
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.roles import roles_of
+from ptrain.facts.parameters import roles_of
 from ptrain.models.initialize import build_model
 from ptrain.models.roles import module_roles
 from ptrain.plan.lower import lower

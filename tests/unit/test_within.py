@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptrain.derivation.workspaces import attention_backward, sum_of_rows
+from ptrain.derivation.kernels import attention_backward, sum_of_rows
 from ptrain.simulation.execute import simulate
 from ptrain.simulation.living import within
 from ptrain.simulation.replay import Change

@@ -291,8 +291,6 @@ class Gathers:
 class FullySharded(InPlaceUpdate):
     """The wrap of FSDP2: gathers of units, and the reduction of their gradients to shards."""
 
-    updates_alike = False
-
     def __init__(self, scene: Scene, step: FullyShard, wrapping: InPlace) -> None:
         self.scene, self.tape, self.step, self.wrapping = scene, scene.tape, step, wrapping
         self.unwrapped = Local(scene, wrapping)

@@ -1,7 +1,9 @@
-"""Find gradients that are clipped in another way than one device's: group by group, on some ranks
-only, by the norm of a rank's own shards, by squares that copies count several times, or not at
-all. No factor is fitted: each way is applied to one device's gradient and compared with what the
-optimizers take.
+"""Diagnosis of gradients that are clipped in another way than the reference's.
+
+The hypotheses: clipping per group or per parameter, on some ranks only, by the norm of a rank's
+shards, by a norm that counts replicated squares several times or not at all. No factor is fitted:
+each hypothesis is applied to the reference's gradient, and the result is compared with the
+gradients that the optimizers take.
 """
 
 from __future__ import annotations
@@ -34,31 +36,41 @@ from ptrain.verification.updates.repeat import (
     repeat,
 )
 
-_COARSE = 1e-3  # a dtype's rounding above which a skipped update of some elements is no difference
+# In a dtype with a larger epsilon (bfloat16: 7.8e-3; float16 has 9.8e-4), a lost update of some
+# elements counts as rounding.
+_COARSE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """How far an update's outcome is from one device's, on one rank or on all: how many tensors
-    differ, and the largest difference of a parameter or of state, relative as the verdict's."""
+    """The difference of an update's outcome from the reference's, on one rank or on all ranks.
+
+    Attributes:
+        count: The number of tensors that differ.
+        worst: The largest relative difference of a parameter or of optimizer state.
+    """
 
     count: int
     worst: float
 
     @classmethod
     def of_all(cls, everyones: Sequence[Remainder]) -> Remainder:
-        """Return the largest of all ranks' differences."""
+        """Combine the differences of all ranks: the sum of counts, and the largest difference."""
         return cls(sum(its.count for its in everyones), max(its.worst for its in everyones))
 
     def is_fix_of(self, before: Remainder) -> bool:
-        """Return whether nothing differs any more, and what is left is a tenth or less of what
-        did: a tolerance of 16 bits is no proof by itself."""
+        """Return True if no tensor differs any more, and at most a tenth of the difference is left.
+
+        The second condition is needed in 16 bits, whose tolerance is no proof by itself.
+        """
         return self.count == 0 and self.worst <= 0.1 * before.worst
 
 
 def update_apart(left: Remainder, obstacle: str, ranks: Ranks) -> str:
-    """Return in words what is left of an update that was repeated, or why it could not be; "" where
-    it is right. All ranks call it."""
+    """Describe the difference that a repeated update leaves, or why it could not be repeated.
+
+    All ranks must call it. The text is "" if the update matches the reference's.
+    """
     lefts, obstacles = zip(*ranks.gather((left, obstacle), tuple[Remainder, str]), strict=True)
     if why := next(filter(None, obstacles), ""):
         return f"; the update could not be repeated ({why})"
@@ -67,13 +79,20 @@ def update_apart(left: Remainder, obstacle: str, ranks: Ranks) -> str:
     return still if left.count else ""
 
 
-BROKEN = Remainder(1, math.inf)  # of an update that cannot be repeated
+BROKEN = Remainder(1, math.inf)  # the difference of an update that cannot be repeated
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateCase:
-    """`run` and `reference`: the loop's step and one device's; `verdict`: their differences, with
-    how the model's parameters went."""
+    """The update of one step on both sides.
+
+    Attributes:
+        verdict: The differences of both sides on this rank, with the movements of the parameters.
+        reference: The record of the reference's step.
+        run: The record of the loop's step.
+        holds: This rank's shard of each parameter, by name.
+        limit: The tolerances.
+    """
 
     verdict: Differences
     reference: StepRecorder
@@ -86,18 +105,18 @@ class UpdateCase:
         return Magnitude.of(self.reference.gradients)
 
     def is_noise(self, name: str) -> bool:
-        """Return whether the verdict does not compare a parameter, as its gradient is nothing."""
+        """Return True for a parameter whose gradient is only rounding, which is not compared."""
         gradient = self.reference.gradients.get(name)
         return gradient is not None and self._scale.is_noise(gradient)
 
     @cached_property
     def own(self) -> dict[str, Ingredients]:
-        """What the loop's optimizers step on this rank, where one device's step it too."""
+        """The inputs of the loop's updates on this rank, of parameters that both sides update."""
         return {name: its for name, its in self.run.record.before.items() if name in self.other}
 
     @cached_property
     def other(self) -> dict[str, Ingredients]:
-        """This rank's elements of what one device's optimizers are given."""
+        """The inputs of the reference's updates, at this rank's elements."""
         return {
             name: self._part(name, its)
             for name, its in self.reference.record.before.items()
@@ -118,20 +137,20 @@ class UpdateCase:
         return {k: shard.of(value) if is_row(value, row) else value for k, value in state.items()}
 
     def target(self, name: str) -> UpdateOutcome:
-        """This rank's elements of what one device's step left."""
+        """Return the outcome of the reference's update, at this rank's elements."""
         after, row = self.reference.record.after[name], self.reference.record.before[name].value
         value = self.holds[name].of(after.value)
         return UpdateOutcome(value, self._part_of_state(name, after.state, row))
 
     def remainder(self, outcomes: Mapping[str, UpdateOutcome]) -> Remainder:
-        """Return how far these outcomes are from one device's."""
+        """Return the difference of these outcomes from the reference's."""
         scratch = self.differences(outcomes)
         both = Subject.PARAMETERS, Subject.OPTIMIZER
         worst = max(scratch.most(Moment.UPDATE, subject) for subject in both)
         return Remainder(len(scratch.mismatches), worst)
 
     def differences(self, outcomes: Mapping[str, UpdateOutcome]) -> Differences:
-        """Compare outcomes with one device's as the verdict does."""
+        """Compare outcomes with the reference's, with the tolerances of the verdict."""
         scratch = Differences(step=self.verdict.step, rank=self.verdict.rank)
         rights: dict[str, dict[str, Tensor]] = {}
         owns: dict[str, dict[str, Tensor]] = {}
@@ -160,9 +179,16 @@ class UpdateCase:
     def with_gradients(
         self, gradients: Mapping[str, Tensor | None], trial: UpdateRecord | None = None
     ) -> tuple[Remainder, str]:
-        """Repeat the update from this rank's elements of other gradients; return how far it is from
-        one device's, and why it cannot be repeated, if so. `trial`: what the optimizers were given
-        and left when the step ran with these gradients."""
+        """Repeat the update with other gradients.
+
+        Args:
+            gradients: This rank's elements of the gradients before clipping, by name.
+            trial: The record of a step that ran with these gradients, if there is one.
+
+        Returns:
+            The difference from the reference, and the reason why the update cannot be repeated
+            ("" if it can).
+        """
         obstacle = self.run.record.obstacle or self.reference.record.obstacle
         moved = any(not its.stood_still for its in self.verdict.courses.values())
         if not (self.own or obstacle) and moved:
@@ -178,23 +204,32 @@ class UpdateCase:
         return its if is_own else (BROKEN, "its step gives other values than its class computes")
 
     def repeated(self, taken: Mapping[str, Ingredients]) -> tuple[Remainder, str]:
-        """Repeat the update with these ingredients; return how far it is from one device's, and why
-        it cannot be repeated, if so."""
+        """Repeat the update with these ingredients.
+
+        Returns:
+            The difference from the reference, and the reason why the update cannot be repeated
+            ("" if it can).
+        """
         try:
             return self.remainder(repeat(taken)), ""
         except CannotRepeat as error:
             return BROKEN, str(error)
 
     def follows_gradients(self, names: Collection[str], ranks: Ranks) -> bool:
-        """Return whether the update is one device's where these parameters have its gradients. All
-        ranks call it."""
+        """Return True if the update matches the reference with its gradients for these parameters.
+
+        All ranks must call it.
+        """
         sides = {name: self.other if name in names else self.own for name in self.own}
         left, obstacle = self.with_gradients({n: side[n].gradient for n, side in sides.items()})
         return all(ranks.gather(not obstacle and left.count == 0))
 
     def unlike(self, trial: UpdateRecord | None = None) -> list[str]:
-        """Return the parameters of which the repeated update is not what the loop's step left, or
-        its `trial`."""
+        """Return the parameters whose repeated update differs from the recorded step's outcome.
+
+        Args:
+            trial: The record to repeat; default: the loop's step.
+        """
         record = trial or self.run.record
         before = {name: its for name, its in record.before.items() if name in self.other}
         return [
@@ -204,7 +239,7 @@ class UpdateCase:
         ]
 
     def written_after(self) -> list[str]:
-        """Return the parameters that are not what this rank's optimizer left, bit by bit."""
+        """Return the parameters whose bits changed between optimizer.step and the step's end."""
         return [
             name
             for name, outcome in self.run.record.after.items()
@@ -216,13 +251,15 @@ class UpdateCase:
         ]
 
     def part(self, name: str) -> str:
-        """Return a checksum of which elements of the whole this rank has."""
+        """Return a checksum of the indices of this rank's elements of a parameter."""
         return digest(self.holds[name].at)
 
 
 def compare_masters(differences: Differences, case: UpdateCase) -> None:
-    """Compare what the optimizer updates in the place of a parameter, where one device's optimizer
-    has as fine a dtype: roundings to the model's dtype hide it."""
+    """Compare master copies, whose differences the rounding to the model's dtype may hide.
+
+    Only copies whose dtype is at most as fine as the reference's are compared.
+    """
     masters = {
         name: case.run.record.after[name]
         for name in case.run.record.masters & case.own.keys()
@@ -239,7 +276,10 @@ def compare_masters(differences: Differences, case: UpdateCase) -> None:
 
 
 def _is_alike(repeated: Tensor, seen: Tensor, before: Tensor) -> bool:
-    """Whether what is left is rounding: of the move, or where the dtype is fine of the value."""
+    """Return True if two outcomes differ only by rounding.
+
+    The difference is relative to the movement in a coarse dtype, and to the value in a fine one.
+    """
     if torch.equal(repeated, seen):
         return True
     difference, moved, length = (
@@ -250,19 +290,26 @@ def _is_alike(repeated: Tensor, seen: Tensor, before: Tensor) -> bool:
     return difference <= 1e-2 * moved if eps > _COARSE else difference <= 4 * eps * length
 
 
-_EPSILONS = (1e-6, 0.0)  # that torch adds to a norm, and who clips by hand does not
-_LOOSE, _LOOSEST = 10.0, 3e-2  # tolerances of a gradient, of which a factor is a ratio; at most
-_FITS = 4.0  # tolerances of a factor, that elements may be off it
-_SHARE = 0.1  # of what differs, that a way may leave
-_REPRODUCED = 1e-6  # of a factor: to which a norm of an axis is reproduced where that is proven
-_LEAST = 1e-9  # of a factor: what is nearer to 1 is no clipping
+# torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6 (torch/nn/utils/clip_grad.py); loops that
+# clip by hand usually add nothing.
+_EPSILONS = (1e-6, 0.0)
+# A factor is a ratio of two gradients, so it may be off by several of their tolerances, but by at
+# most 3 %.
+_LOOSE, _LOOSEST = 10.0, 3e-2
+_FITS = 4.0  # the tolerance of the elements of a multiple, in tolerances of its factor
+_SHARE = 0.1  # the largest share of the difference that a hypothesis may leave
+_REPRODUCED = 1e-6  # the relative error of a factor up to which a norm over an axis is proven
+_LEAST = 1e-9  # a factor nearer to 1 is no clipping
 
 
 def kept_squares(
     wholes: Mapping[str, ParameterShard], squares: dict[str, float]
 ) -> AbstractContextManager[object]:
-    """Return the context of a step that keeps the square of each parameter's gradient as the last
-    backward pass left it, before anything else changes it."""
+    """Return a context that records the squared norm of each gradient after every backward pass.
+
+    The last pass of the step overwrites the earlier ones, so `squares` has the accumulated
+    gradients before anything else changes them.
+    """
 
     def keep() -> None:
         gradients = {name: shard.parameter.grad for name, shard in wholes.items()}
@@ -273,9 +320,16 @@ def kept_squares(
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What one rank's gradient of one parameter is multiplied by, beside one device's after
-    clipping; `group` is that of its optimizer, `local` the norm of what the rank holds of one
-    device's gradient before clipping; `part` tells which elements of the parameter it holds."""
+    """The ratio of one gradient on one rank to the reference's clipped gradient.
+
+    Attributes:
+        rank: The rank.
+        name: The parameter.
+        group: The index of its parameter group.
+        factor: The ratio.
+        local: The norm of the rank's elements of the reference's gradients before clipping.
+        part: The checksum of the indices of the rank's elements.
+    """
 
     rank: int
     name: str
@@ -288,8 +342,16 @@ class Scaling:
 def common_factor(
     squares: Mapping[str, float], gradients: Mapping[str, Tensor], tolerance: float
 ) -> float | None:
-    """Return what all gradients are multiplied by that had these squares; 1 where none had any,
-    None where it is no one number."""
+    """Return the common factor of gradients relative to their earlier norms.
+
+    Args:
+        squares: The squared norms before the multiplication, by name.
+        gradients: The gradients after it.
+        tolerance: The largest relative difference of the factors.
+
+    Returns:
+        The factor; 1.0 if all squares are zero, None if the factors differ.
+    """
     rows = {name: square(its) for name, its in gradients.items() if squares.get(name)}
     factors = [math.sqrt(row / squares[name]) for name, row in rows.items()]
     if not factors or max(factors) - min(factors) > tolerance * max(factors):
@@ -299,7 +361,7 @@ def common_factor(
 
 @dataclass(frozen=True, slots=True)
 class ClippedGradient:
-    """One device's: squares by parameter before clipping, and what clipping multiplied it by."""
+    """The squared norms of the reference's gradients before clipping, and the clipping factor."""
 
     squares: Mapping[str, float]
     factor: float
@@ -308,20 +370,26 @@ class ClippedGradient:
     def of(
         cls, squares: Mapping[str, float], gradients: Mapping[str, Tensor], tolerance: float
     ) -> ClippedGradient | None:
-        """None where all are not scaled alike, or not at all, or by a power of two (a loss's
-        scale)."""
+        """Detect clipping from squared norms before and gradients after it.
+
+        Returns None if the factors differ, are 1, or are a power of two (a loss scale).
+        """
         factor = common_factor(squares, gradients, tolerance) or 1.0
         is_clip = factor < 1.0 - _LEAST and not math.log2(factor).is_integer()
         return cls(squares, factor) if is_clip else None
 
     def norm(self, names: Sequence[str] | None = None) -> float:
-        """Return that of these parameters, or of all, before clipping."""
+        """Return the norm before clipping, of some parameters or of all."""
         chosen = self.squares if names is None else names
         return math.sqrt(sum(self.squares.get(name, 0.0) for name in chosen))
 
     def scaled(self, norm: float, epsilons: tuple[float, float]) -> float:
-        """Return the factor of a gradient that is clipped by another norm, beside what one device
-        makes of it; epsilons are the reference's and the loop's."""
+        """Return the ratio of a gradient clipped by another norm to the reference's clipped one.
+
+        Args:
+            norm: The other norm.
+            epsilons: The numbers added to the norm, by the reference and by the loop.
+        """
         whole = self.norm()
         most, length = self.factor * (whole + epsilons[0]), norm + epsilons[1]
         return (most / length if length > most else 1.0) / self.factor
@@ -329,7 +397,14 @@ class ClippedGradient:
 
 @dataclass(frozen=True, slots=True)
 class ClipWay:
-    """A way to clip: the norm by which a scaling is, and what is said of it."""
+    """A hypothesis about clipping, with the texts of its root cause.
+
+    Attributes:
+        norm: Returns the norm by which a gradient is clipped.
+        is_local: True if the norm depends on the rank's shards.
+        axis: The axis over which squares are counted several times or not at all.
+        names: The parameters with these squares.
+    """
 
     factor: str
     sentence: str
@@ -337,8 +412,8 @@ class ClipWay:
     proof: str
     norm: Callable[[Scaling], float]
     is_local: bool = False
-    axis: str = ""  # over which squares are counted in another way than once
-    names: tuple[str, ...] = ()  # whose squares are
+    axis: str = ""
+    names: tuple[str, ...] = ()
 
 
 def clipping(
@@ -347,14 +422,22 @@ def clipping(
     wholes: tuple[Mapping[str, float], Mapping[str, Tensor]],
     ranks: Ranks,
 ) -> RootCause | None:
-    """Return the root cause of gradients that are clipped in one of these ways; None where they are
-    not. `wholes`: one device's squares before clipping, and its gradients. All ranks call it."""
+    """Return the root cause of gradients that are clipped in another way; None if no one way fits.
+
+    All ranks must call it.
+
+    Args:
+        mismatches: The mismatches of gradients.
+        case: The update of the step.
+        wholes: The squared norms of the reference's gradients before clipping, and its gradients.
+        ranks: The ranks.
+    """
     tolerance = min(_LOOSE * case.limit.gradients, _LOOSEST)
     gradient = ClippedGradient.of(*wholes, tolerance)
     mine = list(_scalings(case, wholes[1], gradient, tolerance)) if gradient else []
     everyones = ranks.gather((gradient, mine), tuple[ClippedGradient | None, list[Scaling]])
     rows = [row for _, its in everyones for row in its]
-    gradient = everyones[0][0]  # ranks' own floats might decide otherwise
+    gradient = everyones[0][0]  # one rank's: float sums of several ranks might decide differently
     if any(known is None for known, _ in everyones) or not all(
         math.isfinite(row.factor) for row in rows
     ):
@@ -364,7 +447,7 @@ def clipping(
     bound = min(case.limit.gradients, _LOOSEST, _SHARE * largest)
     fitting = [pair for pair in fits(gradient, rows, ranks, wrong) if pair[0] <= bound]
     if not wrong or len({way.factor for _, way in fitting}) != 1:
-        return None  # none fits, or several rules do
+        return None  # no hypothesis fits, or several different ones
     error, way = min(fitting, key=lambda pair: pair[0])
     sentence, axis = way.sentence, way.axis or None
     if len(fitting) > 1:
@@ -384,9 +467,17 @@ def clipping(
 def fits(
     gradient: ClippedGradient, rows: Sequence[Scaling], ranks: Ranks, wrong: Collection[int]
 ) -> list[tuple[float, ClipWay]]:
-    """Return every way to clip with how far the factors are from it, those of the ranks `wrong` are
-    not 1. A way of an axis that is
-    another way by another name on these ranks (only one axis shards) is left out."""
+    """Return the error of each hypothesis: the largest relative difference of a factor from it.
+
+    A hypothesis about an axis is left out if it predicts the same factors as a general one: on a
+    mesh with a single sharded axis, both describe one thing.
+
+    Args:
+        gradient: The reference's gradient.
+        rows: The factors of all ranks.
+        ranks: The ranks.
+        wrong: The ranks with factors other than 1.
+    """
     measured = []
     predictions: list[list[float]] = []
     for way in (*_ways(gradient, rows, wrong), *_ways_of_axes(gradient, rows, ranks)):
@@ -409,7 +500,7 @@ def fits(
 def _scalings(
     case: UpdateCase, wholes: Mapping[str, Tensor], gradient: ClippedGradient, tolerance: float
 ) -> Iterator[Scaling]:
-    """Yield the factors of this rank's gradients: NaN of one that is no multiple."""
+    """Yield the factors of this rank's gradients; NaN for one that is no multiple."""
     parts = {n: case.holds[n].of(whole) for n, whole in wholes.items() if n in case.holds}
     local = math.sqrt(sum(map(square, parts.values())))
     for name, part in parts.items():
@@ -472,8 +563,11 @@ def _ways(
 def _ways_of_axes(
     gradient: ClippedGradient, rows: Sequence[Scaling], ranks: Ranks
 ) -> Iterator[ClipWay]:
-    """Yield the ways that count squares of what is replicated over an axis, or over several
-    together, once for each copy, or not at all."""
+    """Yield the hypotheses that a norm counts squares several times, or leaves them out.
+
+    There are up to three for each axis and each combination of axes: the squares of replicated
+    parameters counted once per copy, or left out, and those of sharded parameters left out.
+    """
     parts = {(row.name, row.rank): row.part for row in rows}
     names = sorted({row.name for row in rows})
     for axis, groups in ranks.summed.items():

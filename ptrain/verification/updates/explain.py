@@ -1,10 +1,10 @@
-"""Explain an update that differs although its gradients are right: the root cause if the evidence
-proves one, else what differs first and what was ruled out. Ranks that hold the same part of a
-parameter must have the same bits of it.
+"""Diagnosis of an update that differs although its gradients are right.
 
-The ingredients of the update are replaced by one device's, one after the other, to find those that
-make it equal one device's. A proven replacement is put into words: which state, which factor, and
-the fix.
+The ingredients of the update (settings, state, values, gradients) are replaced by the reference's,
+one after the other, to find those that make the update match the reference's. A replacement that
+does is the root cause, with its state, its factor and the fix. Without one, the root cause is the
+first difference with everything that was ruled out. Replicas are checked too: ranks with the same
+shard must have identical bits.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from ptrain.verification.updates.repeat import (
     same,
 )
 
-# How torch computes an update, what a schedule began with, and what a class sets of itself: no
-# setting of a user.
+# Entries of a parameter group that do not change the result: they select torch's implementation
+# (torch/optim/optimizer.py, `_default_to_fused_or_foreach`), hold a scheduler's first learning rate
+# (`initial_lr`), or are set by the class itself (AdamW's `decoupled_weight_decay`).
 _OF_CLASS = {
     "foreach", "fused", "capturable", "differentiable", "initial_lr", "decoupled_weight_decay",
 }  # fmt: skip
-_MOST = 48  # updates that are tried of several ingredients at once
+_MOST = 48  # bounds the seconds of a diagnosis: each trial repeats the update of all parameters
 
 
 class Ingredient(StrEnum):
-    """What an update is made of, in the order in which it is suspected."""
+    """A kind of input of an update, in the order in which they are suspected."""
 
     SETTING = "setting"
     STATE = "state"
@@ -50,19 +51,24 @@ class Ingredient(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Swap:
-    """One device's ingredient in the place of the loop's; `key` of a setting or of state."""
+    """A replacement of one ingredient by the reference's.
+
+    Attributes:
+        ingredient: The kind of input.
+        key: The key of a setting or of an entry of state; "" for the others.
+    """
 
     ingredient: Ingredient
     key: str = ""
 
     def value(self, side: Ingredients) -> Any:
-        """Return this ingredient of one side."""
+        """Return the ingredient's value on one side."""
         of_keys = {Ingredient.SETTING: side.settings, Ingredient.STATE: side.state}
         kept = of_keys.get(self.ingredient)
         return getattr(side, self.ingredient) if kept is None else kept.get(self.key)
 
     def of(self, own: Ingredients, other: Ingredients) -> Ingredients:
-        """Return the loop's ingredients with this one of one device."""
+        """Return the loop's ingredients with this one replaced by the reference's."""
         its = self.value(other)
         match self.ingredient:
             case Ingredient.SETTING:
@@ -79,7 +85,7 @@ Swaps = tuple[Swap, ...]
 
 
 def differing(case: UpdateCase) -> dict[Swap, list[str]]:
-    """Return what is not one device's on this rank, with the parameters of which."""
+    """Return the ingredients that differ from the reference's on this rank, with the parameters."""
     names: dict[Swap, list[str]] = {}
     for name, own in case.own.items():
         other = case.other[name]
@@ -106,23 +112,33 @@ def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Iter
 
 
 def left_with(case: UpdateCase, swaps: Swaps) -> Remainder:
-    """Return how far the update repeated with these swaps is from one device's, on this rank."""
+    """Repeat the update with these swaps, and return its difference from the reference's."""
     taken = dict(case.own)
     for swap in swaps:
         taken = {name: swap.of(own, case.other[name]) for name, own in taken.items()}
     return case.repeated(taken)[0]
 
 
-# What is left with each swap alone.
+# The difference that is left with each swap alone.
 Singles = dict[Swap, Remainder]
 
 
 def search(
     case: UpdateCase, ranks: Ranks, mismatch: Remainder
 ) -> tuple[list[Swaps], Remainder, Singles]:
-    """Try one ingredient, then all of a kind, then pairs; return the fewest swaps that make the
-    update one device's on all ranks, the best first, and what is left then. All ranks call it with
-    the same `mismatch`, which is that of the update as it was."""
+    """Find the smallest sets of swaps that make the update match the reference's on all ranks.
+
+    Single ingredients are tried first, then all of a kind, then pairs. All ranks must call it.
+
+    Args:
+        case: The update of the step.
+        ranks: The ranks.
+        mismatch: The difference of the update without swaps, equal on all ranks.
+
+    Returns:
+        The sets of swaps that fix the update, the best first; the difference that is left with the
+        best one (`mismatch` if there is none); and the difference with each swap alone.
+    """
     everyones = ranks.gather(list(differing(case)), list[Swap])
     order = list(Ingredient)
     of_any = {swap for of_rank in everyones for swap in of_rank}
@@ -138,7 +154,10 @@ def search(
 
 
 def _several(swaps: Sequence[Swap]) -> list[Swaps]:
-    """Pairs, and all of a kind together: what is lost with an optimizer is all of its state."""
+    """Return combinations of swaps: all of a kind, then pairs.
+
+    An optimizer that was created again has lost all of its state, so a kind is tried as a unit.
+    """
     state, settings = (
         tuple(swap for swap in swaps if swap.ingredient is kind)
         for kind in (Ingredient.STATE, Ingredient.SETTING)
@@ -155,8 +174,16 @@ def _all_ranks(case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngredientPair:
-    """Of one parameter on one rank an ingredient that is not one device's: both in words;
-    `is_master`: the optimizer has a copy of the parameter."""
+    """An ingredient of one parameter on one rank that differs from the reference's.
+
+    Attributes:
+        swap: The ingredient.
+        name: The parameter.
+        rank: The rank.
+        own: The loop's value, as text.
+        other: The reference's value, as text.
+        is_master: True if the optimizer updates a master copy.
+    """
 
     swap: Swap
     name: str
@@ -167,7 +194,7 @@ class IngredientPair:
 
 
 def differing_pairs(case: UpdateCase, swaps: Swaps) -> Iterator[IngredientPair]:
-    """Yield what the swaps exchange on this rank."""
+    """Yield the values that the swaps replace on this rank."""
     names = differing(case)
     for swap, name in ((its, name) for its in swaps for name in names.get(its, ())):
         own, other = (swap.value(side[name]) for side in (case.own, case.other))
@@ -200,11 +227,16 @@ _FIXES = {
 def words(
     fix: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int]
 ) -> tuple[Subject, str, str, str]:
-    """Return the state, the factor, the sentence and the fix of these swaps; `rows` are all
-    ranks'."""
+    """Return the state, the factor, the sentence and the fix of a root cause.
+
+    Args:
+        fix: The swaps.
+        rows: The replaced values on all ranks.
+        degrees: The degrees of the mesh axes, to explain a ratio of learning rates.
+    """
     settled = tuple(swap for swap in fix if swap.ingredient is Ingredient.SETTING)
     if settled and all(row.own == "none" for row in rows if row.swap not in settled):
-        fix = settled  # what is kept beside a parameter follows from these
+        fix = settled  # missing state follows from a setting, such as `momentum` or `amsgrad`
     parts = [_of_swap(swap, [row for row in rows if row.swap == swap], degrees) for swap in fix]
     state, factor = parts[0][0], " and ".join(factor for _, factor, _ in parts)
     kept = [row for row in rows if row.swap.key != "step" and not settled]
@@ -241,7 +273,7 @@ def _of_swap(
 
 
 def explain_replicas(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
-    """Ranks have the same part, right to rounding, and not the same bits of it."""
+    """Return the root cause of replicas that are correct up to rounding but differ in bits."""
     first = mismatches[0]
     return root_cause(
         mismatches, ranks, state=first.subject, axis=ranks.axis_of(first.between),
@@ -255,20 +287,26 @@ def explain_replicas(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
 
 
 def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> RootCause:
-    """Explain mismatches at the moment of the update. All ranks call it with the same."""
+    """Return the root cause of mismatches after the update.
+
+    All ranks must call it with the same mismatches.
+    """
     explainer = UpdateExplainer(mismatches, case, ranks)
     if any(mismatch.subject in UPDATED for mismatch in explainer.mismatches):
         return explainer.root_cause()
     return explain_replicas(mismatches, ranks)
 
 
-_COARSE = 1e-6  # of what is left: a reader wants to see what it was before
+_COARSE = 1e-6  # a remainder above it is reported with the original difference
 _FOREIGN = "no torch.optim.Optimizer of the reference has the differing tensors"
 UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
 
 
 class UpdateExplainer:
-    """All ranks call `root_cause`, with the same mismatches of the moment of the update."""
+    """The search for the root cause of an update that differs.
+
+    All ranks must call `root_cause`, with the same mismatches.
+    """
 
     def __init__(self, mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> None:
         self.mismatches = [mismatch for mismatch in mismatches if not mismatch.between]
@@ -276,7 +314,7 @@ class UpdateExplainer:
         self.obstacle = ""
 
     def root_cause(self) -> RootCause:
-        """Return the first explanation whose trial holds."""
+        """Return the root cause: the first explanation whose trial matches the reference."""
         case = self.case
         differing = self._departing()
         if any(self.ranks.gather(bool(without := self._without_a_step()))):
@@ -299,7 +337,7 @@ class UpdateExplainer:
         return self._in_the_step(mismatch)
 
     def _departing(self) -> set[str]:
-        """Return the parameters that differ on this rank, or whose state does."""
+        """Return the parameters that differ on this rank, or whose state differs."""
         return {
             mismatch.name.partition(" · ")[0]
             for mismatch in self.mismatches
@@ -307,18 +345,21 @@ class UpdateExplainer:
         }
 
     def _rows(self, names: Sequence[str]) -> list[tuple[int, str]]:
-        """Return all ranks' names, each with its rank."""
+        """Return the names of all ranks, each with its rank."""
         everyones = self.ranks.gather(names)
         return [(rank, name) for rank, its in enumerate(everyones) for name in its]
 
     def _repeated(self, taken: dict[str, Ingredients]) -> Remainder:
-        """Return what is left of the mismatch on all ranks."""
+        """Repeat the update with these ingredients, and return the difference on all ranks."""
         left, self.obstacle = self.case.repeated(taken)
         return Remainder.of_all(self.ranks.gather(left, Remainder))
 
     def _without_a_step(self) -> set[str]:
-        """Return what differs here and no optimizer of this rank stepped, but for what has the
-        bits of a rank where one did (ZeRO: its update counts there)."""
+        """Return the differing parameters that no optimizer of this rank stepped.
+
+        Parameters with the bits of a rank whose optimizer stepped them are left out: with ZeRO,
+        the update happens on another rank and is broadcast.
+        """
         case = self.case
         without = self._departing() - case.run.record.after.keys()
         stepped = {
@@ -328,11 +369,11 @@ class UpdateExplainer:
         return {n for n in without if all(its.get(n) != self._bits(n) for its in owners)}
 
     def _bits(self, name: str) -> list[str]:
-        """Which part of a parameter this rank has, and a checksum of it after the step."""
+        """Return checksums of the rank's element indices, and of the elements after the step."""
         return [self.case.part(name), digest(self.case.verdict.courses[name].run_after)]
 
     def _left_out(self, without: set[str]) -> RootCause:
-        """No optimizer that stepped on this rank has what differs here."""
+        """Return the root cause of parameters that no optimizer of this rank stepped."""
         case = self.case
         still = {name for name in without if case.verdict.courses[name].stood_still}
         obstacles = (
@@ -382,7 +423,7 @@ class UpdateExplainer:
         )  # fmt: skip
 
     def _written_after(self, mismatch: Remainder) -> RootCause:
-        """What the optimizers left is one device's on every rank."""
+        """Return the root cause of values that changed after correct optimizer steps."""
         written = set(self._rows(self.case.written_after()))
         rows = [
             (its.rank, its.name.partition(" · ")[0])
@@ -431,7 +472,7 @@ class UpdateExplainer:
         return self._exchanged(fixes, f"{rest.worst:.2g}{was}")
 
     def _differing(self) -> str:
-        """What is not one device's before an update of which nothing can be tried."""
+        """Return a clause with the inputs that differ, for an update that cannot be repeated."""
         everyones = self.ranks.gather(list(differing(self.case)), list[Swap])
         noise = (Ingredient.GRADIENT, Ingredient.VALUE)  # roundings of these alone are no reason
         titles = {
@@ -485,7 +526,7 @@ class UpdateExplainer:
 
 
 def _ruled_out(singles: Singles) -> str:
-    """What is not one device's, and how far the update with one device's is from it still."""
+    """Return a clause with the swaps that were tried and the difference that each left."""
     tried = [
         f"{swap.key or swap.ingredient}: {left.worst:.2g}"
         for swap, left in sorted(singles.items(), key=lambda pair: pair[1].worst)
