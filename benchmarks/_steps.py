@@ -95,10 +95,10 @@ def bucket_cap_mb(spec: Spec) -> float | None:
 
 def legal(strategy: str, overrides: Sequence[str]) -> Spec:
     """Return a legal spec."""
-    from ptrain.algebra.legality import require
+    from ptrain.algebra.legality import require_runnable
     from ptrain.spec.load import load
 
-    return require(load(strategy, overrides))
+    return require_runnable(load(strategy, overrides))
 
 
 def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:

@@ -232,7 +232,7 @@ def _tensor_compile_obstacles(spec: Spec, shape: ModelShape) -> Iterator[tuple[s
     if factor.placement.activations.distribution is Distribution.GATHERED:
         finding = "inputs that are saved as shards (S*), by hooks within a block"
         yield "placement.tp.activations", finding, "Use `placement.tp.activations=S`"
-    if shape.drops:
+    if shape.has_dropout:
         finding = "dropout over tp, whose generators are switched within a block"
         yield "model.dropout", finding, "Use `model.dropout=0`"
     if has_recomputation(spec):

@@ -45,7 +45,7 @@ from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import SampleBatch, TokenPair
 from ptrain.models.units import ROOT, blocks_of
 from ptrain.models.work import sizes_of
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import operator_hook
 from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.rooms.torch import Tiers
@@ -127,7 +127,7 @@ def _build_model(spec: Spec) -> nn.Module:
 
 def _build_runner(spec: Spec, device: torch.device) -> StageRunner:
     """Build the runner of the middle stage."""
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     stages, chain = stages_of(spec, facts), chain_of(spec, facts)
     part = part_of(_build_model(spec), stages, _MIDDLE, chain).to(device)
 
@@ -144,9 +144,9 @@ def _build_runner(spec: Spec, device: torch.device) -> StageRunner:
         BoundaryTensor((_HOOK_SAMPLES, _TOKENS, _FEATURES), torch.float32, device),
         PassCallbacks(
             forward=forward,
-            given=lambda _: nullcontext(),
+            batch_context=lambda _: nullcontext(),
             loss=unused,
-            evaluated=unused,
+            evaluation_loss=unused,
             seed=unused,
             enter=lambda *_: None,
         ),

@@ -279,7 +279,7 @@ def measure_updates(bench: Bench, point: tuple[tuple[int, int], Layout]) -> Rows
     """Yield the seconds of the update of every rule, and of clipping."""
     (elements, tensors), layout = point
     for name, work in _updates_work(layout, elements, tensors, bench.device):
-        yield (name, layout.updated, elements, tensors), bench.busy_seconds(work)
+        yield (name, layout.update_dtype, elements, tensors), bench.busy_seconds(work)
 
 
 def _single_dtype_layouts(points: Points) -> Iterator[Layout]:
@@ -297,7 +297,7 @@ def _updates_work(
     layout: Layout, elements: int, tensors: int, device: torch.device
 ) -> Iterator[tuple[str, Work]]:
     """Yield the updates and the clipping of `elements` elements in `tensors` tensors."""
-    dtype, own = TORCH_DTYPES[layout.updated], elements // tensors
+    dtype, own = TORCH_DTYPES[layout.update_dtype], elements // tensors
     mesh = Mesh(CreateMesh(axes=(), degrees=()), World(device=device))
     for rule in FUSED:
         model = nn.ParameterList(

@@ -28,11 +28,11 @@ from ptrain.installed import versions
 from ptrain.processor import cores, gpus, physical_memory
 from ptrain.rates.pace import bus_factor
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Leaf, keys
+from ptrain.spec.leaf import Leaf, section_keys
 from ptrain.spec.load import load
 from ptrain.spec.rates import CALIBRATED, Rates
 from ptrain.spec.text import read
-from ptrain.spec.write import section, to_yaml
+from ptrain.spec.write import section_mapping, to_yaml
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder, write_text
 from ptrain.train.launch import launch
@@ -235,7 +235,7 @@ def require_writable(options: CalibrationOptions) -> None:
 def _rates_source(path: Path) -> str:
     """Return the source of a file's rates, "" if it is not a cluster file."""
     try:
-        return str(read(path).at(("rates", "source")))
+        return str(read(path).value_at(("rates", "source")))
     except SpecError:
         return ""
 
@@ -245,7 +245,7 @@ def _describe_existing(path: Path) -> str:
     if not path.exists():
         return ""
     try:
-        date = read(path).at(("rates", "date"))
+        date = read(path).value_at(("rates", "date"))
     except SpecError:
         date = None
     return f"the rates of {date} in" if date else "the content of"
@@ -285,7 +285,7 @@ def report_rates(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> 
     if is_written:
         write_cluster(cluster, options.out)
     if options.json:
-        print(json.dumps(section(cluster.rates)))
+        print(json.dumps(section_mapping(cluster.rates)))
     else:
         print(*_table_lines(parts, cluster.rates), sep="\n")
     if not is_written:
@@ -308,7 +308,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     """
     head = "# Measured by `ptrain calibrate`.\n"
     try:
-        write_text(path, head + to_yaml(section(cluster)))
+        write_text(path, head + to_yaml(section_mapping(cluster)))
     except OSError as error:
         raise refused("--out", f"{path} is not writable: {error.strerror}") from None
 
@@ -342,9 +342,9 @@ def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rate
     }
     checked: dict[str, Any] = {}
     for key, value in written.items():
-        leaf = keys(Rates)[key][1]
+        leaf = section_keys(Rates)[key][1]
         assert isinstance(leaf, Leaf), "the value is a table or a string"
-        checked[key] = leaf.take(value)
+        checked[key] = leaf.parse(value)
     return Rates(**checked)
 
 
@@ -424,7 +424,7 @@ def _table_lines(parts: Sequence[MeasuredPart], rates: Rates) -> Iterable[str]:
         yield (
             "the largest points of some tables were not measured for lack of time; raise --seconds"
         )
-    for key, rows in section(rates).items():
+    for key, rows in section_mapping(rates).items():
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             yield f"\n{key}"
             number = len(parts)

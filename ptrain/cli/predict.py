@@ -31,8 +31,8 @@ from ptrain.report.predict import (
 from ptrain.report.screen import command_line, next_line, show
 from ptrain.selection.preflight import Variant
 from ptrain.selection.recompute import resolve_auto, useless_modes
-from ptrain.spec.load import load, split_arguments, sweeps
-from ptrain.spec.names import listing
+from ptrain.spec.load import expand_sweeps, load, split_arguments
+from ptrain.spec.names import list_files
 from ptrain.spec.spec import Spec
 
 # The job of a model name: FSDP2 with bf16 mixed precision, no recomputation, and about
@@ -78,7 +78,7 @@ def _simulate_reserved(
 def run(args: Namespace) -> int:
     """Print one spec's figures, the differences of two, or a row for each of several; return 0."""
     sources, overrides, model = _resolve_sources(args)
-    is_sweep = len(list(sweeps(overrides))) > 1
+    is_sweep = len(list(expand_sweeps(overrides))) > 1
     is_table = bool(args.csv or args.chart or args.sort)
     if args.timeline and is_table:
         raise refused(
@@ -132,7 +132,7 @@ def run(args: Namespace) -> int:
 def _is_model(source: str, args: Namespace) -> bool:
     """Return True if a word names a model. Files are read only if `--cluster` is given."""
     if args.cluster is None:
-        return source in listing("models")
+        return source in list_files("models")
     from ptrain.selection.job import is_model
 
     return is_model(source)

@@ -35,7 +35,7 @@ from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.choice import chosen, classes, require_ranks
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.spec.batch import batch_lines
-from ptrain.spec.load import load, split_arguments, sweeps
+from ptrain.spec.load import expand_sweeps, load, split_arguments
 from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
 
@@ -51,7 +51,9 @@ def run(args: Namespace) -> int:
     if not sources:
         raise missing_spec("simulate")
     specs = [
-        resolve_auto(load(source, choice)) for source in sources for choice in sweeps(overrides)
+        resolve_auto(load(source, choice))
+        for source in sources
+        for choice in expand_sweeps(overrides)
     ]
     if chart and len(specs) > 1:
         raise refused("--chart", f"draws one spec; got {len(specs)}", "Name one spec.")

@@ -41,7 +41,7 @@ from ptrain.models.published_config import StoredTensor, stored_tensor
 from ptrain.report.heading import model_name
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
-from ptrain.spec.published import config_of, kinds, read_config
+from ptrain.spec.published import config_of, load_kinds, read_config
 from ptrain.spec.resolve_sections import ARCHITECTURES, CONFIG, shape_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import keys_of_shape
@@ -174,7 +174,7 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
     before = _before(model)
     first = str(before.get("model_type", ""))
     shape, keys = _of_weights(model), keys_of_shape(model)
-    for kind in sorted(kinds(), key=lambda name: name != first):
+    for kind in sorted(load_kinds(), key=lambda name: name != first):
         config = {**before, **config_of(kind, keys)}
         if _is_same(config, shape):
             size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
@@ -185,7 +185,7 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
     raise refused(
         "model",
         "no class of Transformers known to ptrain matches this model",
-        f"Supported: models like {', '.join(kinds())}.",
+        f"Supported: models like {', '.join(load_kinds())}.",
     )
 
 

@@ -139,7 +139,7 @@ def _spec_of(run: Path) -> tuple[Spec, Path | None]:
             f"{shown(run)} is not a run folder: it has no {resolved.name}",
             "Use a run folder, such as `runs/latest`.",
         )
-    begun = read(resolved).at(("model", "pretrained"))
+    begun = read(resolved).value_at(("model", "pretrained"))
     gone = None if begun is None or Path(str(begun)).exists() else Path(str(begun))
     return load(str(resolved), ["model.pretrained=null"] if gone else []).spec, gone
 

@@ -243,7 +243,7 @@ def batch(
     Raises:
         SpecError: The data cannot be read.
     """
-    sequence = spec.batch.window
+    sequence = spec.batch.unpadded_tokens
     windows = source.num_samples(sequence, split)
     # Held-out batches are the same in each evaluation, so `offset` does not shift them.
     first = step * spec.batch.global_samples + (offset if split is Split.TRAIN else 0)
@@ -275,7 +275,7 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
         SpecError: The batch does not have the type and shape that the spec requires.
     """
     ids = tuple(positions(spec, data_index=data_index, data_degree=spec.data_degree))
-    size, sequence = spec.batch.global_samples, spec.batch.window
+    size, sequence = spec.batch.global_samples, spec.batch.unpadded_tokens
     if spec.data.function is not None:
         _require_samples(samples, size)
         share = in_dtype_of(spec, SampleBatch(samples).select_rows(list(ids)).data)
@@ -335,7 +335,7 @@ def blank_batch(spec: Spec) -> StepBatch:
     if spec.data.function is not None:
         samples = sample_batch(spec, rows=rows)
         return DatasetBatch(samples=samples, global_samples=size, sample_ids=())
-    tokens = torch.zeros(rows, spec.batch.window + 1, dtype=torch.int64)
+    tokens = torch.zeros(rows, spec.batch.unpadded_tokens + 1, dtype=torch.int64)
     labels = tokens.clone() if spec.ignores_targets else None  # as the batches of a run have
     return local_batch(tokens, labels, (), spec.batch)
 
@@ -367,7 +367,7 @@ def require(source: SampleSource, spec: Spec, logits: int | None = None) -> None
         spec: The spec.
         logits: The number of logits per token. None: unknown.
     """
-    source.num_samples(spec.batch.window, Split.TRAIN)
+    source.num_samples(spec.batch.unpadded_tokens, Split.TRAIN)
     if spec.eval.every:
-        source.num_samples(spec.batch.window, Split.HELD_OUT)
+        source.num_samples(spec.batch.unpadded_tokens, Split.HELD_OUT)
     source.require_known(spec, logits)

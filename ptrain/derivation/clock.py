@@ -280,7 +280,7 @@ class Clock:
         if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
                 seconds = self._cached(
-                    (optimizer, shape, layout.updated), self._muon, shape, layout
+                    (optimizer, shape, layout.update_dtype), self._muon, shape, layout
                 )
                 self.spend(_key(Spent.UPDATE, self.phase), seconds)
             return
@@ -306,7 +306,7 @@ class Clock:
         self.spend(_key(Spent.UPDATE, self.phase), self.network.host_seconds(size))
 
     def _muon(self, shape: Shape, layout: Layout) -> float:
-        return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.updated)))
+        return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.update_dtype)))
 
     def clip(self, layout: Layout, numels: Sequence[int]) -> None:
         """Compute the norm of gradients with these numbers of elements, and scale them."""

@@ -85,7 +85,7 @@ def work_of_stage(
     """
     numbers = {name: number for number, name in enumerate(block_names(blocks, work))}
     names = [stage.layers[place] for place, _ in played.turns] if played else stage.layers
-    kept = spec.activations.of(len(work.layers))
+    kept = spec.activations.block_modes(len(work.layers))
     modes = {name: kept[numbers[name]] for name in stage.layers}
     return PlayedWork(
         kept=modes,

@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from ptrain.axes.data.form import require_executed
-from ptrain.axes.expert.form import assumed
+from ptrain.axes.expert.form import routing_assumptions
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import ByRank, distinct, rows_by_rank
 from ptrain.cost import (
@@ -52,12 +52,12 @@ from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import elements_met
 from ptrain.installed import torch_minor
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.names import table_of
+from ptrain.spec.names import load_table
 from ptrain.spec.placement import CUTTING_AXES, DATA_AXES, Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.routing import Histogram
@@ -126,7 +126,7 @@ def derive(
         >>> ptrain.derive(ptrain.load("zero3").spec).exact.peak_bytes()
         20408040
     """
-    facts = own_facts(spec) if facts is None else facts
+    facts = built_in_facts(spec) if facts is None else facts
     plan, estimate = _estimated(spec, facts, machine, _timed if is_timed else _exact)
     spec = plan.spec
     own = spec.model.ignored if isinstance(spec.model, ModelShape) else ()
@@ -178,7 +178,7 @@ def _estimated(
     estimate = replace(
         estimate,
         unclaimed=unclaimed(spec, facts),
-        assumed=assumed(spec),
+        assumed=routing_assumptions(spec),
         startup_bytes=startup_bytes(spec, facts),
         builds_whole=bool(facts.built_whole),
     )
@@ -262,7 +262,7 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
     nothing is said of them. None where the model itself is to be read."""
     if not isinstance(spec.model, ModelShape) or spec.data.function is not None:
         return None
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     return facts if is_tabulated(spec) or not_traceable(spec, spec.model) else None
 
 
@@ -497,7 +497,7 @@ def step_family(spec: Spec) -> str:
     if not spec.is_for_cuda:
         return "" if has_experts else "CPU"
     is_dense = isinstance(spec.model, ModelShape) and not has_experts
-    if not is_dense or spec.precision.effective.parameters is not DType.BF16:
+    if not is_dense or spec.precision.effective_layout.parameters is not DType.BF16:
         return ""
     modes = (factor.placement[state] for factor in spec.factors for state in PLACED)
     is_offloaded = any(mode.tier is not Tier.DEVICE for mode in modes)
@@ -546,5 +546,5 @@ def best_collected_mfu(cluster: Cluster | None) -> tuple[float, str, str] | None
 
 
 def _published_rows(key: str) -> dict[Any, Any]:
-    rows: dict[Any, Any] = table_of("step_times.yaml")[key]
+    rows: dict[Any, Any] = load_table("step_times.yaml")[key]
     return rows

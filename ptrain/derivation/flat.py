@@ -12,10 +12,10 @@ from functools import lru_cache, partial
 from itertools import groupby, product
 from typing import Any
 
-from ptrain.axes.data.cost import runs, shard_runs, whole_runs
-from ptrain.axes.data.cuts import Axes, Cuts
+from ptrain.axes.data.cost import iter_runs, shard_runs, whole_runs
+from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.axes.data.theta import Parameters
-from ptrain.axes.data.units import ModelLife, U, UnitLife, UnitParts, buckets_of
+from ptrain.axes.data.units import ModelRuntime, U, UnitParts, UnitRuntime, buckets_of
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.cost import Collective, State
 from ptrain.derivation.ghosts import autograd
@@ -133,7 +133,7 @@ def _views_in_order(tensors: Views, padded: int, shards: int) -> list[Views]:
         first, last = -(-start // size), end // size
         views[first:last] = [((size, is_cut),)] * (last - first)
     return [
-        _views(runs(tensors, padded, [(index * size, (index + 1) * size)]))
+        _views(iter_runs(tensors, padded, [(index * size, (index + 1) * size)]))
         if alone is None
         else alone
         for index, alone in enumerate(views)
@@ -214,7 +214,7 @@ class GhostMembers:
             self._gradients[index] = kept
 
 
-class RepeatedLife(ModelLife[Ghost]):
+class RepeatedLife(ModelRuntime[Ghost]):
     """The units that are simulated, each counted for all the units it represents."""
 
     def __init__(
@@ -229,7 +229,7 @@ class RepeatedLife(ModelLife[Ghost]):
         self._repeat = repeat
         self._place: dict[object, int] = {unit: place for place, unit in enumerate(self.all)}
 
-    def do(self, units: Iterable[U], act: Callable[[U], None]) -> None:
+    def for_each(self, units: Iterable[U], act: Callable[[U], None]) -> None:
         """Run `act` on the units, counted for all the units they represent."""
         self._repeat(((self._place[unit], unit) for unit in units), act)
 
@@ -274,7 +274,7 @@ class Flat(Wrap):
         self.used = [_join_units([facts[place] for place in bucket]) for bucket in buckets]
         self.times = [times[bucket[0]] for bucket in buckets]
         self.members = [GhostMembers(unit.trained, scene.tape) for unit in self.used]
-        self._cuts: dict[tuple[int, tuple[Axis, ...]], Cuts[Ghost]] = {}
+        self._cuts: dict[tuple[int, tuple[Axis, ...]], ShardLayout[Ghost]] = {}
         self.parts = [self._make_parts(*pair) for pair in zip(self.used, self.members, strict=True)]
         is_pipelined = scene.plan.pipeline is not None
         self.units = RepeatedLife(self.parts, step, self._repeat, is_pipelined=is_pipelined)
@@ -313,11 +313,11 @@ class Flat(Wrap):
             frozen = Parameters(kept, cuts, step.of_frozen, layout)
         return UnitParts(trained=trained, frozen=frozen, step=step, is_root=unit.is_root)
 
-    def _cuts_of(self, numel: int, step: FlatUnits) -> Cuts[Ghost]:
+    def _cuts_of(self, numel: int, step: FlatUnits) -> ShardLayout[Ghost]:
         """Return the shards of a buffer. Equal units share them."""
         kind = numel, cut_axes(step)
         if kind not in self._cuts:
-            self._cuts[kind] = Cuts(self.room, *kind, self.step.reduce_scatter)
+            self._cuts[kind] = ShardLayout(self.room, *kind, self.step.reduce_scatter)
         return self._cuts[kind]
 
     def _make_update(self) -> RepeatedUpdate:
@@ -327,7 +327,7 @@ class Flat(Wrap):
             [ShardTarget(state) for state in own] for own in states
         ]
         hidden = [[False] * len(own) for own in states]
-        if not optimizer.row.is_elementwise:
+        if not optimizer.properties.is_elementwise:
             updates = [[TensorsUpdate(state) for state in own] for own in states]
             groups = [
                 [
@@ -364,7 +364,7 @@ class Flat(Wrap):
         self.units.begin_passes()
 
     def settle(self) -> None:
-        self.units.settle()
+        self.units.finish_reduction()
 
     def end_passes(self) -> None:
         self.units.end_passes()
@@ -397,8 +397,8 @@ class Flat(Wrap):
         number, index = self._place[gradient.parameter]
         self.members[number].arrive(index, gradient)
         unit = self.units.all[number]
-        if self.half is not Kind.WEIGHT and isinstance(unit, UnitLife):
-            unit.accumulated(index)
+        if self.half is not Kind.WEIGHT and isinstance(unit, UnitRuntime):
+            unit.handle_gradient(index)
 
     def after_backward(self, unit: int) -> None:
         """End a unit's backward. With the root's backward, end the micro-batch too, unless it is in

@@ -12,7 +12,14 @@ from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
-from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send, training
+from ptrain.axes.pipeline.instructions import (
+    Instruction,
+    Message,
+    Receive,
+    Release,
+    Send,
+    training_instructions,
+)
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.cost import Footprint, Peak, Phase, State, StepTime, Traffic
@@ -35,7 +42,7 @@ from ptrain.facts.model import Passes, net
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook
-from ptrain.spec.spec import Spec, positions
+from ptrain.spec.spec import Spec, indices_in_groups
 from ptrain.steps.experts import ByLayer
 from ptrain.timeline import Kind, Run
 from ptrain.units import grouped
@@ -458,13 +465,16 @@ def in_flight(
     """
     most = least_above(base, limit)
     played: dict[_Alike, RankStep] = {}
-    shards = positions(spec, stages[0].plan.differing_axes)
+    shards = indices_in_groups(spec, stages[0].plan.differing_axes)
     like: dict[Place, _Alike] = {}
-    instructions, part_of = training(schedule), cache(partial(_make_part, spec, stages, timing))
+    instructions, part_of = (
+        training_instructions(schedule),
+        cache(partial(_make_part, spec, stages, timing)),
+    )
     cutting, loads = stages[0].plan.cutting_axes, stages[0].plan.loads
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
-    places = list(zip(*(positions(spec, names) for names in axes), strict=True))
-    rows_of = {tokens: loads.of(tokens) if loads else None for *_, tokens in places}
+    places = list(zip(*(indices_in_groups(spec, names) for names in axes), strict=True))
+    rows_of = {tokens: loads.rows_by_layer(tokens) if loads else None for *_, tokens in places}
 
     def play(key: _Alike, rows: ByLayer | None, gaps: Gaps | None = None) -> RankStep:
         stand_in, firsts, _ = key

@@ -20,7 +20,7 @@ from ptrain.cost import Collective, Phase, Traffic, busiest
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, groups
+from ptrain.spec.spec import Spec, rank_groups
 from ptrain.units import counted, format_bytes
 
 # The fraction of the host's memory bandwidth that an update reaches: DeepSpeed's CPU-Adam takes
@@ -221,7 +221,7 @@ def _warn_scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
     names = [factor.axis for factor in spec.factors if factor.degree > 1]
     if Axis.TP not in names or names[-1] is Axis.TP:
         return
-    rows, first = _rows_over(traffic, Axis.TP), next(iter(groups(spec, (Axis.TP,))))
+    rows, first = _rows_over(traffic, Axis.TP), next(iter(rank_groups(spec, (Axis.TP,))))
     last = sorted(spec.factors, key=lambda factor: factor.axis is Axis.TP)
     mesh = ", ".join(f"{factor.axis}: {factor.degree}" for factor in last)
     text = (

@@ -172,7 +172,7 @@ def attention_of(spec: Spec) -> FusedAttention | None:
     if not spec.is_for_cuda or not isinstance(shape, ModelShape) or not shape.is_fused:
         return None
     return FusedAttention(
-        dtype=spec.precision.effective.parameters,
+        dtype=spec.precision.effective_layout.parameters,
         head_dim=shape.head_dim,
         sequence=spec.batch.sequence,
         drops=shape.dropouts.attention > 0,
@@ -258,7 +258,7 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     """
     of_offloaded = dict(_offloaded_reasons(spec)) if spec.is_for_cuda else {}
     shape = spec.model
-    drops = shape.drops if isinstance(shape, ModelShape) else facts.draws
+    drops = shape.has_dropout if isinstance(shape, ModelShape) else facts.draws
     why = _unknown_kernel_reason(spec, facts)
     if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
@@ -298,7 +298,7 @@ def _offloaded_reasons(spec: Spec) -> Iterator[tuple[str, str]]:
     if may_be_fused(spec) and leaves_device(spec):
         yield from ((figure, _LEFT) for figure in ("activations", "peak"))
         is_padded = spec.batch.sequence % most_rows() != 0
-        if spec.precision.effective.parameters is DType.FP32 and is_padded:
+        if spec.precision.effective_layout.parameters is DType.FP32 and is_padded:
             yield "traffic", _LEFT
     if any(kept.tier is Tier.HOST for kept in spec.activations.modes):
         yield "peak", _AHEAD
@@ -470,7 +470,7 @@ def _attention_workspace(spec: Spec, kernel: str | None) -> int | None:
         return None
     taken = attention_backward(
         kernel,
-        spec.precision.effective.parameters.itemsize,
+        spec.precision.effective_layout.parameters.itemsize,
         batch=spec.batch.micro,
         heads=ceil_div(shape.heads, spec.degree(Axis.TP)),
         sequence=spec.batch.sequence,

@@ -98,7 +98,7 @@ def alike(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | None:
     is_within, shape = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK), spec.model
     if not isinstance(shape, ModelShape) or not is_within:
         return None
-    kept = spec.activations.of(shape.layers)
+    kept = spec.activations.block_modes(shape.layers)
     numbers = [int(block.rpartition(".")[2]) for block in blocks]
     return tuple(BlockKind(kept[n], shape.has_experts(n), shape.is_local(n)) for n in numbers)
 
@@ -319,7 +319,7 @@ def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, P
 def _layers_of(spec: Spec, stage: Stage) -> tuple[tuple[str, ...], tuple[Kept, ...]]:
     """Return the numbers of a stage's layers, and how their activations are kept."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
-    kept = spec.activations.of(spec.model.layers)
+    kept = spec.activations.block_modes(spec.model.layers)
     numbers = tuple([layer.rpartition(".")[2] for layer in stage.layers])
     return numbers, tuple([kept[int(number)] for number in numbers])
 
@@ -375,7 +375,7 @@ def is_tabulated(spec: Spec) -> bool:
     is_in_chunks = spec.loss.chunk is not None
     if blocks.is_as_usual(shape, kept) and not is_in_chunks:
         return True
-    compute = spec.precision.effective.parameters
+    compute = spec.precision.effective_layout.parameters
     if is_in_chunks and not tables.is_known(shape, compute, spec.loss):
         return False
     is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
@@ -386,7 +386,7 @@ def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
     """Return whether tables tell what ranks allocate that attend to the tokens of others: of one
     sample, whose operators are whole, and which fall into even slices."""
     is_whole = spec.degree(Axis.TP) == 1 and not spec.pipeline.is_in_halves
-    kept = spec.activations.of(shape.layers)
+    kept = spec.activations.block_modes(shape.layers)
     is_known = all(blocks.is_known_over_context(shape, mode) for mode in kept)
     is_even = spec.own_tokens % 2 == 0 and not spec.batch.padding
     if not (is_known and is_whole and spec.batch.micro == 1 and is_even):

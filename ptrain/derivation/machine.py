@@ -16,7 +16,7 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from ptrain.axes.pipeline.instructions import given
+from ptrain.axes.pipeline.instructions import output_message
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, simulate_sharing
 from ptrain.axes.pipeline.stage_facts import chain_of
@@ -104,7 +104,7 @@ class StepTiming(NamedTuple):
         return {
             action: message + pace.late_seconds(tail)
             for action, tail in tails.items()
-            if (gift := given(action, self.schedule.stages)) is not None
+            if (gift := output_message(action, self.schedule.stages)) is not None
             and rank_of[gift.target] != rank_of[action.stage]
         }
 
@@ -182,8 +182,13 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
     rows = [*busiest.clock.rows(), *_message_rows(busiest.seconds, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
-    factor = simulation.busy[busiest.place] / alone if alone else 1.0
-    rows = [row if row.key.phase is Phase.UPDATE else _scale_row(row, factor) for row in rows]
+    factor = simulation.busy_times[busiest.place] / alone if alone else 1.0
+    rows = [  # the rank uses the cores of waiting ranks, except in the update
+        row
+        if row.key.phase is Phase.UPDATE
+        else replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
+        for row in rows
+    ]
     idle = max(over - sum(row.seconds for row in rows), 0.0)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
     launches = max(rank.clock.launches for rank in slowest.values())
@@ -230,11 +235,6 @@ def _lane_spans(
             yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
     for rank in ranks:
         yield LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
-
-
-def _scale_row(row: TimeRow, factor: float) -> TimeRow:
-    """Return a row with its time scaled, for a rank that uses the cores of waiting ranks."""
-    return replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
 
 
 def _message_rows(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:

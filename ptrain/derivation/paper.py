@@ -16,9 +16,9 @@ from math import prod
 from operator import attrgetter
 from typing import NamedTuple, assert_never
 
-from ptrain.algebra.compose import IDENTITY, compose, lift, product
+from ptrain.algebra.compose import IDENTITY, compose, compose_factors, factor_product
 from ptrain.axes.context.attention import left_to_others
-from ptrain.axes.data.cost import reductions
+from ptrain.axes.data.cost import count_reductions
 from ptrain.axes.data.form import frozen_factors, places_frozen
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import stage_gathers
@@ -127,7 +127,7 @@ def _factors(spec: Spec) -> tuple[Factor, ...]:
 
 def itemsizes(spec: Spec) -> dict[State, int]:
     """Return the bytes per parameter of each state (Remark 1: 2, 12 and 2)."""
-    layout = spec.precision.effective
+    layout = spec.precision.effective_layout
     return {
         State.PARAMETERS: layout.parameters.itemsize,
         State.OPTIMIZER: optimizer_itemsize(spec.optimizer, layout),
@@ -164,9 +164,11 @@ def _memory(spec: Spec, placed: Sequence[Placed], facts: ModelFacts) -> ByRank[F
     ranks, whole_units = prod(factor.degree for factor in other), 0
     held = {state: Counter[str]() for state in MODEL_STATES}
     for part in placed:
-        shares = product(part.factors)
+        shares = compose_factors(part.factors)
         for state, size in part.sizes.items():
-            held[state].update({f"{tier}_bytes": shares[state].on(tier, size) for tier in Tier})
+            held[state].update(
+                {f"{tier}_bytes": shares[state].bytes_on_tier(tier, size) for tier in Tier}
+            )
             if shares[state].needs_unit:
                 unit = ceil_div(reconstruction_unit(facts, part.numel_of), ranks)
                 whole_units += unit * itemsizes(spec)[state]
@@ -185,9 +187,9 @@ def _traffic(factors: Sequence[Factor], sizes: dict[State, int]) -> Iterator[Tra
     for factor in reversed(factors):
         if factor.axis in DATA_AXES:
             yield from _axis_traffic(
-                factor, {state: inner[state].at_rest(sizes[state]) for state in sizes}
+                factor, {state: inner[state].stored_bytes(sizes[state]) for state in sizes}
             )
-        inner = compose(inner, lift(factor))
+        inner = compose(inner, factor_product(factor))
 
 
 def _axis_traffic(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
@@ -198,7 +200,7 @@ def _axis_traffic(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
     if factor.placement.parameters.distribution is Distribution.GATHERED:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             calls = Calls(Collective.ALL_GATHER, State.PARAMETERS, phase)
-            yield calls.over(group, sizes[State.PARAMETERS])
+            yield calls.traffic(group, sizes[State.PARAMETERS])
 
 
 def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
@@ -213,7 +215,7 @@ def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
             raise AssertionError(f"Theorem 2 has no case for gradients {mode}")
         case _:
             assert_never(mode)
-    return Calls(collective, State.GRADIENTS, Phase.BACKWARD).over(group, size)
+    return Calls(collective, State.GRADIENTS, Phase.BACKWARD).traffic(group, size)
 
 
 def _traffic_is_undefined(spec: Spec) -> str:
@@ -297,7 +299,7 @@ def _replicated_notes(plan: Plan, facts: ModelFacts, per_element: int) -> Iterat
 def _moment_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Yield a note if the optimizer keeps fewer moments for some tensors than the theorems' |Ω|
     counts."""
-    if spec.optimizer.row.is_elementwise:
+    if spec.optimizer.properties.is_elementwise:
         return
     layout = plan.update.layout
     usual, fewer = (
@@ -398,7 +400,7 @@ def _reduction_notes(plan: Plan, stages: Sequence[Stage], schedule: Schedule) ->
     """Yield a note on the cost of sharded gradients on a data axis. Theorem 2 has one reduction."""
     if (sync := plan.wrap.policy) is None or not plan.wrap.reduced_by_unit:
         return
-    num = reductions(sync, schedule.microbatches)
+    num = count_reductions(sync, schedule.microbatches)
     if sync.gradients is GradientSync.EVERY and num > 1:
         yield (
             f"gradients are reduced after each of {num} micro-batches, {num}r|G| of the "

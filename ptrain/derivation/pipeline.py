@@ -17,17 +17,17 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from ptrain.axes.context.cost import attention_traffic as sent_over_context
 from ptrain.axes.context.cost import own_kept
-from ptrain.axes.context.cost import sent as sent_over_context
-from ptrain.axes.expert.cost import sent as sent_to_experts
+from ptrain.axes.expert.cost import expert_traffic as sent_to_experts
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import (
     Transfer,
     chain_of,
+    list_transfers,
     stage_facts,
     stage_gathers,
     stage_roles,
-    transfers,
 )
 from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.by_rank import ByRank
@@ -43,7 +43,7 @@ from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, positions, ranks_over
+from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.experts import ByLayer
 from ptrain.steps.step import Plan
 from ptrain.units import grouped
@@ -77,7 +77,7 @@ def tied_sums(ghost: Wrapping, stage: Stage) -> tuple[Rows, ...]:
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     group, itemsize = Group((step.axis,), _ENDS), plan.update.layout.gradients.itemsize
     sums = tuple(
-        tuple(calls.over(group, numel * itemsize) for numel in numels)
+        tuple(calls.traffic(group, numel * itemsize) for numel in numels)
         for numels in zip(*map(ghost.kept_gradients, units), strict=True)
     )
     return sums if len(set(sums)) > 1 else sums[:1]
@@ -102,7 +102,7 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
     if plan.tensor is None:
         return plan
     roles = stage_roles(plan.tensor.roles, stage, plan.pipeline.stages, ends)
-    return plan.having(replace(plan.tensor, roles=roles))
+    return plan.replace_steps(replace(plan.tensor, roles=roles))
 
 
 class StageParts(NamedTuple):
@@ -290,7 +290,9 @@ def resident(
         for key, lists in unlike.items()
     }
     kinds_at = [[kinds_of[place, *map(id, own)] for own in at] for place, at in enumerate(lists_at)]
-    places = map(partial(positions, spec), ((Axis.PP,), plan.cutting_axes, plan.differing_axes))
+    places = map(
+        partial(indices_in_groups, spec), ((Axis.PP,), plan.cutting_axes, plan.differing_axes)
+    )
     kind_of = [kinds_at[p][index][shard] for p, index, shard in zip(*places, strict=True)]
     kinds = [
         _rank_rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
@@ -346,7 +348,7 @@ def accounts(
         The distinct accounts, and by rank the index of its account. Accounts differ by place along
         pp and tp, and by shard and tokens if the traffic depends on them.
     """
-    crossing, loads = transfers(schedule), plan.loads
+    crossing, loads = list_transfers(schedule), plan.loads
     known: dict[Hashable, list[list[Rows]]] = {}
     operators_of: dict[int, Rows] = {}
     of_stage = []
@@ -366,7 +368,7 @@ def accounts(
     def of_place(rank: int, index: int, shard: int, tokens: int) -> Rows:
         own = [stages[stage] for stage in schedule.stages_of(rank)]
         layers = [layer for taken in own for layer in taken.stage.layers] if plan.pipeline else None
-        rows = loads.of(tokens) if loads else None
+        rows = loads.rows_by_layer(tokens) if loads else None
         sent = [*norm(ghost), *sent_to_experts(spec, plan, layers, rows)]
         for taken in own:
             shards = of_stage[taken.stage.index][index]
@@ -416,7 +418,7 @@ def _rank_places(
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
     shards = plan.differing_axes if is_uneven else ()
     axes = (Axis.PP,), cut, shards, spec.routing_axes if plan.loads else ()
-    return list(zip(*(positions(spec, names) for names in axes), strict=True))
+    return list(zip(*(indices_in_groups(spec, names) for names in axes), strict=True))
 
 
 def over_boundaries(
@@ -432,13 +434,13 @@ def over_boundaries(
     size, group = message_bytes(spec, plan, chain_of(spec, facts)), group_over(spec, (Axis.PP,))
     for transfer in own:
         calls = Calls(transfer.collective, State.ACTIVATIONS, transfer.phase, transfer.calls)
-        yield calls.over(group, size)
+        yield calls.traffic(group, size)
 
 
 def message_bytes(spec: Spec, plan: Plan, model: Chain) -> int:
     """Return the bytes of a micro-batch that a stage sends to the next one."""
     shape = model.sample_shape(spec.batch.sequence, plan.boundary_slices)
-    return spec.batch.micro * math.prod(shape) * spec.precision.effective.parameters.itemsize
+    return spec.batch.micro * math.prod(shape) * spec.precision.effective_layout.parameters.itemsize
 
 
 def _stage_traffic(spec: Spec, schedule: Schedule, taken: StageParts) -> list[list[Rows]]:
@@ -466,7 +468,7 @@ def _attention_modes(
     """
     stage, facts = stage_parts.stage, stage_parts.facts
     if isinstance(spec.model, ModelShape):
-        kept = spec.activations.of(spec.model.layers)
+        kept = spec.activations.block_modes(spec.model.layers)
         return tuple(kept[int(layer.rpartition(".")[2])] for layer in stage.layers), ()
     if facts.attending is None:
         return (), ()

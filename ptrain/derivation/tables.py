@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextPart
-from ptrain.axes.tensor.cost import Cut
+from ptrain.axes.tensor.cost import TensorRank
 from ptrain.cost import Collective
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
@@ -36,7 +36,7 @@ IN_ELEMENTS, IS_STATISTICS = 1, 2
 
 MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
 
-# Ways of a table other than the kinds of sharded operators (`Cut.kind`).
+# Ways of a table other than the kinds of sharded operators (`TensorRank.kind`).
 PLAIN, FUSED = "plain", "fused"
 GROUPED = "gqa"  # operators of blocks with fewer heads of keys than of queries
 _GATHERED = "-gathered"
@@ -67,7 +67,7 @@ class Setting:
     batch: int
     sequence: int
     compute: DType
-    cut: Cut | None = None
+    cut: TensorRank | None = None
     context: ContextPart | None = None
     loss: LossSpec = _WHOLE_LOSS
     is_for_cuda: bool = False
@@ -93,17 +93,12 @@ class Setting:
         return self.shape.tabulated
 
     @property
-    def is_full(self) -> bool:
-        """True if the model computes in fp32 or fp64, whose operators are equal."""
-        return self.compute in (DType.FP32, DType.FP64)
-
-    @property
     def operators(self) -> str:
         """The name of a block's operators. Dropout on a GPU keeps other tensors than on a CPU."""
         shape = self.shape
         if self.family is Family.LLAMA:
             return "mha" if shape.heads == shape.kv_heads else GROUPED
-        if not shape.drops:
+        if not shape.has_dropout:
             return PLAIN
         return "dropout-cuda" if self.is_for_cuda else "dropout"
 
@@ -112,7 +107,7 @@ class Setting:
         """The value of every dimension that occurs in sizes."""
         dimensions_of = self.cut.dimensions if self.cut else dimensions
         values = dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
-        return values if self.context is None else self.context.values(values)
+        return values if self.context is None else self.context.symbol_values(values)
 
     def name(self, part: TablePart) -> str:
         """Return the name of the setting's table. A block does not depend on whether embedding and
@@ -123,7 +118,8 @@ class Setting:
                 self.family.value,
                 *(() if part in _OF_A_BLOCK else ("tied" if self.shape.tied else "untied",)),
                 *(() if part is TablePart.LOSS else (self.operators,)),
-                "full" if self.is_full else "bf16",
+                # fp32 and fp64 have equal operators
+                "full" if self.compute in (DType.FP32, DType.FP64) else "bf16",
                 *(("one",) if self.batch == 1 else ()),
                 *((self.context.kind,) if self.context and part is TablePart.CONTEXT else ()),
             )
@@ -135,7 +131,7 @@ class Setting:
         although it communicates more. A loss is independent of how activations are saved."""
         if self.cut is None:
             return FUSED if part is TablePart.LOSS and self.loss.fused else PLAIN
-        kind = self.cut.kind
+        kind = self.cut.table_name
         match part:
             case TablePart.BLOCK:
                 return kind.removesuffix(_GATHERED).replace(_NAIVE, _WHOLE)
@@ -148,7 +144,7 @@ class Setting:
 class RankCut(NamedTuple):
     """A rank's part of a layer's operators (`tensor`) and of a sample (`context`). None is all."""
 
-    tensor: Cut | None = None
+    tensor: TensorRank | None = None
     context: ContextPart | None = None
 
 
@@ -161,7 +157,7 @@ def setting_of(spec: Spec, cut: RankCut) -> Setting:
         shape=spec.model,
         batch=spec.batch.micro,
         sequence=spec.own_tokens,
-        compute=spec.precision.effective.parameters,
+        compute=spec.precision.effective_layout.parameters,
         cut=cut.tensor,
         context=cut.context,
         loss=spec.loss,
@@ -185,12 +181,6 @@ class Monomial(NamedTuple):
         for symbol, exponent in self.exponents:
             size *= math.prod([values[symbol]] * exponent)
         return size
-
-    def __str__(self) -> str:
-        unit = ("e",) if self.in_elements else ()
-        powers = (s if e == 1 else f"{s}^{e}" for s, e in self.exponents)
-        factors = (*((str(self.coefficient),) if self.coefficient != 1 else ()), *unit, *powers)
-        return "·".join(factors) or "1"
 
 
 def evaluated(

@@ -59,7 +59,7 @@ class Account:
         calls = Calls(collective, state, phase, self.times, via)
         ordered = [factor.axis for factor in self.spec.factors if factor.axis in axes]
         group = group_over(self.spec, ordered)
-        self.rows.append(calls.over(Group(group.axes, ranks or group.ranks), payload))
+        self.rows.append(calls.traffic(Group(group.axes, ranks or group.ranks), payload))
 
     def moved(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
         """Count a copy of `size` bytes between two tiers."""
@@ -388,7 +388,7 @@ def kept_traffic(
     group = Group((plan.tensor.axis,), spec.degree(plan.tensor.axis))
     for (name, size), number in Counter(repeated).items():
         calls = Calls(Collective(name), State.ACTIVATIONS, Phase.BACKWARD, number * times)
-        yield calls.over(group, size)
+        yield calls.traffic(group, size)
 
 
 def activation_row(rank: int, device_bytes: int, moved: Moved) -> Footprint:

@@ -15,7 +15,7 @@ from ptrain.axes.context.attention import ContextPart, part_at
 from ptrain.axes.expert.form import with_own_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
-from ptrain.axes.tensor.cost import Cut, cut_dims, module_roles, slices
+from ptrain.axes.tensor.cost import TensorRank, cut_dims, module_roles, shard_sizes
 from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.tables import RankCut
@@ -39,7 +39,7 @@ def cut_of(spec: Spec, plan: Plan, index: int) -> RankCut:
     tensor = None
     if step is not None:
         own = place_of(spec, plan.cutting_axes, index)[step.axis]
-        tensor = Cut(step=step, degree=spec.degree(step.axis), index=own)
+        tensor = TensorRank(step=step, degree=spec.degree(step.axis), index=own)
     return RankCut(tensor=tensor, context=context_part(spec, plan, index))
 
 
@@ -143,7 +143,7 @@ def local_units(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsByRan
 def _units_by_ranks(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsByRanks:
     dims = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
     lengths = {tensor.shape[dims[tensor.name]] for tensor in facts.tensors if tensor.name in dims}
-    by_length = {length: slices(length, degree) for length in lengths}
+    by_length = {length: shard_sizes(length, degree) for length in lengths}
     alike = grouped(
         (tuple(cut[index] for cut in by_length.values()), index) for index in range(degree)
     )
@@ -193,16 +193,12 @@ def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
     group = Group((step.axis,), spec.degree(step.axis))
     times = plan.accumulate.micro_batches
     for collective, state, phase, number, payload in _operator_calls(spec, plan, step, facts):
-        yield Calls(collective, state, phase, number * times).over(group, payload)
-    again = times + _backward_halves(spec, plan)
+        yield Calls(collective, state, phase, number * times).traffic(group, payload)
+    # backward passes of the last stage that are in halves
+    halves = schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
     for collective, state, phase, number, payload in _loss_calls(spec, plan, step, facts):
-        passes = again if phase is Phase.BACKWARD else times
-        yield Calls(collective, state, phase, number * passes).over(group, payload)
-
-
-def _backward_halves(spec: Spec, plan: Plan) -> int:
-    """Return the number of backward passes of the last stage that are in halves in a step."""
-    return schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
+        passes = times + halves if phase is Phase.BACKWARD else times
+        yield Calls(collective, state, phase, number * passes).traffic(group, payload)
 
 
 # Roles of weights that are stored as [inputs, outputs], with the equivalent transposed role.
@@ -213,7 +209,7 @@ _Row = tuple[Collective, State, Phase, int, int]
 
 def _operator_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
     """Yield (collective, state, phase, calls in a micro-batch, bytes of each call)."""
-    itemsize = spec.precision.effective.parameters.itemsize
+    itemsize = spec.precision.effective_layout.parameters.itemsize
     tokens = spec.batch.micro * plan.tokens
     cut = _operators(step, facts)
     for phase, sums, copies, alike, ends in (
@@ -256,7 +252,7 @@ def _loss_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) ->
     if (vocab := _operators(step, facts).vocab) is None:
         return
     tokens, ranks = spec.batch.micro * plan.tokens, spec.degree(step.axis)
-    itemsize = spec.precision.effective.parameters.itemsize
+    itemsize = spec.precision.effective_layout.parameters.itemsize
     token_bytes = ranks * ceil_div(vocab, ranks) * itemsize
     wide = max(itemsize, DType.FP32.itemsize)
     chunk = min(spec.loss.chunk or tokens, tokens)
@@ -332,7 +328,11 @@ class _Operators:
         has_gradient += experts.values()
         inputs = {} if step.is_naive else self._shared_inputs(columns, Role.WHOLE_INPUT)
         inputs |= self._shared_inputs(latents, Role.LATENT_INPUT) | experts
-        alone = self._unshared_inputs(columns, inputs)
+        alone = {  # column operators that share their input with no other operator
+            name: width
+            for name, width in columns.items()
+            if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
+        }
         heads = [shape[::-1] for shape in self._weights_of(Role.HEAD).values()]
         if self._has_role(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
@@ -380,14 +380,6 @@ class _Operators:
                     stored = _STORED.get(role, role)
                     weights[stored][module] = tensor.shape if stored is role else tensor.shape[::-1]
         return weights
-
-    def _unshared_inputs(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:
-        """Return the column operators that share their input with no other operator."""
-        return {
-            name: width
-            for name, width in columns.items()
-            if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
-        }
 
     @staticmethod
     def _stopped_modules(facts: ModelFacts) -> set[str]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ptrain.axes.context.attention import ContextKind, ContextPart, multiplied
+from ptrain.axes.context.attention import ContextKind, ContextPart, computed_scores
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
 from ptrain.cost import Collective, Operations
@@ -39,7 +39,7 @@ from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, positions, ranks_over
+from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.step import Plan
 
 _COLLECTIVES = {collective.value for collective in Collective}
@@ -67,7 +67,7 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     assert isinstance(spec.model, ModelShape), "a built-in model"
     setting = setting_at(spec, plan, index)
     activations, layers = spec.activations, spec.model.layers
-    kept, modes = activations.of(layers), activations.distinct_of(layers)
+    kept, modes = activations.block_modes(layers), activations.distinct_of(layers)
     # copies between tiers are not operators, so the tier does not change a layer's work
     of_layer = {id(mode): _layer_work(setting, Kept(policy=mode.policy)) for mode in modes}
     front, behind = _end_works(setting.without_context, is_staged=plan.pipeline is not None)
@@ -120,8 +120,8 @@ def _context_layer_work(setting: Setting, part: ContextPart, kept: Kept) -> Laye
     """Return the work of a layer that attends to the tokens of other ranks."""
     evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
     entry = evaluated.table.content[blocks.variant(kept)]
-    ranks = part.ring if part.kind is ContextKind.GATHER else part.ulysses
-    passes = (unrolled(entry[name][part.place], part) for name in ("forward", "backward"))
+    ranks = part.ring_degree if part.kind is ContextKind.GATHER else part.ulysses
+    passes = (unrolled(entry[name][part.table_place], part) for name in ("forward", "backward"))
     forward, backward = (evaluated.of_groups(groups, ranks) for groups in passes)
     return LayerWork(forward=forward, backward=backward)
 
@@ -209,7 +209,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return ()
-    kept = spec.activations.of(shape.layers)
+    kept = spec.activations.block_modes(shape.layers)
     if not all(blocks.is_known(shape, mode) for mode in kept):
         return ()
     like: dict[int, int] = {}  # ranks of tp differ only in their vocabulary shards
@@ -222,7 +222,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
         for index in like.values()
     }
     token_axes = tuple(axis for step in plan.steps for axis in step.token_axes)
-    scores = multiplied(plan.context) if plan.context else (spec.batch.sequence**2,)
+    scores = computed_scores(plan.context) if plan.context else (spec.batch.sequence**2,)
     of_block = {
         (index, mode, number): blocks.operations(setting, mode, number)
         for index, setting in settings.items()
@@ -246,7 +246,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
         return Operations(rank=0, **row)
 
     axes = (Axis.PP,), plan.cutting_axes, token_axes
-    places = zip(*(positions(spec, names) for names in axes), strict=True)
+    places = zip(*(indices_in_groups(spec, names) for names in axes), strict=True)
     keys = ((place, indices[index], scores[slice_]) for place, index, slice_ in places)
     return rows_by_rank(keys, lambda key: [of_rank(*key)])
 

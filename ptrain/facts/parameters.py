@@ -262,7 +262,7 @@ def elements_met(shape: ModelShape, name: str, numel: int) -> int:
 
 def _norm_tensors(shape: ModelShape, name: str, features: int) -> Table:
     """Return the tensors of a norm."""
-    return tuple((f"{name}.{tensor}", (features,)) for tensor in shape.norm.tensors)
+    return tuple((f"{name}.{tensor}", (features,)) for tensor in shape.norm.tensor_names)
 
 
 def _linear_tensors(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Table:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ptrain.axes.context.run.apply import ContextGroups
 from ptrain.axes.context.run.rehearsal import require_slices
-from ptrain.axes.data.run.flat import OwnUpdate, WrappedModel
+from ptrain.axes.data.run.flat import WrapOptimizer, WrappedModel
 from ptrain.axes.pipeline.run.cut import part_of, require_alike
-from ptrain.axes.pipeline.run.stage import LocalStage, PassCallbacks, Pipelined, Staged
+from ptrain.axes.pipeline.run.stage import LocalStage, PassCallbacks, PipelinedPasses, StagedModel
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.cost import State
@@ -43,7 +43,7 @@ from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import BalanceExperts, ChunkedLoss, Pipeline, Plan
-from ptrain.steps.wraps import Ran
+from ptrain.steps.wraps import ExecutedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Construction:
     stages: Stages | None = None
     weights: ModuleWeights | DrawnWeights | None = None
     whole_because: str = ""
-    ran: list[Ran] = field(default_factory=list)
+    ran: list[ExecutedStep] = field(default_factory=list)
     pieces: list[ModelPart] = field(default_factory=list)  # reached by a step so far
     cut: Callable[[Construction], Iterator[ModelPart]] | None = None  # None: one piece, the model
     join: Callable[[Construction], tuple[WrappedModel, nn.Module]] | None = None
@@ -204,7 +204,7 @@ class Construction:
     loss: Loss = field(default_factory=Loss)  # the loss of the model
     passes_of: Callable[[Construction, StepLoss, Enter], PassRunner] | None = None
     clipping: Clipping | None = None
-    update: TargetsUpdate | OwnUpdate | None = None
+    update: TargetsUpdate | WrapOptimizer | None = None
     scaling: LossScale | None = None
     balancing: ExpertBalancer | None = None
     _mesh: Mesh | None = None
@@ -228,7 +228,7 @@ class Construction:
         return InitialValues(
             module=module,
             seed=self.spec.train.seed,
-            dtype=TORCH_DTYPES[self.spec.precision.effective.parameters],
+            dtype=TORCH_DTYPES[self.spec.precision.effective_layout.parameters],
             weights=self.weights,
         )
 
@@ -323,20 +323,22 @@ def _cut_stages(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[
         )
 
 
-def _join_stages(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged, nn.Module]:
+def _join_stages(
+    step: Pipeline, stages: Stages, rank: Construction
+) -> tuple[StagedModel, nn.Module]:
     """Join the wrapped stages to one model."""
     parts = []
     for piece in rank.pieces:
         assert piece.wrapped is not None
         parts.append(LocalStage(piece.index, piece.module, piece.wrapped))
-    staged = Staged(parts, step, rank.mesh, stages.chain)
+    staged = StagedModel(parts, step, rank.mesh, stages.chain)
     return staged, staged.module
 
 
-def _pipeline_passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
+def _pipeline_passes(rank: Construction, loss: StepLoss, enter: Enter) -> PipelinedPasses:
     """Return the runner of the pipeline's passes."""
     staged = rank.wrapped
-    assert isinstance(staged, Staged), "the model is not made of stages"
+    assert isinstance(staged, StagedModel), "the model is not made of stages"
     callbacks = PassCallbacks(
         loss.loss.forward,
         loss.loss.provide_targets,
@@ -345,7 +347,7 @@ def _pipeline_passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipeli
         loss.seed,
         enter,
     )
-    return Pipelined(rank.spec, rank.plan, rank.mesh, staged, callbacks)
+    return PipelinedPasses(rank.spec, rank.plan, rank.mesh, staged, callbacks)
 
 
 def _require_summable_ties(step: Pipeline, plan: Plan) -> None:
@@ -370,5 +372,5 @@ def _stage_plan(plan: Plan, stages: Stages, index: int) -> Plan:
     stage, tensor = stages.all[index], plan.tensor
     if tensor is not None:
         roles = stage_roles(tensor.roles, stage, len(stages.all), stages.chain.ends)
-        plan = plan.having(replace(tensor, roles=roles))
+        plan = plan.replace_steps(replace(tensor, roles=roles))
     return replace(plan, units=stage.units(plan.units))

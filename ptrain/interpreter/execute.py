@@ -53,7 +53,15 @@ from ptrain.steps.step import (
     Step,
     Update,
 )
-from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, PlanStep, Ran, Replicate, Wrap
+from ptrain.steps.wraps import (
+    ExecutedStep,
+    FlatUnits,
+    FullyShard,
+    LocalGradients,
+    PlanStep,
+    Replicate,
+    Wrap,
+)
 
 
 def execute(rank: Construction) -> None:
@@ -78,13 +86,13 @@ def execute(rank: Construction) -> None:
             for number in numbers:
                 step = piece.plan.steps[number]
                 OF_PIECES[type(step)](step, piece, rank)
-                rank.ran.append(Ran(step, piece.index))
+                rank.ran.append(ExecutedStep(step, piece.index))
 
 
 def _run_of_rank(step: Step, rank: Construction) -> None:
     _require(rank.has_mesh or isinstance(step, CreateMesh), step, "no mesh was created before")
     OF_RANK[type(step)](step, rank)
-    rank.ran.append(Ran(step))
+    rank.ran.append(ExecutedStep(step))
 
 
 def _require(is_so: bool, step: Step, otherwise: str) -> None:
@@ -221,7 +229,7 @@ def _update(step: Update, rank: Construction) -> None:
         rank.is_wrapped and rank.passes_of is not None, step, "no step before it computes gradients"
     )
     spec = rank.spec.optimizer
-    matrices = None if spec.row.is_elementwise else _matrices(rank)
+    matrices = None if spec.properties.is_elementwise else _matrices(rank)
     room = TorchRuntime(rank.mesh, rank.mesh.registry)
     rules = TorchOptimizerFactory(stands_in=rank.mesh.world.stands_in)
     rank.update = rank.wrapped.own_update(spec, step.layout) or TargetsUpdate(

@@ -115,7 +115,7 @@ def _build_from_spec(spec: Spec, more: int = 0, *, allow_import: bool) -> nn.Mod
 
 def _cast_and_weigh(module: nn.Module, spec: Spec) -> nn.Module:
     """Cast a module to the spec's dtypes, and weight its routers' losses by 1 / global samples."""
-    cast_module(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     weight_router_losses(module, 1.0 / spec.batch.global_samples)
     return module
 
@@ -200,7 +200,7 @@ class ModuleFiller:
     ) -> None:
         """Write the initial values of a window of a tensor."""
         name, shape = self._copies.get(name, name), parameter.shape
-        for ordered, place in self._order.pieces(name, shape, window, part):
+        for ordered, place in self._order.model_windows(name, shape, window, part):
             self._values.write_window(name, shape, ordered, place)
 
 

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from ptrain.axes.data.run.flat import WrappedModel
 from ptrain.axes.data.run.target import NamedTarget
-from ptrain.axes.tensor.run.apply import local
+from ptrain.axes.tensor.run.apply import local_loss
 from ptrain.cost import Phase, State
 from ptrain.models.ledger import has_tier, tier_of
 from ptrain.models.objective import LossInHead, Objective, SampleBatch, StepBatch
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.torch import Tiers, cast, tag_like
-from ptrain.spec.placement import Axis, Tier, without
+from ptrain.spec.placement import Axis, Tier, exclude_axes
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Clip
 
@@ -172,7 +172,7 @@ class Clipping:
             wrapped: The wrapped model, whose copies of other stages' tensors do not count.
             scaling: The scale of the loss, None without.
         """
-        copies, by_operator = wrapped.copies(), None
+        copies, by_operator = wrapped.copied_targets(), None
         if self.step.operator_axes:
             targets = chain.from_iterable(wrapped.targets())
             own = [target for target in targets if not any(target is copy for copy in copies)]
@@ -219,7 +219,7 @@ def global_norm(
             shared = _squared_norm(views, like, by_row=by_row)
             # Only one rank adds these: ranks that shard them over other axes may sum in another
             # order, and a scale that differs by an ulp would make their copies drift apart.
-            if not any(mesh.coordinate(axis) for axis in without(step.operator_axes, axes)):
+            if not any(mesh.coordinate(axis) for axis in exclude_axes(step.operator_axes, axes)):
                 square.add_(shared)
     else:
         own = [gradient for gradient in gradients if id(gradient) not in copied]
@@ -359,7 +359,7 @@ class Loss:
     def compute_loss(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Run forward and return the micro-batch's loss before division (0-d)."""
         if self._inside is None:
-            return local(self.objective.run(model, samples))
+            return local_loss(self.objective.run(model, samples))
         with self.provide_targets(samples):
             loss: Tensor = model(samples.inputs)
         return loss
@@ -373,7 +373,7 @@ class Loss:
 
     def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
         """Return the loss, like `run`, from the output of `forward`."""
-        return output if self._inside else local(self.objective.of_forward(output, samples))
+        return output if self._inside else local_loss(self.objective.of_forward(output, samples))
 
 
 class StepLoss:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.axes.data.run.target import Named
 from ptrain.codec import decode, encode
 from ptrain.cost import Phase, State
@@ -39,7 +39,7 @@ from ptrain.models.ledger import tensors_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import StepBatch, objective_of
 from ptrain.optimizers.update import MASTER, TargetsUpdate
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.world import World
 from ptrain.spec.extras import require_leave_of
@@ -101,7 +101,7 @@ def require_equal_samples(function: UserFunction | None, world: World) -> None:
     first, *others = gather(mine, world.size, world.device)
     for rank, other in enumerate(others, 1):
         if finding := _describe_sample_difference(first, other, rank):
-            raise refused(function.place, finding, _SAMPLES_REMEDY)
+            raise refused(function.target_key, finding, _SAMPLES_REMEDY)
 
 
 def _describe_sample_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
@@ -270,7 +270,7 @@ class Program:
         return f"Program({self.spec.name}: rank {self.world.rank} of {self.world.size})"
 
     def __str__(self) -> str:
-        return show(self.spec, self.plan)
+        return format_plan(self.spec, self.plan)
 
     @property
     def registry(self) -> TagRegistry:
@@ -467,14 +467,16 @@ class Program:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load a state with the structure of `state_dict`, from a checkpoint of any placement."""
-        model = self.order.held(state["model"])
+        model = self.order.to_rank_order(state["model"])
         keys = {key for _, tensors in self.update.tensors() for key in (MASTER, *tensors)}
-        optimizer = {key: self.order.held(_select_key(state["optimizer"], key)) for key in keys}
+        optimizer = {
+            key: self.order.to_rank_order(_select_key(state["optimizer"], key)) for key in keys
+        }
         for target, tensors in self.update.tensors():
             has_master = target.owns_master and not target.is_frozen
-            target.load(self.wrapped.own(optimizer[MASTER] if has_master else model))
+            target.load(self.wrapped.with_wrap_names(optimizer[MASTER] if has_master else model))
             for key, tensor in tensors.items():
-                tensor.copy_(target.join(self.wrapped.own(optimizer[key])))
+                tensor.copy_(target.join(self.wrapped.with_wrap_names(optimizer[key])))
         if self.scaling is not None:
             for key, tensor in self.scaling.state().items():
                 tensor.copy_(state["scaling"][key])
@@ -484,7 +486,7 @@ class Program:
 
     def canonical(self, named: Named) -> Named:
         """Return tensors by the model's names, in its order of features. Collective."""
-        return self.order.canonical(
+        return self.order.to_model_order(
             {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
         )
 
@@ -546,7 +548,7 @@ def interpret(
 
     Example: see `ptrain.measure`.
     """
-    if faults := (*check(spec), *executed(spec)):
+    if faults := (*check(spec), *find_unsupported(spec)):
         raise SpecError(*faults)
     rank = prepare_construction(spec, model, world, allow_import=allow_import)
     execute(rank)

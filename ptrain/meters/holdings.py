@@ -16,7 +16,7 @@ from itertools import accumulate, chain
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.cuts import ShardLayout
 from ptrain.axes.data.run.flat_target import (
     FlatTarget,
     FlatTensorTarget,
@@ -172,9 +172,9 @@ def _parameter_parts(target: NamedTarget) -> _Pieces:
             stored = held.stored
             # the replicas are stale along these axes until the next gather: only the local shard
             # has been updated
-            if behind := held.behind:
+            if behind := held.stale_axes:
                 cut = (*cut, *behind)
-                stored = held.cuts.take(stored, held.cut, cut)
+                stored = held.cuts.take_part(stored, held.cut, cut)
             yield from _unit_parts(target.unit.named, held.cuts, cut, stored)
         case ParameterTarget():
             if (part := _shard_coordinates(target.parameter)) is not None:
@@ -226,7 +226,7 @@ def _slot_parts(target: NamedTarget, stored: torch.Tensor) -> _Pieces:
 
 def _unit_parts(
     named: Sequence[tuple[str, Parameter]],
-    cuts: Cuts[torch.Tensor],
+    cuts: ShardLayout[torch.Tensor],
     cut: Sequence[Axis],
     stored: torch.Tensor,
 ) -> _Pieces:
@@ -242,7 +242,7 @@ def _unit_parts(
     sizes = [parameter.numel() for _, parameter in named]
     ends = list(accumulate(sizes))
     start = 0
-    for first, last in cuts.stretches(cut):
+    for first, last in cuts.shard_ranges(cut):
         for (name, parameter), size, end in zip(named, sizes, ends, strict=True):
             low, high = max(end - size, first), min(end, last)
             if low < high:
@@ -319,7 +319,11 @@ def storages_by_name(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
         match target:
             case FlatTarget() | FlatTensorTarget():
                 unit = target.unit
-                held += [unit.parameters.stored, unit.parameters.whole, *unit.gradients.held()]
+                held += [
+                    unit.parameters.stored,
+                    unit.parameters.whole,
+                    *unit.gradients.live_tensors(),
+                ]
             case FrozenTarget():
                 held += [target.unit.parameters.stored, target.unit.parameters.whole]
             case ParameterTarget():
@@ -336,10 +340,10 @@ def _pairs_with_master(
     match target:
         case FlatTarget():
             held, kept = target.unit.parameters, target.unit.step.optimizer
-            here = (*held.cut, *held.behind)
+            here = (*held.cut, *held.stale_axes)
             both = tuple(dict.fromkeys((*here, *kept)))
-            stored = held.cuts.take(held.stored, held.cut, both)
-            others = held.cuts.take(master, kept, both)
+            stored = held.cuts.take_part(held.stored, held.cut, both)
+            others = held.cuts.take_part(master, kept, both)
             mine = _unit_parts(target.unit.named, held.cuts, both, stored)
             theirs = _unit_parts(target.unit.named, held.cuts, both, others)
             for (name, _, own), (_, _, other) in zip(mine, theirs, strict=True):

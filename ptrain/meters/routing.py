@@ -25,10 +25,10 @@ from ptrain.interpreter.program import Program
 from ptrain.models.moe import ExpertPlaces, Gate, RoutedRows
 from ptrain.models.watch import After, add_listeners, is_recomputing, watch_modules
 from ptrain.report.routing import LayerRouting
-from ptrain.spec.placement import without
+from ptrain.spec.placement import exclude_axes
 from ptrain.spec.routing import Histogram
-from ptrain.spec.routing import histogram as histogram_of
-from ptrain.spec.spec import positions
+from ptrain.spec.routing import parse_histogram as histogram_of
+from ptrain.spec.spec import indices_in_groups
 
 Placed = tuple[int, dict[str, list[list[int]]]]  # by layer choices of each expert, by micro-batch
 Rows = dict[str, list[float]]  # by layer: choices of each expert, then what else is summed
@@ -48,18 +48,13 @@ class RoutingMeter:
         }
         # Ranks that differ only along these axes route identical tokens, so only the first of them
         # counts.
-        alike = without(program.plan.loss_axes, program.spec.routing_axes)
+        alike = exclude_axes(program.plan.loss_axes, program.spec.routing_axes)
         self._counts = not any(map(program.mesh.coordinate, alike))
-        self._place = positions(program.spec, program.spec.routing_axes)[program.world.rank]
+        self._place = indices_in_groups(program.spec, program.spec.routing_axes)[program.world.rank]
         self._observers, self._micro_batch = program.observers, 0
         self._sums: dict[str, Tensor] = {}
         self._choices: dict[str, list[Tensor]] = {}  # choices of each micro-batch, by layer
         self._size = program.plan.accumulate.micro_batches
-
-    @property
-    def has_routers(self) -> bool:
-        """True if the routing of this rank's tokens can be observed."""
-        return bool(self._numbers)
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -206,7 +206,7 @@ def _loss_of_step(
     if names := calls.used_beside(loss):
         more = f" and {len(names) - 1} more" if names[1:] else ""
         raise refused(
-            function.place,
+            function.target_key,
             f"{function.target} uses {names[0]}{more} outside of the model call",
             f"{_WITHIN}: {AROUND_CALLS}",
         )
@@ -225,7 +225,7 @@ def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None
         for (name, parameter), grad in zip(model.named_parameters(), before, strict=True):
             if parameter.grad is not grad:
                 raise refused(
-                    function.place,
+                    function.target_key,
                     f"{function.target} runs backward: {name} has a gradient afterwards",
                     "Return the loss; ptrain runs backward.",
                 )

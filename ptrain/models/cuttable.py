@@ -30,7 +30,7 @@ from ptrain.models.units import blocks_of
 from ptrain.models.watch import watch_modules, with_first
 from ptrain.spec import slips
 from ptrain.spec.placement import Axis
-from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits, in_any_block
+from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, in_any_block, matches_pattern
 from ptrain.spec.spec import Spec
 
 Named = Mapping[str, Role]
@@ -296,7 +296,7 @@ def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> It
 
 def matching_names(module: nn.Module, pattern: str) -> Iterator[str]:
     """Return the names of the modules that match a pattern."""
-    return (name for name, _ in module.named_modules() if fits(pattern, name))
+    return (name for name, _ in module.named_modules() if matches_pattern(pattern, name))
 
 
 def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
@@ -365,7 +365,7 @@ def _class_faults(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault
             child, kind = module.get_submodule(name), _KINDS.get(role)
             is_fitting = is_linear(child) if role in _LINEAR else kind and isinstance(child, kind)
             if kind is not None and not is_fitting:
-                actual = slips.a(type(child).__name__)
+                actual = slips.with_article(type(child).__name__)
                 yield Fault(
                     place=place,
                     finding=f"{name} is {actual}; the role {role} needs {kind.__name__}",

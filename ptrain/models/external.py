@@ -73,7 +73,7 @@ def build_external(model: ExternalModel) -> nn.Module:
     module = call_target(function)
     if not isinstance(module, nn.Module):
         raise refused(
-            function.place,
+            function.target_key,
             f"{model.target} returned {type(module).__name__}, not a torch.nn.Module",
             _target_remedy(function),
         )
@@ -142,18 +142,22 @@ def _import_target(function: UserFunction) -> Callable[..., object]:
     names = (*module_name.split("."), attribute)
     if not (colon and all(name.isidentifier() for name in names)):
         raise refused(
-            function.place, f"{target!r} does not have the form package.module:function", remedy
+            function.target_key,
+            f"{target!r} does not have the form package.module:function",
+            remedy,
         )
     module = _import_module(module_name, function)
-    with report_exceptions(function.place, module_name, remedy):
+    with report_exceptions(function.target_key, module_name, remedy):
         value = getattr(module, attribute, None)
     if value is None:
         raise refused(
-            function.place, f"module {module_name} has no attribute {attribute!r}", remedy
+            function.target_key, f"module {module_name} has no attribute {attribute!r}", remedy
         )
     if not callable(value):
         raise refused(
-            function.place, f"{target} is {slips.a(type(value).__name__)}, not a function", remedy
+            function.target_key,
+            f"{target} is {slips.with_article(type(value).__name__)}, not a function",
+            remedy,
         )
     named: Callable[..., object] = value
     return named
@@ -188,7 +192,7 @@ def _require_unique(name: str, folder: str, function: UserFunction) -> None:
         finding = f"two modules are named {top}: {here} next to the spec, and {there}"
         remedy = "Rename the one next to the spec. To use the other one, set "
         remedy += f"`{function.section}.folder` to a folder without it."
-        raise refused(function.place, finding, remedy)
+        raise refused(function.target_key, finding, remedy)
 
 
 def _find_installed(top: str) -> ModuleSpec | None:
@@ -232,7 +236,7 @@ def _import_fault(name: str, function: UserFunction, error: BaseException) -> Fa
 
 
 def _fault(function: UserFunction, finding: str, remedy: str) -> Fault:
-    return Fault(place=function.place, finding=finding, remedy=remedy)
+    return Fault(place=function.target_key, finding=finding, remedy=remedy)
 
 
 _NEEDED = (
@@ -290,7 +294,7 @@ class MapDataset:
         return dataset
 
     def _read_length(self) -> int:
-        with report_exceptions(self._function.place, f"__len__ of {self.name}", _NEEDED):
+        with report_exceptions(self._function.target_key, f"__len__ of {self.name}", _NEEDED):
             size = len(self._samples)
         if size < 1:
             raise self._make_error(f"{self.name} has no samples: its length is {size}")
@@ -298,7 +302,9 @@ class MapDataset:
 
     def _read_sample(self, index: int) -> Any:
         """Read one sample with all generators seeded by its index, and check its form."""
-        code = report_exceptions(self._function.place, f"sample {index} of {self.name}", _NEEDED)
+        code = report_exceptions(
+            self._function.target_key, f"sample {index} of {self.name}", _NEEDED
+        )
         with _seed_generators(index), code:
             sample = default_collate([self._samples[index]])
         form = _leaf_types(sample)
@@ -311,7 +317,7 @@ class MapDataset:
         return tree_map(lambda leaf: leaf[0], sample)
 
     def _make_error(self, finding: str, remedy: str = _NEEDED) -> SpecError:
-        return refused(self._function.place, finding, remedy)
+        return refused(self._function.target_key, finding, remedy)
 
 
 def dataset_of(function: UserFunction) -> MapDataset:

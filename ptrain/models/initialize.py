@@ -70,7 +70,7 @@ from ptrain.models.transformer import Transformer
 from ptrain.models.window import Window, full_window, narrow_to_window
 from ptrain.spec.block import Norm
 from ptrain.spec.extras import require_leave_of
-from ptrain.spec.misfits import misfits
+from ptrain.spec.misfits import find_misfits
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
@@ -394,7 +394,7 @@ def build_model(
 
 
 def _build_shape(shape: ModelShape, sequence: int) -> nn.Module:
-    if faults := tuple(misfits(shape)):
+    if faults := tuple(find_misfits(shape)):
         raise SpecError(*faults)
     module = Transformer(shape, sequence=sequence)
     if shape.pretrained is not None:
@@ -520,7 +520,7 @@ def accept_module(module: nn.Module, spec: Spec) -> Spec:
     require_fresh(module)
     if gives_objects(module) and spec.loss.user_function is None:
         to_logits(module)
-    cast_module(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     module.train()
     return with_model(spec, module)
 

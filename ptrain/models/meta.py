@@ -219,7 +219,7 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
         finding = f"{function.target} returned a model on the meta device, and {way} "
         remedy = "Fill every parameter and buffer in a method `init_weights(self)` of the model, "
         remedy += 'or build the model without `torch.device("meta")`.'
-        raise refused(function.place, f"{finding}{unset[0]}{more}", remedy)
+        raise refused(function.target_key, f"{finding}{unset[0]}{more}", remedy)
 
 
 def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> dict[int, Tensor]:

@@ -273,7 +273,7 @@ def sample_bytes(spec: Spec) -> int | None:
 
 def in_dtype_of(spec: Spec, data: Any) -> SampleBatch:
     """Return collated samples with floating-point tensors cast to the spec's compute dtype."""
-    dtype = TORCH_DTYPES[spec.precision.effective.parameters]
+    dtype = TORCH_DTYPES[spec.precision.effective_layout.parameters]
     return SampleBatch(
         tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, data)
     )
@@ -380,7 +380,7 @@ class ModelLoss(OutputLoss):
             loss = self.compute_loss(model, samples)
         if not calls.num_calls:
             raise refused(
-                self.function.place,
+                self.function.target_key,
                 f"{self.function.target} does not call the model",
                 f"Call `model(…)` in it: {AROUND_CALLS}",
             )
@@ -411,11 +411,13 @@ def _require_loss(loss: object, function: UserFunction) -> Tensor:
         SpecError: It is not.
     """
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        raise refused(function.place, f"{function.target} returned {describe_value(loss)}", _LOSS)
+        raise refused(
+            function.target_key, f"{function.target} returned {describe_value(loss)}", _LOSS
+        )
     if torch.is_grad_enabled() and not loss.requires_grad:
         finding = f"{function.target} returned a loss that depends on no trainable "
         raise refused(
-            function.place, f"{finding}parameter", "Compute it from the output of the model."
+            function.target_key, f"{finding}parameter", "Compute it from the output of the model."
         )
     return loss
 

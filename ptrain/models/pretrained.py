@@ -45,7 +45,7 @@ from ptrain.models.window import Window, split_window
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.resolve_sections import CONFIG
-from ptrain.spec.slips import near_word
+from ptrain.spec.slips import suggest_word
 
 # Fields that ptrain sets: no key-value cache. Attention and dtypes come from the spec.
 _FIXED = {"use_cache": False}
@@ -277,7 +277,7 @@ def _class_of(name: str) -> Any:
     kind = kinds.get(name, name.replace("-", "_"))
     if kind not in classes or kind not in CONFIG_MAPPING:
         finding = f"Transformers has no causal language model {name!r}"
-        near = near_word(name, [*classes, *kinds])
+        near = suggest_word(name, [*classes, *kinds])
         raise refused("model.hf", finding, near or "Use a class such as `LlamaForCausalLM`.")
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]

@@ -33,7 +33,7 @@ from ptrain.errors import Fault, refused
 from ptrain.models.window import Window, has_overlapping_rows
 from ptrain.spec.model import ModelShape
 from ptrain.spec.published import find_refused, list_ignored
-from ptrain.spec.slips import ask, close, near_word
+from ptrain.spec.slips import closest_word, did_you_mean, suggest_word
 
 Names = Mapping[str, str]
 
@@ -382,7 +382,7 @@ def _misspelled_fields(
     missing = [name for name in known if name not in config]
     for field in config:
         is_known = field in (*known, *_OF_FILE, *_SAID_BY, EXPERTS)
-        if not is_known and (near := ask(close(field, missing, cutoff=_TYPO))):
+        if not is_known and (near := did_you_mean(closest_word(field, missing, cutoff=_TYPO))):
             yield _field_fault(field, f"{kind.__name__} has no field {field!r}", near)
 
 
@@ -395,7 +395,7 @@ def _unknown_fields(kind: Any, known: tuple[str, ...], fields: Iterable[str]) ->
                 remedy += " Use `attention=eager`, `attention=sdpa` or `attention=flex`."
             yield _field_fault(field, f"{field} is set by {by}, not by the config", remedy)
         elif field not in known and field != EXPERTS:
-            near = near_word(field, known)
+            near = suggest_word(field, known)
             yield _field_fault(
                 field,
                 f"{kind.__name__} has no field {field!r}",

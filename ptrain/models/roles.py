@@ -26,7 +26,7 @@ from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis, R
-from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, fits, in_any_block
+from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, in_any_block, matches_pattern
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
 
@@ -139,7 +139,9 @@ def names_of_experts(module: nn.Module, spec: Spec) -> tuple[str, list[str]]:
     """
     plan = _given_plan(module, spec)
     meant = [pattern for pattern, word in plan.entries.items() if word in _OF_EXPERTS]
-    names = [name for name, _ in module.named_modules() if any(fits(x, name) for x in meant)]
+    names = [
+        name for name, _ in module.named_modules() if any(matches_pattern(x, name) for x in meant)
+    ]
     if not names:
         finding = f"{named_in_spec(module, spec)[1]} declares no module that holds all experts of "
         finding += f"a layer{f' (no module is named {meant[0]})' if meant else ''}"

@@ -231,16 +231,6 @@ class Recording:
         return tuple(event for events in others for event in events)
 
     @property
-    def saved(self) -> tuple[StorageAllocated, ...]:
-        """The allocations of forward that are alive at its end, in order."""
-        dead = {event.id for event in self.forward if isinstance(event, StorageFreed)}
-        return tuple(
-            event
-            for event in self.forward
-            if isinstance(event, StorageAllocated) and event.id not in dead
-        )
-
-    @property
     def recomputed_collectives(self) -> tuple[tuple[str, int], ...]:
         """The tensor-parallel collectives of forward that backward ran again, for a timeline."""
         return tuple(

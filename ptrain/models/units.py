@@ -11,7 +11,7 @@ from torch import nn
 
 from ptrain.errors import refused
 from ptrain.spec.dials import UnitKind, UnitSize
-from ptrain.spec.role import fits
+from ptrain.spec.role import matches_pattern
 
 ROOT = ""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without forward, so their hooks never run
@@ -79,7 +79,7 @@ def blocks_of(module: nn.Module, pattern: str | None = None) -> list[str]:
 def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
     """Return the modules that a pattern matches, after checks."""
     named = dict(module.named_modules())
-    names = [name for name in named if name and fits(pattern, name)]
+    names = [name for name in named if name and matches_pattern(pattern, name)]
     remedy = (
         "Use the names of its blocks, with * for a number: "
         f"`model.blocks={_example_pattern(module)}`."

@@ -245,7 +245,7 @@ class TargetState(Generic[T, X]):
             name: slot
             for name, slot in self.slots.items()
             if not slot.is_resident
-            or (name not in self.numbers and room.dtype(slot.stored) is not layout.updated)
+            or (name not in self.numbers and room.dtype(slot.stored) is not layout.update_dtype)
         }
         self._fetched: dict[str, T] = {}
         # Nothing is moved or cast: the leaf gets value and state once and keeps them, so later
@@ -256,13 +256,15 @@ class TargetState(Generic[T, X]):
             and not target.owns_master
             and MASTER not in self.slots
             and not self.moving
-            and layout.gradients is layout.parameters is layout.updated
+            and layout.gradients is layout.parameters is layout.update_dtype
         )
         self._has_stayed = False
         itself = target.persistent_parameter() if self._can_stay else None
         self.rests = itself is not None
         self.leaf = (
-            rules.create_leaf(value, layout.updated) if itself is None else rules.wrap_leaf(itself)
+            rules.create_leaf(value, layout.update_dtype)
+            if itself is None
+            else rules.wrap_leaf(itself)
         )
         self.nothing = self.leaf.value
 
@@ -278,7 +280,7 @@ class TargetState(Generic[T, X]):
 
     def fetch(self) -> bool:
         """Bring value, gradient and state to the leaf; return False if there is no gradient."""
-        leaf, updated = self.leaf, self.layout.updated
+        leaf, updated = self.leaf, self.layout.update_dtype
         if (gradient := self.target.working_gradient()) is None:
             return False
         if self._has_stayed:
@@ -372,7 +374,7 @@ def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
     """
     targets = [target for group in groups for target in group]
     is_whole = bool(targets) and all(target.is_in_place for target in targets)
-    return is_whole and layout.updated is layout.gradients is layout.moments
+    return is_whole and layout.update_dtype is layout.gradients is layout.moments
 
 
 def rule_of(spec: OptimizerSpec, is_hidden: bool) -> str:
@@ -380,7 +382,7 @@ def rule_of(spec: OptimizerSpec, is_hidden: bool) -> str:
 
     Muon, for example, updates matrices within the model; its row names the rule of the remainder.
     """
-    return spec.name if is_hidden else spec.row.remainder or spec.name
+    return spec.name if is_hidden else spec.properties.remainder or spec.name
 
 
 def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import CLIP, Hook, LinkTier, OperatorKind, RateRow, Rates
-from ptrain.spec.resolve_sections import tables
+from ptrain.spec.resolve_sections import expand_rates
 
 Shape = tuple[int, ...]  # the dimensions of an operator, or (elements, tensors) of an update
 
@@ -174,9 +174,9 @@ def pace_while_others_wait(cluster: Cluster | None, ranks: int, busy: int) -> Pa
     Returns:
         None if this was not measured, or the file has no numbers of threads.
     """
-    if cluster is None or cluster.rates is None or not tables(cluster.rates).threads:
+    if cluster is None or cluster.rates is None or not expand_rates(cluster.rates).threads:
         return None
-    rates = tables(cluster.rates)
+    rates = expand_rates(cluster.rates)
     # An operator's time depends on its threads: a rank keeps as many when the others wait.
     threads = dict(zip(rates.at_once, rates.threads, strict=True))
     here = _ranks_per_node(cluster, ranks)
@@ -187,7 +187,7 @@ def pace_while_others_wait(cluster: Cluster | None, ranks: int, busy: int) -> Pa
 def _cached_pace(cluster: Cluster, ranks: int) -> Pace:
     """Return a pace, cached, since a search needs the same one thousands of times."""
     assert cluster.rates is not None, "the cluster has no rates"
-    return MeasuredPace(cluster, tables(cluster.rates), ranks)
+    return MeasuredPace(cluster, expand_rates(cluster.rates), ranks)
 
 
 def missing_rates_reason(cluster: Cluster | None, ranks: int) -> str:
@@ -199,7 +199,7 @@ def missing_rates_reason(cluster: Cluster | None, ranks: int) -> str:
             f"the cluster {cluster.name} has no rates. Run `ptrain calibrate` to measure this "
             "machine, then add `cluster.preset=cluster.yaml`."
         )
-    at_once, here = tables(cluster.rates).at_once, _ranks_per_node(cluster, ranks)
+    at_once, here = expand_rates(cluster.rates).at_once, _ranks_per_node(cluster, ranks)
     # Ranks on GPUs do not share compute units; ranks on CPUs share cores and memory bandwidth.
     if cluster.kind == "cuda" or here in at_once:
         return ""
@@ -421,7 +421,7 @@ class MeasuredPace:
         A fused optimizer has measured times. Other optimizers have the times of their pointwise
         operators.
         """
-        dtype, elements_per_tensor = layout.updated, elements // max(1, tensors)
+        dtype, elements_per_tensor = layout.update_dtype, elements // max(1, tensors)
         row, surface = OPTIMIZERS[optimizer], self.updates.get((optimizer, dtype))
         operators = [
             Operator(OperatorKind.COPY, wide, (elements_per_tensor * both,))
@@ -484,10 +484,10 @@ def _update_casts(moments: int, layout: Layout) -> Iterator[tuple[DType, int]]:
         (layout.moments, 2 * moments),
         (layout.parameters, 1),
     ):
-        if dtype is not layout.updated:
-            wide = max(dtype, layout.updated, key=lambda known: known.itemsize)
+        if dtype is not layout.update_dtype:
+            wide = max(dtype, layout.update_dtype, key=lambda known: known.itemsize)
             for _ in range(times):
-                yield wide, dtype.itemsize + layout.updated.itemsize
+                yield wide, dtype.itemsize + layout.update_dtype.itemsize
 
 
 def _product_flops(shape: Shape) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import isfinite
 
-from ptrain.axes.candidates import Written
+from ptrain.axes.candidates import FixedChoices
 from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.form import form_of, joins_units
 from ptrain.codec import encode
@@ -31,7 +31,7 @@ from ptrain.spec.activations import PLAIN
 from ptrain.spec.dials import STOCK_BUCKET_BYTES, Overlap
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
@@ -393,7 +393,7 @@ def _tuple_names() -> dict[tuple[Axis, str], str]:
     names: dict[tuple[Axis, str], str] = {}
     usual = load(None).spec.resolved
     # The shortest name of a tuple wins.
-    for name in sorted(listing("strategies"), key=len):
+    for name in sorted(list_files("strategies"), key=len):
         spec = load(name).spec
         changed = {
             key for key in {*usual, *spec.resolved} if usual.get(key) != spec.resolved.get(key)
@@ -403,10 +403,10 @@ def _tuple_names() -> dict[tuple[Axis, str], str]:
     return names
 
 
-def written_texts(written: Written) -> tuple[str, ...]:
+def written_texts(written: FixedChoices) -> tuple[str, ...]:
     """Return the settings that the spec fixes, which are the same in all candidates."""
     words = dict.fromkeys(keeping(kept) for kept in written.kept)
-    return (*written.texts, *([f"recompute={' or '.join(words)}"] if words else []))
+    return (*written.overrides, *([f"recompute={' or '.join(words)}"] if words else []))
 
 
 def described(spec: Spec) -> str:

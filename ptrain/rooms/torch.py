@@ -25,7 +25,7 @@ from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.rooms.comm import Mesh, TagRegistry, all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.room import Axes, PendingResult, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.extras import unusable
+from ptrain.spec.extras import unusable_folder_error
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 
@@ -125,7 +125,7 @@ class Tiers:
         try:
             descriptor, name = tempfile.mkstemp(prefix="ptrain-", dir=self.path)
         except OSError as error:
-            raise unusable(self.path, error) from error
+            raise unusable_folder_error(self.path, error) from error
         try:
             # reserve the blocks: a full disk raises here, instead of SIGBUS on a later write
             if hasattr(os, "posix_fallocate"):
@@ -134,7 +134,7 @@ class Tiers:
                 os.truncate(descriptor, nbytes)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError if mapping fails
-            raise unusable(self.path, error) from error
+            raise unusable_folder_error(self.path, error) from error
         finally:
             # the mapping stays valid; thousands of open files would exceed the limit
             os.close(descriptor)

@@ -13,22 +13,22 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf, prod
 
-from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.candidates import AxisChoice, apply_choices
 from ptrain.axes.data.form import (
     form_of,
-    has,
+    has_distribution,
     joins_units,
     reduces_in_backward,
     tier_of,
     units_ahead,
     when_gathered,
 )
-from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule, size_of, stages_of
+from ptrain.axes.pipeline.catalogue import SCHEDULES, make_schedule, size_of, stages_of
 from ptrain.axes.pipeline.cost import PipelineSize
 from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import equal_stages, simulate
-from ptrain.axes.pipeline.stage_facts import layers
+from ptrain.axes.pipeline.stage_facts import stage_layers
 from ptrain.cost import Collective, State
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Layers
@@ -63,13 +63,15 @@ class DataWay:
     def of(cls, base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> DataWay:
         """Return the way of a choice together with choices of other axes, which affect the
         wrapper."""
-        spec = chosen(base, (choice, *beside))
+        spec = apply_choices(base, (choice, *beside))
         form, factors = form_of(spec), choice.factors
         cut = {
             state: tuple(f.placement[state].distribution in CUT for f in factors)
             for state in (_THETA, _OMEGA, _GRADS)
         }
-        is_brought = any(cut[_THETA]) or has(factors, _THETA, Distribution.MATERIALIZED)
+        is_brought = any(cut[_THETA]) or has_distribution(
+            factors, _THETA, Distribution.MATERIALIZED
+        )
         ahead = (units_ahead(spec, form) or 0) if form is Form.FLAT else int(is_brought)
         return cls(
             choice=choice,
@@ -95,7 +97,7 @@ class DataWay:
     @cached_property
     def is_made(self) -> bool:
         """True if parameters are cast from a master copy for use."""
-        return has(self.choice.factors, _THETA, Distribution.MATERIALIZED)
+        return has_distribution(self.choice.factors, _THETA, Distribution.MATERIALIZED)
 
     @cached_property
     def is_brought(self) -> bool:
@@ -127,7 +129,7 @@ class DataWay:
 
     def layers_of_unit(self, sizes: Sizes) -> float:
         """Return the number of layers that are all-gathered or reduced together."""
-        bucket = self.spec.bucket_bytes / self.spec.precision.effective.reduced.itemsize
+        bucket = self.spec.bucket_bytes / self.spec.precision.effective_layout.reduced.itemsize
         if self.form in REPLICAS:
             return min(bucket / sizes.block, sizes.layers)
         if self.is_bucket:
@@ -174,7 +176,7 @@ class WayBytes:
 
 def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) -> WayBytes:
     """Return the bytes of a way with these degrees."""
-    layout = base.precision.effective
+    layout = base.precision.effective_layout
     held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
     optimizer = optimizer_itemsize(base.optimizer, layout)
     lives, grads = [], []
@@ -281,7 +283,7 @@ class WaySeconds:
         self, links: Links, way: DataWay, degrees: tuple[int, ...], sizes: Sizes, within: int
     ) -> None:
         self.links, self.way, self.degrees, self.sizes = links, way, degrees, sizes
-        layout = links.base.precision.effective
+        layout = links.base.precision.effective_layout
         self.held, self.reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.layers = way.layers_of_unit(sizes)
         self.unit = self.layers * sizes.block
@@ -354,7 +356,7 @@ class WaySeconds:
         way, links = self.way, self.links
         if way.is_near(_OMEGA):
             return 0.0
-        layout, parts = links.base.precision.effective, way.parts(_OMEGA, self.degrees)
+        layout, parts = links.base.precision.effective_layout, way.parts(_OMEGA, self.degrees)
         state = optimizer_itemsize(links.base.optimizer, layout) / parts
         is_on_file = tier_of(way.choice.factors, _OMEGA) is Tier.FILE
         seconds = state * links.there_and_back(Tier.FILE) if is_on_file else 0.0
@@ -440,7 +442,7 @@ def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
     ranks = choice.degree(Axis.PP)
     if ranks == 1:
         return PipelineFlow(choice=choice, ranks=1, per_rank=1, schedule=None)
-    said = chosen(base, (choice,)).pipeline
+    said = apply_choices(base, (choice,)).pipeline
     assert isinstance(said.schedule, ScheduleName), "a schedule with a name"
     per_rank = said.stages_over(ranks) // ranks
     return PipelineFlow(choice=choice, ranks=ranks, per_rank=per_rank, schedule=said.schedule)
@@ -459,7 +461,7 @@ class PipelineFlows:
 
     @cached_property
     def _layers(self) -> Layers:
-        return layers(self.base, self.facts)
+        return stage_layers(self.base, self.facts)
 
     @cached_property
     def num_layers(self) -> int:
@@ -498,7 +500,7 @@ class PipelineFlows:
             return (self.num_layers,)
         stages = flow.ranks * flow.per_rank
         if stages not in self.cuts:
-            cut = stages_of(chosen(self.base, (flow.choice,)), self._layers)
+            cut = stages_of(apply_choices(self.base, (flow.choice,)), self._layers)
             self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
         return self.cuts[stages]
 
@@ -570,7 +572,7 @@ def _few(size: PipelineSize) -> PipelineSize:
 @cache
 def _simulated(size: PipelineSize) -> float:
     """Return the idle time in thirds of a micro-batch's passes on a stage, for equal stages."""
-    planned = schedule(size.schedule, size)
+    planned = make_schedule(size.schedule, size)
     makespan = simulate(planned, equal_stages(planned)).makespan
     return makespan - 3 * size.microbatches * size.stages_per_rank
 

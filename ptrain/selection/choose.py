@@ -20,12 +20,12 @@ from itertools import accumulate, compress, islice, product
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from ptrain.algebra.legality import check, executed
-from ptrain.axes.candidates import NOTHING, AxisChoice, chosen, divisors
+from ptrain.algebra.legality import check, find_unsupported
+from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, apply_choices, divisors
 from ptrain.axes.data.candidates import OVERLAPS, UNITS, is_left_out
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError, refused
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.deriver import BEST, Deriver, work_of
 from ptrain.selection.fit import HOST_UNKNOWN, TIGHT
@@ -137,7 +137,7 @@ def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
         (("bucket_bytes",), ((size,) for size in _BUCKETS if size != bucket)),
     )
     for names, values in offered:
-        free = [name == "sync" or not written.says(name) for name in names]
+        free = [name == "sync" or not written.sets_field(name) for name in names]
         for value in values if choice.factors else ():
             others = dict(compress(zip(names, value, strict=True), free))
             changes = tuple({**said, **others}.items())
@@ -184,8 +184,8 @@ def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str
         blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
         texts = blame or [other.text for other in others.constraints]
         return f"excluded by {', '.join(texts)}"
-    free = replace(task, written=NOTHING)
-    if task.written != NOTHING and Search(free).has(Where(rules)):
+    free = replace(task, written=NOTHING_FIXED)
+    if task.written != NOTHING_FIXED and Search(free).has(Where(rules)):
         return "excluded by values in the spec"
     fault = _common_fault(free, Where(rules))
     return f"none is legal: {fault.finding}" if fault else "none is legal"
@@ -218,13 +218,13 @@ def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
     """Yield the first fault of each of a sample of candidates that satisfy constraints."""
     base, written = task.placed, task.written
     ways = {
-        axes: [c for c in some if where.admits(Aspect.DATA, chosen(base, (c,)))][:_PER_FLOW]
+        axes: [c for c in some if where.admits(Aspect.DATA, apply_choices(base, (c,)))][:_PER_FLOW]
         for axes, some in data_choices(base, written).items()
     }
     for ranks, within in inner_products(base, task.devices, written):
-        cut = chosen(base, within)
+        cut = apply_choices(base, within)
         for left, choices in pipelines(base, task.devices // ranks, written):
-            flows = [c for c in choices if where.admits(Aspect.PIPELINE, chosen(base, (c,)))]
+            flows = [c for c in choices if where.admits(Aspect.PIPELINE, apply_choices(base, (c,)))]
             if not flows or not where.admits(Aspect.WITHIN, cut):
                 continue
             batches = list(micro_batches(base, left * cut.data_degree))
@@ -237,16 +237,16 @@ def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
                 sized(choice, degrees)
                 for axes, some in ways.items()
                 for degrees in (degrees_over(len(axes), left) if some else ())
-                if where.admits(Aspect.RANKS, chosen(base, (sized(some[0], degrees),)))
+                if where.admits(Aspect.RANKS, apply_choices(base, (sized(some[0], degrees),)))
                 for choice in some
             )
-            kept = written.kept or ways_to_keep(written.away)
+            kept = written.kept or ways_to_keep(written.offload_tier)
             for flow, choice, way in product(flows, islice(data, _PER_FLOW), kept):
                 tried = Candidate(
                     within=within, pipeline=flow, data=choice, micro=sizes[0], kept=way
                 )
                 spec = tried.spec(base)
-                yield from (*check(spec), *executed(spec))[:1]
+                yield from (*check(spec), *find_unsupported(spec))[:1]
 
 
 def _indivisible(base: Spec, data_ranks: int) -> Fault:
@@ -534,7 +534,7 @@ class Chooser(Deriver):
                 name = f"the placement of the best, recompute={keeping(near.kept)}"
                 yield Lost(name=name, best=row, why="")
         assert base.cluster is not None, "a job that is searched for has a cluster"
-        advised = algorithm1(requirements(own_facts(self.job.sized), base.cluster, devices))
+        advised = algorithm1(requirements(built_in_facts(self.job.sized), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
         if not advised.degrees:
             yield Lost(name=name, best=None, why="the search found one")

@@ -16,7 +16,7 @@ from itertools import islice
 from math import inf
 
 from ptrain.algebra.legality import is_sound
-from ptrain.axes.candidates import NOTHING, chosen
+from ptrain.axes.candidates import NOTHING_FIXED, apply_choices
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import exact_alone
@@ -27,7 +27,7 @@ from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts, ModelWork, Operator
 from ptrain.facts.traced_part import traced_part
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import Pace, UnknownRate, bus_factor
 from ptrain.selection.fit import Fit
 from ptrain.selection.job import ReadFacts, SearchedJob, read_or_kept, with_heads
@@ -207,8 +207,8 @@ class Deriver:
     def _whole(self) -> tuple[Pace | None, str]:
         """The pace for all devices, or None and the reason why it is unknown."""
         base, devices = self.job.scored, self.job.devices
-        spec = chosen(base, [next(iter(DATA_SPACE.choices(base, devices, NOTHING)))])
-        name, layout = base.optimizer.name, base.precision.effective
+        spec = apply_choices(base, [next(iter(DATA_SPACE.choices(base, devices, NOTHING_FIXED)))])
+        name, layout = base.optimizer.name, base.precision.effective_layout
         try:
             machine = self._machine(spec)
             pace = machine.pace
@@ -286,7 +286,7 @@ class Deriver:
             return self.cuts.of(spec)
         key = spec.model, spec.unit_size
         if key not in self.facts:
-            self.facts[key] = own_facts(spec)
+            self.facts[key] = built_in_facts(spec)
         return self.facts[key]
 
     # -- exactly

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 
-from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.candidates import AxisChoice, apply_choices
 from ptrain.axes.expert.cost import rows_bytes
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.cost import Collective, Estimate, Phase, State
@@ -23,7 +23,7 @@ from ptrain.derivation.tensor import local_units
 from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, UnitFacts
 from ptrain.facts.parameters import is_of_experts
 from ptrain.facts.stages import FRONT, is_within
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import Pace, UnknownRate, operator_hook
 from ptrain.selection.space import kept_so, without_experts
 from ptrain.spec.activations import PLAIN, Kept, Scope
@@ -175,9 +175,9 @@ def _predicted(spec: Spec, kept: Kept, staged: AxisChoice | None, layers: int) -
     inner = AxisChoice(factors=spec.factors, changes=(("context", spec.context),))
     samples = _MICRO_BATCHES * spec.data_degree
     batch = replace(spec.batch, micro=1, accumulate=_MICRO_BATCHES, global_samples=samples)
-    small = kept_so(chosen(spec, filter(None, (inner, staged)), batch), kept)
+    small = kept_so(apply_choices(spec, filter(None, (inner, staged)), batch), kept)
     small = small.but(model=replace(spec.model, layers=layers))
-    return fullest_alone(small, own_facts(small))
+    return fullest_alone(small, built_in_facts(small))
 
 
 def _in_use(estimate: Estimate, rank: int) -> int:
@@ -226,7 +226,7 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassS
         moved: Bytes of activations that a block moves off the device.
     """
     middle = len(work.layers) // 2
-    layer, kept = work.layers[middle], spec.activations.of(len(work.layers))[middle]
+    layer, kept = work.layers[middle], spec.activations.block_modes(len(work.layers))[middle]
     out, back = (
         clock.pace.copy_seconds(copy, int(moved)) if moved else 0.0
         for copy in COPIES[Tier.HOST if kept.tier is Tier.DEVICE else kept.tier]
@@ -303,7 +303,7 @@ class Links:
         # launch times matter only if devices run asynchronously and hooks have measured times
         self.is_issued = pace.overlaps and any(pace.hook_seconds(hook) for hook in Hook)
         self._collectives = cache(pace.collective_seconds)
-        layout = base.precision.effective
+        layout = base.precision.effective_layout
         update = partial(pace.update_seconds, base.optimizer.name, layout)
         self.update = cache(lambda number, tensors: update(elements=number, tensors=tensors))
         self._operators = cache(
@@ -330,8 +330,10 @@ class Links:
 
     def host_update(self) -> float:
         """Return the seconds of a host to update one element; infinite if unknown."""
-        cluster, row = self.base.cluster, self.base.optimizer.row
-        size = (3 + 2 * len(row.moments)) * self.base.precision.effective.updated.itemsize
+        cluster, row = self.base.cluster, self.base.optimizer.properties
+        size = (
+            3 + 2 * len(row.moments)
+        ) * self.base.precision.effective_layout.update_dtype.itemsize
         try:
             ranks = min(self.devices, cluster.devices_per_node) if cluster else 1
             return host_seconds(cluster, size, ranks)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 
-from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
+from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, FixedChoices, apply_choices
 from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation, Throughput, throughput
@@ -90,7 +90,7 @@ class SearchTask:
     is_nominal: bool = False
     objective: SearchGoal = SearchGoal.TIME
     where: Where = field(default_factory=Where)
-    written: Written = NOTHING
+    written: FixedChoices = NOTHING_FIXED
     own: ModelShape | None = None
     room: float = inf
 
@@ -104,10 +104,10 @@ class SearchTask:
 
         A MoE model is scored by its stand-in without experts.
         """
-        placed = chosen(self.placed, within)
+        placed = apply_choices(self.placed, within)
         if self.own is None:
             return placed, placed
-        return placed, without_experts(chosen(self.base, within))
+        return placed, without_experts(apply_choices(self.base, within))
 
     @property
     def scored(self) -> Spec | None:

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ptrain.algebra.legality import Located, is_sound, require
+from ptrain.algebra.legality import LocatedSpec, is_sound, require_runnable
 from ptrain.axes.candidates import divisors
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.work import operations
 from ptrain.errors import Fault, refused
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.selection.fit import fit
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept, Policy
 from ptrain.spec.extras import require_eager
@@ -63,7 +63,7 @@ class ChosenDocument(NamedTuple):
     locate: Callable[[Fault], Fault]
 
 
-def resolve_auto(document: Located) -> Spec:
+def resolve_auto(document: LocatedSpec) -> Spec:
     """Return a legal spec whose `auto` micro-batch and recompute policy are resolved.
 
     Args:
@@ -84,7 +84,7 @@ def resolve_auto(document: Located) -> Spec:
     """
     if document.spec.batch.micro_is_open:  # which of them are legal is seen once one is chosen
         document = ChosenDocument(spec=with_largest_micro(document.spec), locate=document.locate)
-    spec = require(document)
+    spec = require_runnable(document)
     return spec if spec.activations.budget is None else _within(spec, spec.activations.budget)
 
 
@@ -121,7 +121,7 @@ def _within(spec: Spec, budget: int) -> Spec:
     for candidate in ladder(spec) if spec.activations.is_open else (spec,):
         if not (is_tabulated(candidate) and is_sound(candidate)):
             continue
-        if why := unclaimed(candidate, own_facts(candidate)).get("peak"):
+        if why := unclaimed(candidate, built_in_facts(candidate)).get("peak"):
             raise refused(
                 _PLACE,
                 f"the peaks are not claimed: {why}",

@@ -15,9 +15,9 @@ from functools import cache, cached_property, partial
 from math import prod
 from operator import itemgetter
 
-from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.candidates import AxisChoice, apply_choices
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.rates.pace import UnknownRate
 from ptrain.selection.bound import (
     DataWay,
@@ -308,12 +308,12 @@ class Search:
 
     def __init__(self, task: SearchTask) -> None:
         self.task = task
-        self.facts: ModelFacts = own_facts(replace(task.placed, unit=UnitSize()))
+        self.facts: ModelFacts = built_in_facts(replace(task.placed, unit=UnitSize()))
         self.legality = Legality(task.placed, task.written, task.scored)
         self.links = Links(task.base, task.pace, task.devices, is_nominal=task.is_nominal)
         self.flows = PipelineFlows(task.placed, self.facts, self.links, task.devices)
         self.choices = data_choices(task.base, task.written)
-        self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)
+        self.ways_to_keep = task.written.kept or ways_to_keep(task.written.offload_tier)
         self.cut, self.sums = cache(self._cut), cache(self._sums)
         self.scored: dict[tuple[object, ...], ScoredCut] = {}
         self.running, self.rows = cache(self._running), cache(self._rows)
@@ -385,7 +385,7 @@ class Search:
         return grouped(
             (through_of(choice), flow_of(base, choice))
             for choice in choices
-            if self.task.where.admits(Aspect.PIPELINE, chosen(base, (choice,)))
+            if self.task.where.admits(Aspect.PIPELINE, apply_choices(base, (choice,)))
             and self.legality.pipeline(choice, number)
         )
 
@@ -419,7 +419,7 @@ class Search:
         spec, sums = cut.scored.spec, self.sums(cut, kept, micro)
         assert isinstance(spec.model, ModelShape), "a built-in model"
         tokens = micro * spec.batch.sequence / ranks_over(spec, TOKEN_AXES)
-        hidden = tokens * spec.model.hidden * spec.precision.effective.parameters.itemsize
+        hidden = tokens * spec.model.hidden * spec.precision.effective_layout.parameters.itemsize
         return self.flows.seconds(flow, number, sums, cut.sizes, hidden) if sums else None
 
     def score(self, candidate: Candidate) -> Scored:
@@ -452,7 +452,7 @@ class Search:
             placed=placed,
             scored=self.scored[key],
             sizes=sizes_of(placed, self.facts),
-            shared=prod(choice.shared for choice in within),
+            shared=prod(choice.num_sharing_ranks for choice in within),
         )
 
     def _sums(self, cut: BlockCut, kept: Kept, micro: int) -> PassSums | None:
@@ -505,8 +505,8 @@ class Search:
         if not (where.asks(Aspect.RANKS) or where.asks(Aspect.DATA)):
             return True
         choice = sized(way.choice, own)
-        spec = chosen(self.task.base, (choice, THROUGH[through], *cut.within))
-        alone = chosen(self.task.base, (choice,))
+        spec = apply_choices(self.task.base, (choice, THROUGH[through], *cut.within))
+        alone = apply_choices(self.task.base, (choice,))
         return where.admits(Aspect.DATA, spec) and where.admits(Aspect.RANKS, alone)
 
     def _ways(

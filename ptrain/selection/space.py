@@ -14,8 +14,15 @@ from functools import cached_property
 from itertools import groupby
 from math import prod
 
-from ptrain.algebra.open_spec import Memo, OpenSpec, memos
-from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
+from ptrain.algebra.open_spec import Memo, OpenSpec, make_memos
+from ptrain.axes.candidates import (
+    NOTHING_FIXED,
+    AxisChoice,
+    AxisSpace,
+    FixedChoices,
+    apply_choices,
+    divisors,
+)
 from ptrain.axes.context.attention import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.data.candidates import is_left_out
@@ -25,7 +32,7 @@ from ptrain.axes.tensor.cost import SPACE as TENSOR_SPACE
 from ptrain.derivation.kernels import takes_peak_of
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
@@ -59,7 +66,7 @@ class Candidate:
 
     def spec(self, base: Spec) -> Spec:
         """Return the base with this in it."""
-        spec = chosen(base, (self.pipeline, self.data, *self.within))
+        spec = apply_choices(base, (self.pipeline, self.data, *self.within))
         return kept_so(with_batch(spec, self.micro), self.kept)
 
 
@@ -85,7 +92,7 @@ def ways_to_keep(away: Tier) -> tuple[Kept, ...]:
 
 
 def inner_products(
-    base: Spec, devices: int, written: Written = NOTHING
+    base: Spec, devices: int, written: FixedChoices = NOTHING_FIXED
 ) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
     """Yield how many ranks the axes within a block take together, with a choice of each."""
     products: list[tuple[int, tuple[AxisChoice, ...]]] = [(1, ())]
@@ -133,7 +140,7 @@ class Legality:
     tables are looked for, where those of its own are not."""
 
     base: Spec
-    written: Written = NOTHING
+    written: FixedChoices = NOTHING_FIXED
     scored: Spec | None = None
     open_specs: dict[tuple[object, ...], OpenSpec] = field(default_factory=dict)
 
@@ -143,7 +150,9 @@ class Legality:
         batch = _batch(base, micro_batches, 1)
         kind = ("pipeline", choice.factors, choice.changes)
         if kind not in self.open_specs:
-            self.open_specs[kind] = OpenSpec.of(chosen(base, (choice,), batch), _NUMBERS)
+            self.open_specs[kind] = OpenSpec.with_open_fields(
+                apply_choices(base, (choice,), batch), _NUMBERS
+            )
         return self.open_specs[kind].is_sound(batch=batch)
 
     def within(
@@ -154,7 +163,7 @@ class Legality:
         kind = ("within", choices, through)
         if (opened := self.open_specs.get(kind)) is None:
             tall = self._tall((THROUGH[through], *choices), _ENOUGH)
-            opened = OpenSpec.of(tall, ("activations", *_NUMBERS))
+            opened = OpenSpec.with_open_fields(tall, ("activations", *_NUMBERS))
             self.open_specs[kind] = opened
         spec = kept_so(opened.spec, kept)
         spec = with_batch(spec, 2) if several else spec
@@ -182,12 +191,12 @@ class Legality:
         for (_, names), alike in groupby(choices, _tuples_and_dials):
             first = next(alike)
             spec = self._tall((THROUGH[through], first, *within), number, self._even)
-            opened = OpenSpec.of(spec, names)
+            opened = OpenSpec.with_open_fields(spec, names)
             if opened.rules is None:
                 continue
             claims = [
                 Memo(lambda spec: not is_left_out(spec, self.written), names),
-                *memos(opened.rules, names),
+                *make_memos(opened.rules, names),
             ]
             for choice in (first, *alike):
                 values = dict(choice.changes)
@@ -203,7 +212,7 @@ class Legality:
     @cached_property
     def _facts(self) -> ModelFacts:
         """Those of the model that is scored, with room: no choice changes them but by its unit."""
-        return own_facts(_with_layers(self.scored or self.base))
+        return built_in_facts(_with_layers(self.scored or self.base))
 
     @cached_property
     def _even(self) -> Spec:
@@ -223,7 +232,7 @@ class Legality:
     ) -> Spec:
         choices = tuple(choices)
         ranks = prod(c.degree(axis) for c in choices for axis in SAMPLE_AXES)
-        return chosen(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
+        return apply_choices(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
 
     def _like(self, spec: Spec) -> Spec:
         """The spec as it is scored: what stands in for a model with experts has none."""
@@ -281,7 +290,7 @@ def through_of(choice: AxisChoice) -> Through:
 
 
 def data_choices(
-    base: Spec, written: Written = NOTHING
+    base: Spec, written: FixedChoices = NOTHING_FIXED
 ) -> dict[tuple[Axis, ...], list[AxisChoice]]:
     """Return the choices of the data axes by the axes that they have, two ranks on each."""
     return grouped(
@@ -296,7 +305,9 @@ def sized(choice: AxisChoice, degrees: Sequence[int]) -> AxisChoice:
     """Return a choice with these degrees."""
     factors = zip(choice.factors, degrees, strict=True)
     own = tuple(factor._replace(degree=degree) for factor, degree in factors)
-    return AxisChoice(factors=own, changes=choice.changes, follows=choice.follows)
+    return AxisChoice(
+        factors=own, changes=choice.changes, follows_data_axis=choice.follows_data_axis
+    )
 
 
 def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
@@ -308,7 +319,7 @@ def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def pipelines(
-    base: Spec, ranks: int, written: Written = NOTHING
+    base: Spec, ranks: int, written: FixedChoices = NOTHING_FIXED
 ) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
     """Yield how many of so many ranks are left to the data axes, with the choices of the
     pipeline that leave these."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ptrain.cost import Estimate
 from ptrain.errors import refused
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, positions
+from ptrain.spec.spec import Spec, indices_in_groups
 
 ALL_DISTINCT = "all-distinct"
 
@@ -73,7 +73,7 @@ def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
     for peak in exact.peak:
         rows[peak.rank].append((peak.phase, peak.device_bytes))
     groups: defaultdict[object, list[int]] = defaultdict(list)
-    for rank, place in enumerate(positions(spec, (Axis.PP,))):
+    for rank, place in enumerate(indices_in_groups(spec, (Axis.PP,))):
         account = exact.account_of[rank] if exact.account_of else 0
         groups[place, account, tuple(rows[rank])].append(rank)
     return [tuple(ranks) for ranks in groups.values()]

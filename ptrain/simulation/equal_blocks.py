@@ -35,11 +35,11 @@ from ptrain.models.facts import untraced_facts
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.pretrained import layers_of, with_layers
 from ptrain.models.watch import watch_modules
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, positions
+from ptrain.spec.spec import Spec, indices_in_groups
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import Form
 from ptrain.traces.tensor_parts import FakeModel, fake_model
@@ -337,7 +337,7 @@ class EqualBlocks:
             blocks if stage in self.own else count for stage, count in enumerate(self.split)
         )
         # All blocks keep activations in the same way, whatever ranges of blocks the spec names.
-        kept = spec.activations.of(sum(self.split) or self.number)[0]
+        kept = spec.activations.block_modes(sum(self.split) or self.number)[0]
         shorter = replace(
             spec,
             model=_with_layers(spec.model, sum(split) or blocks),
@@ -381,7 +381,7 @@ def equal_blocks(
             kinds = alike(spec, [str(layer) for layer in range(spec.model.layers)])
             if kinds is None or len({*kinds}) > 1:
                 return None
-            blocks = _blocks_of_plan(spec, rank, own_facts(spec), spec.model.layers, fewest)
+            blocks = _blocks_of_plan(spec, rank, built_in_facts(spec), spec.model.layers, fewest)
             return blocks if blocks and blocks.number >= least else None
         case HuggingFaceModel():
             return _compare_instances(spec, rank, fewest, least)
@@ -405,7 +405,7 @@ def _blocks_of_plan(
     """
     is_within = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
     is_far = spec.prefetch is not None and spec.prefetch >= fewest
-    if not is_within or is_far or len({*spec.activations.of(layers)}) > 1:
+    if not is_within or is_far or len({*spec.activations.block_modes(layers)}) > 1:
         return None
     plan = lower(spec, facts)
     if not plan.wrap.treats_equal_blocks_alike or _are_joined(plan, facts):
@@ -413,7 +413,7 @@ def _blocks_of_plan(
     if plan.pipeline is None:
         return EqualBlocks(spec=spec, number=layers)
     split = tuple(map(len, plan.pipeline.layers))
-    own = plan.pipeline.stages_of(positions(spec, (Axis.PP,))[rank])
+    own = plan.pipeline.stages_of(indices_in_groups(spec, (Axis.PP,))[rank])
     numbers = {split[stage] for stage in own}
     if len(numbers) > 1:
         return None

@@ -383,15 +383,10 @@ def _translate_errors(spec: Spec, device: torch.device) -> Iterator[None]:
             raise
         raise refused(
             "model",
-            f"the model reads the value of a tensor ({_error_line(cause)}), but fake tensors "
-            "have no values",
+            f"the model reads the value of a tensor ({' '.join(str(cause).split())[:120]}), "
+            "but fake tensors have no values",
             "Add `--rehearse` to use real tensors.",
         ) from error
-
-
-def _error_line(error: BaseException) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split())[:120]
 
 
 def _run_program(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
@@ -400,7 +395,9 @@ def _run_program(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
     program = interpret(spec, world=world, allow_import=allow_import)
     _follow_routing(program)
     wrapped = time.perf_counter()
-    run = _steady_step(program, _make_batch(program))
+    # a batch of the spec's shape, whose values do not matter
+    batch = program.own_tokens(blank_batch(program.spec)).to(program.world.device)
+    run = _steady_step(program, batch)
     return Simulated(
         rank=world.rank,
         world_size=world.size,
@@ -417,12 +414,7 @@ def _follow_routing(program: Program) -> None:
     routing = StatedRouting(loads, token_places(program.spec)[program.world.rank])
     program.observers.append(routing)
     for piece in program.pieces:
-        routing.lead(piece.module)
-
-
-def _make_batch(program: Program) -> StepBatch:
-    """Return a batch of the spec's shape; its values do not matter."""
-    return program.own_tokens(blank_batch(program.spec)).to(program.world.device)
+        routing.route_layers(piece.module)
 
 
 def _steady_step(program: Program, batch: StepBatch) -> StepRecord:

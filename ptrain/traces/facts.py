@@ -57,7 +57,7 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import LossInHead, SampleBatch, objective_of, sample_batch
 from ptrain.models.trace import BOUNDS, DataDependence, Extent
 from ptrain.models.watch import watch_modules
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rooms.world import fake_tensors
 from ptrain.spec.dials import Compiled
 from ptrain.spec.extras import require_leave
@@ -290,15 +290,15 @@ def read_facts(
     require_leave(spec, allow_import=allow_import)
     is_compiled = spec.compile is not Compiled.NONE
     if is_compiled and spec.may_be_on_cuda and torch.cuda.is_available():
-        return replace(own_facts(spec), untraced=PROGRAMS_OF_GPUS)
+        return replace(built_in_facts(spec), untraced=PROGRAMS_OF_GPUS)
     if is_compiled and lacks_compiler():
-        return replace(own_facts(spec), untraced=_NO_COMPILER)
+        return replace(built_in_facts(spec), untraced=_NO_COMPILER)
     if (
         is_compiled
         and isinstance(spec.model, ModelShape)
         and (why := not_traceable(spec, spec.model))
     ):
-        return replace(own_facts(spec), untraced=why)
+        return replace(built_in_facts(spec), untraced=why)
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     fake = fake_model(spec, allow_import=allow_import)
     facts = _read_own(reader, fake, runs_fakes=runs_fakes, progress=progress)
@@ -456,7 +456,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
     is left as it was. Where nothing is cut its blocks leave, in place, what the plan says. What
     cannot run backward on a processor is not traced."""
-    cast_module(model, TORCH_DTYPES[spec.precision.effective.parameters])
+    cast_module(model, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     known = untraced_facts(model, spec)
     if not is_trainable(spec.model, torch.device("cpu")):
         return known

@@ -94,7 +94,8 @@ class EqualLayers:
     def ahead(self, names: Names) -> list[int]:
         """Return how many layers of these names with experts are ahead of each of them."""
         have = {
-            name: _has_experts(kind) for name, kind in zip(self.layers, self.kinds, strict=True)
+            name: isinstance(kind, BlockKind) and kind.has_experts
+            for name, kind in zip(self.layers, self.kinds, strict=True)
         }
         return [*accumulate((have[name] for name in names), initial=0)][:-1]
 
@@ -117,10 +118,6 @@ class EqualLayers:
             assert times == 1 or part == next(left), "equal layers run different operators"
             of_all += [part] * times
         return of_all
-
-
-def _has_experts(kind: Hashable) -> bool:
-    return isinstance(kind, BlockKind) and kind.has_experts
 
 
 NO_LAYERS = EqualLayers((), ())
@@ -408,7 +405,9 @@ class RankPart:
         stage = TracedStage(
             module=part,
             units=units,
-            hidden=torch.zeros(self.batch, *self._boundary(cuts.chain), dtype=dtype),
+            hidden=torch.zeros(
+                self.batch, *cuts.chain.sample_shape(self.sequence, self.slices), dtype=dtype
+            ),
             samples=samples,
             is_first=index == 0,
             forward=partial(_forward, loss, samples),
@@ -469,10 +468,6 @@ class RankPart:
 
     def _tokens(self) -> Tensor:
         return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)
-
-    def _boundary(self, chain: Chain) -> tuple[int, ...]:
-        """The shape of a sample's hidden states that the rank has between the blocks."""
-        return chain.sample_shape(self.sequence, self.slices)
 
 
 def _mean(loss: Loss, samples: SampleBatch, output: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ptrain.axes.pipeline.run.cut import CalledOnce, apart, run_stage
+from ptrain.axes.pipeline.run.cut import CalledOnce, contiguous_output, run_stage
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.cost import Collective
 from ptrain.models.ledger import Ledger, local_tensor, storage_of, tensors_of, tier_of
@@ -516,7 +516,7 @@ class _MicroBatch:
     def forward(self) -> None:
         with self.stage.around():
             model = CalledOnce(self.stage.module, self.hidden, is_last=self.stage.loss is not None)
-            self.output = apart(run_stage(model, self.stage.forward))
+            self.output = contiguous_output(run_stage(model, self.stage.forward))
         if self.stage.loss is not None:
             self.loss = self.stage.loss(self.output)
         self.recorder.end("forward")

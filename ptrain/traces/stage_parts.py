@@ -18,7 +18,7 @@ from torch import nn
 
 from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.expert.form import is_by_routing
-from ptrain.axes.expert.run.apply import assume, heavier, parallelize_experts
+from ptrain.axes.expert.run.apply import overloaded_routing, parallelize_experts, set_routing
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.derivation.pipeline import message_bytes
 from ptrain.facts.model import (
@@ -53,7 +53,7 @@ from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.rooms.comm import Mesh
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import choices, layers_of
+from ptrain.steps.experts import layers_of, num_choices
 from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary
 from ptrain.traces.rank_part import (
@@ -83,9 +83,11 @@ class UnevenLoads:
     rows: int
     of_model: tuple[str, ...]
 
-    def assume(self, model: nn.Module) -> None:
-        """From now on the experts of `model` get so many."""
-        assume(model, lambda layer: partial(heavier, more=1 + self.layers.index(layer)))
+    def overload_experts(self, model: nn.Module) -> None:
+        """Route additional rows to the experts of `model` from now on."""
+        set_routing(
+            model, lambda layer: partial(overloaded_routing, more=1 + self.layers.index(layer))
+        )
 
     def formula(self, first: Recording, second: Recording) -> RowsTimeline | None:
         """Return the formula of the rows that both traces are of; None where there is none."""
@@ -125,7 +127,7 @@ def uneven_loads(spec: Spec, plan: Plan, layers: EqualLayers) -> UnevenLoads | N
         return None
     of_model = layers_of(step)
     own = tuple(name for name in of_model if is_within(name, layers.ran))
-    return UnevenLoads(layers=own, rows=choices(spec, step), of_model=of_model) if own else None
+    return UnevenLoads(layers=own, rows=num_choices(spec, step), of_model=of_model) if own else None
 
 
 def _operators(recording: Recording) -> object:
@@ -226,7 +228,7 @@ def stage_traces(
                 cuts,
                 stage.index,
                 layers,
-                *([uneven.assume] if uneven else []),
+                *([uneven.overload_experts] if uneven else []),
                 in_halves=in_halves,
             )
         whole, *halves = recordings[: 1 + in_halves]

@@ -106,7 +106,7 @@ class FakeModel:
 
     @property
     def _itemsize(self) -> int:
-        return self.spec.precision.effective.parameters.itemsize
+        return self.spec.precision.effective_layout.parameters.itemsize
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -390,7 +390,7 @@ def _play(
         allow_import=allow_import,
         seed=spec.train.seed,
     )
-    cast_module(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     with kernels_for(spec):
         return _part_of(module, spec, mesh, extent)
 
@@ -424,7 +424,7 @@ def _part_of(
     with only(module, facts.blocks, layers.ran):
         own = _copied(module) if is_kept else module
         uneven = uneven_loads(spec, lower(spec, facts), layers)
-        changes = [uneven.assume] if uneven else []
+        changes = [uneven.overload_experts] if uneven else []
         first, *others = part.traces(own, units, layers, *changes)
     traces = PartTraces(TracedLayers(first, layers, units), uneven, others)
     return [traces.of(layers, facts.unit_modules)]

@@ -393,7 +393,7 @@ def data_prints(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, i
         blocks = max(_NUM_BLOCKS // len(files), _LEAST_BLOCKS)
         return {key: file_print(path, blocks) for key, path in files.items()}
     is_user_code = data.function is not None
-    size = source.num_samples(spec.batch.window, Split.TRAIN) if is_user_code else 0
+    size = source.num_samples(spec.batch.unpadded_tokens, Split.TRAIN) if is_user_code else 0
     return {"data": (size, source.digest() or "", 0)}
 
 

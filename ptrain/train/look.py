@@ -153,7 +153,7 @@ def can_be_late(program: Program, queue: DeviceQueue) -> bool:
     """
     spec = program.spec
     is_read_at_once = spec.verify_every or program.updates_in_backward
-    if not queue.runs_ahead or is_read_at_once or not spec.optimizer.row.is_fused:
+    if not queue.runs_ahead or is_read_at_once or not spec.optimizer.properties.is_fused:
         return False
     states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
     return all(tier_of(spec.factors, state) is Tier.DEVICE for state in states)

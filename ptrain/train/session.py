@@ -136,7 +136,7 @@ class RoutingLog:
         if self._exchange.world.is_first:
             file = self._folder.routing(step + 1)
             file.parent.mkdir(mode=0o700, exist_ok=True)
-            write_text(file, json.dumps(counts.plain()) + "\n")
+            write_text(file, json.dumps(counts.to_counts()) + "\n")
 
     def _is_due(self, step: int) -> bool:
         """Return True if the model routes and the step is printed or measured."""
@@ -145,7 +145,7 @@ class RoutingLog:
 
 def emulated_line(spec: Spec, device: torch.device) -> str:
     """Return a line if this CPU emulates the dtype of the model's computation, else ""."""
-    dtype = spec.precision.effective.parameters
+    dtype = spec.precision.effective_layout.parameters
     if device.type != "cpu" or is_native(dtype):
         return ""
     return f"precision  {dtype} is emulated on this CPU and slow"

@@ -39,7 +39,7 @@ from ptrain.optimizers.build import tensor_of
 from ptrain.report.finding import Mismatch, Moment, Subject
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import SAMPLE_AXES
-from ptrain.spec.role import Role, Roles, fits
+from ptrain.spec.role import Role, Roles, matches_pattern
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
@@ -55,12 +55,14 @@ Patterns = tuple[str, ...]
 
 def gives_addend(roles: Roles, module: str) -> bool:
     """Return True if the outputs of a module on the ranks sum to the reference's output."""
-    return any(fits(pattern, module) for pattern in _giving(roles))
+    return any(matches_pattern(pattern, module) for pattern in _giving(roles))
 
 
 def gets_addend(roles: Roles, module: str) -> bool:
     """Return True if the ranks' gradients of a module's output sum to the reference's gradient."""
-    return any(fits(pattern, name) for pattern in _getting(roles) for name in prefixes(module))
+    return any(
+        matches_pattern(pattern, name) for pattern in _getting(roles) for name in prefixes(module)
+    )
 
 
 @lru_cache(maxsize=16)

@@ -233,7 +233,7 @@ class ProgramEvidence:
         differences.mismatches += samples
         size = math.inf if samples else 0.0
         differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
-        in_use = program.order.canonical(seen.modules.in_use), expected.modules.in_use
+        in_use = program.order.to_model_order(seen.modules.in_use), expected.modules.in_use
         self._tensors(differences, Moment.FORWARD, Subject.PARAMETERS, in_use)
         for moment, what, is_addend in (
             (Moment.FORWARD, attrgetter("output"), gives_addend),

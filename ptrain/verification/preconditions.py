@@ -42,7 +42,7 @@ from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.placement import TOKEN_AXES
-from ptrain.spec.spec import Spec, groups
+from ptrain.spec.spec import Spec, rank_groups
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, paths
 from ptrain.verification.compare import counted
@@ -94,7 +94,7 @@ class Masks:
         """Return the mismatches between ranks, in the order in which the modules run."""
         everyone: list[dict[str, Seen]] = exchange.gather(self._seen)
         spec = self.program.spec
-        lines = {rank: group for group in groups(spec, TOKEN_AXES) for rank in group}
+        lines = {rank: group for group in rank_groups(spec, TOKEN_AXES) for rank in group}
         mismatches: list[Mismatch] = []
         for key in dict.fromkeys(key for its in everyone for key in its):
             path, _, micro_batch = key.rpartition(" ")

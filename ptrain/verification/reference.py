@@ -45,7 +45,7 @@ class Updater:
 
     def __init__(self, module: nn.Module, spec: Spec) -> None:
         self.spec = spec
-        self.layout = spec.precision.effective
+        self.layout = spec.precision.effective_layout
         self.parameters = dict(module.named_parameters())
         self.updated: dict[str, Tensor] = {
             name: parameter
@@ -68,7 +68,7 @@ class Updater:
                 rule,
                 [self.updated[name] for name, own in self._rules.items() if own == rule],
                 spec.optimizer,
-                self.layout.updated,
+                self.layout.update_dtype,
             )
             for rule in dict.fromkeys(self._rules.values())
         }
@@ -352,7 +352,7 @@ def _module(spec: Spec) -> nn.Module:
         initialize(module, spec.train.seed)
     else:
         read_module_weights(module, spec.model.pretrained)
-    cast_module(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     weight_router_losses(module, 1.0 / spec.batch.global_samples)
     return module
 

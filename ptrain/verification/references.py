@@ -63,7 +63,7 @@ _FIXED = (DType.FP32, DType.FP64)
 
 def without_dropout(spec: Spec) -> Spec:
     """Return the spec with a model shape without dropout; unchanged if there is none to remove."""
-    if isinstance(spec.model, ModelShape) and spec.model.drops:
+    if isinstance(spec.model, ModelShape) and spec.model.has_dropout:
         return replace(spec, model=spec.model.without_dropout())
     return spec
 
@@ -88,10 +88,18 @@ def is_banded(spec: Spec) -> bool:
     This is the case if a state is stored in 16 bits, or if the update rule enlarges rounding errors
     (except in fp64).
     """
-    layout = spec.precision.effective
-    dtypes = (layout.parameters, layout.reduced, layout.gradients, layout.updated, layout.moments)
+    layout = spec.precision.effective_layout
+    dtypes = (
+        layout.parameters,
+        layout.reduced,
+        layout.gradients,
+        layout.update_dtype,
+        layout.moments,
+    )
     coarse = any(dtype not in _FIXED for dtype in dtypes)
-    return coarse or (spec.optimizer.row.enlarges_rounding and layout.updated is not DType.FP64)
+    return coarse or (
+        spec.optimizer.properties.enlarges_rounding and layout.update_dtype is not DType.FP64
+    )
 
 
 NOTE = (
@@ -323,7 +331,7 @@ class Ask:
             spec.batch,
             spec.optimizer,
             spec.data,
-            spec.precision.effective,
+            spec.precision.effective_layout,
             *filter(None, [spec.loss.user_function]),
         )
         plain = [asdict(part) for part in parts]

@@ -115,7 +115,7 @@ class Onward:
         """
         if self.spec.precision.compute_fp64:
             return replace(TOLERANCES[torch.float64], gradients=1e-12)
-        layout = self.spec.precision.effective
+        layout = self.spec.precision.effective_layout
         dtypes = (layout.parameters, layout.reduced, layout.gradients)
         rows = [TOLERANCES[TORCH_DTYPES[dtype]] for dtype in dtypes]
         return max(rows, key=lambda its: its.gradients)

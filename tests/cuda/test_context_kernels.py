@@ -27,10 +27,10 @@ class OneOfMany(GatheredCore):
     rank = property(lambda self: self.own)
     size = property(lambda _: RANKS)
 
-    def gathered(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_kv(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         return self.whole
 
-    def summed(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_kv_gradients(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
         self.sums = k_BGSD, v_BGSD
         return own_of(k_BGSD, self.own), own_of(v_BGSD, self.own)
 

@@ -51,7 +51,7 @@ def _gradients_of_experts(program: Program) -> list[Tensor]:
         held
         for unit in units(program)
         if ".experts." in unit.state.members.names[0]
-        for held in unit.gradients.held()
+        for held in unit.gradients.live_tensors()
     ]
     return of_units or replicated_gradients(program, r"\.experts\.")
 

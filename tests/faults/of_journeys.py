@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptrain.axes.expert.run import apply as exchange
-from ptrain.axes.expert.run.apply import JourneyOverRanks, Routed
+from ptrain.axes.expert.run.apply import JourneyOverRanks, RoutedRowCounts
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import Journey
 from ptrain.report.finding import Subject
@@ -30,7 +30,7 @@ class HomeUnsorted(JourneyOverRanks):
 
     def return_rows(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None
-        return self._travelled(y_RC, self._routed.received, self._routed.sent)
+        return self._exchange_rows(y_RC, self._routed.received, self._routed.sent)
 
 
 class ThereUnsorted(JourneyOverRanks):
@@ -54,7 +54,7 @@ class PlacesUnsorted(JourneyOverRanks):
         ranks = self.group.size()
         y_ESC = y_eTC.reshape(ranks * experts, places // ranks, hidden)
         places_NE = self._places_of(y_ESC)
-        return self._by_rank(self._travelled(y_ESC, places_NE, places_NE)).flatten(0, 1)
+        return self._by_rank(self._exchange_rows(y_ESC, places_NE, places_NE)).flatten(0, 1)
 
 
 class NextExperts(JourneyOverRanks):
@@ -114,7 +114,7 @@ def nothing_travels(program: Program) -> None:
     class Home(Journey):
         def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
             counts_NE = exchange._counts_of(ends_E).unflatten(0, (-1, own))
-            self.routed = Routed(counts_NE.tolist(), counts_NE.tolist())
+            self.routed = RoutedRowCounts(counts_NE.tolist(), counts_NE.tolist())
             ends_e = counts_NE.sum(0).cumsum(0, dtype=torch.int32)
             return self.routed.by_expert(x_MC), ends_e
 

@@ -79,7 +79,7 @@ def train(
         rank=world.rank,
         trajectory=_trajectory(program, initial, losses, norms),
         measured=_with_set_up(measured, second) if measured else None,
-        chosen=routing.choices() if routing.has_routers else None,
+        chosen=routing.choices() if routing._numbers else None,
     )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate, Phase, State
 from ptrain.meters.measure import Measurement, measure
 from ptrain.models.initialize import build_model, initialize
@@ -37,7 +37,7 @@ def spec_of(strategy: str, size: int, accumulate: int = 1) -> Spec:
     chosen = axes.get(strategy, ("dp_shard",))
     overrides = [*SIZES, f"batch.global={2 * size * accumulate}"]
     overrides += [f"mesh.{axis}={size if len(chosen) == 1 else 2}" for axis in chosen]
-    return require(load(strategy, tuple(overrides)))
+    return require_runnable(load(strategy, tuple(overrides)))
 
 
 def wrapped(way: str, spec: Spec, size: int) -> nn.Module:
@@ -168,7 +168,7 @@ def _mixed(reduced: torch.dtype, fault: str = "") -> list[str]:
     """The failing checks of FSDP2's mixed precision, by the spec of the layout that reduces so."""
     layout = "fsdp-mixed" if reduced is torch.bfloat16 else "megatron18"
     overrides = [*SIZES, "batch.global=4", f"precision.layout={layout}"]
-    spec = require(load("fsdp-mixed", overrides))
+    spec = require_runnable(load("fsdp-mixed", overrides))
     model = build_model(spec.model, sequence=spec.batch.sequence)
     initialize(model, 0)
     if fault == "narrow master":

@@ -48,7 +48,7 @@ def begun(spec: Spec, folder: str) -> float:
     checkpoint.save(program, Path(folder), 1, Exchange(program.world))
     rows = derive(spec).exact.of_rank(program.world.rank).memory
     held = [row.device_bytes + row.host_bytes for row in rows if row.state is State.PARAMETERS]
-    kept = sum(held) / spec.precision.effective.parameters.itemsize
+    kept = sum(held) / spec.precision.effective_layout.parameters.itemsize
     return weights_of(spec.model).bytes_read / 4 / kept  # files of fp32
 
 

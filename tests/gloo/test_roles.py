@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import State
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
@@ -59,7 +59,7 @@ def spec_of(mesh: Mapping[str, int], placement: Mapping[str, str], layout: str, 
         "optimizer": optimizer,
         "data": {"corpus": "python-docs", "tokenizer": "bytes"},
     }
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:

@@ -24,7 +24,7 @@ from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.steps.wraps import Ran
+from ptrain.steps.wraps import ExecutedStep
 from ptrain.train.loop import local_batch
 from tests.gloo.tensor_cases import SIZES, spec_of
 from tests.ranks import Ranks
@@ -90,7 +90,7 @@ def moved(spec: Spec, *, is_wrapped_first: bool) -> set[bool]:
     if is_wrapped_first:
         parallelize(rank.model, step, rank.mesh.submesh((step.axis,)), rank.mesh.registry)
         rank.operators = micro_batch(step)
-        rank.ran.append(Ran(step, 0))
+        rank.ran.append(ExecutedStep(step, 0))
     program = Program(rank)
     holding = [each.holds for each in theorem_6(spec, plan, program.ran)]
     assert holding == [True, not is_wrapped_first, True]

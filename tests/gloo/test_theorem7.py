@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ptrain.axes.pipeline.run.stage import Staged
+from ptrain.axes.pipeline.run.stage import StagedModel
 from ptrain.cost import Collective, State, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.derivation.estimate import derive
@@ -73,7 +73,7 @@ def watch(spec: Spec) -> Seen:
             program.forward_backward(local)
             program.step(1e-3)
     assert measurement is not None
-    assert isinstance(program.wrapped, Staged)
+    assert isinstance(program.wrapped, StagedModel)
     counted = zip(measurement.traffic.calls(), ends, strict=True)
     return Seen(
         rank=program.world.rank,

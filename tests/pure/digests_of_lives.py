@@ -131,12 +131,12 @@ def accounts(group: Group) -> Iterator[str]:
         assert isinstance(plan.wrap, FlatUnits)
         wrap = replace(plan.wrap, overlaps=group.overlaps)
         if group.gather is None:
-            notes = gradients(spec, plan.having(wrap))
+            notes = gradients(spec, plan.replace_steps(wrap))
         elif not _is_legal(group, wrap):
             continue
         else:
             dials = replace(wrap, gather_after_update=group.gather, prefetch=group.prefetch)
-            notes = step(spec, plan.having(dials))
+            notes = step(spec, plan.replace_steps(dials))
         yield f"{tuples}: {' '.join(notes)}"
 
 

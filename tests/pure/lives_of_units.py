@@ -52,13 +52,13 @@ class GradientsOfUnit(Life):
         self._working: Ghost | None = None
 
     def open(self) -> None:
-        self._gradients.open()
+        self._gradients.allocate_buffer()
 
     def finish(self, *, is_last: bool, is_due: bool) -> None:
         self._gradients.finish(is_last=is_last, is_due=is_due)
 
     def complete(self) -> None:
-        self._gradients.complete()
+        self._gradients.wait()
 
     def for_update(self) -> None:
         self._gradients.for_update()

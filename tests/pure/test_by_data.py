@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Column, Estimate, Footprint, Peak, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import timeline
@@ -28,12 +28,12 @@ from ptrain.train.heading import preflight_lines
 from tests.pure.build import setting
 
 WHO = "h.0.moe and 1 more module select by data (nonzero)"
-SPEC = require(load("zero3", ["model={preset: llama-tiny}"]))
+SPEC = require_runnable(load("zero3", ["model={preset: llama-tiny}"]))
 
 
 def routed(spec: Spec = SPEC, *, extents: tuple[int, ...] = (3, 1)) -> ModelFacts:
     """Facts of a model of the spec's shape whose micro-batch is as long as `extents` have it."""
-    sizes = setting(spec.model, spec.precision.effective.parameters)
+    sizes = setting(spec.model, spec.precision.effective_layout.parameters)
     known = facts_of_shape(spec.model, spec.batch.sequence, spec.unit)
     first, *others = (
         replace(known, timeline=timeline(replace(sizes, batch=2, sequence=16 * extent)))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ptrain.axes.context.attention import all_spans
+from ptrain.axes.expert.cost import expert_traffic
 from ptrain.axes.expert.cost import rows_bytes as searched_rows
-from ptrain.axes.expert.cost import sent
 from ptrain.axes.expert.form import own_places, with_own_experts
 from ptrain.cost import Phase, State
 from ptrain.derivation.estimate import derive
@@ -78,7 +78,7 @@ def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
 def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]:
     """Calls and sent bytes of a step by collective and phase."""
     counted: Counter[tuple[Any, ...]] = Counter()
-    for row in sent(spec, plan):
+    for row in expert_traffic(spec, plan):
         assert row.key.axes == (axis,)
         counted[row.key.collective, row.key.phase, "calls"] += row.calls
         counted[row.key.collective, row.key.phase, "bytes"] += row.sent_bytes
@@ -170,7 +170,7 @@ def test_rows_of_a_folded_tp_go_over_both_axes_and_routers_count_over_all_slices
             expected[axes, collective, phase, "calls"] += layers * calls
             expected[axes, collective, phase, "bytes"] += layers * size
     counted: Counter[tuple[Any, ...]] = Counter()
-    for row in sent(spec, plan):
+    for row in expert_traffic(spec, plan):
         counted[row.key.axes, row.key.collective, row.key.phase, "calls"] += row.calls
         counted[row.key.axes, row.key.collective, row.key.phase, "bytes"] += row.sent_bytes
     assert counted == expected

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from ptrain.axes.context.attention import ContextPart, context_of, multiplied, part_at
+from ptrain.axes.context.attention import ContextPart, computed_scores, context_of, part_at
 from ptrain.cost import Collective, Phase
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
@@ -78,7 +78,7 @@ def test_kernels_are_given_the_scores_of_the_blocks_that_meet(attention):
             if isinstance(item, Operator) and item.kind is OperatorKind.ATTENTION
         ]
         of_rank.append(sum(scores) // spec.model.heads)
-    assert tuple(of_rank) == multiplied(context_of(spec))
+    assert tuple(of_rank) == computed_scores(context_of(spec))
 
 
 def test_gathered_keys_are_kept_beside_what_is_kept_of_a_ring():
@@ -95,7 +95,7 @@ def test_gathered_keys_are_kept_beside_what_is_kept_of_a_ring():
 
 def test_of_many_places_a_table_has_what_few_do():
     part = ContextPart(kind="zigzag", before=40, behind=23)
-    assert (part.name, part.place, part.ring) == ("3-3", "2-2", 64)
+    assert (part.name, part.table_place, part.ring_degree) == ("3-3", "2-2", 64)
     assert part_at(context_of(spec_of("zigzag")), 7).name == "3-0"
 
 

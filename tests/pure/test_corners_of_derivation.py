@@ -6,7 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
-from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.cuts import ShardLayout
 from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation import wire
 from ptrain.derivation.estimate import derive, facts_from_shape
@@ -129,7 +129,7 @@ def test_flat_buffers_are_those_of_rank_0():
 
 def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
     room = GhostRuntime(Tape(), {REPLICATE: 2, SHARD: 2}, {})
-    cuts = Cuts(room, 64, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
+    cuts = ShardLayout(room, 64, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
     seen = {
         ((), (SHARD,)): True,
         ((), (REPLICATE,)): False,
@@ -143,7 +143,7 @@ def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
         had: room.new_empty(cuts.shard_numel(had), DType.FP32, Tier.DEVICE, State.OTHER)
         for had, _ in seen
     }
-    parts = {(had, wanted): cuts.take(wholes[had], had, wanted) for had, wanted in seen}
+    parts = {(had, wanted): cuts.take_part(wholes[had], had, wanted) for had, wanted in seen}
     assert {key: part.storage is wholes[key[0]].storage for key, part in parts.items()} == seen
 
 

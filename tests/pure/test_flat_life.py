@@ -45,7 +45,7 @@ def plan_of(spec: Spec, **dials) -> Plan:
     """The plan of a spec, its wrap with other dials."""
     plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
-    return plan.having(replace(plan.wrap, **dials))
+    return plan.replace_steps(replace(plan.wrap, **dials))
 
 
 def moved(spec: Spec, **dials) -> dict[tuple[Collective, State, Phase], tuple[int, int]]:
@@ -262,7 +262,7 @@ def plans(draw) -> tuple[Spec, Plan]:
         overlaps=draw(st.booleans()) and bool(gradients),
         gather_after_update=when,
     )
-    steps = tuple(step for step in plan.having(wrap).steps if not isinstance(step, Clip))
+    steps = tuple(step for step in plan.replace_steps(wrap).steps if not isinstance(step, Clip))
     return spec, replace(plan, steps=steps)
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from ptrain.axes.data.cost import (
     GatherCounts,
-    gathers,
+    count_gathers,
+    count_reductions,
     kept_ranks,
     local_rows,
     padded_rows,
-    reductions,
 )
 from ptrain.cost import Collective, Phase, State, add_traffic
 from ptrain.derivation.ghosts.in_place import InPlace
@@ -86,13 +86,13 @@ def counted(step: FullyShard, layout, count: int) -> dict:
 
     for unit in FACTS.units:
         shard = sum(part_numel(tensor.shape, step.sync) for tensor in unit.tensors)
-        times = gathers(step.sync, count, is_root=unit.is_root)
+        times = count_gathers(step.sync, count, is_root=unit.is_root)
         between = kept_ranks(step.sync, RANKS, is_root=unit.is_root)
         whole, theta = RANKS * shard * layout.parameters.itemsize, State.PARAMETERS
         again = between if between > 1 else RANKS
         call(Collective.ALL_GATHER, theta, Phase.FORWARD, times.forward, whole, RANKS)
         call(Collective.ALL_GATHER, theta, Phase.BACKWARD, times.backward, whole, again)
-        size, num = shard * layout.reduced.itemsize, reductions(step.sync, count)
+        size, num = shard * layout.reduced.itemsize, count_reductions(step.sync, count)
         gradients, backward = State.GRADIENTS, Phase.BACKWARD
         call(Collective.REDUCE_SCATTER, gradients, backward, num, RANKS * size, RANKS)
         if step.replicate_axes:
@@ -116,7 +116,7 @@ def test_fsdp2_in_flight_sends_as_often_as_its_schedule_counts(policy: SyncPolic
     ghost = wrapping(spec, plan, FACTS)
 
     def times(sync: SyncPolicy, *, is_root: bool) -> GatherCounts:
-        return gathers(sync, 5, is_root=is_root)
+        return count_gathers(sync, 5, is_root=is_root)
 
     assert add_traffic(ghost.sent(times)) == add_traffic(ghost.sent(None))
 
@@ -133,7 +133,7 @@ def test_a_reduction_by_exchange_says_what_stands_for_it():
 def test_ddp_sends_each_bucket_once_whether_beside_backward_or_behind_it(overlaps: bool):
     facts = replace(FACTS, gradient_order=tuple(t.name for t in FACTS.tensors)[::-1])
     spec, plan = planned({Axis.DP_REPLICATE: (2, WHOLE)}, accumulate=3, bucket_bytes=70)
-    plan = plan.having(replace(plan.wrap, overlaps=overlaps))
+    plan = plan.replace_steps(replace(plan.wrap, overlaps=overlaps))
     # in bytes, as they arrive: 56 and 16; 8 and 60 and 8; 60 are left for the end
     whole = FACTS.numel * 4
     found = calls(spec, plan, facts)
@@ -202,7 +202,7 @@ def test_the_shards_of_fsdp2_are_their_own_master_copies_where_theta_is_made(sha
         reduce_scatter=ReduceScatterVia.NATIVE,
         materialized=True,
     )
-    plan = plan.having(step, replace(plan.update, layout=layout))
+    plan = plan.replace_steps(step, replace(plan.update, layout=layout))
     kinds, kind_of = by_shard(wrapping(spec, plan, FACTS))
     parameters, omega, gradients, _ = kinds[kind_of[shard]]
     padded = sum(part_numel(tensor.shape, spec.sync) for tensor in FACTS.tensors)

@@ -15,7 +15,7 @@ from ptrain.derivation.layers import everyone, passes
 from ptrain.derivation.pipeline import staged
 from ptrain.derivation.tables import RankCut
 from ptrain.facts.model import Passes, net
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
@@ -28,7 +28,7 @@ every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])
 
 def stages_of(spec: Spec) -> list[Passes]:
     """Each stage's passes, first to last."""
-    plan, facts = derive(spec).plan, own_facts(spec)
+    plan, facts = derive(spec).plan, built_in_facts(spec)
     all_facts = staged(spec, plan, facts)
     taken_apart = [all_facts[stage_facts.like] for stage_facts in all_facts]
     return [
@@ -57,7 +57,7 @@ def test_a_micro_batch_that_came_back_leaves_its_gradients_and_its_loss(model, l
 @every_model
 def test_gradients_of_weights_are_complete_once_in_the_second_half_if_there_are_two(model):
     spec = legal({"pp": 4}, model=model)
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     found = staged(spec, derive(spec).plan, facts)
     for each, stage in zip(found, stages_of(spec), strict=True):
         names = Counter(tensor.name for tensor in each.facts.tensors)

@@ -21,11 +21,11 @@ from ptrain.rates.measured import (
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.precision import LAYOUTS, DType
 from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.spec.resolve_sections import tables
-from ptrain.spec.write import section, to_yaml
+from ptrain.spec.resolve_sections import expand_rates
+from ptrain.spec.write import section_mapping, to_yaml
 
 FP32 = LAYOUTS["fp32"]
 # Two processors' figures, made up: of one rank, and of two at once.
@@ -359,7 +359,7 @@ def test_a_row_that_is_no_measurement_is_refused_by_its_place(rates, text):
 def test_rates_are_written_as_they_are_read():
     known = cluster().rates
     assert known is not None
-    written = section(known)
+    written = section_mapping(known)
     assert written["products"] == RATES["products"]
     assert cluster(written).rates == known
 
@@ -369,16 +369,16 @@ def test_a_file_of_rates_is_read_and_what_is_beside_it_overrides(tmp_path: Path)
     file.write_text(to_yaml(RATES), encoding="utf-8")
     known = cluster({"preset": str(file), "hooks": [["ddp_bucket", 7e-5, 8e-5]]})
     assert known.rates is not None and known.rates.preset is None
-    assert tables(known.rates).at_once == (1, 2)
+    assert expand_rates(known.rates).at_once == (1, 2)
     assert pace_of(known, 1).hook_seconds(Hook.DDP_BUCKET) == 7e-5  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", listing("rates"))
+@pytest.mark.parametrize("name", list_files("rates"))
 def test_named_rates_stay_by_their_name(name):
     known = cluster({"preset": name}, kind="cuda")
     assert known.rates is not None
-    assert section(known)["rates"] == {"preset": name}
-    assert tables(known.rates).products
+    assert section_mapping(known)["rates"] == {"preset": name}
+    assert expand_rates(known.rates).products
     gathered = pace_of(known, 4)
     assert gathered is not None
     assert gathered.collective_seconds(Collective.ALL_GATHER, ranks=4, nodes=1, payload=8) > 0
@@ -388,7 +388,9 @@ def test_the_files_of_gpus_are_what_their_page_makes_them(benchmark_module):
     writer = benchmark_module("cluster_rates")
     page = writer.PAGE.read_text(encoding="utf-8")
     for name in writer.GPUS:
-        assert listing("rates")[name].read_text(encoding="utf-8") == writer.text(name, page), name
+        assert list_files("rates")[name].read_text(encoding="utf-8") == writer.text(name, page), (
+            name
+        )
     assert writer.leave_out(page) == 0
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation import in_flight, pipeline
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
@@ -50,7 +50,7 @@ def legal(name: str, *overrides: str) -> Spec | None:
     """The spec with more layers, so that most of each stage's blocks are equal; None where it is
     not legal so."""
     try:
-        return require(load(name, ["model.layers=40", *overrides]))
+        return require_runnable(load(name, ["model.layers=40", *overrides]))
     except SpecError:
         return None
 
@@ -97,7 +97,7 @@ def test_a_block_that_stands_for_its_equals_comes_to_what_they_come_to(name):
 def test_what_moves_beside_falls_as_far_behind_with_every_block_as_with_all(words):
     mesh = ["mesh={dp_shard: 2}", "model.layers=12", "cluster.preset=h100-64"]
     batch = ["batch={global: 16, micro: 2, sequence: 1024}"]
-    spec = require(load("70b-zero3", [*mesh, *batch, *words]))
+    spec = require_runnable(load("70b-zero3", [*mesh, *batch, *words]))
     once = derive(spec).exact.step
     with patch.object(in_flight, "represent", every_block):
         every = derive(spec).exact.step
@@ -136,7 +136,7 @@ def test_units_of_a_block_take_turns_when_a_half_is_over(schedule):
         **IN_HALVES[schedule],
     }
     written["placement"] = {axis: written["placement"][axis] for axis in written["mesh"]}
-    assert not difference(require(load(written)))
+    assert not difference(require_runnable(load(written)))
 
 
 @pytest.mark.parametrize("split", ["[4, 8, 8, 20]", "[10, 10, 10, 10]", "[9, 13, 9, 9]"])

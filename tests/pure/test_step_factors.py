@@ -112,12 +112,12 @@ def test_the_host_updates_at_half_the_bandwidth_of_its_memory():
     rows = {"optimizer.clip": "null", "placement.dp_shard": "zero-offload"}
     clock.phase = Phase.UPDATE
     spec = load("zero3", [f"{key}={value}" for key, value in rows.items()]).spec
-    clock.update_on_host("adamw", spec.precision.layout.updated, [(5, 5)])
+    clock.update_on_host("adamw", spec.precision.layout.update_dtype, [(5, 5)])
     (row,) = clock.rows()
     assert row.key == TimeKey(Spent.UPDATE, Phase.UPDATE)
     assert row.seconds == pytest.approx(25 * 28 / 17.5)
     with pytest.raises(UnknownRate, match="host_bandwidth"):
-        clock_of().update_on_host("adamw", spec.precision.layout.updated, [(5, 5)])
+        clock_of().update_on_host("adamw", spec.precision.layout.update_dtype, [(5, 5)])
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def opened(spec: Spec, **dials: object) -> tuple[Pages, Flat]:
     """Nothing overlaps, unless the dials say so."""
     plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
-    plan = plan.having(replace(plan.wrap, **{"overlaps": False, **dials}))
+    plan = plan.replace_steps(replace(plan.wrap, **{"overlaps": False, **dials}))
     return opened_plan(spec, plan)
 
 

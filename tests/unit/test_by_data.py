@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.codec import decode, encode
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
@@ -39,7 +39,7 @@ def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
         "precision": {"layout": "fp32"},
         **sections,
     }
-    return require(load(written))
+    return require_runnable(load(written))
 
 
 def own(function: str, **arguments: Any) -> dict[str, Any]:

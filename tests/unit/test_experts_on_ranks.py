@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.expert.run.apply import JourneyOverRanks, Travels
+from ptrain.axes.expert.run.apply import JourneyFactory, JourneyOverRanks
 from ptrain.models.moe import MoE
 from ptrain.models.trace import Recording, StorageAllocated, StorageFreed
 from ptrain.models.work import OperatorSizes, RecordedCollective
@@ -101,7 +101,7 @@ class _OnRanks(nn.Module):
     def __init__(self, group: dist.ProcessGroup, shape: ModelShape, *, overlaps: bool) -> None:
         super().__init__()
         self.layer = MoE(shape)
-        self.layer.journey = Travels(group, overlaps)
+        self.layer.journey = JourneyFactory(group, overlaps)
         for projection in self.layer.experts.children():
             assert isinstance(projection.weight, nn.Parameter)
             own = projection.weight[: EXPERTS // RANKS].detach().normal_()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.axes.tensor.run.apply import held_order
 from ptrain.errors import SpecError
 from ptrain.models.initialize import build_model
@@ -34,7 +34,7 @@ def spec_of(activations: str = "R", tp: int = 2, **tensor: Any) -> Spec:
         "batch": {"global": 2, "micro": 1, "sequence": 16},
         "tensor": tensor,
     }
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 def refusal(module: nn.Module, spec: Spec) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def test_projections_are_told_by_how_a_model_takes_them_apart(take, lengths):
 
 def test_gpt2_is_cut_though_transformers_says_nothing_of_it():
     pytest.importorskip("transformers")
-    spec = require(
+    spec = require_runnable(
         load(
             {
                 "name": "gpt2",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ptrain.axes.data.cost import bucket_caps, bucket_sizes, local_rows, padded_rows, spread
+from ptrain.axes.data.cost import assign_owners, bucket_caps, bucket_sizes, local_rows, padded_rows
 from ptrain.axes.data.run.apply import FullyShardedWrap
 from ptrain.axes.data.run.flat_target import ZeroRedundancyUpdate
 from ptrain.cost import Collective, Phase, State
@@ -233,7 +233,7 @@ def test_zero_redundancy_spreads_tensors_as_its_ghost_does(numels: list[int]):
         buckets = [bucket.numel() for of_device in optimizer._buckets for bucket in of_device]
     finally:
         world.close()
-    assert spread(numels, 3) == owners, f"{CHANGED}_partition_parameters"
+    assert assign_owners(numels, 3) == owners, f"{CHANGED}_partition_parameters"
     held = [sum(n for n, o in zip(numels, owners, strict=True) if o == rank) for rank in range(3)]
     assert buckets == [size or 1 for size in held], f"{CHANGED}_build_param_buckets"
 

@@ -200,7 +200,7 @@ def test_windows_of_fused_projections_are_read_as_they_are_held(tmp_path: Path) 
             name, held = f"{path}.{leaf}", child.get_parameter(leaf)
             for window in (drawn(random, tuple(held.shape)) for _ in range(8)):
                 part = torch.empty([size for _, size in window])
-                for own, place in order.pieces(name, held.shape, window, part):
+                for own, place in order.model_windows(name, held.shape, window, part):
                     place.copy_(narrow_to_window(tensor, own))
                 assert torch.equal(part, narrow_to_window(held, window)), name
 

@@ -37,7 +37,7 @@ def hops_of(kernel: Kernel, heads: list[Tensor], rank: int) -> tuple[Tensor, Ten
     own = slice_of(queries, rank)
     blocks = (
         hops.forward(
-            own, *(slice_of(x, rank - hop) for x in others), is_causal=hop == 0, **kernel.given
+            own, *(slice_of(x, rank - hop) for x in others), is_causal=hop == 0, **kernel.arguments
         )
         for hop in range(rank + 1)
     )

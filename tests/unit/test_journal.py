@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.interpreter.loss import LossScale
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.queue import DeviceQueue
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def spec_of(layout: str) -> Spec:
-    return require(load("ddp", ["mesh.dp_replicate=1", f"precision.layout={layout}"]))
+    return require_runnable(load("ddp", ["mesh.dp_replicate=1", f"precision.layout={layout}"]))
 
 
 def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(

@@ -28,7 +28,7 @@ from ptrain.steps.step import Keep
 from ptrain.timeline import Timeline
 from ptrain.traces.record import record
 from tests.models_external import necks
-from tests.saved_tensors import saved_bytes
+from tests.saved_tensors import saved_bytes, saved_storages
 
 LAYERS, HIDDEN, SAMPLES, TOKENS, VOCAB = 3, 32, 2, 16, 50
 INPUT = SAMPLES * TOKENS * HIDDEN * 4  # bytes of a block's input
@@ -173,8 +173,8 @@ def test_an_offloaded_block_leaves_nothing_on_the_device(model, tier):
 @pytest.mark.parametrize("model", ["llama", "gpt"])
 def test_what_is_moved_is_what_a_plain_block_saves_each_storage_once(model):
     plain, away = recorded(made(model)), recorded(made(model, (AWAY,) * LAYERS))
-    left = [event.size for event in away.saved]
-    expected = [event.size for event in plain.saved]
+    left = [event.size for event in saved_storages(away)]
+    expected = [event.size for event in saved_storages(plain)]
     for size in left:
         expected.remove(size)
     # the first block's input is not saved by a plain model's blocks alone

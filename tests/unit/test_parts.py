@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.spec.job import Timeout
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -41,7 +41,7 @@ def spec_of(function: str, tp: int = 2, **arguments: Any) -> Spec:
         "placement": {"tp": "S,S,S,R"},
         "batch": {"global": 2, "micro": 1, "sequence": 16},
     }
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 @pytest.mark.nightly
@@ -162,8 +162,8 @@ def over_cp(attention: Any, degree: int) -> dict[str, Any]:
         "context": {"attention": attention},
         "batch": {"global": 2, "micro": 1, "sequence": 96},
     }
-    spec = require(load(mapping))
-    return traced(spec, own_facts(spec), allow_import=False)
+    spec = require_runnable(load(mapping))
+    return traced(spec, built_in_facts(spec), allow_import=False)
 
 
 def test_ranks_that_this_process_plays_leave_nothing_behind(monkeypatch, capsys):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ptrain.axes.data.run.flat_target import OwnRows, ParameterMembers
+from ptrain.axes.data.run.flat_target import LocalRowWriter, ParameterMembers
 from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.cli.main import main
 from ptrain.convert.export import export
@@ -120,7 +120,7 @@ def test_a_module_without_values_gets_all_of_its_state(
         write = filling.fill_by_unit()
         members = ParameterMembers([*module.named_parameters()])
         size = sum(parameter.numel() for parameter in module.parameters())
-        members.values = OwnRows(write, [(0, size)])
+        members.values = LocalRowWriter(write, [(0, size)])
         members.bind_views(torch.empty(size))
     else:
         filling.fill_all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import roles_of
@@ -35,7 +35,7 @@ def spec_of(model: dict[str, Any] | None = None, tp: int = 2, **tensor: Any) -> 
         "batch": {"global": 2, "micro": 1, "sequence": 16},
         "tensor": tensor,
     }
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
@@ -115,7 +115,7 @@ def test_the_specs_plan_wins():
 def test_where_nothing_is_cut_nobody_is_asked():
     mapping = {"name": "one", "model": {"target": TARGET}, "mesh": {"dp_shard": 2}}
     placed = {"placement": {"dp_shard": "zero3"}, "batch": {"micro": 1, "sequence": 16}}
-    assert roles_of_module(pairs(planned=False), require(load(mapping | placed))) == ()
+    assert roles_of_module(pairs(planned=False), require_runnable(load(mapping | placed))) == ()
 
 
 MISTAKES = [
@@ -188,7 +188,7 @@ def test_a_module_that_is_given_in_place_of_a_built_in_model_has_its_own_roles()
     place, finding, _ = fault(pairs(planned=False), spec_of(shape))
     assert place == "model" and finding.startswith("Pairs has no tensor-parallel plan")
     mapping = {"name": "a", "model": shape, "mesh": {"tp": 2}, "placement": {"tp": "S,S,S,S"}}
-    sliced = require(load(mapping | {"batch": {"micro": 1, "sequence": 16}}))
+    sliced = require_runnable(load(mapping | {"batch": {"micro": 1, "sequence": 16}}))
     assert dict(roles_of_module(pairs(), sliced))["layers.0"] is Role.FIRST_BLOCK
     assert lower(spec_of(shape), ModelFacts(units=(), roles=roles)).tensor.roles == roles
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans
 from ptrain.axes.context.run import slices
-from ptrain.axes.context.run.slices import SampleSlices, taken
+from ptrain.axes.context.run.slices import SampleSlices, take_spans
 from ptrain.models.moe import Balance, ExpertPlaces
 from ptrain.rooms.comm import TagRegistry
 from ptrain.spec.block import Router
@@ -96,12 +96,12 @@ def test_the_choices_that_find_a_place_are_those_of_whole_samples(answered, way,
         places = ExpertPlaces(shape)
         places.tokens = tokens
         ranks.append(places)
-    own = [taken(chosen_BTK, its) for its in spans]
+    own = [take_spans(chosen_BTK, its) for its in spans]
     results = answered([lambda p=p, x=x: p(x) for p, x in zip(ranks, own, strict=True)])
     for places, places_NK, its, own_BTK in zip(ranks, results, spans, own, strict=True):
         number = places.count_places(SAMPLES, own_BTK.shape[1])
         is_late_NK = places_NK == number
-        assert is_late_NK.view_as(own_BTK).equal(taken(is_late_BTK, its))
+        assert is_late_NK.view_as(own_BTK).equal(take_spans(is_late_BTK, its))
         kept = places_NK[~is_late_NK]
         assert len(kept.unique()) == len(kept) and (kept < number).all()
         experts = kept // (number // SHAPE.experts)
@@ -125,7 +125,9 @@ def test_the_shares_of_a_loss_add_up_to_that_of_whole_samples(answered, way, rou
     for tokens, its in zip(slices_of(step), all_spans(step), strict=True):
         balance = Balance(shape)
         balance.tokens = tokens
-        computations.append(lambda b=balance, its=its: loss(b, lambda whole: taken(whole, its)))
+        computations.append(
+            lambda b=balance, its=its: loss(b, lambda whole: take_spans(whole, its))
+        )
     shares = answered(computations)
     total = sum(shares) / len(shares)  # `route_slices` weighs each so
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
@@ -143,6 +145,6 @@ def test_tokens_of_a_slice_alone_would_balance_something_else(answered):
     is_late = (whole(chosen_BTK) == whole.count_places(SAMPLES, TOKENS)).view_as(chosen_BTK)
     apart = []
     for its in all_spans(step):
-        own = taken(chosen_BTK, its)
+        own = take_spans(chosen_BTK, its)
         apart.append((whole(own) == whole.count_places(SAMPLES, own.shape[1])).view_as(own))
     assert not torch.cat(apart, 1).equal(is_late)

@@ -24,7 +24,7 @@ from ptrain.simulation.choice import chosen, classes
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.simulation.living import Life, what
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 
@@ -38,7 +38,7 @@ SMALL = (
     "batch={global: 4, micro: 1, sequence: 16}",
 )
 TINY = (*SMALL, "model.layers=1", "batch.global=2")  # for what is said, not what is held
-STRATEGIES = listing("strategies")
+STRATEGIES = list_files("strategies")
 BY_DEFAULT = ("ddp", "zero3", "tp-sp", "pp-zero3", "activation-offload")
 WITHOUT = {"tp": ("batch.global=1",), "tp-sp": ("batch.global=1",)}  # accumulation
 

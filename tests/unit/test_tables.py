@@ -18,7 +18,8 @@ from ptrain.derivation.tables import Place, Setting
 from ptrain.internals.dtensor import clear_shape_caches
 from ptrain.models.trace import GradientComplete, StorageAllocated, StorageFreed
 from ptrain.traces import work_tables, write
-from ptrain.traces.block_tables import PassTable
+from ptrain.traces.block_tables import PassTable, trace_stage
+from ptrain.traces.settings import TableWriter, symbols
 
 WHOLE = [
     (part, setting)
@@ -143,7 +144,8 @@ def test_both_halves_leave_what_the_whole_backward_pass_leaves(place):
     """What is left of the whole pass, handed on, gradients and loss, is left of the halves too;
     there what the graph keeps goes in the end, which is not listed."""
     left = []
-    for trace in PassTable(OF_STAGES[NAMES[0]]).stage(place, 2):
+    own = OF_STAGES[NAMES[0]]
+    for trace in trace_stage(own, TableWriter(tuple(symbols(own))), None, place, 2):
         recording = trace.recording
         events = [event for events in recording.passes.values() for event in events]
         gone = {event.id for event in events if isinstance(event, StorageFreed | GradientComplete)}

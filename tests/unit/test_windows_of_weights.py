@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.axes.data.run.flat_target import OwnRows, ParameterMembers
+from ptrain.axes.data.run.flat_target import LocalRowWriter, ParameterMembers
 from ptrain.models import pretrained
 from ptrain.models.initialize import InitialValues, build_model
 from ptrain.models.pretrained import weights_of
@@ -83,7 +83,7 @@ def test_a_drawn_tensor_has_the_same_windows() -> None:
     assert torch.equal(part, everything[7:12, 2:5])
 
 
-def unit(shapes: list[tuple[int, ...]], values: OwnRows) -> tuple[torch.Tensor, Any]:
+def unit(shapes: list[tuple[int, ...]], values: LocalRowWriter) -> tuple[torch.Tensor, Any]:
     """A flat buffer of ones that parameters without memory have adopted, and its members."""
     named = []
     for number, shape in enumerate(shapes):
@@ -112,7 +112,7 @@ def test_of_a_flat_unit_the_rows_that_its_shard_reaches_are_written_and_no_other
         taken.extend(f"{name}[{first + row}]" for row in range(len(part)))
         part.copy_(torch.full_like(part, float(name[1:])))
 
-    buffer, members = unit(shapes, OwnRows(write, stretches))
+    buffer, members = unit(shapes, LocalRowWriter(write, stretches))
     kept = {place for begin, end in stretches for place in range(begin, min(end, numel))}
     place, expected = 0, []
     for number, shape in enumerate(shapes):

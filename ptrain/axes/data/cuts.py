@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic
 
-from ptrain.axes.data.cost import Run, in_memory, padded_flat, shard_runs, stretches
+from ptrain.axes.data.cost import Run, in_memory, padded_flat, shard_ranges, shard_runs
 from ptrain.cost import State
 from ptrain.rooms.room import PendingResult, T, TensorRuntime
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Axis, Tier, without
+from ptrain.spec.placement import Axis, Tier, exclude_axes
 
 Axes = tuple[Axis, ...]
 
 
-class Cuts(Generic[T]):
+class ShardLayout(Generic[T]):
     """The shards of a flat buffer over the axes along which any state is sharded.
 
     Attributes:
@@ -52,11 +52,11 @@ class Cuts(Generic[T]):
         dims = zip(self.axes, self.degrees, strict=True)
         return (*(1 if axis in cut else degree for axis, degree in dims), self._smallest_numel)
 
-    def stretches(self, cut: Sequence[Axis]) -> Iterator[tuple[int, int]]:
+    def shard_ranges(self, cut: Sequence[Axis]) -> Iterator[tuple[int, int]]:
         """Yield the (start, end) ranges of this rank's shard over `cut` in the full buffer."""
-        return stretches(self.padded, self.degrees, self._coordinates(cut, self.room.coordinate))
+        return shard_ranges(self.padded, self.degrees, self._coordinates(cut, self.room.coordinate))
 
-    def runs(
+    def shard_runs(
         self,
         tensors: tuple[tuple[int, bool], ...],
         cut: Sequence[Axis],
@@ -78,7 +78,7 @@ class Cuts(Generic[T]):
         """Return the coordinate along each sharded axis, None for all others."""
         return tuple([coordinate(axis) if axis in cut else None for axis in self.axes])
 
-    def take(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
+    def take_part(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
         """Return this rank's part of a shard.
 
         Args:
@@ -96,8 +96,8 @@ class Cuts(Generic[T]):
         room.copy(window, room.view_range(part, 0, room.shape(window)))
         return part
 
-    def put(self, local: T, part: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> None:
-        """Write `part` to the place in `local` from which `take` got it; a view needs no copy."""
+    def put_part(self, local: T, part: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> None:
+        """Write `part` to its place in `local`, where `take_part` got it; a view needs no copy."""
         window = self._narrowed_view(local, had, wanted)
         if not self.room.is_same_memory(window, part):
             self.room.copy(part, window)
@@ -123,7 +123,7 @@ class Cuts(Generic[T]):
                 dims[dim] = 1
         return all(size == 1 for dim in narrowed for size in dims[:dim])
 
-    def gather(
+    def gather_part(
         self,
         part: T,
         cut: Sequence[Axis],
@@ -158,8 +158,8 @@ class Cuts(Generic[T]):
         *,
         is_awaited: bool = False,
     ) -> PendingResult[T]:
-        """Start a `gather` without waiting; `part` must not change until `PendingResult.wait`."""
-        room, left = self.room, without(cut, over)
+        """Start a `gather_part` without waiting; `part` must not change before the `wait`."""
+        room, left = self.room, exclude_axes(cut, over)
         numel, dtype = self.shard_numel(left), room.dtype(part)
         result = room.new_empty(numel, dtype, Tier.DEVICE, state) if into is None else into
         if (order := self._leading_order(left, over)) is None:

@@ -15,7 +15,7 @@ from itertools import compress, groupby
 from typing import NamedTuple
 
 from ptrain.axes.data.cost import kept_ranks, local_rows, padded_rows
-from ptrain.axes.data.fsdp2 import habits, listed, shard_dim
+from ptrain.axes.data.fsdp2 import fsdp2_behavior, fully_shard_order, shard_dim
 from ptrain.cost import Collective, State
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
@@ -24,7 +24,7 @@ from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.rooms.room import Shape
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
-from ptrain.spec.placement import Axis, without
+from ptrain.spec.placement import Axis, exclude_axes
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Plan
@@ -75,7 +75,7 @@ def shards_of(spec: Spec, plan: Plan, unit: UnitFacts) -> UnitShards:
     step = plan.wrap_of(unit.modules)
     axes = step.row_axes
     sync = step.policy or SyncPolicy()
-    return UnitShards(axes, without(step.summed_axes, axes), ranks_over(spec, axes), sync)
+    return UnitShards(axes, exclude_axes(step.summed_axes, axes), ranks_over(spec, axes), sync)
 
 
 def index_over(spec: Spec, plan: Plan, shards: UnitShards, shard: int) -> int:
@@ -120,7 +120,7 @@ class Gathers:
             moved: By unit, True for each tensor that is not sharded by rows.
         """
         self.tape, self.step, self.times = scene.tape, step, scene.times
-        self.holds_buffer = habits().holds_buffer
+        self.holds_buffer = fsdp2_behavior().holds_buffer
         layout = scene.plan.update.layout
         self.shards = shards
         self.kept_ranks = [kept_ranks(step.sync, own.ranks) for own in shards]
@@ -308,7 +308,7 @@ class FullySharded(InPlaceUpdate):
         self.e_parameters, self.e_reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.casts_before = layout.reduced is not layout.parameters
         self.casts_after = layout.reduced is not layout.gradients
-        self.habits = habits()
+        self.habits = fsdp2_behavior()
         totals = [sum(sizes) for sizes in _padded_sizes(trained, self.shards)]
         self.reduced = [size * layout.reduced.itemsize for size in totals]
         self.kept = [size * layout.gradients.itemsize for size in totals]
@@ -565,7 +565,7 @@ class FullySharded(InPlaceUpdate):
 def _list_tensors(unit: UnitFacts) -> list[TensorFacts]:
     """Return a unit's tensors in the order of FSDP2."""
     tensors = {tensor.name: tensor for tensor in unit.tensors}
-    return [tensors[name] for name in listed(tuple(tensors))]
+    return [tensors[name] for name in fully_shard_order(tuple(tensors))]
 
 
 def _moved_tensors(

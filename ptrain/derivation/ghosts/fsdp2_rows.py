@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from enum import Enum, auto
 from functools import cached_property
 
-from ptrain.axes.data.cost import GatherCounts, local_rows, reductions
+from ptrain.axes.data.cost import GatherCounts, count_reductions, local_rows
 from ptrain.cost import Footprint, Phase, Traffic
 from ptrain.derivation.ghosts.fsdp2 import FullySharded, UnitShards, index_over, shards_of
 from ptrain.derivation.ghosts.in_place import InPlace
@@ -154,7 +154,7 @@ class Sharded(InPlace):
 
     @property
     def _reductions(self) -> int:
-        return reductions(self.step.sync, self.wrapped.plan.accumulate.micro_batches)
+        return count_reductions(self.step.sync, self.wrapped.plan.accumulate.micro_batches)
 
     def notes(self) -> Iterator[str]:
         yield from accumulation(self.wrapped)

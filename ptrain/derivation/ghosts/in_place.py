@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ptrain.axes.data.cost import bucket_caps, bucket_sizes, spread
+from ptrain.axes.data.cost import assign_owners, bucket_caps, bucket_sizes
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
@@ -139,7 +139,7 @@ class InPlace(Wrapping):
     def shapes_by_rule(self, shard: int) -> dict[str, list[Shape]]:
         """Return the shapes that the rank with this shard updates, by update rule."""
         optimizer = self.wrapped.spec.optimizer
-        needs = not optimizer.row.is_elementwise
+        needs = not optimizer.properties.is_elementwise
         by_rule: dict[str, list[Shape]] = {}
         for unit, times in self.kinds:
             hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
@@ -161,7 +161,7 @@ class InPlace(Wrapping):
         """Return the cached cost of a unit's update."""
         key = shapes, unit.is_root
         if key not in self._costs:
-            needs = not self.wrapped.spec.optimizer.row.is_elementwise
+            needs = not self.wrapped.spec.optimizer.properties.is_elementwise
             hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
             self._costs[key] = self.played(shapes, hidden)
         return self._costs[key]
@@ -417,7 +417,7 @@ class SpreadUpdate(Replicas):
     def owned(self) -> list[list[TensorFacts]]:
         """The tensors that each rank updates."""
         tensors, ranks = self.wrapped.facts.trained, ranks_over(self.wrapped.spec, self.step.axes)
-        owners = spread([tensor.numel for tensor in tensors], ranks)
+        owners = assign_owners([tensor.numel for tensor in tensors], ranks)
         owned: list[list[TensorFacts]] = [[] for _ in range(ranks)]
         for tensor, owner in zip(tensors, owners, strict=True):
             owned[owner].append(tensor)
@@ -477,7 +477,7 @@ class SpreadReplicated(Replicated):
         is not fused, the largest tensor determines its memory.
         """
         largest = self.spread_update.largest(shard)
-        if largest is None or not self.scene.spec.optimizer.row.temporaries:
+        if largest is None or not self.scene.spec.optimizer.properties.temporaries:
             return largest is not None
         return largest.shape
 

@@ -84,7 +84,7 @@ def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[Uni
 
 
 def _unit_kind(spec: Spec, unit: UnitFacts) -> Hashable:
-    if spec.optimizer.row.is_elementwise:
+    if spec.optimizer.properties.is_elementwise:
         return (unit.is_root, unit.numel, unit.trained_numel)
     return (unit.is_root, unit.trained_shapes, unit.numel)
 

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from ptrain.axes.data.cost import GatherCounts, gathers, reductions
+from ptrain.axes.data.cost import GatherCounts, count_gathers, count_reductions
 from ptrain.axes.ring import Calls, group_over
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
@@ -117,7 +117,7 @@ def micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
         yield False, True, 1
 
 
-# Notes on gathers and reductions by unit, for any wrap.
+# Notes on count_gathers and count_reductions by unit, for any wrap.
 
 
 def accumulation(wrapped: Wrapped) -> Iterator[str]:
@@ -127,12 +127,12 @@ def accumulation(wrapped: Wrapped) -> Iterator[str]:
     num_micro, sync = plan.accumulate.micro_batches, step.policy
     if num_micro == 1 or sync is None:
         return
-    times = gathers(sync, num_micro)
+    times = count_gathers(sync, num_micro)
     factors = []
     if step.gathered_by_unit:
         factors += [f"all_gather forward {times.forward}×", f"backward {times.backward}×"]
     if step.reduced_by_unit:
-        factors.append(f"reduction of gradients {reductions(sync, num_micro)}×")
+        factors.append(f"reduction of gradients {count_reductions(sync, num_micro)}×")
     if factors:
         yield (
             f"a step has {num_micro} micro-batches, but the paper's step has one; with this "
@@ -151,7 +151,7 @@ def kept_root(wrapped: Wrapped) -> Iterator[str]:
     """Yield a note on how often a root that stays all-gathered is gathered."""
     sync = wrapped.plan.wrap.policy
     if sync is not None and sync.reshard_after_forward is Reshard.NON_ROOT:
-        times = gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)
+        times = count_gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)
         root = sum(unit.numel for unit in wrapped.facts.units if unit.is_root)
         yield (
             f"the root, {root:,} of {wrapped.facts.numel:,} parameters, is not freed between "
@@ -224,7 +224,7 @@ def norm(wrapping: Wrapping) -> Iterator[Traffic]:
     """
     spec, plan = wrapping.wrapped.spec, wrapping.wrapped.plan
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
-    yield from (calls.over(group_over(spec, (axis,)), size) for axis, size in _scalars(plan))
+    yield from (calls.traffic(group_over(spec, (axis,)), size) for axis, size in _scalars(plan))
     yield from wrapping.scalars()
 
 

@@ -29,7 +29,7 @@ from ptrain.interpreter.program import gather
 from ptrain.models.ledger import OperatorMode
 from ptrain.report.finding import Mismatch, MismatchFound, RootCause
 from ptrain.report.record import Check
-from ptrain.spec.spec import Spec, groups
+from ptrain.spec.spec import Spec, rank_groups
 from ptrain.train.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:
         size=exchange.world.size,
         device=torch.device("cpu"),
         axes={
-            str(factor.axis): groups(spec, [factor.axis])
+            str(factor.axis): rank_groups(spec, [factor.axis])
             for factor in spec.factors
             if factor.degree > 1
         },

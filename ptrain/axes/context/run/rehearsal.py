@@ -117,7 +117,7 @@ class _Cores:
         return y_BHTD
 
 
-class Reaching(nn.Module):
+class ContextAttentionMixin(nn.Module):
     """A mixin for the class of an attention module. During its forward, including recomputation,
     torch's attention function is replaced by a core over cp."""
 
@@ -129,10 +129,12 @@ class Reaching(nn.Module):
             return super().forward(*given, **named)
 
 
-def reach(module: nn.Module, core_over: CoreOver) -> None:
+def attend_over_cp(module: nn.Module, core_over: CoreOver) -> None:
     """Let a module attend over cp, by changing its class in place."""
     kind = type(module)
-    module.__class__ = type(kind.__name__, (Reaching, kind), {"__module__": kind.__module__})
+    module.__class__ = type(
+        kind.__name__, (ContextAttentionMixin, kind), {"__module__": kind.__module__}
+    )
     vars(module)["_cores"] = _Cores(core_over)
 
 
@@ -177,7 +179,7 @@ class Draw:
 
 
 @contextmanager
-def drawing(
+def intercept_draws(
     watch: AttentionWatch,
     *,
     drop: Callable[[Draw, DropoutCall], Tensor],
@@ -188,7 +190,7 @@ def drawing(
 
     def dropped(call: DropoutCall) -> Tensor:
         draw = Draw(watch.running_module, _DROPOUT, tuple(call.input.shape))
-        with draws.hidden():
+        with draws.ignore_draws():
             return drop(draw, call)
 
     with draws, dropout_by(dropped):
@@ -216,9 +218,9 @@ class SlicedDraws:
         self._before, self._masks, self._in_training = deque(before), masks, in_training
         self._refuse = refuse
 
-    def around(self, watch: AttentionWatch) -> AbstractContextManager[None]:
+    def check_pass(self, watch: AttentionWatch) -> AbstractContextManager[None]:
         """Return a context for the rank's pass."""
-        return drawing(watch, drop=self._check_dropout, meet=self._meet)
+        return intercept_draws(watch, drop=self._check_dropout, meet=self._check_draw)
 
     def require_all(self) -> None:
         """Raise for draws of all tokens that the rank's pass did not make."""
@@ -247,7 +249,7 @@ class SlicedDraws:
         first = self._in_training.samples if shape[0] == self._masks.samples else shape[0]
         return self._in_training.are_of((first, *shape[1:]))
 
-    def _meet(self, draw: Draw) -> None:
+    def _check_draw(self, draw: Draw) -> None:
         if draw.shape != self._next_draw(draw).shape:
             what = (
                 f"draws random numbers itself ({draw.operator}), with different shapes for local "
@@ -273,7 +275,7 @@ class _Draws(OperatorMode):
         self._watch, self._meet = watch, meet
         self._is_hidden = False
 
-    def hidden(self) -> AbstractContextManager[None]:
+    def ignore_draws(self) -> AbstractContextManager[None]:
         """Temporarily ignore draws."""
         return replace_attributes(self, _is_hidden=True)
 
@@ -376,7 +378,7 @@ def _no_context(_: AttentionWatch) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Attended:
+class _AttentionResult:
     """A module's call of attention, and its result."""
 
     call: AttendingCall
@@ -392,7 +394,7 @@ class _Rehearsal:
         self.model, self.spec, self.step = model, spec, step
         self.positions = attending.positions
         self.place, self.name = named_in_spec(model, spec)
-        self.whole: dict[str, _Attended] = {}
+        self.whole: dict[str, _AttentionResult] = {}
         self._is_drawing = False
         self._torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
 
@@ -425,7 +427,7 @@ class _Rehearsal:
         self._is_drawing = True
         reseed(0)
         whole = self._run(
-            every, self._record_attention, partial(drawing, drop=note, meet=before.append)
+            every, self._record_attention, partial(intercept_draws, drop=note, meet=before.append)
         )
         in_training = context_of(self.spec)
         assert in_training is not None, "the model is cut over cp"
@@ -438,7 +440,7 @@ class _Rehearsal:
             known = masks_at(in_training, index, _micro_batch_cut(self.spec))
             draws = SlicedDraws(before, masks, known, self._draw_error)
             reseed(0)
-            self._require_rank(spans_at(self.step, index), whole, draws.around)
+            self._require_rank(spans_at(self.step, index), whole, draws.check_pass)
             draws.require_all()
 
     def _draw_error(self, draw: Draw, what: str) -> SpecError:
@@ -459,7 +461,7 @@ class _Rehearsal:
 
     def _record_attention(self, module: str, call: AttendingCall) -> Tensor:
         output = call.by_torch(self._torchs)
-        self.whole[module] = _Attended(call, output)
+        self.whole[module] = _AttentionResult(call, output)
         return output
 
     def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _no_context) -> None:

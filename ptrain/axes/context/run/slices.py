@@ -143,7 +143,7 @@ class SlicedTokens:
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
 
 
-def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
+def slice_batch(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
     """Return a copy of the tokens in these spans of a data rank's share of a step."""
     (whole,) = batch.micro_batches(len(batch.tensors[0]))
     pair = token_slices(whole, spans).data
@@ -158,10 +158,10 @@ def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
 
 def token_slices(whole: SampleBatch, spans: Sequence[Span]) -> SampleBatch:
     """Return copies of inputs and targets in these spans of full samples of tokens."""
-    return SampleBatch(TokenPair(taken(whole.inputs, spans), taken(whole.targets, spans)))
+    return SampleBatch(TokenPair(take_spans(whole.inputs, spans), take_spans(whole.targets, spans)))
 
 
-def taken(whole: Tensor, spans: Sequence[Span]) -> Tensor:
+def take_spans(whole: Tensor, spans: Sequence[Span]) -> Tensor:
     """Return a copy of these spans of a tensor [samples, tokens, ...]."""
     return torch.cat([whole[:, first:behind] for first, behind in spans], dim=1)
 
@@ -176,11 +176,11 @@ _ATEN = torch.ops.aten
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """An attention kernel. `forward` and `backward` have the signatures that torch's ring calls,
-    and `given` are further arguments of both."""
+    and `arguments` are further arguments of both."""
 
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, ...]]
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
 
 def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) -> Kernel:
@@ -253,7 +253,7 @@ class SlicedDocuments(DocumentMasks):
             return added_mask(own_BT, documents_BS, dtype, first=first)
         if self.step.ring == 1:
             return added_mask(documents_BS, documents_BS, dtype)
-        return taken(documents_BS, self._stretches)
+        return take_spans(documents_BS, self._stretches)
 
     def _gather_edges(self, tokens_BT: Tensor) -> Tensor:
         """Return the document edges of full samples, in the order of tokens."""
@@ -381,11 +381,11 @@ class SlicedMasks:
         ways = product((self.tokens, self.between), (1, self.samples))
         return next((count for tokens, count in ways if shape[0] == count * tokens), 0)
 
-    def around(self, modules: Iterable[nn.Module]) -> None:
+    def register(self, modules: Iterable[nn.Module]) -> None:
         """Let the dropout of these modules' code use the masks, including recomputation in
         backward."""
         for module in modules:
-            entered = _Entered(self)
+            entered = _NestedPasses(self)
             module.register_forward_pre_hook(entered.enter)
             module.register_forward_hook(entered.leave, always_call=True)
 
@@ -404,16 +404,16 @@ class SlicedMasks:
             by_samples = x.unflatten(0, (self._flat_samples(x.shape), -1))
             return self.drop(replace(call, input=by_samples)).flatten(0, 1)
         if x.is_cuda and not call.is_in_place:
-            return self.masked(x, call.rate)
+            return self.drop_on_gpu(x, call.rate)
         kept = self._draw_noise(x, call.rate)
         return x.mul_(kept) if call.is_in_place else x * kept
 
     def _draw_noise(self, x: Tensor, rate: float) -> Tensor:
         """Return the factors of at::dropout on a CPU: 0 or 1 / (1 - rate)."""
-        own = self._own(x.new_empty(self.of_all(x.shape)).bernoulli_(1 - rate))
+        own = self._local_part(x.new_empty(self.of_all(x.shape)).bernoulli_(1 - rate))
         return own.div_(1 - rate)
 
-    def masked(self, x: Tensor, rate: float) -> Tensor:
+    def drop_on_gpu(self, x: Tensor, rate: float) -> Tensor:
         """Return the result of at::dropout on a GPU, which is one kernel with a mask of a byte per
         element.
 
@@ -421,11 +421,11 @@ class SlicedMasks:
         the input.
         """
         _, mask = torch.native_dropout(x.new_empty(self.of_all(x.shape)), rate, True)
-        own = self._own(mask)
+        own = self._local_part(mask)
         left: Tensor = torch.ops.aten.native_dropout_backward(x, own, 1 / (1 - rate))
         return left
 
-    def _own(self, mask: Tensor) -> Tensor:
+    def _local_part(self, mask: Tensor) -> Tensor:
         """Return a copy of the rank's part of the mask of all tokens.
 
         If another axis shards the tokens too, any part that no other rank of cp uses is correct,
@@ -433,8 +433,8 @@ class SlicedMasks:
         """
         tokens = mask.shape[_TOKENS] // self.ranks
         if tokens == self.tokens:
-            return taken(mask, self.spans)
-        return taken(mask, ((self.index * tokens, (self.index + 1) * tokens),))
+            return take_spans(mask, self.spans)
+        return take_spans(mask, ((self.index * tokens, (self.index + 1) * tokens),))
 
 
 def masks_at(step: ContextParallel, index: int, cut: MicroBatchCut) -> SlicedMasks:
@@ -448,7 +448,7 @@ def masks_at(step: ContextParallel, index: int, cut: MicroBatchCut) -> SlicedMas
     )
 
 
-class _Entered:
+class _NestedPasses:
     """The running forward passes of a module, which may be nested."""
 
     def __init__(self, masks: SlicedMasks) -> None:

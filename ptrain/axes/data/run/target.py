@@ -156,17 +156,17 @@ def cutting_axes(parameter: torch.Tensor) -> tuple[Axis, ...]:
 def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of `tensor` in the layout of `like`; `tensor` may have any layout."""
     if not isinstance(like, DTensor) or tensor.dim() == 0 != like.dim():
-        return full(tensor)
+        return full_tensor(tensor)
     if (
         isinstance(tensor, DTensor)
         and tensor.placements == like.placements
         and tensor.device_mesh == like.device_mesh
     ):
         return tensor.to_local()
-    return narrow_to_window(full(tensor), window_of(like))
+    return narrow_to_window(full_tensor(tensor), window_of(like))
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of one that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

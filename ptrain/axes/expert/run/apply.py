@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ptrain.axes.context.run.slices import SampleSlices, route_slices
-from ptrain.axes.tensor.run.styles import OwnSlices, remake
+from ptrain.axes.tensor.run.styles import LocalShards, replace_parameters
 from ptrain.cost import Phase
 from ptrain.internals.dtensor import concatenate_meshes
 from ptrain.internals.functional_collectives import (
@@ -41,7 +41,7 @@ from ptrain.spec.routing import Choices
 from ptrain.steps.experts import ExpertParallel, Loads
 
 
-class Transit:
+class RowExchange:
     """An exchange of rows over `group` in which this rank sends `left` and receives `arrived` rows,
     by rank."""
 
@@ -52,7 +52,7 @@ class Transit:
         self._leaving: Tensor | None = None  # keeps the tensor alive while the backend reads it
         self._coming: Tensor | None = None
 
-    def around(self, x: Tensor, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def exchange_during(self, x: Tensor, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Exchange rows while something else is computed.
 
         Backward also overlaps: autograd runs nodes in reverse order of forward, and so runs the
@@ -61,16 +61,16 @@ class Transit:
         Returns:
             The received rows [arrived, ...], and the result of `compute`.
         """
-        x = _Departure.apply(x, self)
+        x = _ExchangeStart.apply(x, self)
         result = compute()
-        return _Arrival.apply(x, self), result
+        return _ExchangeEnd.apply(x, self), result
 
-    def differ(self, x: Tensor) -> Tensor:
-        """Start the exchange. The result must not be read before `arrive`."""
+    def start(self, x: Tensor) -> Tensor:
+        """Start the exchange. The result must not be read before `finish`."""
         self._leaving = x
         return all_to_all(x, self._arrived, self._left, self._group)
 
-    def arrive(self, x: Tensor) -> Tensor:
+    def finish(self, x: Tensor) -> Tensor:
         """Wait for the exchange, and return the received rows."""
         x, self._leaving = wait_for(x), None
         return x
@@ -87,29 +87,29 @@ class Transit:
         return gradient
 
 
-class _Departure(torch.autograd.Function):
+class _ExchangeStart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transit: Transit) -> Tensor:
-        ctx.transit = transit
-        return transit.differ(x)
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(x)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.transit.arrive_back(), None
+        return ctx.exchange.arrive_back(), None
 
 
-class _Arrival(torch.autograd.Function):
+class _ExchangeEnd(torch.autograd.Function):
     """The end of an exchange. Its backward returns its input as a placeholder, because autograd
     requires a gradient with the number of received rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transit: Transit) -> Tensor:
-        ctx.transit = transit
-        return transit.arrive(x)
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.finish(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.transit.depart_back(gradient)
+        ctx.exchange.depart_back(gradient)
         return gradient, None
 
 
@@ -126,7 +126,7 @@ class Assumption(Protocol):
         rank: The rank whose sent and received rows to return.
     """
 
-    def __call__(self, rows: int, ranks: int, own: int, rank: int) -> Routed: ...
+    def __call__(self, rows: int, ranks: int, own: int, rank: int) -> RoutedRowCounts: ...
 
 
 class JourneyOverRanks(Journey):
@@ -142,8 +142,8 @@ class JourneyOverRanks(Journey):
         overlaps: bool = False,
     ) -> None:
         super().__init__()
-        self.group, self._assumed, self._overlaps = group, assumed or balanced, overlaps
-        self._routed: Routed | None = None
+        self.group, self._assumed, self._overlaps = group, assumed or balanced_routing, overlaps
+        self._routed: RoutedRowCounts | None = None
         self._computed: Tensor | None = None
 
     def overlapped_result(self) -> Tensor:
@@ -152,18 +152,18 @@ class JourneyOverRanks(Journey):
     def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
         received_Ne = exchange_parts(counts_Ne, self.group)
-        self._routed = self._routing(len(x_MC), counts_Ne, received_Ne)
+        self._routed = self._read_routing(len(x_MC), counts_Ne, received_Ne)
         x_RC = self._send_to_experts(x_MC, self._routed.sent, self._routed.received)
         del x_MC
         x_RC = self._routed.by_expert(x_RC)
         return x_RC, received_Ne.sum(0).cumsum(0, dtype=torch.int32)
 
-    def _routing(self, rows: int, counts_Ne: Tensor, received_Ne: Tensor) -> Routed:
+    def _read_routing(self, rows: int, counts_Ne: Tensor, received_Ne: Tensor) -> RoutedRowCounts:
         """Return the routing. On a fake group it is the assumption, and the received counts are
         filled in."""
         both = torch.stack([counts_Ne, received_Ne])
         if dist.get_backend(self.group) != "fake":
-            return Routed(*both.tolist())
+            return RoutedRowCounts(*both.tolist())
         ranks, own = counts_Ne.shape
         routed = self._assumed(rows, ranks, own, self.group.rank())
         for of_rank, numbers in zip(received_Ne.unbind(), routed.received, strict=True):
@@ -174,7 +174,7 @@ class JourneyOverRanks(Journey):
     def return_rows(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None, "they have come"
         y_RC = self._routed.by_rank(y_RC)
-        return self._travelled(y_RC, self._routed.received, self._routed.sent)
+        return self._exchange_rows(y_RC, self._routed.received, self._routed.sent)
 
     def send_places(self, x_ESC: Tensor) -> Tensor:
         places = self._places_of(x_ESC)
@@ -186,7 +186,7 @@ class JourneyOverRanks(Journey):
         y_ESC = y_eTC.unflatten(1, (self.group.size(), -1)).movedim(1, 0).flatten(0, 1)
         del y_eTC
         places = self._places_of(y_ESC)
-        return self._by_rank(self._travelled(y_ESC, places, places)).flatten(0, 1)
+        return self._by_rank(self._exchange_rows(y_ESC, places, places)).flatten(0, 1)
 
     def _by_rank(self, x_ESC: Tensor) -> Tensor:
         return x_ESC.unflatten(0, (self.group.size(), -1))
@@ -197,31 +197,31 @@ class JourneyOverRanks(Journey):
 
     def _send_to_experts(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
         if not self._overlaps or self._beside is None:
-            return self._travelled(x, left, arrived)
-        transit = Transit(_sum_by_rank(left), _sum_by_rank(arrived), self.group)
-        x, self._computed = transit.around(x, self._beside)
+            return self._exchange_rows(x, left, arrived)
+        exchange = RowExchange(_sum_by_rank(left), _sum_by_rank(arrived), self.group)
+        x, self._computed = exchange.exchange_during(x, self._beside)
         return x
 
-    def _travelled(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
+    def _exchange_rows(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
         return wait_for(
             all_to_all_single_autograd(x, _sum_by_rank(arrived), _sum_by_rank(left), self.group)
         )
 
 
 @dataclass
-class Travels:
+class JourneyFactory:
     """A factory of a layer's journeys over the ranks of `group`, with the arguments of
     `JourneyOverRanks`."""
 
     group: dist.ProcessGroup
     overlaps: bool
-    assumed: Assumption | None = None
+    assumption: Assumption | None = None
 
     def __call__(self) -> JourneyOverRanks:
-        return JourneyOverRanks(self.group, self.assumed, overlaps=self.overlaps)
+        return JourneyOverRanks(self.group, self.assumption, overlaps=self.overlaps)
 
 
-class Routed:
+class RoutedRowCounts:
     """The rows sent to each expert of each rank, and those received from each rank for each local
     expert."""
 
@@ -237,15 +237,15 @@ class Routed:
         return _regroup_rows(y_RC, [*zip(*self.received, strict=True)])
 
 
-def heavier(rows: int, ranks: int, own: int, rank: int, *, more: int) -> Routed:
+def overloaded_routing(rows: int, ranks: int, own: int, rank: int, *, more: int) -> RoutedRowCounts:
     """Return an even routing in which this rank's experts receive `more` additional rows."""
-    routed = balanced(rows, ranks, own, rank)
+    routed = balanced_routing(rows, ranks, own, rank)
     received = [[*numbers] for numbers in routed.received]
     received[(rank + 1) % ranks][0] += more
-    return Routed(routed.sent, received)
+    return RoutedRowCounts(routed.sent, received)
 
 
-def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:
+def balanced_routing(rows: int, ranks: int, own: int, rank: int) -> RoutedRowCounts:
     """Return an even routing, for ranks without data.
 
     Each expert receives an equal number of rows from each rank. A rank sends the remaining rows one
@@ -264,7 +264,7 @@ def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:
         first = (target - source) % ranks
         return [share + (expert * ranks + first < more) for expert in range(own)]
 
-    return Routed(
+    return RoutedRowCounts(
         [between(rank, other) for other in range(ranks)],
         [between(other, rank) for other in range(ranks)],
     )
@@ -307,7 +307,7 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
         route_rows(model, [name for name, _ in own], step.number)
     for module in model.modules():
         if isinstance(module, (MoE, RoutedRows)):
-            module.journey = Travels(group, step.overlaps)
+            module.journey = JourneyFactory(group, step.overlaps)
     for _, experts in own:
         if isinstance(experts, RoutedRows):
             _shard_custom_experts(experts, step, mesh)
@@ -319,14 +319,14 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
         route_slices(model, tokens, mesh.group_size(step.folded))
 
 
-def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
+def set_routing(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
     """Set the routing of rows on fake ranks. `routing` returns the assumption for a layer's
     name."""
     for name, module in model.named_modules():
         if isinstance(module, (MoE, RoutedRows)):
-            assert isinstance(module.journey, Travels), "it has experts of other ranks"
+            assert isinstance(module.journey, JourneyFactory), "it has experts of other ranks"
             is_layer = isinstance(module, MoE)
-            module.journey.assumed = routing(name if is_layer else name.rpartition(".")[0])
+            module.journey.assumption = routing(name if is_layer else name.rpartition(".")[0])
 
 
 def _shard_projection(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
@@ -335,7 +335,7 @@ def _shard_projection(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -
     is_read = isinstance(projection.get_parameter("weight"), DTensor)
     _shard_experts(projection, axes, mesh)
     if not is_read:
-        OwnSlices().put_on(projection, mesh.submesh(axes))
+        LocalShards().put_on(projection, mesh.submesh(axes))
 
 
 def _shard_custom_experts(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
@@ -370,7 +370,7 @@ def _local_tensors(experts: nn.Module) -> Iterator[None]:
 
 def _shard_experts(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
     """Shard a module's tensors by their first dimension, the experts."""
-    remake(module, lambda _, weight: _shard_tensor(weight, axes, mesh))
+    replace_parameters(module, lambda _, weight: _shard_tensor(weight, axes, mesh))
 
 
 @torch.no_grad()
@@ -408,18 +408,20 @@ class StatedRouting:
         """Note that the program enters a pass of a micro-batch."""
         self._micro_batch = micro_batch
 
-    def lead(self, model: nn.Module) -> None:
+    def route_layers(self, model: nn.Module) -> None:
         """Route the rows of the model's layers as stated from now on."""
-        assume(model, lambda layer: partial(self._routed_rows, layer))
+        set_routing(model, lambda layer: partial(self._routed_rows, layer))
 
-    def _routed_rows(self, layer: str, rows: int, ranks: int, own: int, rank: int) -> Routed:
+    def _routed_rows(
+        self, layer: str, rows: int, ranks: int, own: int, rank: int
+    ) -> RoutedRowCounts:
         chosen = [
             self._loads.choices(layer, source)[self._micro_batch]
             for source in self._loads.group(self._place)
         ]
         assert (len(chosen), sum(chosen[rank])) == (ranks, rows), "a rule: counts fit the spec"
         sent = _by_rank(chosen[rank], own)
-        return Routed(sent, [_by_rank(choices, own)[rank] for choices in chosen])
+        return RoutedRowCounts(sent, [_by_rank(choices, own)[rank] for choices in chosen])
 
 
 def _by_rank(choices: Choices, own: int) -> Counts:
