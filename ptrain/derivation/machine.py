@@ -29,7 +29,7 @@ from ptrain.derivation.pipeline import message_bytes
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import ModelFacts, ModelWork, Passes, UnitFacts
 from ptrain.facts.stages import Stage
-from ptrain.rates.measured import lacking, pace_of, pace_while_others_wait
+from ptrain.rates.measured import missing_rates_reason, pace_of, pace_while_others_wait
 from ptrain.rates.pace import Pace, UnknownRate, operators_seconds
 from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
@@ -330,7 +330,7 @@ def _layer_seconds(pace: Pace, work: ModelWork) -> float:
 def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
     """Return the machine of a spec's cluster. Raises UnknownRate with the missing rate."""
     if (pace := pace_of(spec.cluster, spec.world_size)) is None:
-        raise UnknownRate(lacking(spec.cluster, spec.world_size))
+        raise UnknownRate(missing_rates_reason(spec.cluster, spec.world_size))
     if why := why_unknown(spec, plan, facts):
         raise UnknownRate(why)
     work = partial(_require_work, spec, plan, facts)

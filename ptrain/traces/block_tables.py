@@ -29,7 +29,7 @@ from ptrain.derivation.tables import (
     Setting,
 )
 from ptrain.models.kernels import kernels_of
-from ptrain.models.trace import Born, Completion, Died, Event, Recording
+from ptrain.models.trace import Event, GradientComplete, Recording, StorageAllocated, StorageFreed
 from ptrain.models.units import Units
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention
@@ -104,14 +104,14 @@ class CodedTrace:
     def _coded(self, event: Event, layer: str) -> object:
         """Return one event as JSON."""
         match event:
-            case Born(storage):
+            case StorageAllocated(storage):
                 return self.size(storage) + 1
-            case Died(storage):
+            case StorageFreed(storage):
                 return -self.size(storage) - 1
             case Boundary(mark, unit):
                 name = self.units[unit][0]
                 return _SIGNS[mark] + (name.replace(layer, "*") if layer else name)
-            case Completion(parameter, storage, cloned, freed):
+            case GradientComplete(parameter, storage, cloned, freed):
                 assert not freed, "a gradient is copied from a tensor that is freed at once"
                 name = parameter.replace(f"{layer}.", "blocks.*.") if layer else parameter
                 return [name, self.size(storage), int(cloned)]
@@ -141,7 +141,7 @@ class CodedTrace:
 def _course(recording: Recording) -> list[object]:
     """Return the part of a recording that does not depend on the dtype."""
     return [
-        (event.id, event.operator) if isinstance(event, Born) else event
+        (event.id, event.operator) if isinstance(event, StorageAllocated) else event
         for events in recording.passes.values()
         for event in _sorted(events)
     ]
@@ -153,7 +153,7 @@ def _sorted(events: Iterable[Event]) -> Iterator[Event]:
     Autograd runs a stage's backward for given inputs and parameters, where gradients have no fixed
     order.
     """
-    for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Completion)):
+    for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, GradientComplete)):
         together = list(group)
         if is_complete:
             together.sort(key=lambda event: event.parameter)  # type: ignore[union-attr]
@@ -421,7 +421,11 @@ def frees_input(trace: CodedTrace) -> bool:
     Seen at the second block: it then frees one storage that is older than the block.
     """
     events, start, end = trace.recording.forward, _entered(trace, 1), _entered(trace, 2)
-    older = {event.id for event in events[:start] if isinstance(event, Born)}
-    freed = [event for event in events[start:end] if isinstance(event, Died) and event.id in older]
+    older = {event.id for event in events[:start] if isinstance(event, StorageAllocated)}
+    freed = [
+        event
+        for event in events[start:end]
+        if isinstance(event, StorageFreed) and event.id in older
+    ]
     assert len(freed) <= 1, "a block has several inputs"
     return bool(freed)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ptrain.activations.run.apply import keep_traced
+from ptrain.activations.run.apply import apply_modes_for_trace
 from ptrain.axes.context.run.apply import ContextGroups, parallelize_context
 from ptrain.axes.context.run.slices import MicroBatchCut, token_slices
 from ptrain.axes.pipeline.run.cut import part_of
@@ -36,9 +36,9 @@ from ptrain.facts.stages import Chain, Stage, is_within
 from ptrain.interpreter.loss import Loss
 from ptrain.models.compiled import compile_blocks
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
-from ptrain.models.trace import Event, Extent, Recording, sent_again, to_timeline
+from ptrain.models.trace import Event, Extent, Recording, list_recomputed_collectives, to_timeline
 from ptrain.models.units import ROOT
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.role import Roles
@@ -292,7 +292,7 @@ def _sent_again(recording: Recording, marks: Sequence[Event]) -> list[Pairs]:
     bounds = [recording.backward.index(mark) for mark in marks]
     parts: list[Pairs] = [[] for _ in range(len(bounds) + 1)]
     for place, work in recording.works.get("backward", ()):
-        parts[bisect_left(bounds, place)] += sent_again(((place, work),))
+        parts[bisect_left(bounds, place)] += list_recomputed_collectives(((place, work),))
     return parts
 
 
@@ -366,7 +366,7 @@ class RankPart:
         samples = self._samples()
 
         def forward() -> Tensor:
-            return loss.run(model, samples) / samples.rows
+            return loss.compute_loss(model, samples) / samples.rows
 
         with micro_batch(self.tensor)():
             run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
@@ -412,7 +412,7 @@ class RankPart:
             is_first=index == 0,
             forward=partial(_forward, loss, samples),
             loss=partial(_mean, loss, samples) if is_last else None,
-            around=partial(loss.given, samples),
+            around=partial(loss.provide_targets, samples),
             extent=self.extent,
         )
         with micro_batch(self.tensor)():
@@ -446,12 +446,12 @@ class RankPart:
         """Change a module in place, and return how it gives its loss."""
         if self.tensor is not None:
             assert self.mesh is not None, "operators are not sharded over ranks"
-            parallelize(module, replace(self.tensor, roles=roles), self.mesh, Registry())
+            parallelize(module, replace(self.tensor, roles=roles), self.mesh, TagRegistry())
         if self.context is not None:
             self.context.apply(module)
         if self.experts is not None:
             self.experts(module)
-        keep_traced(module, self.keep, is_compiled=self.compiled is not None)
+        apply_modes_for_trace(module, self.keep, is_compiled=self.compiled is not None)
         if self.compiled is not None:
             compile_blocks(module, self.compiled.blocks)
         is_inside = has_loss and self.loss is not None

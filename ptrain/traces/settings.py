@@ -33,9 +33,9 @@ from ptrain.axes.tensor.cost import TensorRank
 from ptrain.derivation.tables import IN_ELEMENTS, IS_STATISTICS, Setting, values_of
 from ptrain.facts.parameters import facts, roles_of
 from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
-from ptrain.models.initialize import build, cast
+from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.units import Units, unit_modules
-from ptrain.models.work import OperatorSizes, SentTensor
+from ptrain.models.work import OperatorSizes, RecordedCollective
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import fake_world
 from ptrain.spec.dials import ReduceScatterVia, UnitKind, UnitSize
@@ -251,10 +251,10 @@ class WorkWriter:
         """Return the numbers of a list of operators."""
         return [self.number(what) for what in computed]
 
-    def number(self, what: OperatorSizes | SentTensor) -> int:
+    def number(self, what: OperatorSizes | RecordedCollective) -> int:
         """Return the number of an operator or collective, which is added if it is new."""
         row: list[object]
-        if isinstance(what, SentTensor):
+        if isinstance(what, RecordedCollective):
             row = [what.collective, "", [self._size(what.payload, what.dtype)]]
             if what.axis:
                 row = [what.operator.collective, *row[1:], what.axis]
@@ -281,8 +281,8 @@ class WorkWriter:
 def model_of(setting: Setting, dtype: torch.dtype, *, is_meta: bool = False) -> nn.Module:
     """Return a setting's model with arbitrary weights, on which no size depends."""
     with torch.device("meta" if is_meta else "cpu"):
-        model = build(setting.shape, sequence=setting.sequence)
-    cast(model, dtype)
+        model = build_model(setting.shape, sequence=setting.sequence)
+    cast_module(model, dtype)
     return model
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.activations.run import apply
-from ptrain.activations.run.apply import keep
+from ptrain.activations.run.apply import apply_modes
 from ptrain.errors import SpecError
 from ptrain.models import ledger
 from ptrain.models.cross_entropy import token_loss_sum
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.torch import Tiers
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
 from ptrain.spec.model import Attention, Family, ModelShape
@@ -83,14 +83,14 @@ def made(model: str = "llama", kept: tuple[Kept, ...] = ()) -> nn.Module:
         dropout=dropout,
         attention=attention,
     )
-    module = build(shape, sequence=TOKENS)
+    module = build_model(shape, sequence=TOKENS)
     initialize(module, 0)
     return applied(module, "blocks", kept)
 
 
 def applied(module: nn.Module, blocks: str, kept: tuple[Kept, ...]) -> nn.Module:
     step = Keep(blocks=tuple((f"{blocks}.{index}", each) for index, each in enumerate(kept)))
-    keep(module, step, Tiers(torch.device("cpu"), Registry()))
+    apply_modes(module, step, Tiers(torch.device("cpu"), TagRegistry()))
     return module
 
 
@@ -219,13 +219,13 @@ def test_parameters_that_come_while_a_block_runs_stay_on_the_device():
 
 def test_modules_are_looked_through_once_a_pass_and_not_for_each_tensor(monkeypatch):
     looks: list[nn.Module] = []
-    homes = apply._homes
+    homes = apply._tensor_dicts
 
     def looking(module: nn.Module, *kinds: str) -> object:
         looks.append(module)
         return homes(module, *kinds)
 
-    monkeypatch.setattr(apply, "_homes", looking)
+    monkeypatch.setattr(apply, "_tensor_dicts", looking)
     module = made(kept=(AWAY,) * LAYERS)
     loss_of(module)
     assert looks.count(module) == 1
@@ -288,10 +288,10 @@ def test_a_model_that_is_not_built_in_computes_the_same(variant):
 def test_blocks_that_a_stage_lacks_are_left_out():
     module = made()
     del module.blocks[0]
-    keep(
+    apply_modes(
         module,
         Keep(blocks=tuple((f"blocks.{index}", M) for index in range(LAYERS + 1))),
-        Tiers(torch.device("cpu"), Registry()),
+        Tiers(torch.device("cpu"), TagRegistry()),
     )
     run(module)
 
@@ -308,18 +308,18 @@ class _Copies:
         self.log: list[tuple[str, int]] = []
         self.numbers: dict[int, int] = {}
 
-    def take(self, kept: Tensor, whole: Tensor) -> int:
+    def offload(self, kept: Tensor, whole: Tensor) -> int:
         number = self.numbers.setdefault(id(kept), len(self.numbers))
         kept.copy_(whole)
         self.log.append(("out", number))
         return number
 
-    def bring(self, back: Tensor, kept: Tensor, taken: int) -> int:
+    def load(self, back: Tensor, kept: Tensor, taken: int) -> int:
         back.copy_(kept)
         self.log.append(("back", taken))
         return taken
 
-    def wait(self, event: int) -> None:
+    def wait_for(self, event: int) -> None:
         self.log.append(("use", event))
 
 
