@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.blocks import variant
-from ptrain.derivation.tables import Monomial, Place, Setting, content, sizes
-from ptrain.spec.activations import Kept
+from ptrain.derivation.blocks import mode_name
+from ptrain.derivation.tables import Monomial, Place, Setting, stored_table, table_sizes
+from ptrain.spec.activations import ActivationMode
 from ptrain.timeline import Item, Repeated, Run, Timeline
 
 
@@ -25,20 +25,20 @@ def saved(setting: Setting) -> tuple[Saved, ...]:
     """Return the polynomials behind a timeline's saved bytes, operator by operator; those of a
     block count once per layer. One sample alone saves less, so that the batch matters beyond its
     factor."""
-    written = sizes(TablePart.PASSES, setting)
+    written = table_sizes(TablePart.PASSES, setting)
     return tuple(
         Saved(part=part, operator=operator, size=written[index])
-        for part, tensors in content(TablePart.PASSES, setting)[Place.ALONE]["saved"].items()
+        for part, tensors in stored_table(TablePart.PASSES, setting)[Place.ALONE]["saved"].items()
         for operator, index in tensors
     )
 
 
-def saved_of_block(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
+def saved_of_block(setting: Setting, kept: ActivationMode) -> tuple[tuple[str, Monomial], ...]:
     """Return what forward leaves on the device for backward, as pairs of operator and monomial."""
-    written = sizes(TablePart.BLOCK, setting)
+    written = table_sizes(TablePart.BLOCK, setting)
     attention = setting.shape.attention.value
-    listed = content(TablePart.BLOCK, setting)[attention][variant(kept)]["saved"]
-    parts = content(TablePart.BLOCK, setting)["parts"]
+    listed = stored_table(TablePart.BLOCK, setting)[attention][mode_name(kept)]["saved"]
+    parts = stored_table(TablePart.BLOCK, setting)["parts"]
     return tuple((operator, written[index]) for operator, index in parts[listed])
 
 
@@ -59,5 +59,5 @@ def _net(item: Item) -> int:
 
 def torch_version(setting: Setting) -> str:
     """Return the version of torch that was traced."""
-    version: str = content(TablePart.PASSES, setting)["torch"]
+    version: str = stored_table(TablePart.PASSES, setting)["torch"]
     return version

@@ -67,8 +67,8 @@ class GhostByTensor(GhostFused):
         for leaf in self.leaves:
             if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
                 size = self.temporaries(leaf.value, scalars is not None)
-                self.reader.allocated(size, Tier.DEVICE)
-                self.reader.allocated(-size, Tier.DEVICE)
+                self.reader.allocate(size, Tier.DEVICE)
+                self.reader.allocate(-size, Tier.DEVICE)
 
 
 class GhostScale:
@@ -125,7 +125,7 @@ def _report_update(rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Re
     """Report the updated shapes to the reader; all leaves of an optimizer are on one tier."""
     if values := [leaf.value for leaf in leaves if leaf.gradient is not None]:
         shapes = [value.shape for value in values]
-        reader.updated(rule, values[0].dtype, values[0].tier, shapes)
+        reader.update(rule, values[0].dtype, values[0].tier, shapes)
 
 
 def muon_temporaries(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> int:

@@ -21,10 +21,10 @@ from ptrain.spec.rates import OperatorKind
 class Reader(Protocol):
     """The receiver of a step's events. Sizes are in bytes."""
 
-    def allocated(self, size: int, tier: Tier) -> None:
+    def allocate(self, size: int, tier: Tier) -> None:
         """Note that `size` bytes were allocated on a tier, or freed if negative."""
 
-    def sent(
+    def send(
         self,
         collective: Collective,
         axes: Sequence[Axis],
@@ -45,13 +45,13 @@ class Reader(Protocol):
             is_awaited: The caller waits for it at once.
         """
 
-    def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+    def move(self, source: Tier, target: Tier, state: State, size: int) -> None:
         """Note a copy of `size` bytes between two tiers."""
 
-    def computed(self, kind: OperatorKind, dtype: DType, size: int) -> None:
+    def compute(self, kind: OperatorKind, dtype: DType, size: int) -> None:
         """Note an operator that reads and writes `size` bytes in total."""
 
-    def updated(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
+    def update(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
         """Note an optimizer step by a rule, on tensors of these shapes on one tier."""
 
 
@@ -72,15 +72,15 @@ class Storage:
     ) -> None:
         self.size, self.tier, self.state, self.name = size, tier, state, name
         self._reader = reader
-        reader.allocated(size, tier)
+        reader.allocate(size, tier)
 
     def __del__(self) -> None:
         if self.size:
-            self._reader.allocated(-self.size, self.tier)
+            self._reader.allocate(-self.size, self.tier)
 
     def resize(self, size: int) -> None:
         """Set the size and report the difference."""
-        self._reader.allocated(size - self.size, self.tier)
+        self._reader.allocate(size - self.size, self.tier)
         self.size = size
 
 
@@ -146,7 +146,7 @@ class GhostRoom:
         self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
     ) -> Ghost:
         tensor = self.new(numel, dtype, tier, state, name)
-        self.reader.computed(OperatorKind.POINTWISE, dtype, tensor.nbytes)
+        self.reader.compute(OperatorKind.POINTWISE, dtype, tensor.nbytes)
         return tensor
 
     def like(self, tensor: Ghost, numel: int) -> Ghost:
@@ -182,8 +182,8 @@ class GhostRoom:
         if tensor.dtype is not dtype or copy:
             copied = self._empty_in_memory(tensor, dtype, state, name if state else "")
             if copied.tier is not tensor.tier:
-                self.reader.moved(tensor.tier, copied.tier, _state_of(tensor), tensor.nbytes)
-            self.reader.computed(OperatorKind.COPY, dtype, tensor.nbytes + copied.nbytes)
+                self.reader.move(tensor.tier, copied.tier, _state_of(tensor), tensor.nbytes)
+            self.reader.compute(OperatorKind.COPY, dtype, tensor.nbytes + copied.nbytes)
             return copied
         if state is not None:
             tensor.storage.state, tensor.storage.name = state, name or tensor.storage.name
@@ -207,18 +207,18 @@ class GhostRoom:
         assert source.numel == into.numel, f"{source.numel} elements to {into.numel}"
         if source.tier is not into.tier:
             state = _state_of(into, source)
-            self.reader.moved(source.tier, into.tier, state, source.nbytes)
+            self.reader.move(source.tier, into.tier, state, source.nbytes)
         else:
-            self.reader.computed(OperatorKind.COPY, into.dtype, source.nbytes + into.nbytes)
+            self.reader.compute(OperatorKind.COPY, into.dtype, source.nbytes + into.nbytes)
 
     def add(self, tensor: Ghost, part: Ghost) -> None:
         assert tensor.numel == part.numel, f"{part.numel} elements to {tensor.numel}"
         size = 2 * tensor.nbytes + part.nbytes
-        self.reader.computed(OperatorKind.POINTWISE, tensor.dtype, size)
+        self.reader.compute(OperatorKind.POINTWISE, tensor.dtype, size)
 
     def clear(self, tensor: Ghost) -> None:
         """Report the operator; zeros need no other memory."""
-        self.reader.computed(OperatorKind.POINTWISE, tensor.dtype, tensor.nbytes)
+        self.reader.compute(OperatorKind.POINTWISE, tensor.dtype, tensor.nbytes)
 
     def piece(self, tensor: Ghost, start: int, shape: Shape) -> Ghost:
         return Ghost(tensor.storage, tensor.dtype, shape, tensor.start + start)
@@ -236,7 +236,7 @@ class GhostRoom:
         return Ghost(tensor.storage, tensor.dtype, (tensor.numel,), tensor.start)
 
     def permuted(self, tensor: Ghost, shape: Shape, order: Sequence[int]) -> Ghost:
-        self.reader.computed(OperatorKind.COPY, tensor.dtype, 2 * tensor.nbytes)
+        self.reader.compute(OperatorKind.COPY, tensor.dtype, 2 * tensor.nbytes)
         return self.like(tensor, tensor.numel)
 
     def unpermute(self, tensor: Ghost, shape: Shape, order: Sequence[int], into: Ghost) -> None:
@@ -257,7 +257,7 @@ class GhostRoom:
     def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> Work | None:
         self._require_matching(Collective.ALL_GATHER, axes, into, shard)
         state, gather = _state_of(into, shard), Collective.ALL_GATHER
-        return self.reader.sent(gather, axes, state, into.nbytes, "", is_awaited=is_awaited)
+        return self.reader.send(gather, axes, state, into.nbytes, "", is_awaited=is_awaited)
 
     def reduce_scatter(
         self, whole: Ghost, into: Ghost, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
@@ -268,13 +268,13 @@ class GhostRoom:
         named = "" if is_native else via.value
         state = _state_of(*((into, whole) if is_native else (whole,)))
         reduce, size = Collective.REDUCE_SCATTER, whole.nbytes
-        work = self.reader.sent(reduce, axes, state, size, named, is_awaited=is_awaited)
+        work = self.reader.send(reduce, axes, state, size, named, is_awaited=is_awaited)
         return Move(into, (whole, received), work)
 
     def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> Move[Ghost]:
         assert tensor.tier is Tier.DEVICE, "collectives need device tensors"
         state, reduce = _state_of(tensor), Collective.ALL_REDUCE
-        work = self.reader.sent(reduce, axes, state, tensor.nbytes, "", is_awaited=is_awaited)
+        work = self.reader.send(reduce, axes, state, tensor.nbytes, "", is_awaited=is_awaited)
         return Move(tensor, tensor, work)
 
     def _require_matching(

@@ -30,10 +30,10 @@ class Rows:
         self.calls: list[tuple[object, ...]] = []
         self.operators: list[tuple[OperatorKind, DType, int]] = []
 
-    def allocated(self, size: int, tier: Tier) -> None:
+    def allocate(self, size: int, tier: Tier) -> None:
         self.sizes.append((size, tier))
 
-    def sent(
+    def send(
         self,
         collective: Collective,
         axes: Sequence[Axis],
@@ -45,13 +45,13 @@ class Rows:
     ) -> None:
         self.calls.append((collective, tuple(axes), state, payload, via))
 
-    def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+    def move(self, source: Tier, target: Tier, state: State, size: int) -> None:
         self.calls.append((source, target, state, size))
 
-    def computed(self, kind: OperatorKind, dtype: DType, size: int) -> None:
+    def compute(self, kind: OperatorKind, dtype: DType, size: int) -> None:
         self.operators.append((kind, dtype, size))
 
-    def updated(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
+    def update(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
         raise AssertionError("a room updates nothing")
 
 

@@ -9,7 +9,7 @@ import pytest
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.tables import Setting
-from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, ActivationMode
 from ptrain.spec.load import load
 from ptrain.spec.model import Attention
 from ptrain.spec.precision import DType
@@ -94,14 +94,14 @@ def test_scores_are_there_with_eager_attention_alone_and_go_where_it_is_recomput
     setting = setting_of(spec_of(family, attention="eager"))
     assert squares_of(setting, PLAIN) > 0
     assert squares_of(setting_of(spec_of(family)), PLAIN) == 0
-    assert squares_of(setting, Kept(policy=ATTENTION_ONLY)) == 0
+    assert squares_of(setting, ActivationMode(policy=ATTENTION_ONLY)) == 0
     difference = activations(family, attention="eager") - activations(
         family, attention="eager", activations="M", recompute="attention"
     )
     assert difference >= LAYERS * SCORES
 
 
-def squares_of(setting: Setting, kept: Kept) -> int:
+def squares_of(setting: Setting, kept: ActivationMode) -> int:
     return sum(("sequence", 2) in size.exponents for _, size in saved_of_block(setting, kept))
 
 
@@ -192,11 +192,11 @@ def test_recomputed_blocks_save_less_than_plain_ones(policy):
     values = setting_of(spec).values
     assert isinstance(spec.model.attention, Attention)
 
-    def size(kept: Kept) -> int:
+    def size(kept: ActivationMode) -> int:
         return sum(s.bytes(values, 4) for _, s in saved_of_block(setting_of(spec), kept))
 
-    assert size(Kept(policy=policy)) < size(PLAIN)
-    assert size(Kept(policy=FULL)) == HIDDEN
+    assert size(ActivationMode(policy=policy)) < size(PLAIN)
+    assert size(ActivationMode(policy=FULL)) == HIDDEN
 
 
 @pytest.mark.parametrize("mode", ["M", "O", "M@host"])

@@ -92,11 +92,11 @@ class GhostsWatched:
         self.rows: list[Call] = []
         self.room: GhostRoom = GhostRoom(self, degrees, places)
 
-    def allocated(self, size: int, tier: Tier) -> None:
+    def allocate(self, size: int, tier: Tier) -> None:
         self.levels[tier] += size
         self.peak = max(self.peak, self.levels.total())
 
-    def sent(
+    def send(
         self,
         collective: Collective,
         axes: Axes,
@@ -109,12 +109,12 @@ class GhostsWatched:
         named = tuple(map(str, self.room.ordered(axes)))
         self.rows.append((collective, named, state, payload, via))
 
-    def computed(self, *_: object) -> None:
+    def compute(self, *_: object) -> None:
         """What operators take is no storage."""
 
-    updated = computed
+    update = compute
 
-    def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+    def move(self, source: Tier, target: Tier, state: State, size: int) -> None:
         self.rows.append((MOVES[source, target], (), state, size, ""))
 
     def live(self) -> Mapping[Tier, int]:

@@ -76,10 +76,10 @@ def by_ghosts(program: Program) -> list[Note]:
 
     def give(index: int, cloned: bool) -> None:
         size = NUMELS[index] * 4
-        watched.allocated(size, DEVICE)
-        members.arrive(index, Complete(members.names[index], size, cloned))
+        watched.allocate(size, DEVICE)
+        members.accept_gradient(index, Complete(members.names[index], size, cloned))
         if cloned:
-            watched.allocated(-size, DEVICE)
+            watched.allocate(-size, DEVICE)
 
     return notes(lambda on: program(on, members, give), watched, lambda: None)
 

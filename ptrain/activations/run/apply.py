@@ -43,7 +43,7 @@ from ptrain.models.transformer import Transformer
 from ptrain.models.watch import runs_again
 from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import Tiers
-from ptrain.spec.activations import Kept, Operators, Policy, Scope
+from ptrain.spec.activations import ActivationMode, Operators, Policy, Scope
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 
@@ -462,7 +462,7 @@ class _WithoutFiles(Tiers):
         return torch.empty(numel, dtype=dtype, device="cpu")
 
 
-def _recomputed(known: dict[str, nn.Module], name: str, kept: Kept) -> nn.Module:
+def _recomputed(known: dict[str, nn.Module], name: str, kept: ActivationMode) -> nn.Module:
     if kept.policy is None or kept.policy.scope is Scope.BLOCK:
         return known[name]
     core = f"{name}.{_CORE}"
