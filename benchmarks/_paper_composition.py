@@ -17,7 +17,7 @@ from ptrain.axes.pipeline.simulate import Simulation, simulate
 from ptrain.axes.pipeline.stage_facts import count_in_flight
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.derivation.interconnect import link
+from ptrain.derivation.interconnect import axis_link
 from ptrain.plan.composition import Condition, theorem_6, theorem_7
 from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
@@ -128,7 +128,7 @@ def _disjoint() -> Said:
 def _hops() -> Said:
     """Of an 8B model on tp over two nodes: calls and hops against the layers' number."""
     spec = require_runnable(load("8b-tp", ["cluster.devices_per_node=4", "cluster.devices=8"]))
-    found = link(spec, derive(spec).exact.traffic, Axis.TP)
+    found = axis_link(spec, derive(spec).exact.traffic, Axis.TP)
     layers, times = spec.model.layers, spec.batch.accumulate  # type: ignore[union-attr]
     assert found is not None
     text = (

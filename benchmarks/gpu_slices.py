@@ -19,7 +19,7 @@ from _script import Script, table_head, table_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptrain.cost import Phase
-from ptrain.derivation.allocator import reserved
+from ptrain.derivation.allocator import steady_reserved
 from ptrain.rooms import pretence
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
@@ -91,7 +91,7 @@ def peaks(case: Case, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     simulated = simulate(spec, rehearse=is_real, every_block=is_real)
-    by_rule = reserved(simulated.allocated(spec), expands=False)
+    by_rule = steady_reserved(simulated.allocated(spec), expands=False)
     held = torch.cuda.max_memory_reserved() if on_gpu else by_rule and by_rule.device_bytes
     return {
         "lives": {str(peak.phase): peak.device_bytes for peak in simulated.estimate.peak},
@@ -161,7 +161,7 @@ def peak_lines(slice_: dict[str, Any], failed: list[str]) -> list[str]:
         said = "–" if excess is None else f"{excess:+.1%}"
         lines.append(table_row(case, "", "", "", "", f"{held or 0:,}", said))
         if excess is None or abs(excess) > RESERVED_BOUND:
-            failed.append(f"{case}: reserved by rule {said}")
+            failed.append(f"{case}: steady_reserved by rule {said}")
     return lines
 
 

@@ -16,7 +16,7 @@ from ptrain.axes.pipeline.simulate import simulate
 from ptrain.axes.pipeline.stage_facts import count_in_flight, list_transfers
 from ptrain.cost import Collective, Traffic, busiest
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.interconnect import link
+from ptrain.derivation.interconnect import axis_link
 from ptrain.plan.composition import are_consecutive, theorem_7
 from ptrain.report.table import size, traffic_size
 from ptrain.spec.load import load
@@ -110,7 +110,7 @@ def orders() -> str:
 
 
 def _carried(spec: Spec, traffic: Sequence[Traffic], axis: Axis) -> str:
-    found = link(spec, traffic, axis)
+    found = axis_link(spec, traffic, axis)
     assert found is not None, "a spec with a cluster and this axis"
     where = f"over {found.nodes} nodes" if found.nodes > 1 else "in one node"
     seconds = found.latency_seconds + found.transfer_seconds

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
-from ptrain.spec.activations import Kept, Scope
+from ptrain.spec.activations import ActivationMode, Scope
 from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Axis, Distribution, R, Tier
@@ -21,7 +21,7 @@ from ptrain.spec.spec import Spec
 _ONCE = "Theorem 3, gradient integrity"
 
 
-def block_modes(spec: Spec) -> tuple[Kept, ...]:
+def block_modes(spec: Spec) -> tuple[ActivationMode, ...]:
     """Those that blocks of the spec have, each once."""
     said = spec.activations
     return tuple(dict.fromkeys(kept for kept in said.modes if not kept.is_plain))

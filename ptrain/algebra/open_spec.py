@@ -37,13 +37,13 @@ class OpenSpec:
             spec: The spec that provides all other fields.
             names: Names of fields such as `unit`, or of batch fields such as `batch.accumulate`.
         """
-        spec = spec.but(cluster=None)
+        spec = spec.with_fields(cluster=None)
         return cls(spec, _find_open_rules(spec, frozenset(names)))
 
     def is_sound(self, **changes: Any) -> bool:
         """Return True if the spec with these values for its undecided fields is legal and
         can run."""
-        return self.rules is not None and breaks_none(self.spec.but(**changes), self.rules)
+        return self.rules is not None and breaks_none(self.spec.with_fields(**changes), self.rules)
 
 
 class Memo:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.batch import Batch
 from ptrain.spec.placement import DATA_AXES, Axis, Factor, Placement, Tier
 from ptrain.spec.spec import Spec
@@ -34,7 +34,7 @@ class FixedChoices:
     degrees: tuple[tuple[Axis, int], ...] = ()
     tuples: tuple[tuple[Axis, Placement], ...] = ()
     values: tuple[tuple[str, Any], ...] = ()
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[ActivationMode, ...] = ()
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -208,7 +208,7 @@ def apply_choices(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None
         factors += [factor for factor in own if factor.degree > 1]
         changes |= choice.changes
     factors.sort(key=lambda factor: _ORDER[factor.axis])
-    return spec.but(factors=tuple(factors), trivial_factors=(), **changes)
+    return spec.with_fields(factors=tuple(factors), trivial_factors=(), **changes)
 
 
 def _data_placement(choices: Iterable[AxisChoice]) -> Placement | None:

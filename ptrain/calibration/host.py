@@ -49,7 +49,7 @@ from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import operator_hook
 from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.rooms.torch import Tiers
-from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, ActivationMode
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis, Tier
@@ -468,7 +468,11 @@ def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[Hos
     }
     spec = load(written).spec
     yield from _plain_passes(spec, device)
-    for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
+    for kept in (
+        ActivationMode(policy=FULL),
+        ActivationMode(policy=SELECTIVE),
+        ActivationMode(tier=Tier.HOST),
+    ):
         yield _kept_pass(spec, kept, device)
 
 
@@ -516,7 +520,7 @@ def _plain_passes(spec: Spec, device: torch.device) -> Iterator[HostPass]:
         )
 
 
-def _kept_pass(spec: Spec, kept: Kept, device: torch.device) -> HostPass:
+def _kept_pass(spec: Spec, kept: ActivationMode, device: torch.device) -> HostPass:
     """Return forward and backward of layers whose activations are recomputed or offloaded.
 
     The copies of offloading are in the table of copies by their bytes, so `computing` calls the
@@ -544,9 +548,9 @@ def _no_preparation() -> None:
     """Prepare nothing."""
 
 
-def _num_operators(spec: Spec, kept: Kept, part: Callable[[LayerWork], PassWork]) -> int:
+def _num_operators(spec: Spec, kept: ActivationMode, part: Callable[[LayerWork], PassWork]) -> int:
     """Return the number of operators that a clock counts in a part of all layers' work."""
-    derivation = derive(spec.but(activations=ActivationSpec(default=kept)), is_timed=False)
+    derivation = derive(spec.with_fields(activations=ActivationSpec(default=kept)), is_timed=False)
     work = model_work(derivation.spec, derivation.plan, derivation.facts)
     assert work is not None, "only built-in models have layers in tables"
     items = (item for layer in work.layers for item in part(layer))

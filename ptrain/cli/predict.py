@@ -55,11 +55,11 @@ def _simulate_reserved(
 
     require_torch()
     from ptrain.report.reserved import reserved_lines
-    from ptrain.simulation.choice import chosen
+    from ptrain.simulation.choice import choose_ranks
     from ptrain.simulation.execute import simulate
 
-    rank = chosen(spec, derivation.exact)[-1]  # the last one has the highest predicted peak
-    segments = simulate(spec, rank, allow_import=allow_import).reserved(spec)
+    rank = choose_ranks(spec, derivation.exact)[-1]  # the last one has the highest predicted peak
+    segments = simulate(spec, rank, allow_import=allow_import).reserved_memory(spec)
     internal = workspaces(spec)
     description = (
         f"{label}: rank {rank} of {spec.world_size}, the first of those predicted to need most, "
@@ -205,9 +205,9 @@ def facts_of(
     """
     if (facts := facts_from_shape(spec)) is not None:
         return facts
-    from ptrain.facts.cache import kept
+    from ptrain.facts.cache import read_or_cache
 
-    return kept(
+    return read_or_cache(
         spec,
         lambda: ptrain.read_facts(
             spec,

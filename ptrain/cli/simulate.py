@@ -32,8 +32,8 @@ from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
 from ptrain.selection.recompute import resolve_auto
-from ptrain.simulation.choice import chosen, classes, require_ranks
-from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
+from ptrain.simulation.choice import choose_ranks, rank_classes, require_ranks
+from ptrain.simulation.execute import SimulatedRank, rehearsal_device, simulate
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import expand_sweeps, load, split_arguments
 from ptrain.spec.spec import Spec
@@ -112,7 +112,7 @@ def _words(args: Namespace) -> list[str]:
     return [*args.arguments, *ranks, *chart, *(name for name, is_on in flags.items() if is_on)]
 
 
-def _kernels_sentence(spec: Spec, simulated: Simulated, lacking: str) -> str:
+def _kernels_sentence(spec: Spec, simulated: SimulatedRank, lacking: str) -> str:
     """Return a sentence on the kernels that were simulated; empty for a spec that is not for GPUs.
 
     Args:
@@ -165,11 +165,11 @@ def _simulate_ranks(
         is_quiet=args.json,
     )
     derivation = derive(spec, facts)
-    equal_ranks = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
+    equal_ranks = {rank: ranks for ranks in rank_classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
         lines = batch_lines(spec.batch, spec.data_degree)
         show(heading(spec, facts.numel), *lines)
-    ranks = chosen(spec, derivation.exact, args.rank)
+    ranks = choose_ranks(spec, derivation.exact, args.rank)
     for number, rank in enumerate(ranks):
         with progress(f"simulating rank {rank} of {spec.world_size}") as step:
             step(number, len(ranks))
@@ -186,11 +186,11 @@ def _simulate_ranks(
             alike=equal_ranks[rank],
             exact=derivation.exact.of_rank(rank),
             simulated=simulated.estimate,
-            course=simulated.course,
+            course=simulated.memory_history,
             seconds=simulated.seconds,
             replayed=simulated.replayed,
             kernels=_kernels_sentence(spec, simulated, lacking) if not args.rehearse else "",
-            reserved=simulated.reserved(spec) if not args.rehearse else {},
+            reserved=simulated.reserved_memory(spec) if not args.rehearse else {},
             workspaces=workspaces(spec) if not args.rehearse else (),
         )
         if not args.json:

@@ -24,11 +24,11 @@ from ptrain.facts.model import (
     PassWork,
     TensorFacts,
     UnitFacts,
-    prefixes,
+    module_prefixes,
 )
 from ptrain.facts.stages import Stage
 from ptrain.rates.pace import UnknownRate, operator_hook
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, boundaries
@@ -55,7 +55,7 @@ class PlayedWork:
 
     layers: Mapping[str, LayerWork]
     tensors: Mapping[str, Sequence[tuple[TensorFacts, int]]]
-    kept: Mapping[str, Kept]
+    kept: Mapping[str, ActivationMode]
     front: LayerWork | None = None
     behind: LayerWork | None = None
     moved: Mapping[str, Moved] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def block_names(blocks: Sequence[str], work: ModelWork) -> Sequence[str]:
 
 
 def _moved_by_layer(
-    modes: Mapping[str, Kept], moved: Sequence[tuple[str, int]]
+    modes: Mapping[str, ActivationMode], moved: Sequence[tuple[str, int]]
 ) -> dict[str, Moved]:
     """Return the (tier, bytes) that each layer moves.
 
@@ -242,14 +242,14 @@ class Computing(Marks):
 def play_pass(items: Sequence[Item], tape: Tape, wrap: Marks, score: PassScore | None) -> None:
     """Simulate a pass on the tape, with the model's compute if there is a clock."""
     if score is None or tape.clock is None:
-        play(items, tape, wrap)
+        play_items(items, tape, wrap)
         return
     computing = Computing(wrap, tape.clock, score)
-    play(items, tape, computing)
+    play_items(items, tape, computing)
     computing.finish()
 
 
-def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
+def play_items(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
     """Simulate timeline items: memory on the tape, marks and gradients in the wrap."""
     at = {
         Mark.ENTER: wrap.enter,
@@ -266,12 +266,12 @@ def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
         elif isinstance(item, Boundary):
             at[item.mark](item.unit)
         elif isinstance(item, Repeated):
-            tape.repeat(item.times, partial(play, item.items, tape, wrap))
+            tape.repeat(item.times, partial(play_items, item.items, tape, wrap))
         else:
             assert_never(item)
 
 
-def score(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -> PassScore:
+def score_pass(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -> PassScore:
     """Return the compute of a pass, placed on its timeline.
 
     Args:
@@ -288,7 +288,7 @@ def score(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -
     present, unplaced = {boundary.unit for boundary in marks}, Shares()
     for name, tensors in layers.tensors.items():
         seconds = _layer_seconds(clock, layers.layers[name], kind, layers.kept[name])
-        for tensor, unit, share in _shares(tensors, completed):
+        for tensor, unit, share in _tensor_shares(tensors, completed):
             place = unplaced
             if tensor in completed:
                 place = at_gradient[tensor]
@@ -321,7 +321,7 @@ def _append_share(place: Shares, work: PassSeconds, share: float) -> None:
     place.append((work, share))
 
 
-def _shares(
+def _tensor_shares(
     tensors: Sequence[tuple[TensorFacts, int]], completed: Container[str]
 ) -> Iterator[tuple[str, int, float]]:
     """Yield (tensor, index of its unit, share) of a layer.
@@ -363,7 +363,9 @@ def _moved_at_units(
     return {unit: tuple(at[unit]) for unit in order if at.get(unit)}
 
 
-def _layer_seconds(clock: Clock, work: LayerWork, kind: Kind, kept: Kept = PLAIN) -> PassSeconds:
+def _layer_seconds(
+    clock: Clock, work: LayerWork, kind: Kind, kept: ActivationMode = PLAIN
+) -> PassSeconds:
     return clock.pass_seconds(_pass_work(work, kind), operator_hook(kept, kind))
 
 
@@ -392,7 +394,7 @@ def _tensors_of(
     parts: dict[str, list[tuple[TensorFacts, int]]] = {name: [] for name in layers}
     for index, unit in enumerate(units):
         for tensor in unit.tensors:
-            layer = next((name for name in prefixes(tensor.name) if name in parts), None)
+            layer = next((name for name in module_prefixes(tensor.name) if name in parts), None)
             if layer is not None:
                 parts[layer].append((tensor, index))
     return parts

@@ -67,7 +67,7 @@ class NormedViews:
         self._cuts, self._axes = tuple(numbers), tuple(degrees)
         self._views: list[tuple[Views, ...]] = []
 
-    def kinds(self, degrees: Degrees) -> Sequence[int]:
+    def shard_kinds(self, degrees: Degrees) -> Sequence[int]:
         """Return a number for each shard over these axes, outermost first. Shards with equal views
         have equal numbers."""
         kinds, self._views = _number_views(self._cuts, degrees)
@@ -118,7 +118,7 @@ def _views_by_shard(cut: Cut, degrees: Degrees) -> list[Views]:
     for place in product(*(range(degree) for _, degree in degrees)):
         at = dict(zip((axis for axis, _ in degrees), place, strict=True))
         places = tuple([at.get(axis, 0) if axis in cutting else None for axis in axes])
-        all_views.append(_views(shard_runs(tensors, padded, own, places)))
+        all_views.append(_view_sizes(shard_runs(tensors, padded, own, places)))
     return all_views
 
 
@@ -133,14 +133,14 @@ def _views_in_order(tensors: Views, padded: int, shards: int) -> list[Views]:
         first, last = -(-start // size), end // size
         views[first:last] = [((size, is_cut),)] * (last - first)
     return [
-        _views(iter_runs(tensors, padded, [(index * size, (index + 1) * size)]))
+        _view_sizes(iter_runs(tensors, padded, [(index * size, (index + 1) * size)]))
         if alone is None
         else alone
         for index, alone in enumerate(views)
     ]
 
 
-def _views(of_shard: Iterable[tuple[int, int, bool]]) -> Views:
+def _view_sizes(of_shard: Iterable[tuple[int, int, bool]]) -> Views:
     return tuple([(end - start, is_cut) for start, end, is_cut in of_shard])
 
 
@@ -199,10 +199,10 @@ class GhostMembers:
         self._bound.clear()
         self._gradients.clear()
 
-    def arrive(self, index: int, gradient: Complete) -> None:
+    def accept_gradient(self, index: int, gradient: Complete) -> None:
         """Accept a completed gradient: add it to the existing one, or keep it, copied if it is
         cloned."""
-        self._reader.record_allocation(autograd.added(gradient), Tier.DEVICE)
+        self._reader.record_allocation(autograd.added_bytes(gradient), Tier.DEVICE)
         if index in self._bound:
             dtype = self._bound[index].dtype
             self._reader.record_operator(OperatorKind.POINTWISE, dtype, 3 * gradient.size)
@@ -214,7 +214,7 @@ class GhostMembers:
             self._gradients[index] = kept
 
 
-class RepeatedLife(ModelRuntime[Ghost]):
+class RepeatedUnits(ModelRuntime[Ghost]):
     """The units that are simulated, each counted for all the units it represents."""
 
     def __init__(
@@ -277,7 +277,7 @@ class Flat(Wrap):
         self._cuts: dict[tuple[int, tuple[Axis, ...]], ShardLayout[Ghost]] = {}
         self.parts = [self._make_parts(*pair) for pair in zip(self.used, self.members, strict=True)]
         is_pipelined = scene.plan.pipeline is not None
-        self.units = RepeatedLife(self.parts, step, self._repeat, is_pipelined=is_pipelined)
+        self.units = RepeatedUnits(self.parts, step, self._repeat, is_pipelined=is_pipelined)
         self.update_of = self._make_update()
         numbers = {place: number for number, bucket in enumerate(buckets) for place in bucket}
         self._played = [numbers.get(place) for place in range(len(facts))]
@@ -363,7 +363,7 @@ class Flat(Wrap):
     def begin_passes(self) -> None:
         self.units.begin_passes()
 
-    def settle(self) -> None:
+    def end_pass(self) -> None:
         self.units.finish_reduction()
 
     def end_passes(self) -> None:
@@ -395,7 +395,7 @@ class Flat(Wrap):
 
     def complete(self, gradient: Complete) -> None:
         number, index = self._place[gradient.parameter]
-        self.members[number].arrive(index, gradient)
+        self.members[number].accept_gradient(index, gradient)
         unit = self.units.all[number]
         if self.half is not Kind.WEIGHT and isinstance(unit, UnitRuntime):
             unit.handle_gradient(index)
@@ -418,7 +418,7 @@ class Flat(Wrap):
         yield from self.units.storages()
         yield from self.update_of.storages()
 
-    def gathered(self) -> int:
+    def gathered_bytes(self) -> int:
         return sum(
             times * part.whole.nbytes
             for unit, times in zip(self.units.all, self.times, strict=True)
@@ -436,7 +436,7 @@ class Flat(Wrap):
         if self._is_by_view and self.tape.is_reading:
             self.views = NormedViews(self._normed_units())
             differing = self.scene.plan.differing_axes
-            self.kinds = self.views.kinds(
+            self.kinds = self.views.shard_kinds(
                 tuple((f.axis, f.degree) for f in self.scene.spec.factors if f.axis in differing)
             )
         if self.scene.plan.update.layout.scales_loss and self._on_device:
@@ -446,7 +446,7 @@ class Flat(Wrap):
         """Return the kind of views in a shard. Everything else is equal in all shards."""
         return self.kinds[shard] if self._is_by_view and not self.step.consumed else 0
 
-    def clipped(self, shard: int) -> list[list[int]] | None:
+    def norm_groups(self, shard: int) -> list[list[int]] | None:
         """Return the elements of the gradients in each norm group, or None if they are not on the
         device.
 
@@ -502,7 +502,7 @@ def places_of(plan: Plan, units: Sequence[UnitFacts]) -> tuple[tuple[int, ...], 
     return buckets_of(plan, [(unit.modules, unit.trained_numel) for unit in units])
 
 
-def joined(plan: Plan, units: Sequence[UnitFacts]) -> list[UnitFacts]:
+def joined_units(plan: Plan, units: Sequence[UnitFacts]) -> list[UnitFacts]:
     """Return the units of a plan of flat units as they are reduced and updated."""
     return [_join_units([units[place] for place in bucket]) for bucket in places_of(plan, units)]
 

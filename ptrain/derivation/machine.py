@@ -22,7 +22,7 @@ from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, sim
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, LaneSpan, with_launches, with_stragglers
-from ptrain.derivation.computing import PassScore, block_names, score, work_of_stage
+from ptrain.derivation.computing import PassScore, block_names, score_pass, work_of_stage
 from ptrain.derivation.interconnect import Network
 from ptrain.derivation.layers import Representatives
 from ptrain.derivation.pipeline import message_bytes
@@ -71,7 +71,7 @@ class StepTiming(NamedTuple):
 
         Without a pipeline, the clock of the first place records spans.
         """
-        clock = self.clock.another()
+        clock = self.clock.for_other_rank()
         clock.spans = self.spans if index == 0 and self.schedule.ranks == 1 else None
         return clock
 
@@ -122,7 +122,7 @@ class StepTiming(NamedTuple):
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
         work, moved = self.work(index), passes.moved
         layers = work_of_stage(self.spec, work, self.blocks, stage, units, ends, played, moved)
-        return {kind: score(self.clock, kind, own, layers) for kind, own in items.items()}
+        return {kind: score_pass(self.clock, kind, own, layers) for kind, own in items.items()}
 
 
 def _pass_kinds(schedule: Schedule, stage: int) -> set[Kind]:
@@ -180,7 +180,7 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
         timing.spans.extend(_lane_spans(simulation, slowest.values(), reduced))
     over = reduced + max(rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
-    rows = [*busiest.clock.rows(), *_message_rows(busiest.seconds, sends)]
+    rows = [*busiest.clock.time_rows(), *_message_rows(busiest.seconds, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
     factor = simulation.busy_times[busiest.place] / alone if alone else 1.0
     rows = [  # the rank uses the cores of waiting ranks, except in the update
@@ -192,7 +192,7 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     idle = max(over - sum(row.seconds for row in rows), 0.0)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
     launches = max(rank.clock.launches for rank in slowest.values())
-    assumed = (*timing.assumed, *busiest.clock.assumed)
+    assumed = (*timing.assumed, *busiest.clock.assumptions)
     slowest_rows = with_launches((*rows, bubble), launches)
     return StepTime(rows=with_stragglers(slowest_rows, timing.clock.network), assumed=assumed)
 

@@ -17,7 +17,7 @@ from ptrain.axes.ring import Calls, group_over
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.cost import Collective, Footprint, Peak, Phase, State, Traffic
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.tape import Tape, TooLarge
+from ptrain.derivation.tape import PeakExceeded, Tape
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import COUNTS
 from ptrain.spec.precision import DType
@@ -100,13 +100,13 @@ def least_above(base: ByRank[Footprint], limit: float) -> float:
     """Return the largest peak above resident memory that fits on any rank.
 
     Raises:
-        TooLarge: The resident memory of some rank exceeds `limit`.
+        PeakExceeded: The resident memory of some rank exceeds `limit`.
     """
     if limit == inf:
         return inf
     lives = always(base)
     if max(lives) > limit:
-        raise TooLarge
+        raise PeakExceeded
     return limit - min(lives)
 
 
@@ -150,4 +150,4 @@ def sum_in_time(plan: Plan, tape: Tape, parts: Iterable[ModelFacts]) -> None:
     """
     size, step = sum(map(counts_bytes, parts)), plan.balance
     if tape.clock is not None and step is not None and step.axes and size:
-        tape.clock.send(Collective.ALL_REDUCE, step.axes, size).wait()
+        tape.clock.send_payload(Collective.ALL_REDUCE, step.axes, size).wait()

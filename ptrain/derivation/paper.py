@@ -26,7 +26,7 @@ from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.cost import cut_dims
 from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Column, Estimate, Footprint, Phase, State, Traffic, add_traffic
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.stages import Stage, is_within
@@ -273,7 +273,7 @@ def notes(
         yield from _stage_notes(plan, facts, schedule)
         return
     is_whole = ghost.wrapped.facts is facts
-    yield from (ghost if is_whole else wrapping(spec, plan, facts)).notes()
+    yield from (ghost if is_whole else make_wrapping(spec, plan, facts)).notes()
     yield from _replicated_notes(plan, facts, sum(itemsizes(spec).values()))
     yield from _moment_notes(spec, plan, facts)
     yield from _copy_notes(traffic)

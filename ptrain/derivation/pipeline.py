@@ -33,14 +33,14 @@ from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
-from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.ghosts.wrapping import Wrapping, norm
-from ptrain.derivation.layers import Pairs, alike, moved_and_repeated
+from ptrain.derivation.ghosts.table import make_wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping, norm_traffic
+from ptrain.derivation.layers import Pairs, block_kinds, moved_and_repeated
 from ptrain.derivation.memory import by_shard, other_bytes, summed
 from ptrain.derivation.tape import kept_traffic
 from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses, passes_of
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
@@ -150,7 +150,7 @@ class StageParts(NamedTuple):
         micro_batches = []
         for rows in received:
             numbers = tuple(of_layer.received for of_layer in rows)
-            micro_batches.append(known.setdefault(numbers, formula.at(numbers)))
+            micro_batches.append(known.setdefault(numbers, formula.at_rows(numbers)))
         return tuple(micro_batches)
 
     def tied(self, index: int) -> Rows:
@@ -181,7 +181,7 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
                 plan=narrowed,
                 facts=part,
                 parts=[
-                    (wrapping(spec, narrowed, local), alike)
+                    (make_wrapping(spec, narrowed, local), alike)
                     for local, indices in parts(spec, narrowed, part)
                     for alike in _group_by_passes(indices, passes)
                 ],
@@ -209,8 +209,8 @@ def _whole_model(spec: Spec, plan: Plan, facts: ModelFacts) -> StageParts:
         plan=plan,
         facts=facts,
         parts=[
-            (wrapping(spec, plan, part), indices)
-            for part, indices in tensor.parts(spec, plan, facts)
+            (make_wrapping(spec, plan, part), indices)
+            for part, indices in tensor.distinct_parts(spec, plan, facts)
         ],
         passes=passes,
         formulas=formulas,
@@ -255,7 +255,7 @@ def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
     """
     if facts.stage_passes or stage.index in (0, stages - 1):
         return stage.index
-    return alike(spec, stage.layers) or stage.index
+    return block_kinds(spec, stage.layers) or stage.index
 
 
 def resident(
@@ -359,7 +359,7 @@ def accounts(
         of_stage.append(known[taken.like, gathers])
         if taken.like not in operators_of:
             operators_of[taken.like] = (
-                *tensor.sent(spec, taken.plan, taken.facts),
+                *tensor.operator_traffic(spec, taken.plan, taken.facts),
                 *sent_over_context(spec, taken.plan, *_attention_modes(spec, taken)),
             )
     place_of = _rank_places(spec, plan, stages, of_stage)
@@ -369,7 +369,7 @@ def accounts(
         own = [stages[stage] for stage in schedule.stages_of(rank)]
         layers = [layer for taken in own for layer in taken.stage.layers] if plan.pipeline else None
         rows = loads.rows_by_layer(tokens) if loads else None
-        sent = [*norm(ghost), *sent_to_experts(spec, plan, layers, rows)]
+        sent = [*norm_traffic(ghost), *sent_to_experts(spec, plan, layers, rows)]
         for taken in own:
             shards = of_stage[taken.stage.index][index]
             sent += (
@@ -453,7 +453,7 @@ def _stage_traffic(spec: Spec, schedule: Schedule, taken: StageParts) -> list[li
     times = partial(stage_gathers, schedule, stage.index) if taken.plan.pipeline else None
     rows_of: dict[int, list[Rows]] = {}
     for ghost, indices in taken.parts:
-        rows = add_traffic(ghost.sent(times))
+        rows = add_traffic(ghost.traffic(times))
         sums = tied_sums(ghost, stage)
         rows_of |= {index: [(*rows, *more) for more in sums] for index in indices}
     return [rows_of[index] for index in sorted(rows_of)]
@@ -461,7 +461,7 @@ def _stage_traffic(spec: Spec, schedule: Schedule, taken: StageParts) -> list[li
 
 def _attention_modes(
     spec: Spec, stage_parts: StageParts
-) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
+) -> tuple[tuple[ActivationMode, ...], tuple[AttentionHeads, ...]]:
     """Return the activation modes of the stage's layers, and the heads of each layer.
 
     Heads are given only for models that are not built in and have attention over cp.

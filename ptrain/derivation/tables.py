@@ -226,7 +226,7 @@ def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int
     }
 
 
-def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
+def merge_events(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
     """Yield events with consecutive allocations and frees merged into runs. Marks and completed
     gradients are decoded."""
     deltas: list[int] = []
@@ -266,17 +266,17 @@ class EvaluatedTable:
         if parts not in self.known:
             written = self.content["parts"]
             events = (event for part in parts for event in written[part])
-            self.known[parts] = tuple(merged(events, self.sizes))
+            self.known[parts] = tuple(merge_events(events, self.sizes))
         return [*self.known[parts]]
 
 
-def content(part: TablePart, setting: Setting) -> archive.Table:
+def stored_table(part: TablePart, setting: Setting) -> archive.Table:
     """Return a setting's table as stored. Raises KeyError if there is none."""
     table: archive.Table = archive.read(part, setting.name(part), setting.way(part))
     return table
 
 
-def sizes(part: TablePart, setting: Setting) -> tuple[Monomial, ...]:
+def table_sizes(part: TablePart, setting: Setting) -> tuple[Monomial, ...]:
     """Return the sizes of a setting's table as monomials."""
     return _sizes(part, setting.name(part), setting.way(part))
 
@@ -286,14 +286,14 @@ def _sizes(part: TablePart, name: str, way: str) -> tuple[Monomial, ...]:
     return monomials(archive.read(part, name, way))
 
 
-def table(
+def evaluate_table(
     part: TablePart, setting: Setting, values: Mapping[str, int] | None = None
 ) -> EvaluatedTable:
     """Return a setting's table at its dimensions, or at `values`. Raises KeyError without one."""
     return EvaluatedTable(
-        content(part, setting),
+        stored_table(part, setting),
         evaluated(
-            sizes(part, setting),
+            table_sizes(part, setting),
             setting.values if values is None else values,
             setting.compute.itemsize,
             setting.statistics,
@@ -305,7 +305,7 @@ _COLLECTIVES = {collective.value for collective in Collective}
 _TOKENS = "sequence"
 
 
-class _Listed(NamedTuple):
+class _ListedOperator(NamedTuple):
     """An operator or a collective of a table. `sizes` are indices of sizes, `dtype` None is the
     compute dtype. `axis` and `is_whole` are as in `InnerCollective` and `Operator`."""
 
@@ -329,7 +329,7 @@ class WorkTable(NamedTuple):
 
     content: Mapping[str, Any]
     sizes: tuple[Monomial, ...]
-    operators: tuple[_Listed, ...]
+    operators: tuple[_ListedOperator, ...]
     passes: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -339,7 +339,7 @@ class WorkTable(NamedTuple):
             content,
             monomials(dict(content)),
             tuple(
-                _Listed(
+                _ListedOperator(
                     Collective(name) if name in _COLLECTIVES else OperatorKind(name),
                     DType(dtype) if dtype else None,
                     tuple(sizes),
@@ -369,7 +369,7 @@ class EvaluatedWork:
         self._known: dict[int, Operator | InnerCollective] = {}
         self._repeated: dict[tuple[int, int], Operator | InnerCollective] = {}
 
-    def work(self, numbers: Mapping[str, int]) -> LayerWork:
+    def layer_work(self, numbers: Mapping[str, int]) -> LayerWork:
         """Return a layer's work from the pass numbers by name."""
         return LayerWork(**{name: self.of_pass([number]) for name, number in numbers.items()})
 
@@ -446,7 +446,7 @@ class LossHead(NamedTuple):
     backward: tuple[Any, ...]
     output: int
 
-    def around(self, phase: str, last: Sequence[Any]) -> list[Any]:
+    def wrap_last_block(self, phase: str, last: Sequence[Any]) -> list[Any]:
         """Return the last block's `forward` or `backward` events with those of the loss."""
         if phase == "forward":
             return [*last[: last.index((Mark.LEAVE, _BLOCK)) + 1], *self.forward]
@@ -465,13 +465,13 @@ class Pieces(NamedTuple):
     behind: list[Any]
 
     @property
-    def listed(self) -> tuple[list[Any], ...]:
+    def all_pieces(self) -> tuple[list[Any], ...]:
         return self.front, self.every, self.between, self.later, self.behind
 
-    def fewest(self) -> Pieces:
+    def shortest(self) -> Pieces:
         """Return the equivalent pieces with the smallest `least`."""
         shorter = self._shorten()
-        return self if shorter is None or self.least == 1 else shorter.fewest()
+        return self if shorter is None or self.least == 1 else shorter.shortest()
 
     def _shorten(self) -> Pieces | None:
         front = _strip_end(self.front, self.every)
@@ -524,7 +524,7 @@ def head_of(setting: Setting, place: Place) -> LossHead | None:
     if setting.loss.chunk is None:
         return None
     values = values_of(setting)
-    evaluated = table(TablePart.LOSS, setting.without_context, values)
+    evaluated = evaluate_table(TablePart.LOSS, setting.without_context, values)
     entry = evaluated.content[place]
     of_phase = entry["rest" if values["rest"] else "even"]
     forward, backward = (

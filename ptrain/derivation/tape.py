@@ -44,7 +44,7 @@ class Account:
     times: int = 1
     rows: list[Traffic] = field(default_factory=list)
 
-    def sent(
+    def count_traffic(
         self,
         collective: Collective,
         axes: Sequence[Axis],
@@ -61,14 +61,14 @@ class Account:
         group = group_over(self.spec, ordered)
         self.rows.append(calls.traffic(Group(group.axes, ranks or group.ranks), payload))
 
-    def moved(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
+    def count_copy(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
         """Count a copy of `size` bytes between two tiers."""
         key = TrafficKey(axes=(), collective=_COPIES[source, target], state=state, phase=phase)
         times = self.times
         self.rows.append(Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=0))
 
 
-class TooLarge(Exception):
+class PeakExceeded(Exception):
     """The peak of a step exceeds the limit of the simulation."""
 
 
@@ -99,10 +99,10 @@ class Tape:
     most: float = inf
 
     def enter(self, phase: Phase) -> None:
-        """Start a phase, whose peak includes live memory. Raises TooLarge if the last peak exceeds
-        `most`."""
+        """Start a phase, whose peak includes live memory. Raises PeakExceeded if the last peak
+        exceeds `most`."""
         if self.peak > self.most:
-            raise TooLarge
+            raise PeakExceeded
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.peak)
         self.phase, self.peak = phase, self.level
         if self.clock is not None:
@@ -165,13 +165,17 @@ class Tape:
         if not self.is_reading:
             return None
         if self.account is not None and self.account.times:
-            self.account.sent(collective, axes, state, self.phase, payload, via or None, ranks)
+            self.account.count_traffic(
+                collective, axes, state, self.phase, payload, via or None, ranks
+            )
         if self.clock is None:
             return None
         if collective in self.hooks:
-            self.clock.hook(self.hooks[collective])
+            self.clock.run_hook(self.hooks[collective])
         stand_in = Collective(via) if via else None
-        arrival = self.clock.send(collective, axes, payload, via=stand_in, ranks=ranks, since=since)
+        arrival = self.clock.send_payload(
+            collective, axes, payload, via=stand_in, ranks=ranks, since=since
+        )
         if is_awaited:
             arrival.wait()
             return None
@@ -182,21 +186,21 @@ class Tape:
         if not self.is_reading:
             return
         if self.account is not None:
-            self.account.moved(source, target, state, self.phase, size)
+            self.account.count_copy(source, target, state, self.phase, size)
         if self.clock is not None:
             self.clock.copy(_COPIES[source, target], size).wait()
 
     def hook(self, hook: Hook) -> None:
         """Run a hook of a wrapper on the host."""
         if self.clock is not None and self.is_reading:
-            self.clock.hook(hook)
+            self.clock.run_hook(hook)
 
     def record_operator(
         self, kind: OperatorKind, dtype: DType, size: int, spent: Spent = Spent.WRAPPERS
     ) -> None:
         """Time an operator outside the model that reads and writes `size` bytes."""
         if self.clock is not None and self.is_reading:
-            self.clock.operator(spent, kind, dtype, size)
+            self.clock.run_operator(spent, kind, dtype, size)
 
     def computed_beside(self, kind: OperatorKind, dtype: DType, size: int) -> None:
         """Time an operator on a separate stream. It takes no time if the device overlaps
@@ -212,7 +216,7 @@ class Tape:
         if tier is not Tier.DEVICE and self.clock.pace.overlaps:
             self.clock.update_on_host(rule, dtype, shapes)
         else:
-            self.clock.update(rule, _uncast_layout(dtype), shapes)
+            self.clock.run_update(rule, _uncast_layout(dtype), shapes)
 
 
 def _uncast_layout(dtype: DType) -> Layout:
@@ -301,7 +305,7 @@ class Wrap(Marks):
     def begin_passes(self) -> None:
         """Begin the passes of a pipeline step."""
 
-    def settle(self) -> None:
+    def end_pass(self) -> None:
         """End one pass of a pipeline step, after its output is sent."""
 
     def end_passes(self) -> None:
@@ -310,7 +314,7 @@ class Wrap(Marks):
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """Begin a micro-batch."""
 
-    def gathered(self) -> int:
+    def gathered_bytes(self) -> int:
         """Return the bytes of units that are all-gathered now."""
         return 0
 
@@ -320,7 +324,7 @@ class Wrap(Marks):
     def end_half(self, kind: Kind) -> None:
         """End a half of a backward pass."""
 
-    def lingering(self) -> int:
+    def lingering_bytes(self) -> int:
         """Return the bytes that outlive a backward pass and are not gradients."""
         return 0
 
@@ -335,7 +339,7 @@ class Wrap(Marks):
         """Return a key that is equal for shards with equal norm and update."""
         return 0
 
-    def clipped(self, shard: int) -> list[list[int]] | None:
+    def norm_groups(self, shard: int) -> list[list[int]] | None:
         """Return the elements of each gradient on the rank with this shard, by group of the norm.
 
         The result is None if the gradients are not on the device.

@@ -19,7 +19,7 @@ from ptrain.axes.tensor.cost import TensorRank, cut_dims, module_roles, shard_si
 from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.tables import RankCut
-from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, module_prefixes
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.role import Role
@@ -67,7 +67,7 @@ def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
     return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
 
 
-def parts(
+def distinct_parts(
     spec: Spec, plan: Plan, facts: ModelFacts
 ) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
     """Yield each distinct part of the model, with its places along the cutting axes."""
@@ -182,7 +182,7 @@ def _local_units(
     )
 
 
-def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
+def operator_traffic(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
     """Yield the traffic of the operators of a full model or stage in a step.
 
     This is the traffic of activations, of their gradients, and of the sums of gradients that each
@@ -331,7 +331,7 @@ class _Operators:
         alone = {  # column operators that share their input with no other operator
             name: width
             for name, width in columns.items()
-            if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
+            if not any(parent in inputs for parent in module_prefixes(name.rpartition(".")[0]))
         }
         heads = [shape[::-1] for shape in self._weights_of(Role.HEAD).values()]
         if self._has_role(Role.HEAD) and not heads:  # its weight is the embedding's
@@ -390,7 +390,7 @@ class _Operators:
     def _is_of_slices(self, name: str) -> bool:
         """Return True if a module belongs to a sub-block that routes token shards."""
         return self._has_role(Role.WHOLE_EXPERTS) and any(
-            Role.WHOLE_EXPERTS in self._modules.roles(parent) for parent in prefixes(name)
+            Role.WHOLE_EXPERTS in self._modules.roles(parent) for parent in module_prefixes(name)
         )
 
     def _has_role(self, role: Role) -> bool:
@@ -405,7 +405,7 @@ class _Operators:
         operators."""
         widths: dict[str, int] = {}
         for name, width in columns.items():
-            for parent in prefixes(name.rpartition(".")[0]):
+            for parent in module_prefixes(name.rpartition(".")[0]):
                 if role in self._modules.roles(parent):
                     widths.setdefault(parent, width)
         return widths

@@ -35,7 +35,7 @@ from ptrain.facts.model import (
     ModelWork,
     WorkByKind,
 )
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
@@ -61,7 +61,7 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
         The work, or None for the reasons of `why_unknown`.
     """
     if (traced := _traced_work(plan, facts, index)) is not None:
-        return traced.model
+        return traced.to_model
     if why_unknown(spec, plan, facts):
         return None
     assert isinstance(spec.model, ModelShape), "a built-in model"
@@ -69,7 +69,9 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     activations, layers = spec.activations, spec.model.layers
     kept, modes = activations.block_modes(layers), activations.distinct_of(layers)
     # copies between tiers are not operators, so the tier does not change a layer's work
-    of_layer = {id(mode): _layer_work(setting, Kept(policy=mode.policy)) for mode in modes}
+    of_layer = {
+        id(mode): _layer_work(setting, ActivationMode(policy=mode.policy)) for mode in modes
+    }
     front, behind = _end_works(setting.without_context, is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[id(mode)] for mode in kept), behind=behind)
 
@@ -101,32 +103,32 @@ def _traced_work(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None
 
 
 @cache
-def _layer_work(setting: Setting, kept: Kept) -> LayerWork:
+def _layer_work(setting: Setting, kept: ActivationMode) -> LayerWork:
     if setting.context is not None:
         return _context_layer_work(setting, setting.context, kept)
-    evaluated = blocks.work(setting)
+    evaluated = blocks.block_work(setting)
     content, attention = evaluated.table.content, setting.shape.attention
-    entry = content[attention.value][blocks.variant(kept)]
+    entry = content[attention.value][blocks.mode_name(kept)]
     is_plain = kept == PLAIN and attention is Attention.SDPA
     halves = content.get("halves", {}) if is_plain else {}
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
-    work = evaluated.work({**entry, **in_parts})
+    work = evaluated.layer_work({**entry, **in_parts})
     return (
         _sum_inputs_separately(work, setting) if setting.cut and setting.cut.step.is_naive else work
     )
 
 
-def _context_layer_work(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
+def _context_layer_work(setting: Setting, part: ContextPart, kept: ActivationMode) -> LayerWork:
     """Return the work of a layer that attends to the tokens of other ranks."""
     evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
-    entry = evaluated.table.content[blocks.variant(kept)]
+    entry = evaluated.table.content[blocks.mode_name(kept)]
     ranks = part.ring_degree if part.kind is ContextKind.GATHER else part.ulysses
-    passes = (unrolled(entry[name][part.table_place], part) for name in ("forward", "backward"))
+    passes = (unroll_hops(entry[name][part.table_place], part) for name in ("forward", "backward"))
     forward, backward = (evaluated.of_groups(groups, ranks) for groups in passes)
     return LayerWork(forward=forward, backward=backward)
 
 
-def unrolled(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int]]:
+def unroll_hops(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int]]:
     """Yield the groups of a pass, with the hops of all places before and after the rank's.
 
     A table has the smallest number of hops, and the groups that each further hop inserts by
@@ -177,8 +179,8 @@ def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWo
         front = {**front, "weights": front["backward"]}
         behind = {**content.get("halves", {}), **behind}
     if setting.loss.chunk is None:
-        return evaluated.work(front), evaluated.work(behind)
-    return evaluated.work(front), _chunked_loss_work(setting)
+        return evaluated.layer_work(front), evaluated.layer_work(behind)
+    return evaluated.layer_work(front), _chunked_loss_work(setting)
 
 
 def _chunked_loss_work(setting: Setting) -> LayerWork:
@@ -199,7 +201,7 @@ def _chunked_loss_work(setting: Setting) -> LayerWork:
 _PASSES = ("forward", "backward", "again")
 
 
-def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
+def rank_operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
     """Return the operations of each rank in a step.
 
     Returns:
@@ -224,7 +226,7 @@ def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
     token_axes = tuple(axis for step in plan.steps for axis in step.token_axes)
     scores = computed_scores(plan.context) if plan.context else (spec.batch.sequence**2,)
     of_block = {
-        (index, mode, number): blocks.operations(setting, mode, number)
+        (index, mode, number): blocks.block_operations(setting, mode, number)
         for index, setting in settings.items()
         for mode in {*kept}
         for number in {*scores}

@@ -28,7 +28,7 @@ from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.cost import State
 from ptrain.errors import refused
-from ptrain.facts.model import Attending, ModelFacts
+from ptrain.facts.model import AttentionFacts, ModelFacts
 from ptrain.facts.stages import Chain, Stage
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.interpreter.loss import Clipping, Enter, Loss, LossScale, PassRunner, StepLoss
@@ -188,7 +188,7 @@ class Construction:
     world: World
     module: nn.Module
     head: str = ROOT
-    attending: Attending | None = None
+    attending: AttentionFacts | None = None
     stages: Stages | None = None
     weights: ModuleWeights | DrawnWeights | None = None
     whole_because: str = ""
@@ -373,4 +373,4 @@ def _stage_plan(plan: Plan, stages: Stages, index: int) -> Plan:
     if tensor is not None:
         roles = stage_roles(tensor.roles, stage, len(stages.all), stages.chain.ends)
         plan = plan.replace_steps(replace(tensor, roles=roles))
-    return replace(plan, units=stage.units(plan.units))
+    return replace(plan, units=stage.stage_units(plan.units))

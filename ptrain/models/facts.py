@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.model import (
-    Attending,
     AttendingModule,
+    AttentionFacts,
     AttentionHeads,
     ExpertLayers,
     ModelFacts,
@@ -169,7 +169,7 @@ class AttentionWatch:
         return self._attend(self.running_module, call)
 
 
-def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
+def attending_of(model: nn.Module, spec: Spec) -> AttentionFacts | None:
     """Return the attention facts that token shards need; None without cp or for a built-in model.
 
     Runs the model forward on a few tokens.
@@ -218,7 +218,7 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
             f"Call this function in its attention, {_NO_CP}",
         )
     modules = tuple(AttendingModule(name=module, heads=heads) for module, heads in known.items())
-    return Attending(modules=modules, positions=argument, dropping=tuple(dropping))
+    return AttentionFacts(modules=modules, positions=argument, dropping=tuple(dropping))
 
 
 def logits_at(model: nn.Module, positions: Tensor, argument: str, spec: Spec) -> Tensor:

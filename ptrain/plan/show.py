@@ -17,7 +17,7 @@ from ptrain.axes.pipeline.simulate import bubble_text, draw_schedule, simulate
 from ptrain.axes.pipeline.stage_facts import most_held_of
 from ptrain.facts.stages import Units
 from ptrain.plan.composition import all_conditions, condition_lines, ranks_text
-from ptrain.spec.activations import Kept, Operators, Scope
+from ptrain.spec.activations import ActivationMode, Operators, Scope
 from ptrain.spec.dials import (
     WHOLE_BUCKET,
     GatherAfterUpdate,
@@ -385,7 +385,7 @@ def loss_text(step: ChunkedLoss) -> str:
     return f"compute logits and loss of {tokens} at a time, {how}"
 
 
-def _kept_text(kept: Kept, blocks: str) -> str:
+def _kept_text(kept: ActivationMode, blocks: str) -> str:
     if kept.policy is None:
         to = _TO[kept.tier]
         return f"offload the saved tensors of {blocks} {to}, and bring them back for backward"

@@ -21,7 +21,7 @@ from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import exact_alone
 from ptrain.derivation.machine import Machine, machine_of
-from ptrain.derivation.tape import TooLarge
+from ptrain.derivation.tape import PeakExceeded
 from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
@@ -328,7 +328,7 @@ class Deriver:
         if key not in self.rows or (self.rows[key] is None and limit == inf):
             self.derived += 1
             self.rows[key], facts = None, self._facts(spec)
-            with suppress(TooLarge):
+            with suppress(PeakExceeded):
                 exact = exact_alone(spec, facts, self._timing(spec), limit)
                 self.rows[key] = ranked(spec, scored, exact, facts)
         row = self.rows[key]

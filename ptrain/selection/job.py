@@ -18,12 +18,12 @@ from ptrain.axes.candidates import NOTHING_FIXED, FixedChoices, divisors
 from ptrain.cost import State
 from ptrain.derivation.layers import is_tabulated
 from ptrain.errors import refused
-from ptrain.facts.cache import kept
+from ptrain.facts.cache import read_or_cache
 from ptrain.facts.model import InnerCollective, LayerWork, ModelFacts, ModelWork, Operator
 from ptrain.facts.parameters import facts
 from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.selection.where import Where
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.extras import require_eager
 from ptrain.spec.keys import Offload, data_axis_dials
 from ptrain.spec.leaf import find_similar
@@ -41,7 +41,7 @@ ReadFacts = Callable[[Spec], ModelFacts]
 def read_or_kept(spec: Spec) -> ModelFacts:
     """Return the facts that the user's cache has, else those read off the model, which needs
     torch."""
-    return kept(spec, partial(ptrain.read_facts, spec))
+    return read_or_cache(spec, partial(ptrain.read_facts, spec))
 
 
 AUTO = "auto"
@@ -182,7 +182,7 @@ def _says_activations(said: Said) -> bool:
     return _is_said(said, "activations") or any(mode not in (None, str(R)) for mode in tuples)
 
 
-def _kept(said: Said, probe: Spec) -> tuple[Kept, ...]:
+def _kept(said: Said, probe: Spec) -> tuple[ActivationMode, ...]:
     """How blocks may keep activations: as it is written; where M says no policy, or `none` is the
     policy of whatever mode, as the search tries it. None where nothing is written."""
     activations = probe.activations

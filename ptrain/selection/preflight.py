@@ -23,7 +23,7 @@ from ptrain.axes.data.form import form_of, units_ahead
 from ptrain.axes.data.rules import DATA
 from ptrain.cost import PLACED, Estimate, Spent, StepTime
 from ptrain.derivation.estimate import facts_from_shape, fullest_alone, step_seconds
-from ptrain.derivation.tape import TooLarge
+from ptrain.derivation.tape import PeakExceeded
 from ptrain.errors import DoesNotFit, Fault, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
@@ -419,7 +419,7 @@ def _shorten(
         with suppress(SpecError):
             one = tried.get(fewer) or variant
             shorter = one.spec if one.overrides == fewer else resolve_auto(reload(fewer))
-            if shorter.but(resolved={}) == variant.spec.but(resolved={}):
+            if shorter.with_fields(resolved={}) == variant.spec.with_fields(resolved={}):
                 variant = variant._replace(overrides=fewer)
     return variant
 
@@ -506,7 +506,7 @@ class _Search:
                 self.untraced[kinds] = shlex.join(said)  # keep the last, which is the smallest
                 return None
             memory_fit = fit(after, fullest_alone(after, facts, self._limit(after)))
-        except (SpecError, TooLarge):
+        except (SpecError, PeakExceeded):
             return None
         variant = Variant(spec=after, overrides=said, kinds=kinds, fit=memory_fit)
         is_better = memory_fit.fits is not False or variant.missing_bytes < now.missing_bytes

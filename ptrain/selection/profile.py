@@ -26,7 +26,7 @@ from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import Pace, UnknownRate, operator_hook
 from ptrain.selection.space import kept_so, without_experts
-from ptrain.spec.activations import PLAIN, Kept, Scope
+from ptrain.spec.activations import PLAIN, ActivationMode, Scope
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import EXPERT_AXES, Axis, Factor, Placement, R, S, Tier
@@ -133,7 +133,7 @@ def _in_stages(schedule: ScheduleName) -> AxisChoice:
 _STAGED, _ALL_FIRST = _in_stages(ScheduleName.ONE_F_ONE_B), _in_stages(ScheduleName.GPIPE)
 
 
-def activity_of(spec: Spec, kept: Kept) -> Activity | None:
+def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
     """Return the bytes of activations, from predicted peaks; None if no peaks are predicted.
 
     Two models with different numbers of layers, whose blocks set the peak, give the bytes of a
@@ -169,14 +169,16 @@ def activity_of(spec: Spec, kept: Kept) -> Activity | None:
     )
 
 
-def _predicted(spec: Spec, kept: Kept, staged: AxisChoice | None, layers: int) -> Estimate:
+def _predicted(
+    spec: Spec, kept: ActivationMode, staged: AxisChoice | None, layers: int
+) -> Estimate:
     """Return the exact estimate of a model with `layers` layers and micro-batches of one sample."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
     inner = AxisChoice(factors=spec.factors, changes=(("context", spec.context),))
     samples = _MICRO_BATCHES * spec.data_degree
     batch = replace(spec.batch, micro=1, accumulate=_MICRO_BATCHES, global_samples=samples)
     small = kept_so(apply_choices(spec, filter(None, (inner, staged)), batch), kept)
-    small = small.but(model=replace(spec.model, layers=layers))
+    small = small.with_fields(model=replace(spec.model, layers=layers))
     return fullest_alone(small, built_in_facts(small))
 
 
@@ -244,7 +246,7 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassS
     )
 
 
-def _passes(clock: Clock, work: LayerWork, kept: Kept) -> tuple[float, float, float]:
+def _passes(clock: Clock, work: LayerWork, kept: ActivationMode) -> tuple[float, float, float]:
     forward, backward = (
         clock.pass_seconds(passes, operator_hook(kept, kind))
         for kind, passes in ((Kind.FORWARD, work.forward), (Kind.BACKWARD, work.backward))
@@ -253,7 +255,9 @@ def _passes(clock: Clock, work: LayerWork, kept: Kept) -> tuple[float, float, fl
     return forward.in_a_row(clock.pace), backward.in_a_row(clock.pace), host
 
 
-def exchange_seconds(spec: Spec, shape: ModelShape, pace: Pace, kept: Kept) -> tuple[float, float]:
+def exchange_seconds(
+    spec: Spec, shape: ModelShape, pace: Pace, kept: ActivationMode
+) -> tuple[float, float]:
     """Return the seconds, forward and backward, that a block waits for rows of experts on other
     ranks.
 

@@ -20,11 +20,11 @@ from ptrain.axes.candidates import divisors
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.layers import is_tabulated
-from ptrain.derivation.work import operations
+from ptrain.derivation.work import rank_operations
 from ptrain.errors import Fault, refused
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.selection.fit import fit
-from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept, Policy
+from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode, Policy
 from ptrain.spec.extras import require_eager
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
@@ -90,7 +90,7 @@ def resolve_auto(document: LocatedSpec) -> Spec:
 
 def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
     """Return a warning if the modes of activations raise the predicted peak of a built-in model."""
-    plain = spec.but(activations=ActivationSpec())
+    plain = spec.with_fields(activations=ActivationSpec())
     is_known = all(map(is_tabulated, (spec, plain))) and is_sound(plain)
     if (
         peak is None
@@ -163,7 +163,7 @@ def ladder(spec: Spec) -> list[Spec]:
     """
 
     def again(rung: Spec) -> int:  # of the rank with most; 0 without a table
-        return max((row.again for row in operations(rung, lower(rung))), default=0)
+        return max((row.again for row in rank_operations(rung, lower(rung))), default=0)
 
     return sorted(_rungs(spec), key=again)
 
@@ -194,7 +194,7 @@ def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:
     return replace(variant, resolved=to_mapping(variant, sync_is_written=is_written))
 
 
-def _kept(kept: Kept, policy: Policy | None) -> Kept:
+def _kept(kept: ActivationMode, policy: Policy | None) -> ActivationMode:
     """Return a way to keep activations, with its policy replaced if it has one."""
     if kept.policy is None:
         return kept

@@ -62,7 +62,7 @@ from ptrain.selection.space import (
     ways_to_keep,
 )
 from ptrain.selection.where import Aspect, Constraint, Where
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import TOKEN_AXES, Axis
@@ -93,12 +93,12 @@ class ScoredCut:
         self.clock = clock_of(spec, task.pace)
         self.activity, self.sums = cache(self._activity), cache(self._sums)
 
-    def _activity(self, kept: Kept) -> Activity:
+    def _activity(self, kept: ActivationMode) -> Activity:
         activity = activity_of(self.spec, kept)
         assert activity is not None, "blocks whose peaks are predicted"
         return activity
 
-    def _sums(self, kept: Kept, micro: int) -> PassSums | None:
+    def _sums(self, kept: ActivationMode, micro: int) -> PassSums | None:
         """Return the seconds of the passes; None if computation or rates are unknown."""
         spec = kept_so(batched(self.spec, micro, 1), kept)
         try:
@@ -170,7 +170,7 @@ class CandidateBlock:
     flow: PipelineFlow
     rows: Sequence[DataRow]
     micro: int
-    kept: Kept
+    kept: ActivationMode
     levels: Sequence[tuple[float, ...]]
     timed: Callable[[], FlowSeconds | None]
 
@@ -371,7 +371,7 @@ class Search:
                         yield self._block(cut, flow, rows, micro, number, kept)
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[ActivationMode]:
         """The ways to keep activations that satisfy constraints."""
         base, where = self.task.base, self.task.where
         ways = self.ways_to_keep
@@ -396,7 +396,7 @@ class Search:
         rows: Sequence[DataRow],
         micro: int,
         number: int,
-        kept: Kept,
+        kept: ActivationMode,
     ) -> CandidateBlock:
         """Return a block of candidates with its memory figures."""
         levels = levels_of(
@@ -413,7 +413,7 @@ class Search:
         )
 
     def _flow_seconds(
-        self, cut: BlockCut, flow: PipelineFlow, micro: int, number: int, kept: Kept
+        self, cut: BlockCut, flow: PipelineFlow, micro: int, number: int, kept: ActivationMode
     ) -> FlowSeconds | None:
         """Return the seconds that a block's candidates share; None if unknown."""
         spec, sums = cut.scored.spec, self.sums(cut, kept, micro)
@@ -455,7 +455,7 @@ class Search:
             shared=prod(choice.num_sharing_ranks for choice in within),
         )
 
-    def _sums(self, cut: BlockCut, kept: Kept, micro: int) -> PassSums | None:
+    def _sums(self, cut: BlockCut, kept: ActivationMode, micro: int) -> PassSums | None:
         """Return the seconds of the passes, with the exchange of experts' rows."""
         sums, own = cut.scored.sums(kept, micro), self.task.own
         if sums is None or own is None:

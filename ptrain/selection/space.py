@@ -33,7 +33,7 @@ from ptrain.derivation.kernels import takes_peak_of
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import built_in_facts
-from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept
+from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
@@ -48,7 +48,11 @@ SPACES = (DATA_SPACE, PIPELINE_SPACE, *WITHIN)
 SEARCHED_AXES = tuple(axis for axis in Axis if any(axis in space.axes for space in SPACES))
 
 _POLICIES = (policy for policy in NAMED_POLICIES.values() if policy != ATTENTION_ONLY)
-KEPT = (PLAIN, *(Kept(policy=policy) for policy in _POLICIES), Kept(tier=Tier.HOST))
+KEPT = (
+    PLAIN,
+    *(ActivationMode(policy=policy) for policy in _POLICIES),
+    ActivationMode(tier=Tier.HOST),
+)
 _MOST_MICRO = 2**9  # samples of a micro-batch
 _ALL_UP_TO, _APART = 16, 1.25  # of larger micro-batches those that are a quarter apart
 
@@ -62,7 +66,7 @@ class Candidate:
     pipeline: AxisChoice
     data: AxisChoice
     micro: int
-    kept: Kept
+    kept: ActivationMode
 
     def spec(self, base: Spec) -> Spec:
         """Return the base with this in it."""
@@ -73,20 +77,20 @@ class Candidate:
 def with_batch(spec: Spec, micro: int) -> Spec:
     """Return the spec with its samples in micro-batches of so many."""
     accumulate = max(1, spec.batch.global_samples // (micro * spec.data_degree))
-    return spec.but(batch=replace(spec.batch, micro=micro, accumulate=accumulate))
+    return spec.with_fields(batch=replace(spec.batch, micro=micro, accumulate=accumulate))
 
 
 def batched(spec: Spec, micro: int, number: int) -> Spec:
     """Return the spec with so many micro-batches of so many samples."""
-    return spec.but(batch=replace(spec.batch, micro=micro, accumulate=number))
+    return spec.with_fields(batch=replace(spec.batch, micro=micro, accumulate=number))
 
 
-def kept_so(spec: Spec, kept: Kept) -> Spec:
+def kept_so(spec: Spec, kept: ActivationMode) -> Spec:
     """Return the spec with all blocks' activations kept so."""
-    return spec.but(activations=ActivationSpec(default=kept))
+    return spec.with_fields(activations=ActivationSpec(default=kept))
 
 
-def ways_to_keep(away: Tier) -> tuple[Kept, ...]:
+def ways_to_keep(away: Tier) -> tuple[ActivationMode, ...]:
     """Return how blocks may keep activations, where what is off the device is on a tier."""
     return tuple(replace(kept, tier=away) if kept.tier is Tier.HOST else kept for kept in KEPT)
 
@@ -156,7 +160,12 @@ class Legality:
         return self.open_specs[kind].is_sound(batch=batch)
 
     def within(
-        self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through, *, several: bool
+        self,
+        choices: tuple[AxisChoice, ...],
+        kept: ActivationMode,
+        through: Through,
+        *,
+        several: bool,
     ) -> bool:
         """Of how blocks are cut and kept, of one sample or `several`; false too where no table
         tells what that allocates on the devices."""
@@ -171,7 +180,7 @@ class Legality:
         return is_sound and self._is_predicted(spec)
 
     def _is_predicted(self, spec: Spec) -> bool:
-        like = self._like(spec.but(cluster=self.base.cluster))
+        like = self._like(spec.with_fields(cluster=self.base.cluster))
         return is_tabulated(like) and not (
             like.is_for_cuda and not takes_peak_of(like, self._facts)
         )
@@ -238,12 +247,12 @@ class Legality:
         """The spec as it is scored: what stands in for a model with experts has none."""
         if self.scored is None:
             return spec
-        return without_experts(spec).but(model=_with_layers(self.scored).model)
+        return without_experts(spec).with_fields(model=_with_layers(self.scored).model)
 
 
 def without_experts(spec: Spec) -> Spec:
     """Return the spec without the axes along which ranks have experts of their own."""
-    return spec.but(factors=tuple(f for f in spec.factors if f.axis not in EXPERT_AXES))
+    return spec.with_fields(factors=tuple(f for f in spec.factors if f.axis not in EXPERT_AXES))
 
 
 def _with_layers(spec: Spec) -> Spec:

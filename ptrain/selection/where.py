@@ -20,7 +20,7 @@ from ptrain.axes.data.candidates import OVERLAPS, UNITS
 from ptrain.axes.data.form import form_of, joins_units, units_ahead
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
-from ptrain.spec.activations import FULL, KEPT_MEANINGS, SELECTIVE, Kept
+from ptrain.spec.activations import FULL, KEPT_MEANINGS, SELECTIVE, ActivationMode
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import GradientSync, Overlap, UnitSize
 from ptrain.spec.leaf import find_similar
@@ -60,7 +60,7 @@ def recompute_of(spec: Spec) -> str:
     return keeping(spec.activations.default)
 
 
-def keeping(kept: Kept) -> str:
+def keeping(kept: ActivationMode) -> str:
     """Return the word for a way to keep activations."""
     if kept.tier is not Tier.DEVICE:
         return "offload"

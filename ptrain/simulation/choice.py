@@ -34,7 +34,7 @@ def require_ranks(spec: Spec, choices: Sequence[str]) -> None:
         )
 
 
-def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[int, ...]:
+def choose_ranks(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[int, ...]:
     """Return the ranks to simulate.
 
     Args:
@@ -48,7 +48,7 @@ def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[in
     """
     require_ranks(spec, choices)
     if ALL_DISTINCT in choices:
-        return tuple(ranks[0] for ranks in classes(spec, exact))
+        return tuple(ranks[0] for ranks in rank_classes(spec, exact))
     if choices:
         return tuple(dict.fromkeys(_parse_rank(choice, spec.world_size) for choice in choices))
     needed = _predicted_bytes(exact)
@@ -56,7 +56,7 @@ def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[in
     return tuple(dict.fromkeys((0, most)))
 
 
-def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
+def rank_classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
     """Return groups of equal ranks, in the order of their first ranks.
 
     Args:

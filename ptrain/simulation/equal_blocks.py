@@ -24,8 +24,8 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor, nn
 
-from ptrain.derivation.flat import joined
-from ptrain.derivation.layers import alike
+from ptrain.derivation.flat import joined_units
+from ptrain.derivation.layers import block_kinds
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
@@ -54,7 +54,7 @@ _PLAIN = (
 )  # fmt: skip
 
 
-class Incomparable(Exception):
+class NotComparableError(Exception):
     """The error for an attribute whose value cannot be compared."""
 
 
@@ -66,13 +66,15 @@ def structure_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Leaves, list[
         blocks: The names of its blocks.
 
     Raises:
-        Incomparable: If an attribute has no comparable value.
+        NotComparableError: If an attribute has no comparable value.
     """
     walk = _LeafWalk({f".{name}": model.get_submodule(name) for name in blocks})
-    return dict(walk.part(model)), [dict(walk.part(block)) for block in walk.blocks.values()]
+    return dict(walk.iter_leaves(model)), [
+        dict(walk.iter_leaves(block)) for block in walk.blocks.values()
+    ]
 
 
-def common(blocks: Sequence[Leaves]) -> Leaves | None:
+def common_leaves(blocks: Sequence[Leaves]) -> Leaves | None:
     """Return the common leaves of blocks; None if they differ in more than their index."""
     first = blocks[0]
     if any(block.keys() != first.keys() for block in blocks):
@@ -116,7 +118,7 @@ class _LeafWalk:
         self._kept: list[object] = []  # so that no other object gets its id
         self._part = 0
 
-    def part(self, module: nn.Module) -> Iterator[_Leaf]:
+    def iter_leaves(self, module: nn.Module) -> Iterator[_Leaf]:
         """Yield the leaves of the model without its blocks, or of one block."""
         self._part += 1
         self._number_of.pop(id(module), None)
@@ -193,13 +195,13 @@ class _LeafWalk:
         """Yield the leaves of an object with attributes.
 
         Raises:
-            Incomparable: If the object has state outside of `vars`.
+            NotComparableError: If the object has state outside of `vars`.
         """
         if again := self._first_place(value, path):
             yield path, again
             return
         if not _has_no_hidden_state(value):
-            raise Incomparable(f"{path} is {type(value).__name__}")
+            raise NotComparableError(f"{path} is {type(value).__name__}")
         yield path, ("instance", type(value))
         for name, entry in getattr(value, "__dict__", {}).items():
             yield from self._of_value(f"{path}.{name}", entry)
@@ -378,7 +380,7 @@ def equal_blocks(
     """
     match spec.model:
         case ModelShape():
-            kinds = alike(spec, [str(layer) for layer in range(spec.model.layers)])
+            kinds = block_kinds(spec, [str(layer) for layer in range(spec.model.layers)])
             if kinds is None or len({*kinds}) > 1:
                 return None
             blocks = _blocks_of_plan(spec, rank, built_in_facts(spec), spec.model.layers, fewest)
@@ -428,7 +430,7 @@ def _are_joined(plan: Plan, facts: ModelFacts) -> bool:
     if plan.tensor is not None:
         degree = plan.spec.degree(plan.tensor.axis)
         parts = [units for units, _ in local_units(facts, plan.tensor, degree)]
-    return any(len(joined(plan, units)) < len(units) for units in parts)
+    return any(len(joined_units(plan, units)) < len(units) for units in parts)
 
 
 # -- the proof
@@ -486,7 +488,12 @@ def _find_repetition(spec: Spec) -> Repetition | None:
     try:
         model = fake_model(spec)
         return None if model is None else _read_structure(model)
-    except (*READ, Incomparable, PtrainError, RuntimeError):  # the simulation reports the error
+    except (
+        *READ,
+        NotComparableError,
+        PtrainError,
+        RuntimeError,
+    ):  # the simulation reports the error
         return None
 
 
@@ -497,7 +504,7 @@ def _read_structure(model: FakeModel) -> Repetition | None:
         facts = untraced_facts(model.module, model.spec)
         around, structures = structure_of(model.module, facts.blocks)
         # Between the first and the last block there must be one to compare.
-        block = common(structures) if len(structures) > 2 else None
+        block = common_leaves(structures) if len(structures) > 2 else None
         if block is None:
             return None
         sections = _record_sections(model, facts.blocks)

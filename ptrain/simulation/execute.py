@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from ptrain.axes.expert.run.apply import StatedRouting
 from ptrain.cost import Column, Estimate, Operations, Phase, add_traffic
 from ptrain.data.sampler import blank_batch
-from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
+from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, steady_reserved
 from ptrain.derivation.kernels import products
 from ptrain.errors import RankFailed, refused
 from ptrain.internals.fakes import READ
@@ -43,8 +43,8 @@ from ptrain.rooms.patches import patch_torch
 from ptrain.rooms.world import World, fake_tensors, fake_world
 from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
-from ptrain.simulation.living import LivingMeter, named
-from ptrain.simulation.replay import StepRecord, replayed
+from ptrain.simulation.living import AllocationMeter, named_modules
+from ptrain.simulation.replay import StepRecord, extrapolate_run
 from ptrain.spec.extras import require_eager
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
@@ -146,7 +146,7 @@ class OperationsMeter(OperatorMode):
         """
         return tuple(self._attention)
 
-    def row(self) -> Operations:
+    def to_operations(self) -> Operations:
         """Return the operations of the steps since the meter was created."""
         return Operations(
             rank=self._rank, forward=self._forward, backward=self._backward, again=self._again
@@ -171,7 +171,7 @@ _ROOM = "Remove `--rehearse`: fake tensors need no memory."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class SimulatedRank:
     """The memory, traffic and operations of one simulated rank.
 
     Attributes:
@@ -204,11 +204,11 @@ class Simulated:
         )
 
     @cached_property
-    def course(self) -> MemoryHistory:
+    def memory_history(self) -> MemoryHistory:
         """The course of memory over the step."""
         return self.run.stream.history(self.rank)
 
-    def allocated(self, spec: Spec, *, is_lazy: bool = False) -> AllocatedStep:
+    def allocated_step(self, spec: Spec, *, is_lazy: bool = False) -> AllocatedStep:
         """Return the step as the allocator of the spec's GPUs handles it.
 
         It has the step's storages and the internal allocations of kernels.
@@ -218,7 +218,7 @@ class Simulated:
             is_lazy: Optimizer state is allocated in the first update, as torch's optimizers do. By
                 default it is allocated when the model is wrapped.
         """
-        step = self.run.stream.allocated()
+        step = self.run.stream.allocated_step()
         products_held = (
             AllocatorEvent(-1 - number, size) for number, size in enumerate(products(spec))
         )
@@ -227,7 +227,7 @@ class Simulated:
             resident, moments = [*resident, *moments], []
         return replace(step, resident=resident, moments=moments)
 
-    def reserved(self, spec: Spec) -> dict[str, Reserved | None]:
+    def reserved_memory(self, spec: Spec) -> dict[str, Reserved | None]:
         """Return the memory that CUDA's caching allocator would reserve, by kind of segments.
 
         Returns:
@@ -235,8 +235,8 @@ class Simulated:
         """
         if not spec.is_for_cuda:
             return {}
-        step = self.allocated(spec)
-        return {name: reserved(step, expands=expands) for name, expands in SEGMENTS.items()}
+        step = self.allocated_step(spec)
+        return {name: steady_reserved(step, expands=expands) for name, expands in SEGMENTS.items()}
 
 
 def simulate(
@@ -246,7 +246,7 @@ def simulate(
     rehearse: bool = False,
     allow_import: bool = False,
     every_block: bool = False,
-) -> Simulated:
+) -> SimulatedRank:
     """Simulate one rank of a legal spec in this process, which must not have a process group.
 
     If many blocks are equal, a few run and the rest is inferred (`simulation.replay`), unless they
@@ -283,7 +283,7 @@ def simulate(
 
 def _simulate_few_blocks(
     blocks: EqualBlocks, rank: int, device: torch.device, allow_import: bool
-) -> Simulated | None:
+) -> SimulatedRank | None:
     """Return the simulation from three runs with few blocks.
 
     Args:
@@ -299,7 +299,7 @@ def _simulate_few_blocks(
         _simulate_every_block(blocks.cut_to(FEWEST + more), rank, device, allow_import=allow_import)
         for more in range(3)
     )
-    run = replayed(blocks.spec, (first.run, second.run, third.run), blocks.number - FEWEST)
+    run = extrapolate_run(blocks.spec, (first.run, second.run, third.run), blocks.number - FEWEST)
     if run is None:
         return None
     seconds = {
@@ -316,7 +316,7 @@ def _simulate_every_block(
     *,
     allow_import: bool = False,
     rehearse: bool = False,
-) -> Simulated:
+) -> SimulatedRank:
     """Return the simulation with every block of the model.
 
     Args:
@@ -389,7 +389,7 @@ def _translate_errors(spec: Spec, device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def _run_program(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
+def _run_program(spec: Spec, world: World, *, allow_import: bool) -> SimulatedRank:
     """Build the program, run it to a steady step, and return the result."""
     began = time.perf_counter()
     program = interpret(spec, world=world, allow_import=allow_import)
@@ -398,7 +398,7 @@ def _run_program(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
     # a batch of the spec's shape, whose values do not matter
     batch = program.own_tokens(blank_batch(program.spec)).to(program.world.device)
     run = _steady_step(program, batch)
-    return Simulated(
+    return SimulatedRank(
         rank=world.rank,
         world_size=world.size,
         device=str(world.device),
@@ -431,11 +431,11 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
         _run_step(program, batch)
     rank, device = program.world.rank, program.world.device.type
     traffic, operations = _traffic_meter(program), OperationsMeter(rank=rank)
-    modules = named(program.model, _vocabulary_size(program.spec))
+    modules = named_modules(program.model, _vocabulary_size(program.spec))
     with watch_modules(modules, is_first=True) as running:
-        memory = LivingMeter(program, running, rank=rank, device=device)
+        memory = AllocationMeter(program, running, rank=rank, device=device)
         observing = add_listeners(program.observers, memory, traffic, operations)
-        with observing, memory.listening(), memory, traffic, operations:
+        with observing, memory.record_tags(), memory, traffic, operations:
             _run_step(program, batch)
     stream = memory.stream()
     peaks = memory.peaks()
@@ -446,7 +446,7 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     return StepRecord(
         resident=memory.footprints(),
         peaks=peaks,
-        operations=operations.row(),
+        operations=operations.to_operations(),
         attention=operations.attention(),
         before=before.calls(),
         calls=traffic.calls(),

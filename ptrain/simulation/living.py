@@ -1,6 +1,6 @@
 """Track which storages are alive during a step, with their content and origin.
 
-The memory meter counts live bytes by state. `LivingMeter` also records each storage's origin
+The memory meter counts live bytes by state. `AllocationMeter` also records each storage's origin
 (operator, module, phase) and tags, so that the peak can be itemised. It adds the temporary memory
 that a GPU's kernels allocate inside an operator, computed from the operator's arguments: an
 allocator counts it, a meter of operators does not.
@@ -36,7 +36,7 @@ from ptrain.spec.spec import Spec
 LOGITS = "logits"
 
 
-def named(model: nn.Module, vocab: int | None) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module, vocab: int | None) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model with their paths; the head is named `logits`.
 
     Args:
@@ -56,7 +56,7 @@ _WIDEST = 4  # bytes of an element; wider elements are not summed in 32 bits
 Within = Callable[[str, tuple[Any, ...]], tuple[int, ...]]
 
 
-def within(spec: Spec) -> Within:
+def kernel_allocations(spec: Spec) -> Within:
     """Return a function of the bytes that a kernel allocates internally.
 
     The function takes an operator's name and arguments, and returns the sizes of its allocations.
@@ -107,7 +107,7 @@ _OLDER = "buffers, batch, and older tensors"
 
 
 @dataclass(slots=True)
-class Life:
+class StorageLife:
     """The history of one storage.
 
     Attributes:
@@ -139,7 +139,7 @@ class Life:
         return self.phase is Phase.UPDATE or (self.tag is not None and self.tag.state in states)
 
 
-class LivingMeter(MemoryMeter):
+class AllocationMeter(MemoryMeter):
     """A memory meter that also records all allocations and frees of the step.
 
     Args:
@@ -152,13 +152,13 @@ class LivingMeter(MemoryMeter):
 
     def __init__(self, program: Program, running: Sequence[str], *, rank: int, device: str) -> None:
         super().__init__(program, rank=rank, device=device, waits=False)
-        self._within = within(program.spec)
+        self._within = kernel_allocations(program.spec)
         self._registry = program.registry
         self._running = running
         self._units = dict(gathered_units(program))
-        self._lives: dict[int, Life] = {}
-        self._before: list[tuple[Life, int]] = []
-        self._events: list[tuple[Life, int] | Begin] = []
+        self._lives: dict[int, StorageLife] = {}
+        self._before: list[tuple[StorageLife, int]] = []
+        self._events: list[tuple[StorageLife, int] | Begin] = []
         self._micro_batch = 0
         self._streams = allocating_streams(program.model)
         self._moments_of = {
@@ -168,7 +168,7 @@ class LivingMeter(MemoryMeter):
             if name != MASTER
         }
 
-    def listening(self) -> AbstractContextManager[None]:
+    def record_tags(self) -> AbstractContextManager[None]:
         """Temporarily record the tags of storages.
 
         A storage gets its tag after its allocation, and loses it when it is freed.
@@ -182,7 +182,7 @@ class LivingMeter(MemoryMeter):
 
     def on_existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """Record a storage that was allocated before the step."""
-        self._lives[key] = Life(None, None, self._registry.tag_of_storage(storage))
+        self._lives[key] = StorageLife(None, None, self._registry.tag_of_storage(storage))
         super().on_existing(key, storage)
 
     def on_allocation(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
@@ -196,22 +196,25 @@ class LivingMeter(MemoryMeter):
         current = torch.cuda if self._device == "cuda" else torch.cpu
         stream = self._streams.get(stream_key(current.current_stream()), COMPUTING)
         module = self._running[-1] if self._running else None
-        self._lives[key] = Life(module, self._phase, micro_batch=self._micro_batch, stream=stream)
+        self._lives[key] = StorageLife(
+            module, self._phase, micro_batch=self._micro_batch, stream=stream
+        )
         super().on_allocation(key, storage, operator)
 
     def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record its internal allocations."""
         result = super().run_operator(function, args, kwargs)
-        self._take_within(self._within(function._schema.name, args))
+        self._record_kernel_allocations(self._within(function._schema.name, args))
         return result
 
-    def _take_within(self, sizes: tuple[int, ...]) -> None:
+    def _record_kernel_allocations(self, sizes: tuple[int, ...]) -> None:
         """Record allocations of a kernel, which are freed when its results exist."""
         if not sizes:
             return
         self._count_pending()  # the operator's own allocations and frees come first
         allocations = [
-            (Life(None, self._phase, state=State.TRANSIENT, is_within=True), size) for size in sizes
+            (StorageLife(None, self._phase, state=State.TRANSIENT, is_within=True), size)
+            for size in sizes
         ]
         self._events += [*allocations, *((life, -size) for life, size in allocations)]
 
@@ -258,15 +261,15 @@ class LivingMeter(MemoryMeter):
         """Return all allocations and frees of the step. Call it after the step."""
         for key in self._lives:
             self._remember(key)
-        # By id(): a freed storage's key may be reused, but its Life is kept alive by the events.
+        # By id(): a freed storage's key may be reused; the events keep its StorageLife alive.
         kinds: dict[int, StorageKind] = {}
         keys: dict[int, int] = {}
 
-        def change(life: Life, size: int) -> Change:
+        def change(life: StorageLife, size: int) -> Change:
             if id(life) not in keys:
                 keys[id(life)] = len(keys)
                 kinds[id(life)] = StorageKind(
-                    what(life),
+                    describe_storage(life),
                     life.state,
                     life.micro_batch,
                     life.stream,
@@ -283,7 +286,7 @@ class LivingMeter(MemoryMeter):
         )
 
 
-def what(life: Life) -> str:
+def describe_storage(life: StorageLife) -> str:
     """Return a description of a storage, without the numbers in the names of modules."""
     if life.is_within:
         return "within a kernel"

@@ -75,7 +75,7 @@ NAMED_POLICIES = {"selective": SELECTIVE, "attention": ATTENTION_ONLY, "full": F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class ActivationMode:
     """The activation mode of one block.
 
     Without a policy it is R, or O if `tier` is not the device. With a policy it is M, and `tier` is
@@ -91,7 +91,7 @@ class Kept:
         return self.policy is None and self.tier is Tier.DEVICE
 
 
-PLAIN = Kept()
+PLAIN = ActivationMode()
 
 
 def belongs_to_rank(mode: Mode) -> bool:

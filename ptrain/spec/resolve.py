@@ -19,7 +19,7 @@ from ptrain.errors import SpecError
 from ptrain.spec.activations import (
     FULL,
     NAMED_POLICIES,
-    Kept,
+    ActivationMode,
     Operators,
     Policy,
     RecomputeRaw,
@@ -447,7 +447,7 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     kept = tuple((first, last, _make_kept(mode, policy)) for (first, last), mode in ranges.items())
     is_one = list(ranges) == [_ALL]
     return ActivationSpec(
-        default=kept[0][2] if is_one else Kept(),
+        default=kept[0][2] if is_one else ActivationMode(),
         by_block=() if is_one else tuple(sorted(kept, key=itemgetter(0))),
         every=recompute.every if recomputes else 1,
         budget=recompute.budget,
@@ -455,10 +455,10 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     )
 
 
-def _make_kept(mode: Mode, policy: Policy | None) -> Kept:
+def _make_kept(mode: Mode, policy: Policy | None) -> ActivationMode:
     if mode.distribution is Distribution.MATERIALIZED:
-        return Kept(policy=policy or FULL, tier=mode.tier)
-    return Kept(tier=mode.tier)
+        return ActivationMode(policy=policy or FULL, tier=mode.tier)
+    return ActivationMode(tier=mode.tier)
 
 
 def _activation_modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:

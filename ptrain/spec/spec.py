@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Self
 
 from ptrain.cost import State
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import UnitSize
@@ -46,14 +46,14 @@ class ActivationSpec:
         is_open: The policy is not selected yet. Until then, full recomputation stands for it.
     """
 
-    default: Kept = PLAIN
-    by_block: tuple[tuple[int, int | None, Kept], ...] = ()
+    default: ActivationMode = PLAIN
+    by_block: tuple[tuple[int, int | None, ActivationMode], ...] = ()
     every: int = 1
     budget: int | None = None
     is_open: bool = False
 
     @property
-    def modes(self) -> tuple[Kept, ...]:
+    def modes(self) -> tuple[ActivationMode, ...]:
         """All modes that a block may have."""
         return (self.default, *(kept for _, _, kept in self.by_block))
 
@@ -62,7 +62,7 @@ class ActivationSpec:
         """The tiers that store activations of a block."""
         return frozenset(kept.tier for kept in self.modes)
 
-    def block_modes(self, blocks: int) -> tuple[Kept, ...]:
+    def block_modes(self, blocks: int) -> tuple[ActivationMode, ...]:
         """Return the mode of each of `blocks` blocks."""
         if not self.by_block and self.every == 1:
             return (self.default,) * blocks
@@ -76,7 +76,7 @@ class ActivationSpec:
                 modes[index] = PLAIN
         return tuple(modes)
 
-    def distinct_of(self, blocks: int) -> tuple[Kept, ...]:
+    def distinct_of(self, blocks: int) -> tuple[ActivationMode, ...]:
         """Return the modes of so many blocks, those that are one object once: blocks are many, and
         modes slow to compare."""
         return tuple({id(kept): kept for kept in self.block_modes(blocks)}.values())
@@ -209,7 +209,7 @@ class Spec(Keys, Worded):
         """The compute capability of the cluster's GPUs (90 for H100), or None."""
         return self.cluster.sm if self.cluster else None
 
-    def but(self, **changes: Any) -> Self:
+    def with_fields(self, **changes: Any) -> Self:
         """Return the spec with other values of some fields, like `dataclasses.replace`.
 
         This takes a tenth of the time: it copies `__dict__` and skips `__init__`. A search makes

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ptrain.cost import PLACED
-from ptrain.spec.activations import NAMED_POLICIES, Kept, belongs_to_rank
+from ptrain.spec.activations import NAMED_POLICIES, ActivationMode, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.function import UserFunction
@@ -97,7 +97,7 @@ def _range_text(first: int, last: int | None) -> str:
     return str(first) if first == last else f"{first}-{'' if last is None else last}"
 
 
-def _mode_text(kept: Kept) -> str:
+def _mode_text(kept: ActivationMode) -> str:
     if kept.policy is not None:
         return str(Mode(Distribution.MATERIALIZED, kept.tier))
     return "R" if kept.tier is Tier.DEVICE else str(Mode(Distribution.SHARDED, kept.tier))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ptrain.facts.model import prefixes
+from ptrain.facts.model import module_prefixes
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Bound, Choices, Histogram
 from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
@@ -66,7 +66,7 @@ class ExpertParallel(PlanStep):
     def is_inside(self, module: str) -> bool:
         """Return True if a module is inside the experts, so that it runs on the rows of all ranks'
         tokens."""
-        return any(name in self.modules for name in prefixes(module))
+        return any(name in self.modules for name in module_prefixes(module))
 
     @property
     def cutting_axes(self) -> tuple[Axis, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from ptrain.facts.stages import Stage, Units
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, ScheduleName
 from ptrain.spec.placement import SAMPLE_AXES, Axis
@@ -274,7 +274,7 @@ class Keep(PlanStep):
     """The activation modes of the blocks that do not save all activations, by module name. `path`
     is the folder of the file tier."""
 
-    blocks: tuple[tuple[str, Kept], ...]
+    blocks: tuple[tuple[str, ActivationMode], ...]
     path: str | None = None
 
 

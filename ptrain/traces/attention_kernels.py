@@ -39,11 +39,11 @@ from ptrain.traces.settings import Make
 def kernels_for(spec: Spec) -> AbstractContextManager[UnknownKernels]:
     """Return a context in which a CPU allocates as the spec's devices do, if the table has their
     kernels."""
-    return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_Kept(capability(spec)))
+    return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_ArchivedAttention(capability(spec)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _ArchivedAttention:
     """The attention facts for GPUs of compute capability `sm`.
 
     Without one, attention saves the tensors of the CPU kernel, and a warning names the bytes that
@@ -130,7 +130,7 @@ def _kernel_of(
     return watch.kernel, watch.beside
 
 
-def choices() -> Iterator[Choice]:
+def kernel_choices() -> Iterator[Choice]:
     """Yield the kernels that torch chooses, in a process that pretends to have a GPU.
 
     Each entry has the row of the table, head_dim, the kernel, the kernel for fewer key heads, and
@@ -148,7 +148,7 @@ def choices() -> Iterator[Choice]:
             yield row_name(dtype, drops=drops), head_dim, kernel, of_groups, beside
 
 
-def table() -> Table:
+def kernel_table() -> Table:
     """Return the table for every compute capability: the archived one, updated for this torch
     version."""
     kernels: dict[str, list[int]] = {}
@@ -183,7 +183,7 @@ def _beside_others(key: str, answer: object, kernels: dict[str, list[int]]) -> d
 
     All versions must save the same bytes per kernel.
     """
-    there = archive.table(TablePart.KERNEL, "attention")
+    there = archive.read_table(TablePart.KERNEL, "attention")
     assert there["kernels"] == kernels, "kernels save different tensors in this version of torch"
     return {**there[key], torch_minor(): answer}
 
@@ -213,12 +213,12 @@ def _of_capability(sm: int) -> list[Choice]:
         return rows
 
 
-def tables() -> Iterator[tuple[str, Make]]:
+def table_makers() -> Iterator[tuple[str, Make]]:
     """Yield the table's name and the function that makes it, if CUDA's operators are available."""
     if pretence.missing_requirement() is None:
-        yield "attention", partial(table)
+        yield "attention", partial(kernel_table)
 
 
 if __name__ == "__main__":
     with fake_tensors():
-        Path(sys.argv[1]).write_text(json.dumps([*choices()]))
+        Path(sys.argv[1]).write_text(json.dumps([*kernel_choices()]))

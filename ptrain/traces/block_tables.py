@@ -31,7 +31,7 @@ from ptrain.derivation.tables import (
 from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Event, GradientComplete, Recording, StorageAllocated, StorageFreed
 from ptrain.models.units import Units
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.model import Attention
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
@@ -72,7 +72,9 @@ class CodedTrace:
         self.widest = recordings[-1]  # its compute dtype differs from fp32
         self.units, self.values, self.writer = units, values, writer
         for other in self._wider:
-            assert _course(self.recording) == _course(other), "operators depend on the dtype"
+            assert _event_course(self.recording) == _event_course(other), (
+                "operators depend on the dtype"
+            )
 
     def size(self, storage: int) -> int:
         """Return the number of a storage's size in the table."""
@@ -88,20 +90,20 @@ class CodedTrace:
             is_statistics=storage in self.recording.statistics,
         )
 
-    def coded(self, events: Iterable[Event], layer: int) -> Coded:
+    def encode_layer(self, events: Iterable[Event], layer: int) -> Coded:
         """Return a layer's events as JSON in the shortest form; `*` replaces the layer's index."""
-        ordered = events if self.recording.output is None else _sorted(events)
+        ordered = events if self.recording.output is None else _sort_completions(events)
         written = self.in_full(ordered, f"blocks.{layer}")
         names = [event[0] if isinstance(event, list) else event for event in written]
         others = [name for name in names if isinstance(name, str) and _OTHER.search(name)]
         assert not others, f"layer {layer} has events of the layers {others}"
-        return _shortest(written)
+        return _shorten_events(written)
 
     def in_full(self, events: Iterable[Event], layer: str = "") -> Coded:
         """Return all events as JSON, without shortening."""
-        return [self._coded(event, layer) for event in events]
+        return [self._encode_event(event, layer) for event in events]
 
-    def _coded(self, event: Event, layer: str) -> object:
+    def _encode_event(self, event: Event, layer: str) -> object:
         """Return one event as JSON."""
         match event:
             case StorageAllocated(storage):
@@ -121,7 +123,7 @@ class CodedTrace:
 
         Events before the first layer belong to the first, events after the last layer to the last.
         """
-        return [self.coded(events, layer) for layer, events in self.split(name)]
+        return [self.encode_layer(events, layer) for layer, events in self.split(name)]
 
     def split(self, name: str) -> list[tuple[int, Sequence[Event]]]:
         """Return the layers of a pass with their events."""
@@ -138,16 +140,16 @@ class CodedTrace:
         return [(layer, events[start:end]) for layer, start, end in spans]
 
 
-def _course(recording: Recording) -> list[object]:
+def _event_course(recording: Recording) -> list[object]:
     """Return the part of a recording that does not depend on the dtype."""
     return [
         (event.id, event.operator) if isinstance(event, StorageAllocated) else event
         for events in recording.passes.values()
-        for event in _sorted(events)
+        for event in _sort_completions(events)
     ]
 
 
-def _sorted(events: Iterable[Event]) -> Iterator[Event]:
+def _sort_completions(events: Iterable[Event]) -> Iterator[Event]:
     """Yield events, with gradients that complete together in the order of their names.
 
     Autograd runs a stage's backward for given inputs and parameters, where gradients have no fixed
@@ -160,7 +162,7 @@ def _sorted(events: Iterable[Event]) -> Iterator[Event]:
         yield from together
 
 
-def _shortest(events: Sequence[object]) -> Coded:
+def _shorten_events(events: Sequence[object]) -> Coded:
     """Return events with the same peaks and end level for any sizes.
 
     Between two boundaries only levels that no other level contains are kept.
@@ -168,11 +170,11 @@ def _shortest(events: Sequence[object]) -> Coded:
     shortened: Coded = []
     for is_size, group in itertools.groupby(events, lambda event: isinstance(event, int)):
         together = list(group)
-        shortened += _highest(together) if is_size else together  # type: ignore[arg-type]
+        shortened += _kept_changes(together) if is_size else together  # type: ignore[arg-type]
     return shortened
 
 
-def _highest(deltas: Sequence[int]) -> Iterator[int]:
+def _kept_changes(deltas: Sequence[int]) -> Iterator[int]:
     """Yield the size changes between the kept levels; frees come before allocations."""
     levels = [Counter[int]()]
     for delta in deltas:
@@ -187,7 +189,7 @@ def _highest(deltas: Sequence[int]) -> Iterator[int]:
             _contains(other, level) and not _contains(level, other) for other in levels[place:]
         )
         if is_last or not (earlier or later):
-            yield from _between(now, level)
+            yield from _level_changes(now, level)
             now = level
 
 
@@ -196,7 +198,7 @@ def _contains(other: Counter[int], level: Counter[int]) -> bool:
     return all(other[number] >= level[number] for number in {*other, *level})
 
 
-def _between(now: Counter[int], then: Counter[int]) -> Iterator[int]:
+def _level_changes(now: Counter[int], then: Counter[int]) -> Iterator[int]:
     """Yield the frees, then the allocations that lead from one level to another."""
     change = {number: then[number] - now[number] for number in sorted({*now, *then})}
     for number, more in change.items():
@@ -209,7 +211,7 @@ FEW = 3  # layers: the fewest with begin, block and end
 _STAGES = (Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
-def segments(part: Coded) -> Iterator[Coded]:
+def split_segments(part: Coded) -> Iterator[Coded]:
     """Yield the segments of a layer's events: before its boundaries, the layer, and after it.
 
     The weight half has no boundaries and is one segment.
@@ -220,7 +222,10 @@ def segments(part: Coded) -> Iterator[Coded]:
 
 
 def trace_model(
-    setting: Setting, writer: TableWriter, mesh: DeviceMesh | None = None, kept: Kept = PLAIN
+    setting: Setting,
+    writer: TableWriter,
+    mesh: DeviceMesh | None = None,
+    kept: ActivationMode = PLAIN,
 ) -> CodedTrace:
     """Return the trace of a setting's full model, with this way to keep activations.
 
@@ -326,8 +331,8 @@ class PassTable:
     def _parts(self, few: Sequence[Coded], many: Sequence[Coded]) -> list[list[int]]:
         """Return the segments' numbers of `only`, `begin`, `block` and `end`."""
         (only,), (begin, *blocks, end) = few, many
-        written = only, begin, alike(blocks), end
-        return [[*map(self.writer.part, segments(part))] for part in written]
+        written = only, begin, common_entry(blocks), end
+        return [[*map(self.writer.part, split_segments(part))] for part in written]
 
     def _works(self, place: Place, few: list[CodedTrace]) -> dict[str, object]:
         """Return the computation before and after the blocks.
@@ -376,7 +381,7 @@ class BlockTable:
             trace = trace_model(setting, self.writer, self.mesh, kept)
             content[attention.value][name] = self._events(trace)
             if kept.tier is Tier.DEVICE:  # copies between tiers are no operators
-                passes = self.works.passes(alike(works_by_layer(trace).layers))
+                passes = self.works.passes(common_entry(works_by_layer(trace).layers))
                 works[attention.value][name] = passes
         *_, halves = trace_stage(self.setting, self.writer, self.mesh, Place.MIDDLE, FEW)
         # The weight half has no boundaries, so work of one layer may be recorded with the next.
@@ -388,27 +393,27 @@ class BlockTable:
     def _events(self, trace: CodedTrace) -> dict[str, object]:
         """Return the events of a block, and the storages that it moves."""
         return {
-            "forward": self.writer.part(alike(trace.layers("forward")[1:-1])),
-            "backward": self.writer.part(alike(trace.layers("backward")[1:-1])),
-            "moved": self.writer.part(_moved(trace)),
+            "forward": self.writer.part(common_entry(trace.layers("forward")[1:-1])),
+            "backward": self.writer.part(common_entry(trace.layers("backward")[1:-1])),
+            "moved": self.writer.part(_moved_sizes(trace)),
             "frees_input": frees_input(trace),
         }
 
 
-def alike(layers: Sequence[Did]) -> Did:
+def common_entry(layers: Sequence[Did]) -> Did:
     """Return the common entry of layers that must be equal."""
     first, *others = layers
     assert all(other == first for other in others), "the blocks do not repeat"
     return first
 
 
-def _entered(trace: CodedTrace, block: int) -> int:
+def _entry_index(trace: CodedTrace, block: int) -> int:
     """Return the index in forward at which a block starts."""
     unit = trace.units.index((f"blocks.{block}",))
     return trace.recording.forward.index(Boundary(Mark.ENTER, unit))
 
 
-def _moved(trace: CodedTrace) -> Coded:
+def _moved_sizes(trace: CodedTrace) -> Coded:
     """Return the sizes of the storages that a block's forward moves off the device."""
     counts = Counter(trace.size(number) for number, _ in trace.recording.moved)
     assert all(times % LAYERS == 0 for times in counts.values()), "the blocks do not repeat"
@@ -420,7 +425,7 @@ def frees_input(trace: CodedTrace) -> bool:
 
     Seen at the second block: it then frees one storage that is older than the block.
     """
-    events, start, end = trace.recording.forward, _entered(trace, 1), _entered(trace, 2)
+    events, start, end = trace.recording.forward, _entry_index(trace, 1), _entry_index(trace, 2)
     older = {event.id for event in events[:start] if isinstance(event, StorageAllocated)}
     freed = [
         event

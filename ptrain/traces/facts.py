@@ -67,7 +67,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
 from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for
-from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
+from ptrain.traces.rank_part import EqualLayers, TracedLayers, run_only, running_units
 from ptrain.traces.record import record, run_unrecorded
 from ptrain.traces.stage_parts import (
     joined_works,
@@ -79,7 +79,7 @@ from ptrain.traces.tensor_parts import (
     Traced,
     by_place,
     fake_model,
-    traced,
+    trace_parts,
     unless_it_takes_values,
     why_untraced,
 )
@@ -104,14 +104,18 @@ def facts_by_data(
     these samples; `further` gives others, none where nobody knows which it takes."""
     selected = layers.recording.selected
     if selected.unbounded:
-        return _unknown(known, layers, f"{_who(selected)}, without a known bound")
+        return _with_unknown(
+            known, layers, f"{_describe_selection(selected)}, without a known bound"
+        )
     if selected.operators:
-        facts, *others = (_with(known, traced(samples, extent)) for extent in BOUNDS)
-        unvisited = _unvisited(facts, _with(known, layers), traced, samples)
-        return replace(facts, by_data=_who(selected), others=tuple(others), unvisited=unvisited)
-    if selected.has_reads and (why := _doubt(layers, traced, further)):
-        return _unknown(known, layers, why)
-    return _with(known, layers)
+        facts, *others = (_with_trace(known, traced(samples, extent)) for extent in BOUNDS)
+        unvisited = _unvisited_parameters(facts, _with_trace(known, layers), traced, samples)
+        return replace(
+            facts, by_data=_describe_selection(selected), others=tuple(others), unvisited=unvisited
+        )
+    if selected.has_reads and (why := _find_doubt(layers, traced, further)):
+        return _with_unknown(known, layers, why)
+    return _with_trace(known, layers)
 
 
 def without_bounds(facts: ModelFacts) -> ModelFacts:
@@ -136,28 +140,28 @@ def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
     return list(zip((facts, *facts.others), BOUNDS, strict=True))
 
 
-def _with(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
+def _with_trace(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
     timeline = layers.timeline(layers.layers, known.unit_modules)
     order = gradient_order(timeline)
     return replace(known, timeline=timeline, gradient_order=order, work=layers.work(layers.layers))
 
 
-def _unknown(known: ModelFacts, layers: TracedLayers, why: str) -> ModelFacts:
-    return replace(_with(known, layers), timeline=None, work=None, untraced=why)
+def _with_unknown(known: ModelFacts, layers: TracedLayers, why: str) -> ModelFacts:
+    return replace(_with_trace(known, layers), timeline=None, work=None, untraced=why)
 
 
-def _unvisited(
+def _unvisited_parameters(
     facts: ModelFacts, given: ModelFacts, traced: TraceSamples, samples: SampleBatch
 ) -> tuple[str, ...]:
     """Return the parameters that have a gradient in some traces and in others none: in that of
     samples that are alike, or where nothing but each module's first selection has an element."""
     seen = [set(given.gradient_order)]
     with suppress(UserCodeError, RuntimeError):  # code that does not run on nothing never has to
-        seen.append(set(_with(facts, traced(samples, Extent.FIRST)).gradient_order))
+        seen.append(set(_with_trace(facts, traced(samples, Extent.FIRST)).gradient_order))
     return tuple(name for name in facts.gradient_order if not all(name in names for names in seen))
 
 
-def _doubt(
+def _find_doubt(
     layers: TracedLayers, traced: TraceSamples, further: Callable[[], Sequence[SampleBatch]]
 ) -> str:
     """Return why what the layers did does not say what the model allocates of other samples; empty
@@ -176,7 +180,7 @@ def _doubt(
     return "" if is_same else f"{_READS_VALUES} and allocates differently for each sample"
 
 
-def _who(selected: DataDependence) -> str:
+def _describe_selection(selected: DataDependence) -> str:
     """Return `h.0.mlp and 3 modules more select by data (nonzero)`."""
     first, *more = selected.modules
     number = len(more)
@@ -193,11 +197,11 @@ def stops_of(model: nn.Module) -> Iterator[set[str]]:
     goes_on: set[str] = set()
     is_trained = all(parameter.requires_grad for parameter in model.parameters())
     modules = () if is_trained else model.named_modules()
-    with watch_modules(modules, before=partial(_look, stops, goes_on)):
+    with watch_modules(modules, before=partial(_sort_module, stops, goes_on)):
         yield stops
 
 
-def _look(
+def _sort_module(
     stops: set[str], goes_on: set[str], name: str, _: nn.Module, args: Any, kwargs: Any
 ) -> None:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -426,7 +430,7 @@ class _Reader:
         return replace(first, others=tuple(others))
 
     def _of_ranks(self, facts: ModelFacts, extent: Extent) -> Traced:
-        return traced(self.spec, facts, allow_import=self.allow_import, extent=extent)
+        return trace_parts(self.spec, facts, allow_import=self.allow_import, extent=extent)
 
     def _of_stages(self, model: nn.Module, facts: ModelFacts, extent: Extent) -> Traced:
         with self._running():
@@ -462,8 +466,8 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
         return known
     if known.experts is not None:  # as ranks run it that have some of them each
         route_rows(model, known.experts.modules, known.experts.number)
-    ran = EqualLayers.of(spec, known.blocks)
-    units = running_units(known.unit_modules, known.blocks, ran.ran)
+    ran = EqualLayers.from_spec(spec, known.blocks)
+    units = running_units(known.unit_modules, known.blocks, ran.run_layers)
     samples = sample_batch(spec)
     plan = lower(spec, known)
     is_whole = not spec.is_cut_over((*CUTTING_AXES, Axis.PP))
@@ -473,7 +477,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
         compile_blocks(model, plan.compiled.blocks)
     with (
         torch.random.fork_rng(devices=[]),
-        only(model, known.blocks, ran.ran),
+        run_only(model, known.blocks, ran.run_layers),
         _loss_of(model, spec) as loss,
     ):
 

@@ -77,7 +77,11 @@ def work_of(
         The work. If layers cannot be separated, the first layer has all of it; without layers
             `front` has. None if an operator's computation is unknown.
     """
-    return None if whole.is_opaque else WorkByKind.of(_model_work(units, blocks, whole, halves))
+    return (
+        None
+        if whole.is_opaque
+        else WorkByKind.from_model(_model_work(units, blocks, whole, halves))
+    )
 
 
 def _model_work(
@@ -87,25 +91,25 @@ def _model_work(
     works = by_layer(whole, units, blocks)
     in_halves = None if halves is None else by_layer(halves, units, blocks)
     if works is None or (halves is not None and in_halves is None):
-        return _undivided(len(blocks), whole, halves)
+        return _undivided_work(len(blocks), whole, halves)
     front, *layers, behind = (
         _layer_work(computed, of_halves)
         for computed, of_halves in zip(
-            _parts(works), _parts(in_halves or _none(len(works.layers))), strict=True
+            _all_parts(works), _all_parts(in_halves or _no_works(len(works.layers))), strict=True
         )
     )
     return ModelWork(front=front, layers=tuple(layers), behind=behind)
 
 
-def _none(layers: int) -> LayerWorks:
+def _no_works(layers: int) -> LayerWorks:
     return LayerWorks(layers=tuple({} for _ in range(layers)))
 
 
-def _parts(works: LayerWorks) -> tuple[dict[str, Computed], ...]:
+def _all_parts(works: LayerWorks) -> tuple[dict[str, Computed], ...]:
     return works.front, *works.layers, works.behind
 
 
-def _undivided(layers: int, whole: Recording, halves: Recording | None) -> ModelWork:
+def _undivided_work(layers: int, whole: Recording, halves: Recording | None) -> ModelWork:
     """Return the work of recordings whose layers cannot be separated."""
     all_of_it = _layer_work(_by_pass(whole), _by_pass(halves) if halves else {})
     nothing = LayerWork(forward=(), backward=())
@@ -137,7 +141,7 @@ def pass_work(computed: Computed) -> PassWork:
             return operator._replace(beside=group.beside)
         return operator._replace(times=group.times)
 
-    return tuple([entry(group) for group in grouped(computed)])
+    return tuple([entry(group) for group in group_work(computed)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,7 @@ class WorkGroup:
     beside: int = 0
 
 
-def grouped(computed: Computed) -> list[WorkGroup]:
+def group_work(computed: Computed) -> list[WorkGroup]:
     """Return the works of a pass, with equal consecutive ones merged and views last.
 
     A collective in flight splits groups, so that its overlap ends at a group boundary.

@@ -226,7 +226,7 @@ class Recorder(Ledger):
         """Return the recording; `output` is the tensor that a stage sends to the next one."""
         passes = dict(self._passes)
         if "weight" in passes:
-            passes["weight"] = _completed(passes["weight"], self._added)
+            passes["weight"] = _with_completions(passes["weight"], self._added)
         return Recording(
             passes=passes,
             sizes=self._sizes,
@@ -254,7 +254,7 @@ def _is_attention(operator: str) -> bool:
     return operator.startswith(_ATTENTION) and not operator.endswith("_backward")
 
 
-def _completed(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event, ...]:
+def _with_completions(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event, ...]:
     """Return the events of the weight half with completed gradients instead of frees.
 
     There gradients are freed as they are added to existing ones. The rest of the graph is freed at
@@ -279,7 +279,7 @@ def seeing_reads(note: Callable[[Tensor], None]) -> Iterator[None]:
     inherited = [name for name in _METHODS if name not in vars(Tensor)]
     methods = {name: getattr(Tensor, name) for name in _METHODS}
     for name, method in methods.items():
-        setattr(Tensor, name, _noted(method, note))
+        setattr(Tensor, name, _call_first(method, note))
     try:
         yield
     finally:
@@ -290,7 +290,7 @@ def seeing_reads(note: Callable[[Tensor], None]) -> Iterator[None]:
                 setattr(Tensor, name, method)
 
 
-def _noted(method: Callable[..., Any], note: Callable[[Tensor], None]) -> Callable[..., Any]:
+def _call_first(method: Callable[..., Any], note: Callable[[Tensor], None]) -> Callable[..., Any]:
     """Return a method that calls `note` first."""
 
     @wraps(method)
@@ -428,7 +428,7 @@ def record(
     return recorder.recording()
 
 
-class _Unread:
+class _UnreadRecorder:
     """The `Notes` that are discarded."""
 
     def __init__(self) -> None:
@@ -440,7 +440,7 @@ class _Unread:
 
 def run_unrecorded(model: nn.Module, units: Units, run_forward: Callable[[], Tensor]) -> None:
     """Run the operators that `record` records; the model's gradients are cleared afterwards."""
-    marker = Marker(_Unread(), model, units)
+    marker = Marker(_UnreadRecorder(), model, units)
     try:
         run_forward().backward()
     finally:

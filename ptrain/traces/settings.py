@@ -32,7 +32,7 @@ from ptrain.axes.pipeline.stage_facts import TIED
 from ptrain.axes.tensor.cost import TensorRank
 from ptrain.derivation.tables import IN_ELEMENTS, IS_STATISTICS, Setting, values_of
 from ptrain.facts.parameters import facts, roles_of
-from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
+from ptrain.facts.stages import ENDS, Chain, Stage, divide_into_stages, layers_of
 from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.units import Units, unit_modules
 from ptrain.models.work import OperatorSizes, RecordedCollective
@@ -341,13 +341,13 @@ def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
     )
     names = tuple(layer.name for layer in whole.layers)
     chain = Chain(layers=names, ends=ENDS, hidden=shape.hidden, tied=whole.tied)
-    return StageCuts(stages=cut(whole, layers), chain=chain)
+    return StageCuts(stages=divide_into_stages(whole, layers), chain=chain)
 
 
 def smallest_units(setting: Setting, stage: Stage | None = None) -> Units:
     """Return the smallest wrap units of a setting's model or of one stage."""
     units = unit_modules(model_of(setting, torch.float32, is_meta=True), SMALLEST)
-    return stage.units(units) if stage else units
+    return stage.stage_units(units) if stage else units
 
 
 def fake_mesh() -> DeviceMesh:

@@ -62,7 +62,7 @@ from ptrain.traces.rank_part import (
     RankPart,
     StageCuts,
     TracedLayers,
-    only,
+    run_only,
     running_units,
 )
 
@@ -126,7 +126,7 @@ def uneven_loads(spec: Spec, plan: Plan, layers: EqualLayers) -> UnevenLoads | N
     if (step := plan.experts) is None or not is_by_routing(spec):
         return None
     of_model = layers_of(step)
-    own = tuple(name for name in of_model if is_within(name, layers.ran))
+    own = tuple(name for name in of_model if is_within(name, layers.run_layers))
     return UnevenLoads(layers=own, rows=num_choices(spec, step), of_model=of_model) if own else None
 
 
@@ -217,11 +217,11 @@ def stage_traces(
     cuts, hidden = StageCuts(stages=stages, chain=chain), message_bytes(spec, plan, chain)
 
     def trace(stage: Stage, units: Units) -> PartTraces:
-        layers = EqualLayers.of(spec, stage.layers)
-        ran = running_units(units, stage.layers, layers.ran)
+        layers = EqualLayers.from_spec(spec, stage.layers)
+        ran = running_units(units, stage.layers, layers.run_layers)
         in_halves = spec.pipeline.is_in_halves and stage.index > 0
         uneven = uneven_loads(spec, plan, layers)
-        with only(module, stage.layers, layers.ran):
+        with run_only(module, stage.layers, layers.run_layers):
             recordings = part.trace_stage(
                 module,
                 ran,
@@ -240,17 +240,19 @@ def stage_traces(
     traces: list[StageTrace] = []
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
-            units = stage.units(facts.unit_modules)
+            units = stage.stage_units(facts.unit_modules)
             if (kind := _kind_of_stage(spec, stage, len(stages))) not in traced:
                 traced[kind] = trace(stage, units)
-            traces.append(traced[kind].of(EqualLayers.of(spec, stage.layers), units))
+            traces.append(
+                traced[kind].stage_trace(EqualLayers.from_spec(spec, stage.layers), units)
+            )
     return traces
 
 
 def _kind_of_stage(spec: Spec, stage: Stage, stages: int) -> Hashable:
     """Return what stages have in common that do alike: none but its own layers where nobody says
     that these do."""
-    rows = EqualLayers.of(spec, stage.layers).rows
+    rows = EqualLayers.from_spec(spec, stage.layers).rows
     return stage.index == 0, stage.index == stages - 1, rows
 
 
@@ -272,7 +274,7 @@ class PartTraces:
     is_first: bool = True
     hidden: int = 0
 
-    def of(self, layers: EqualLayers, units: Units) -> StageTrace:
+    def stage_trace(self, layers: EqualLayers, units: Units) -> StageTrace:
         """Return the trace of such layers, in a model or stage of these units."""
         own, halves = self.layers, self.layers.halves
         passes = passes_of(
@@ -336,20 +338,22 @@ def joined_works(by_place: Sequence[Sequence[StageTrace]]) -> tuple[WorkByKind, 
     if the work of a stage is unknown."""
     works = [[trace.work for trace in traces if trace.work] for traces in by_place]
     is_known = all(len(own) == len(traces) for own, traces in zip(works, by_place, strict=True))
-    return tuple(map(_joined, works)) if is_known else ()
+    return tuple(map(_join_stages, works)) if is_known else ()
 
 
-def _joined(stages: Sequence[WorkByKind]) -> WorkByKind:
+def _join_stages(stages: Sequence[WorkByKind]) -> WorkByKind:
     """What a later stage does before its layers, or an earlier one behind them, is its first or its
     last layer's."""
-    first, last = stages[0].model, stages[-1].model
+    first, last = stages[0].to_model, stages[-1].to_model
     layers: list[LayerWork] = []
     for place, stage in enumerate(stages):
-        model = stage.model
+        model = stage.to_model
         of_stage = [*model.layers]
         if place > 0:
-            of_stage[0] = model.front.then(of_stage[0])
+            of_stage[0] = model.front.followed_by(of_stage[0])
         if place < len(stages) - 1:
-            of_stage[-1] = of_stage[-1].then(model.behind)
+            of_stage[-1] = of_stage[-1].followed_by(model.behind)
         layers += of_stage
-    return WorkByKind.of(ModelWork(front=first.front, layers=tuple(layers), behind=last.behind))
+    return WorkByKind.from_model(
+        ModelWork(front=first.front, layers=tuple(layers), behind=last.behind)
+    )

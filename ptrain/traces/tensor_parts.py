@@ -54,7 +54,7 @@ from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.traces.attention_kernels import kernels_for
-from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
+from ptrain.traces.rank_part import EqualLayers, TracedLayers, run_only, running_units
 from ptrain.traces.stage_parts import PartTraces, StageTrace, rank_part, stage_traces, uneven_loads
 from ptrain.units import grouped
 from ptrain.version import TESTED_TORCH, is_tested
@@ -190,7 +190,7 @@ class _PartRequest:
     extent: Extent
 
 
-def traced(
+def trace_parts(
     spec: Spec, facts: ModelFacts, *, allow_import: bool, extent: Extent = Extent.GIVEN
 ) -> Traced:
     """Trace every place along the sharding axes, within `timeout.init` seconds in total.
@@ -206,14 +206,14 @@ def traced(
     """
     alone = traced_part(spec)
     plan = lower(alone, facts)
-    players = _players(alone, plan, facts)
+    players = _representative_places(alone, plan, facts)
     try:
         request = partial(_PartRequest, _as_text(spec), plan.cutting_axes)
         requests = tuple(
             request(indices, allow_import, extent)
-            for indices in _together(alone, plan, tuple(dict.fromkeys(players)))
+            for indices in _group_places(alone, plan, tuple(dict.fromkeys(players)))
         )
-        answers = _answers(requests, spec.timeout.init)
+        answers = _request_answers(requests, spec.timeout.init)
         answer_of = {
             index: answer
             for request, of_request in zip(requests, answers, strict=True)
@@ -243,7 +243,7 @@ def by_place(traces: Traced) -> list[list[StageTrace]]:
     return [decode(places, list[StageTrace]) for places in traces["timelines"]]
 
 
-def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
+def _representative_places(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
     """Return for each place along the sharding axes the first place with an equal trace.
 
     Traces are equal if shards have the same shapes and attention treats the tokens the same.
@@ -262,7 +262,7 @@ def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
     return players
 
 
-def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _group_places(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return groups of places, one group per process.
 
     There are at most as many processes as cores, except that each place along tp needs one, and
@@ -277,7 +277,7 @@ def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[in
 
 
 @cache
-def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Traced]]:
+def _request_answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Traced]]:
     """Return the answers of all requests, from this process and from others.
 
     At most as many processes run at once as there are cores, since each imports torch: more would
@@ -295,15 +295,15 @@ def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Tr
     try:
         for number, request in enumerate(requests[plays_first:]):
             if number >= at_once:
-                answers.append(_answer(processes[number - at_once], axes, ends))
-            processes.append(_started(request))
+                answers.append(_read_answer(processes[number - at_once], axes, ends))
+            processes.append(_start_process(request))
         rest = processes[-at_once:]
         if plays_first and (own := _played_here(requests[0])):
             answers.insert(0, own)
         elif plays_first:  # another process reports the error
-            processes.append(_started(requests[0]))
+            processes.append(_start_process(requests[0]))
             rest.insert(0, processes[-1])
-        return answers + [_answer(process, axes, ends) for process in rest]
+        return answers + [_read_answer(process, axes, ends) for process in rest]
     except TimeoutExpired as error:
         raise refused(
             "timeout.init",
@@ -325,7 +325,7 @@ def _played_here(request: _PartRequest) -> list[Traced]:
         gc.freeze()
     try:
         with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
-            answers: list[Traced] = json.loads(json.dumps(encode(_played(request))))
+            answers: list[Traced] = json.loads(json.dumps(encode(_trace_request(request))))
             return answers
     except (PtrainError, RuntimeError, ValueError, OSError, ImportError, *PYTHONS):
         return []
@@ -335,7 +335,7 @@ def _played_here(request: _PartRequest) -> list[Traced]:
             gc.unfreeze()
 
 
-def _started(request: _PartRequest) -> Popen[str]:
+def _start_process(request: _PartRequest) -> Popen[str]:
     """Start a process and send its request."""
     process = Popen(
         [sys.executable, "-P", "-c", _ANSWER, *sys.path],
@@ -353,7 +353,7 @@ def _started(request: _PartRequest) -> Popen[str]:
     return process
 
 
-def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Traced]:
+def _read_answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Traced]:
     """Return the answer of a process; raise its error."""
     # A process that has finished may wait for its full pipe to be read.
     output, errors = process.communicate(timeout=max(_READING, ends - time.monotonic()))
@@ -419,23 +419,23 @@ def _part_of(
     if spec.degree(Axis.PP) > 1:
         return stage_traces(module, spec, facts, mesh, extent=extent)
     part = rank_part(module, spec, facts, mesh, extent=extent)
-    layers = EqualLayers.of(spec, facts.blocks)
-    units = running_units(facts.unit_modules, facts.blocks, layers.ran)
-    with only(module, facts.blocks, layers.ran):
-        own = _copied(module) if is_kept else module
+    layers = EqualLayers.from_spec(spec, facts.blocks)
+    units = running_units(facts.unit_modules, facts.blocks, layers.run_layers)
+    with run_only(module, facts.blocks, layers.run_layers):
+        own = _copy_module(module) if is_kept else module
         uneven = uneven_loads(spec, lower(spec, facts), layers)
         changes = [uneven.overload_experts] if uneven else []
         first, *others = part.traces(own, units, layers, *changes)
     traces = PartTraces(TracedLayers(first, layers, units), uneven, others)
-    return [traces.of(layers, facts.unit_modules)]
+    return [traces.stage_trace(layers, facts.unit_modules)]
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def _copy_module(module: nn.Module) -> nn.Module:
     """Return a copy of the module that shares its parameters, until they are replaced."""
     return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
-def _played(request: _PartRequest) -> list[list[StageTrace]]:
+def _trace_request(request: _PartRequest) -> list[list[StageTrace]]:
     """Trace ranks on fake tensors, or on real ones if these are as quick or fakes do not
     suffice."""
     spec = load(json.loads(request.spec)).spec
@@ -456,7 +456,7 @@ def main(questions: Sequence[str]) -> int:
     answers, sys.stdout = sys.stdout, sys.stderr
     gc.freeze()  # each trace starts with a collection, which would visit all imported objects
     try:
-        answers_of = _played(_PartRequest(text, (), indices, allow_import, Extent(extent)))
+        answers_of = _trace_request(_PartRequest(text, (), indices, allow_import, Extent(extent)))
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -34,22 +34,22 @@ from ptrain.axes.context.attention import EXCHANGING, ContextKind, ContextPart, 
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.blocks import OVER_CONTEXT
 from ptrain.derivation.tables import SYMBOLS, Pieces, Place, Setting, has_own_tables
-from ptrain.derivation.work import unrolled
+from ptrain.derivation.work import unroll_hops
 from ptrain.models.work import VIEW
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces.block_tables import (
     CodedTrace,
-    alike,
+    common_entry,
     frees_input,
     trace_model,
     trace_stage,
     works_by_layer,
 )
-from ptrain.traces.layer_works import Computed, grouped, views_last
+from ptrain.traces.layer_works import Computed, group_work, views_last
 from ptrain.traces.settings import (
     DTYPES,
     KINDS,
@@ -224,7 +224,7 @@ def repeating(less: Coded, more: Coded) -> Pieces:
     split = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
     assert split is not None, "the chunks do not repeat"
     assert not any(isinstance(e, str | list) for e in (*split.every, *split.later)), "a boundary"
-    return split.fewest()
+    return split.shortest()
 
 
 def _splits(less: Coded, more: Coded, times: int) -> Iterator[Pieces]:
@@ -255,7 +255,7 @@ def _listed(
     return {
         name: {
             "few": [writer.part(code[name]) for code in few[: of.least - 1]],
-            "pieces": [writer.part(piece) for piece in of.listed],
+            "pieces": [writer.part(piece) for piece in of.all_pieces],
         }
         for name, of in pieces.items()
     }
@@ -337,7 +337,7 @@ class ContextTable:
             work=self.works.table(**{name: work for name, (_, work) in content.items()}),
         )
 
-    def _variant(self, kept: Kept) -> tuple[dict[str, object], dict[str, object]]:
+    def _variant(self, kept: ActivationMode) -> tuple[dict[str, object], dict[str, object]]:
         """Return events and computation for one way to keep activations."""
         traces = [self._trace(part, kept) for part in self.parts]
         base, _ = traces[0]
@@ -396,18 +396,19 @@ class ContextTable:
         }
         for places, (own, own_views) in traced.items():
             part = ContextPart(kind=self.kind, before=places[0], behind=places[1])
-            *expected, (_, times, _) = unrolled(written, part)
+            *expected, (_, times, _) = unroll_hops(written, part)
             assert (own, own_views) == (expected, times), (
                 f"{self.kind} {places} runs other operators"
             )
         return written
 
-    def _trace(self, part: ContextPart, kept: Kept) -> Trace:
+    def _trace(self, part: ContextPart, kept: ActivationMode) -> Trace:
         """Return events and computation of a rank's block."""
         trace = trace_model(replace(self.setting, context=part), self.writer, kept=kept)
         self.frees_input = frees_input(trace)  # the same for all parts, since their segments are
         events = {
-            name: _segments(alike(trace.layers(name)[1:-1])) for name in ("forward", "backward")
+            name: _segments(common_entry(trace.layers(name)[1:-1]))
+            for name in ("forward", "backward")
         }
         self.works.values = trace.values
         _, middle, _ = works_by_layer(trace).layers
@@ -415,7 +416,7 @@ class ContextTable:
 
     def _ran(self, computed: Computed) -> Ran:
         """Return the groups of operators, and the number of views."""
-        groups = grouped(computed)
+        groups = group_work(computed)
         views = sum(group.times for group in groups if group.what == VIEW)
         others = [group for group in groups if group.what != VIEW]
         return [[self.works.number(g.what), g.times, g.beside] for g in others], views

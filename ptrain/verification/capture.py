@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ptrain.axes.context.attention import Span, context_of, spans_at
 from ptrain.axes.data.run.target import NamedTarget
 from ptrain.data.sampler import SampleSource
-from ptrain.facts.model import prefixes
+from ptrain.facts.model import module_prefixes
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
@@ -61,7 +61,9 @@ def gives_addend(roles: Roles, module: str) -> bool:
 def gets_addend(roles: Roles, module: str) -> bool:
     """Return True if the ranks' gradients of a module's output sum to the reference's gradient."""
     return any(
-        matches_pattern(pattern, name) for pattern in _getting(roles) for name in prefixes(module)
+        matches_pattern(pattern, name)
+        for pattern in _getting(roles)
+        for name in module_prefixes(module)
     )
 
 
@@ -71,7 +73,7 @@ def _giving(roles: Roles) -> Patterns:
     layer that sums."""
     sums = tuple(pattern for pattern, role in roles if role is Role.EXPERTS)
     rows = (pattern for pattern, role in roles if role is Role.INNER_ROW)
-    around = (name for row in rows for name in prefixes(row) if is_within(name, sums))
+    around = (name for row in rows for name in module_prefixes(row) if is_within(name, sums))
     return tuple(name for name in dict.fromkeys(around) if name not in sums)
 
 

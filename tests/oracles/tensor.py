@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ptrain.cost import Collective, Phase, State
-from ptrain.spec.activations import FULL, Kept
+from ptrain.spec.activations import FULL, ActivationMode
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
@@ -199,7 +199,11 @@ def scalars(spec: Spec) -> Sent:
 
 
 def _calls(
-    spec: Spec, step: Parallelize, shape: ModelShape, span: LayerSpan, kept: tuple[Kept, ...]
+    spec: Spec,
+    step: Parallelize,
+    shape: ModelShape,
+    span: LayerSpan,
+    kept: tuple[ActivationMode, ...],
 ) -> Iterator[_Call]:
     """What is called in one micro-batch."""
     layers, itemsize = span.end - span.start, spec.precision.effective_layout.parameters.itemsize

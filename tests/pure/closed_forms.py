@@ -11,8 +11,8 @@ from functools import cache
 from random import Random
 
 from ptrain.cost import State, Traffic
-from ptrain.derivation.flat import joined
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.flat import joined_units
+from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.facts.model import ModelFacts, passes_of
 from ptrain.plan.lower import lower
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
@@ -96,7 +96,7 @@ def seeded(timeline: Timeline) -> Timeline:
 
 
 def chain_of(plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> UnitChain:
-    units = joined(plan, facts.units) if isinstance(plan.wrap, FlatUnits) else facts.units
+    units = joined_units(plan, facts.units) if isinstance(plan.wrap, FlatUnits) else facts.units
     *blocks, root = (
         ChainUnit(unit.shapes, unit.modules[-1] == "", plan.is_apart(unit.modules))
         for unit in units
@@ -165,7 +165,7 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     for peak in step.peaks:
         index = index_of[peak.rank]
         figures[f"peak {peak.phase} {index}"] = peak.device_bytes - always[index]
-    return figures | traffic(sent(wrapping(spec, plan, facts)))
+    return figures | traffic(sent(make_wrapping(spec, plan, facts)))
 
 
 def differences(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> list[str]:

@@ -183,14 +183,14 @@ def step(spec: Spec, plan: Plan) -> Iterator[str]:
         life.begin(Phase.FORWARD)
         for item in TIMELINE.forward:
             yield from _played(life, item, plan)
-        yield f"gathered {wrap.gathered()}"
+        yield f"gathered {wrap.gathered_bytes()}"
         life.begin(Phase.BACKWARD)
         for item in TIMELINE.backward:
             yield from _played(life, item, plan)
     life.begin(Phase.UPDATE)
     wrap.reduce()
     yield _level(life)
-    yield f"norms {wrap.clipped(0)}"
+    yield f"norms {wrap.norm_groups(0)}"
     wrap.update(0)
     yield _level(life)
     wrap.finish_update()

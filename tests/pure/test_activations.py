@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.cost import State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import timeline
+from ptrain.derivation.layers import model_timeline
 from ptrain.spec.load import load
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
@@ -35,7 +35,7 @@ GPT = ModelShape(
 @pytest.mark.parametrize("compute", [DType.FP32, DType.FP64, DType.BF16], ids=str)
 def test_every_layer_saves_the_same(shape, compute):
     sizes = [
-        saved_bytes(timeline(setting(replace(shape, layers=layers), compute)))
+        saved_bytes(model_timeline(setting(replace(shape, layers=layers), compute)))
         for layers in (1, 2, 3, 10)
     ]
     block = sizes[1] - sizes[0]
@@ -68,14 +68,14 @@ def test_on_gpus_the_peak_of_dropout_in_sharded_models_is_predicted_and_not_clai
 
 
 def test_fp64_doubles_what_counts_in_elements_and_leaves_the_tokens():
-    single = saved_bytes(timeline(setting(GPT)))
-    double = saved_bytes(timeline(setting(GPT, DType.FP64)))
+    single = saved_bytes(model_timeline(setting(GPT)))
+    double = saved_bytes(model_timeline(setting(GPT, DType.FP64)))
     targets = 2 * 8 * 8  # a contiguous copy of the int64 targets
     assert double - targets == 2 * (single - targets)
 
 
 def test_every_gradient_completes_once_between_the_boundaries_of_its_unit():
-    played = timeline(setting(ODD_SHAPE))
+    played = model_timeline(setting(ODD_SHAPE))
     inside: list[int] = []
     seen = []
     for item in played.backward:
@@ -94,7 +94,7 @@ def test_every_gradient_completes_once_between_the_boundaries_of_its_unit():
 
 def test_a_micro_batch_leaves_its_gradients_and_nothing_else():
     for shape in (ODD_SHAPE, GPT):
-        played = timeline(setting(shape))
+        played = model_timeline(setting(shape))
         runs = sum(i.net for i in (*played.forward, *played.backward) if isinstance(i, Run))
         kept = sum(i.size for i in played.backward if isinstance(i, Complete) and not i.cloned)
         assert runs == kept
@@ -109,6 +109,6 @@ def test_80_layers_take_at_most_10_milliseconds():
     best = float("inf")
     for _ in range(5):
         start = time.process_time()
-        timeline(setting(shape, DType.BF16, sequence=4096))
+        model_timeline(setting(shape, DType.BF16, sequence=4096))
         best = min(best, time.process_time() - start)
     assert best <= 0.010

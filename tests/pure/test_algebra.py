@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, compose_factors, factor_product
 from ptrain.cost import PLACED, State
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.memory import by_shard
 from ptrain.plan.lower import lower
 from ptrain.spec.placement import MODES, Axis, Distribution, Factor, Mode, Placement, S, Tier
@@ -109,7 +109,7 @@ def test_exact_memory_falls_with_the_degree_up_to_padding(
 
     def stored(ranks: int) -> dict[State, int]:
         spec = make_spec({Axis.DP_SHARD: (ranks, placement)})
-        kinds, kind_of = by_shard(wrapping(spec, lower(spec, facts), facts))
+        kinds, kind_of = by_shard(make_wrapping(spec, lower(spec, facts), facts))
         return {row.state: row.device_bytes for row in kinds[kind_of[0]]}
 
     few, many = stored(degree), stored(degree * times)

@@ -11,7 +11,7 @@ import pytest
 from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Column, Estimate, Footprint, Peak, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import timeline
+from ptrain.derivation.layers import model_timeline
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of_shape
@@ -36,7 +36,7 @@ def routed(spec: Spec = SPEC, *, extents: tuple[int, ...] = (3, 1)) -> ModelFact
     sizes = setting(spec.model, spec.precision.effective_layout.parameters)
     known = facts_of_shape(spec.model, spec.batch.sequence, spec.unit)
     first, *others = (
-        replace(known, timeline=timeline(replace(sizes, batch=2, sequence=16 * extent)))
+        replace(known, timeline=model_timeline(replace(sizes, batch=2, sequence=16 * extent)))
         for extent in extents
     )
     return replace(first, by_data=WHO, others=tuple(others))

@@ -23,7 +23,7 @@ from ptrain.axes.context.draw import balance_text
 from ptrain.cost import Collective, Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.spec.activations import Kept, Operators, Policy
+from ptrain.spec.activations import ActivationMode, Operators, Policy
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Axis, Tier
@@ -41,9 +41,9 @@ from tests.oracles.context import (
 from tests.pure.build import make_spec, tuple_of
 
 ATTENTIONS = (*ContextAttention, Hybrid(ulysses=2, ring=2), Hybrid(ulysses=2, ring=3))
-PLAIN = Kept(policy=None, tier=Tier.DEVICE)
-AGAIN = Kept(policy=Policy(), tier=Tier.DEVICE)
-ARRIVED = Kept(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
+PLAIN = ActivationMode(policy=None, tier=Tier.DEVICE)
+AGAIN = ActivationMode(policy=Policy(), tier=Tier.DEVICE)
+ARRIVED = ActivationMode(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
 
 
 def drawn(attention, ranks: int, tp: int, layout: str) -> Spec:
@@ -113,7 +113,7 @@ def test_where_documents_begin_is_gathered_once_a_micro_batch_and_nothing_else_i
         assert (row.calls, row.sent_bytes) == edges(packed, context_of(packed)), spec.context
 
 
-def _again(phase: Phase, kept: tuple[Kept, ...]) -> int:
+def _again(phase: Phase, kept: tuple[ActivationMode, ...]) -> int:
     """Layers that are computed again in backward, of what is sent in forward."""
     return kept.count(AGAIN) if phase is Phase.FORWARD else 0
 

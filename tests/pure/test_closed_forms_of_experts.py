@@ -21,7 +21,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_modules, facts
 from ptrain.plan.lower import lower
-from ptrain.spec.activations import Kept, Operators, Policy
+from ptrain.spec.activations import ActivationMode, Operators, Policy
 from ptrain.spec.context import ContextAttention, ContextSpec
 from ptrain.spec.keys import FOLDED as FOLDED_EXPERTS
 from ptrain.spec.keys import TensorSpec
@@ -197,9 +197,9 @@ def test_a_layer_that_comes_again_sends_again_what_it_keeps_nothing_of():
     plain, again, kept = (
         replace(spec, activations=replace(spec.activations, default=mode))
         for mode in (
-            Kept(),
-            Kept(policy=Policy()),
-            Kept(policy=Policy(keep=(Operators.COLLECTIVE,))),
+            ActivationMode(),
+            ActivationMode(policy=Policy()),
+            ActivationMode(policy=Policy(keep=(Operators.COLLECTIVE,))),
         )
     )
     once, twice, stays = (totals(of, planned(of)[0]) for of in (plain, again, kept))

@@ -12,7 +12,7 @@ from ptrain.algebra.legality import check, require_runnable
 from ptrain.cli.main import main
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.interconnect import crossing, link
+from ptrain.derivation.interconnect import axis_link, tp_link_across_nodes
 from ptrain.errors import SpecError
 from ptrain.plan.composition import (
     are_consecutive,
@@ -187,7 +187,7 @@ def test_tp_over_two_nodes_waits_for_each_of_its_collectives(activations):
     sent = halves * -(-7 * stream // 8)
     sent += sum(times * -(-2 * 7 * size // 8) for size, times in sums)
     derivation = derive(spec)
-    found = crossing(spec, derivation.exact.traffic)
+    found = tp_link_across_nodes(spec, derivation.exact.traffic)
     assert found is not None
     assert (found.nodes, found.calls, found.hops, found.sent_bytes) == (2, calls, hops, sent)
     assert found.latency_seconds == pytest.approx(hops * 3e-5, rel=1e-12)
@@ -212,7 +212,7 @@ def test_tp_within_a_node_is_not_warned_of():
     ):
         derivation = derive(spec)
         assert not derivation.exact.warnings
-        assert crossing(spec, derivation.exact.traffic) is None
+        assert tp_link_across_nodes(spec, derivation.exact.traffic) is None
 
 
 def test_a_group_that_begins_in_one_node_and_ends_in_the_next_is_warned_of():
@@ -235,7 +235,7 @@ def test_of_a_product_only_what_tp_sends_counts():
         cluster={**TWO_NODES, "devices_per_node": 2},
     )
     exact = derive(spec).exact
-    found = crossing(spec, exact.traffic)
+    found = tp_link_across_nodes(spec, exact.traffic)
     rows = [row for row in exact.traffic if row.key.axes == ("tp",)]
     assert found is not None and found.sent_bytes == sum(row.sent_bytes for row in rows)
     assert {row.key.collective for row in rows} == {Collective.ALL_REDUCE}
@@ -259,7 +259,7 @@ def test_the_order_of_pp_and_a_data_axis_says_which_of_them_leaves_its_node(mesh
         cluster={**TWO_NODES, "devices_per_node": 4},
     )
     cluster, traffic = spec.cluster, derive(spec).exact.traffic
-    found = {axis: link(spec, traffic, axis) for axis in nodes}
+    found = {axis: axis_link(spec, traffic, axis) for axis in nodes}
     assert {axis: each.nodes for axis, each in found.items()} == nodes
     boundary = found[Axis.PP]
     assert boundary.sent_bytes == 2 * K * MICRO * SEQUENCE * HIDDEN * 4 + 4  # and of the norm

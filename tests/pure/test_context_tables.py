@@ -11,7 +11,7 @@ from ptrain.cost import Collective, Phase
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import is_tabulated, timeline
+from ptrain.derivation.layers import is_tabulated, model_timeline
 from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import InnerCollective, Operator
@@ -85,7 +85,7 @@ def test_gathered_keys_are_kept_beside_what_is_kept_of_a_ring():
     rings, gathered = spec_of("ring"), spec_of("all-gather")
     step = context_of(gathered)
     kept = [
-        saved_bytes(timeline(setting_of(spec, RankCut(context=part_at(context_of(spec), 3)))))
+        saved_bytes(model_timeline(setting_of(spec, RankCut(context=part_at(context_of(spec), 3)))))
         for spec in (rings, gathered)
     ]
     own = keys_and_values(gathered, gathered.model, step)
@@ -113,6 +113,6 @@ def test_what_no_table_tells_is_traced(more):
 
 
 def test_every_kind_has_a_table():
-    names = archive.names(TablePart.CONTEXT)
+    names = archive.table_names(TablePart.CONTEXT)
     kinds = {name.rpartition("-")[2] for name in names if name.startswith("llama-gqa-bf16-one")}
     assert kinds == {"ring", "zigzag", "gather", "ulysses", "hybrid"}

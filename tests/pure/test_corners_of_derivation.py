@@ -11,7 +11,7 @@ from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, Tra
 from ptrain.derivation import wire
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.derivation.ghosts.table import flat_rows
-from ptrain.derivation.ghosts.wrapping import clipping, micro_batches
+from ptrain.derivation.ghosts.wrapping import clip_bytes, micro_batches
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
@@ -58,17 +58,17 @@ def test_on_the_wire_gloo_doubles_a_reduce_scatter_and_nothing_else():
     assert {Collective.REDUCE_SCATTER: Fraction(2)} == wire.GLOO
     assert wire.TOLERANCE == 0.001
     (row,) = estimate(Collective.REDUCE_SCATTER).traffic
-    assert wire.factor(row) == 2
-    assert wire.factor(replace(row, key=replace(row.key, via="all_to_all"))) == 1
+    assert wire.gloo_factor(row) == 2
+    assert wire.gloo_factor(replace(row, key=replace(row.key, via="all_to_all"))) == 1
 
 
 def test_on_the_wire_two_ranks_exchange_halves_of_gradients():
     (row,) = estimate(Collective.REDUCE_SCATTER).traffic
-    assert wire.factor(pair := replace(row, sent_bytes=4)) == 1
-    assert wire.factor(replace(pair, key=replace(row.key, state=State.ACTIVATIONS))) == 2
+    assert wire.gloo_factor(pair := replace(row, sent_bytes=4)) == 1
+    assert wire.gloo_factor(replace(pair, key=replace(row.key, state=State.ACTIVATIONS))) == 2
     odd = replace(row, calls=3, payload_bytes=30)
-    assert wire.factor(replace(odd, sent_bytes=15 + 1)) == 1  # each call's share is rounded up
-    assert wire.factor(replace(odd, sent_bytes=20)) == 2  # over three ranks
+    assert wire.gloo_factor(replace(odd, sent_bytes=15 + 1)) == 1  # each call's share is rounded up
+    assert wire.gloo_factor(replace(odd, sent_bytes=20)) == 2  # over three ranks
 
 
 def test_the_factors_of_the_wire_name_what_is_not_as_the_model_says():
@@ -110,7 +110,7 @@ def test_norms_of_long_tensors_take_whole_bytes():
     spec = make_spec({})
     plan = lower(spec, FACTS)
     scene = SimpleNamespace(spec=replace(spec, device="cpu"), plan=plan)
-    at_once, stays = clipping(scene, [[LONG_NORM + NORM_ROW // 2 + 1, 7]])
+    at_once, stays = clip_bytes(scene, [[LONG_NORM + NORM_ROW // 2 + 1, 7]])
     norms = LONG_NORM // NORM_ROW + 1 + 1  # of rows, of what is left, of the short one
     assert at_once == 4 * (2 * norms + 1)
     assert type(at_once) is int and stays == 4

@@ -243,7 +243,7 @@ def test_what_is_read_off_a_model_must_fit_the_spec():
         experts_of(spec, (), LAYERS._replace(number=3))
     counts = parse_histogram({"h.1.mlp": [[[1] * 6]]})
     with pytest.raises(SpecError, match="routing: no counts for h\\.0\\.mlp"):
-        experts_of(spec.but(routing=counts), (), LAYERS)
+        experts_of(spec.with_fields(routing=counts), (), LAYERS)
 
 
 # ---- tp, folded into ep

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.ghosts.table import flat_rows, wrapping
+from ptrain.derivation.ghosts.table import flat_rows, make_wrapping
 from ptrain.derivation.in_flight import play_update
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.optimizers.ghost import muon_temporaries
@@ -52,7 +52,7 @@ def moved(spec: Spec, **dials) -> dict[tuple[Collective, State, Phase], tuple[in
     """{(collective, state, phase): (calls, payload)}."""
     return {
         (row.key.collective, row.key.state, row.key.phase): (row.calls, row.payload_bytes)
-        for row in sent(wrapping(spec, plan_of(spec, **dials), FACTS))
+        for row in sent(make_wrapping(spec, plan_of(spec, **dials), FACTS))
     }
 
 
@@ -190,7 +190,7 @@ def test_scalars_of_gradients_on_the_host_travel_to_be_reduced():
     spec = replace(spec, optimizer=replace(spec.optimizer, clip=1.0))
     scalars = [
         (row.key.collective, row.calls, row.payload_bytes)
-        for row in sent(wrapping(spec, plan_of(spec), FACTS))
+        for row in sent(make_wrapping(spec, plan_of(spec), FACTS))
         if row.payload_bytes <= 12
     ]
     # the norm there and back; the flag there, and it and the scale back; an all-reduce of each
@@ -309,7 +309,7 @@ def test_every_further_block_sends_the_same(drawn: tuple[Spec, Plan]):
     """Scalars are sent once, and the root in its own way; a block more is a block more."""
     spec, plan = drawn
     one, two, three = (
-        {row.key: row for row in sent(wrapping(spec, plan, facts))}
+        {row.key: row for row in sent(make_wrapping(spec, plan, facts))}
         for facts in (make_facts(*[BLOCK] * count, ((7, 2),)) for count in (1, 2, 3))
     )
     assert one.keys() == two.keys() == three.keys()

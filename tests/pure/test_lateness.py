@@ -111,7 +111,7 @@ def test_passes_that_are_known_are_as_late_as_those_that_are_played(name, schedu
     }
     pace = HandPace(overlaps=False, sent=1e-4, late=LATE)
     known = step(pace, **changes)
-    monkeypatch.setattr(in_flight.RankStep, "known", lambda *_: None)
+    monkeypatch.setattr(in_flight.RankStep, "recorded_pass", lambda *_: None)
     assert step(pace, **changes).seconds == pytest.approx(known.seconds)
     of_passes = step(HandPace(), **changes).spent(Spent.COMPUTE)
     late = (

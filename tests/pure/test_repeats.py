@@ -14,7 +14,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.derivation import in_flight, pipeline
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
-from ptrain.derivation.layers import Representatives, everyone, turns
+from ptrain.derivation.layers import Representatives, all_represented, played_places
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.stages import Stage
@@ -62,7 +62,7 @@ def by_itself(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> int:
 def every_block(
     spec: Spec, units: tuple[UnitFacts, ...], blocks: Sequence[str], reach: int | None
 ) -> Representatives:
-    return everyone(units, len(blocks))
+    return all_represented(units, len(blocks))
 
 
 def difference(spec: Spec) -> str:
@@ -202,5 +202,5 @@ def test_more_equal_blocks_are_no_more_work(name):
     ],
 )
 def test_the_ends_of_a_row_of_equal_blocks_are_played_by_themselves(kinds, apart, expected):
-    assert turns(kinds, apart) == expected
+    assert played_places(kinds, apart) == expected
     assert sum(times for _, times in expected) == len(kinds)

@@ -19,7 +19,7 @@ from ptrain.algebra.legality import check, find_unsupported
 from ptrain.axes.candidates import apply_choices
 from ptrain.charts.front import front_sheet
 from ptrain.cost import Collective, Phase, Spent, TimeKey, TimeRow
-from ptrain.derivation.estimate import derive, throughput
+from ptrain.derivation.estimate import derive, predict_throughput
 from ptrain.errors import SpecError
 from ptrain.report.reasons import idea_of, reason
 from ptrain.report.selection import (
@@ -482,7 +482,7 @@ def test_candidates_of_the_same_figures_are_one_row_that_says_least(on_eight):
 def test_one_definition_of_mfu_is_printed_by_select_and_by_predict(best_of_eight):
     row = best_of_eight.ranking[0]
     derivation = derive(row.spec)
-    said = throughput(row.spec, derivation.facts, row.step)
+    said = predict_throughput(row.spec, derivation.facts, row.step)
     assert row.mfu is not None and row.mfu == said.mfu_full
 
 

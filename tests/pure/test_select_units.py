@@ -44,7 +44,7 @@ def test_blocks_that_join_are_tried_in_a_bucket_one_by_one_and_all_at_once():
 def test_a_block_is_written_only_where_blocks_would_join_without():
     specs = [spec for spec in specs_of(chooser(_SPREAD)) if spec.unit == UnitSize()]
     assert specs
-    assert {unit_of(spec.but(unit=None)) for spec in specs} == {"bucket"}
+    assert {unit_of(spec.with_fields(unit=None)) for spec in specs} == {"bucket"}
 
 
 @pytest.mark.parametrize("unit", ["block", "bucket", "model"])

@@ -8,7 +8,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import format_plan, keep_text
-from ptrain.spec.activations import FULL, Kept
+from ptrain.spec.activations import FULL, ActivationMode
 from ptrain.spec.load import load
 from ptrain.steps.step import Keep
 
@@ -138,5 +138,5 @@ def test_the_plan_says_what_blocks_keep_and_what_is_computed_in_slices(changes, 
 
 def test_blocks_of_other_models_are_named_by_their_list():
     names = [f"encoder.{index}" for index in range(3)] + ["decoder.1", "decoder.3", "head"]
-    step = Keep(blocks=tuple((name, Kept(policy=FULL)) for name in names))
+    step = Keep(blocks=tuple((name, ActivationMode(policy=FULL)) for name in names))
     assert keep_text(step) == "recompute encoder.0-2, decoder.1, 3 and head, keeping inputs"

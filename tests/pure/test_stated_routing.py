@@ -289,7 +289,7 @@ def test_of_a_formula_any_rows_make_a_timeline():
         moved=(("host", RowsSize(8, 1)),),
     )
     # what rises highest depends on the rows: no sum of formulas is one
-    timeline = formula.at((50, 3))
+    timeline = formula.at_rows((50, 3))
     assert timeline.forward == (enter, Run(300, 100)) and timeline.backward == (Run(6, 6),)
     assert timeline.moved == (("host", 24),)
-    assert formula.at((0, 0)).forward == (enter, Run(100, 100))
+    assert formula.at_rows((0, 0)).forward == (enter, Run(100, 100))

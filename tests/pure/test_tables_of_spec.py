@@ -204,7 +204,7 @@ SECTIONS = {
     },
     dials.UnitSize: {"kind": "block", "count": 1},
     activations.Policy: {"scope": "block", "keep": ()},
-    activations.Kept: {"policy": None, "tier": "device"},
+    activations.ActivationMode: {"policy": None, "tier": "device"},
     pipeline.PipelineSpec: {"schedule": "1f1b", "stages": None, "split": "parameters"},
 }  # fmt: skip
 
@@ -221,7 +221,9 @@ def test_policies_of_recomputation_keep_what_their_names_say():
         "attention",
         (),
     )
-    assert activations.Kept() == activations.PLAIN and activations.Kept().is_plain
+    assert (
+        activations.ActivationMode() == activations.PLAIN and activations.ActivationMode().is_plain
+    )
 
 
 def defaults(kind: type) -> dict[str, object]:

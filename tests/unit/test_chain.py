@@ -11,7 +11,7 @@ from torch import nn
 from ptrain.axes.pipeline.run.cut import CalledOnce, part_of, run_stage
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.errors import SpecError
-from ptrain.facts.model import net
+from ptrain.facts.model import net_bytes
 from ptrain.facts.stages import Chain, Ends
 from ptrain.interpreter.construction import stages_of_module
 from ptrain.models.chain import chain_of_module, sample_tokens
@@ -175,11 +175,11 @@ def test_every_stage_is_traced_and_leaves_nothing_but_its_gradients(schedule):
         halves = (*passes.items.get(Kind.INPUT, ()), *passes.items.get(Kind.WEIGHT, ()))
         done = [item for item in whole if isinstance(item, Complete)]
         assert {item.parameter for item in done} == {*stage.tensors}
-        kept = sum(map(net, passes.items[Kind.FORWARD])) - passes.output - passes.hidden
+        kept = sum(map(net_bytes, passes.items[Kind.FORWARD])) - passes.output - passes.hidden
         scalar = 4 * (stage.index > 0)  # its loss
-        assert kept + sum(map(net, whole)) == scalar
+        assert kept + sum(map(net_bytes, whole)) == scalar
         if schedule == "zero-bubble":
-            assert kept + sum(map(net, halves)) == scalar
+            assert kept + sum(map(net_bytes, halves)) == scalar
     assert all(parameter.grad is None for parameter in module.parameters())
 
 

@@ -21,7 +21,15 @@ from ptrain.models.trace import Recording, to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.torch import Tiers
-from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
+from ptrain.spec.activations import (
+    ATTENTION_ONLY,
+    FULL,
+    PLAIN,
+    SELECTIVE,
+    ActivationMode,
+    Operators,
+    Policy,
+)
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
@@ -33,18 +41,18 @@ from tests.saved_tensors import saved_bytes, saved_storages
 LAYERS, HIDDEN, SAMPLES, TOKENS, VOCAB = 3, 32, 2, 16, 50
 INPUT = SAMPLES * TOKENS * HIDDEN * 4  # bytes of a block's input
 HOST = Tier.HOST
-M, AWAY = Kept(policy=FULL), Kept(tier=HOST)
+M, AWAY = ActivationMode(policy=FULL), ActivationMode(tier=HOST)
 VARIANTS = {
     "M": M,
-    "selective": Kept(policy=SELECTIVE),
-    "attention": Kept(policy=ATTENTION_ONLY),
+    "selective": ActivationMode(policy=SELECTIVE),
+    "attention": ActivationMode(policy=ATTENTION_ONLY),
     "O": AWAY,
-    "O@file": Kept(tier=Tier.FILE),
-    "M@host": Kept(policy=FULL, tier=HOST),
-    "M@file": Kept(policy=FULL, tier=Tier.FILE),
-    "selective@host": Kept(policy=SELECTIVE, tier=HOST),
-    "attention@host": Kept(policy=ATTENTION_ONLY, tier=HOST),
-    **{f"keep {kind}": Kept(policy=Policy(keep=(kind,))) for kind in Operators},
+    "O@file": ActivationMode(tier=Tier.FILE),
+    "M@host": ActivationMode(policy=FULL, tier=HOST),
+    "M@file": ActivationMode(policy=FULL, tier=Tier.FILE),
+    "selective@host": ActivationMode(policy=SELECTIVE, tier=HOST),
+    "attention@host": ActivationMode(policy=ATTENTION_ONLY, tier=HOST),
+    **{f"keep {kind}": ActivationMode(policy=Policy(keep=(kind,))) for kind in Operators},
 }
 MIXTURES = {
     "every second": (M, PLAIN, M),
@@ -69,7 +77,7 @@ def nightly(names: Iterable[str]) -> list[object]:
     ]
 
 
-def made(model: str = "llama", kept: tuple[Kept, ...] = ()) -> nn.Module:
+def made(model: str = "llama", kept: tuple[ActivationMode, ...] = ()) -> nn.Module:
     family, attention, dropout = MODELS[model]
     shape = ModelShape(
         family=family,
@@ -88,7 +96,7 @@ def made(model: str = "llama", kept: tuple[Kept, ...] = ()) -> nn.Module:
     return applied(module, "blocks", kept)
 
 
-def applied(module: nn.Module, blocks: str, kept: tuple[Kept, ...]) -> nn.Module:
+def applied(module: nn.Module, blocks: str, kept: tuple[ActivationMode, ...]) -> nn.Module:
     step = Keep(blocks=tuple((f"{blocks}.{index}", each) for index, each in enumerate(kept)))
     apply_modes(module, step, Tiers(torch.device("cpu"), TagRegistry()))
     return module
@@ -165,7 +173,7 @@ def test_a_recomputed_block_leaves_its_input(model):
 @pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
 def test_an_offloaded_block_leaves_nothing_on_the_device(model, tier):
     recomputed = traced(made(model, (M,) * LAYERS))
-    timeline = traced(made(model, (Kept(tier=tier),) * LAYERS))
+    timeline = traced(made(model, (ActivationMode(tier=tier),) * LAYERS))
     assert saved_bytes(timeline) == saved_bytes(recomputed) - LAYERS * INPUT
     assert {name for name, _ in timeline.moved} == {tier.value}
 
@@ -183,8 +191,8 @@ def test_what_is_moved_is_what_a_plain_block_saves_each_storage_once(model):
 
 def test_inputs_of_recomputed_blocks_are_all_that_leaves_the_device():
     for policy in (FULL, SELECTIVE):
-        on_device = traced(made(kept=(Kept(policy=policy),) * LAYERS))
-        timeline = traced(made(kept=(Kept(policy=policy, tier=HOST),) * LAYERS))
+        on_device = traced(made(kept=(ActivationMode(policy=policy),) * LAYERS))
+        timeline = traced(made(kept=(ActivationMode(policy=policy, tier=HOST),) * LAYERS))
         assert timeline.moved == (("host", INPUT),) * LAYERS
         assert saved_bytes(timeline) == saved_bytes(on_device) - LAYERS * INPUT
 

@@ -62,7 +62,7 @@ def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
     monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__REAL_BYTES=0))
     monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
-    tensor_parts._answers.cache_clear()
+    tensor_parts._request_answers.cache_clear()
     return facts_of(spec)
 
 
@@ -106,7 +106,7 @@ def works(facts: ModelFacts) -> tuple[WorkByKind, ...]:
 def without_front(work: WorkByKind) -> list[LayerWork]:
     """In front of the layers transformers looks whether samples are packed, which no fake says; and
     a fake is not looked at as often as what it stands for."""
-    model = work.model
+    model = work.to_model
     return [*map(without_views, (*model.layers, model.behind))]
 
 
@@ -209,7 +209,7 @@ def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_parts, "QUICK_BYTES", 0)
     monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__QUICK_BYTES=0))
     monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
-    tensor_parts._answers.cache_clear()
+    tensor_parts._request_answers.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Phase
 from ptrain.data.sampler import LocalBatch, blank_batch
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.work import operations
+from ptrain.derivation.work import rank_operations
 from ptrain.interpreter.program import interpret
 from ptrain.models.objective import can_fuse
 from ptrain.plan.lower import built_in_facts, lower
@@ -118,7 +118,7 @@ def test_operations_of_ranks_with_slices_of_the_tokens_are_those_that_are_predic
         batch={"accumulate": 2, "micro": 2, "sequence": 24},
     )
     facts = built_in_facts(spec)
-    rows = operations(spec, lower(spec, facts))
+    rows = rank_operations(spec, lower(spec, facts))
     for predicted in (rows[0], rows[degree - 1]):
         world = fake_world(predicted.rank, degree)
         try:
@@ -143,7 +143,7 @@ def test_a_simulation_counts_attention_over_cp_that_runs_again(attention):
         batch={"accumulate": 1, "micro": 1, "sequence": 24},
     )
     facts = built_in_facts(spec)
-    rows = operations(spec, lower(spec, facts))
+    rows = rank_operations(spec, lower(spec, facts))
     assert rows[1].again
     assert simulate(spec, 1).estimate.operations == (rows[1],)
 

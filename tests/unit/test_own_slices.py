@@ -10,7 +10,7 @@ import torch
 
 from ptrain.axes.context.run.rehearsal import require_slices
 from ptrain.errors import SpecError
-from ptrain.facts.model import Attending
+from ptrain.facts.model import AttentionFacts
 from ptrain.models.facts import attending_of
 from ptrain.models.initialize import accept_module, build_model, cast_module
 from ptrain.spec.spec import Spec
@@ -37,7 +37,7 @@ def own(name: str, **arguments: Any) -> dict[str, Any]:
     return {"target": f"tests.models_sliced:{name}", "arguments": arguments}
 
 
-def looked_at(spec: Spec) -> Attending:
+def looked_at(spec: Spec) -> AttentionFacts:
     """What slices need of a spec's model, where it is on slices what it is on all tokens."""
     model = build_model(spec.model, sequence=spec.batch.sequence, allow_import=True)
     cast_module(model, torch.float64)

@@ -21,7 +21,7 @@ from ptrain.rooms import patches
 from ptrain.rooms.patches import PATCHES, Chunks, patch_torch
 from ptrain.rooms.world import create_fake_mode, fake_tensors
 from ptrain.selection.recompute import resolve_auto
-from ptrain.simulation.execute import Simulated, simulate
+from ptrain.simulation.execute import SimulatedRank, simulate
 from ptrain.spec.load import load
 from tests.unit.test_simulation import SMALL, small
 
@@ -82,7 +82,7 @@ def test_without_its_patch_a_copied_buffer_and_its_views_are_two(monkeypatch) ->
     assert peak(simulate(spec)) > right
 
 
-def peak(found: Simulated) -> int:
+def peak(found: SimulatedRank) -> int:
     return max(row.device_bytes for row in found.estimate.peak)
 
 

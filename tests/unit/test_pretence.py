@@ -253,4 +253,4 @@ def test_what_is_derived_of_other_models_is_what_cudas_kernels_allocate(
 
 @believing
 def test_the_committed_table_has_the_kernels_that_torch_takes() -> None:
-    assert attention_kernels.table() == archive.table(TablePart.KERNEL, "attention")
+    assert attention_kernels.kernel_table() == archive.read_table(TablePart.KERNEL, "attention")

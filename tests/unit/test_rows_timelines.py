@@ -37,10 +37,10 @@ UNEVENLY = recording({0: 100, 1: 17 * 4, 2: 18 * 8, 3: 40})
 def test_a_storage_that_grows_as_the_rows_of_a_layer_is_as_large_as_these():
     formula = LOADS.formula(EVENLY, UNEVENLY)
     assert formula is not None
-    evenly = formula.at((16, 16))
+    evenly = formula.at_rows((16, 16))
     assert evenly.forward == (ENTER, Run(100 + 64 + 128, 128), LEAVE)
     assert evenly.backward == (Run(0, -88), Complete("blocks.0.mlp.w", 40))
-    unevenly = formula.at((0, 1000))
+    unevenly = formula.at_rows((0, 1000))
     assert unevenly.forward == (ENTER, Run(8100, 8000), LEAVE)
     assert unevenly.moved == (("host", 8000),)
 

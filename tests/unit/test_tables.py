@@ -54,7 +54,7 @@ def written(part: TablePart, setting: Setting) -> Any:
 
 @pytest.mark.parametrize(("part", "setting"), list(cases()))
 def test_the_committed_tables_are_what_the_command_writes(part, setting):
-    stored = archive.table(part, setting.name(part))[setting.way(part)]
+    stored = archive.read_table(part, setting.name(part))[setting.way(part)]
     if not torch.__version__.startswith(stored["torch"]):
         pytest.skip(f"traced with torch {stored['torch']}, this is {torch.__version__}")
     assert written(part, setting) == stored
@@ -81,7 +81,7 @@ def of_cuts() -> Iterator[Any]:
     yield TablePart.PASSES, "llama-untied-mha-bf16-one", ["cut"]
     yield TablePart.LOSS, "gpt-tied-bf16-one", ["whole-gathered"]
     for part in write.MAKERS:
-        for name in sorted(archive.names(part)):
+        for name in sorted(archive.table_names(part)):
             if "cuda" not in name:
                 yield pytest.param(part, name, [], marks=pytest.mark.nightly, id=f"{part}/{name}")
 
@@ -90,7 +90,7 @@ def of_cuts() -> Iterator[Any]:
 def test_the_committed_tables_of_operators_that_are_cut_are_what_the_command_writes(
     ranks, part, name, ways
 ):
-    stored = archive.table(part, name)
+    stored = archive.read_table(part, name)
     if not torch.__version__.startswith(stored["plain"]["torch"]):
         pytest.skip("traced with another torch")
     (again,) = ranks.run(1, written_of_cuts, part, name, ways)
@@ -106,7 +106,7 @@ def over_context() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "make"), list(over_context()))
 def test_the_committed_tables_over_the_context_axis_are_what_the_command_writes(name, make):
-    stored = archive.table(TablePart.CONTEXT, name)
+    stored = archive.read_table(TablePart.CONTEXT, name)
     if not all(torch.__version__.startswith(table["torch"]) for table in stored.values()):
         pytest.skip("traced with another torch")
     assert make() == stored
@@ -115,13 +115,15 @@ def test_the_committed_tables_over_the_context_axis_are_what_the_command_writes(
 def test_the_command_writes_every_table_that_is_committed():
     """Attention's kernels only where CUDA's operators can be asked; elsewhere that table stays."""
     names = {(part, name) for part, name, _ in write.tables(None)}
-    assert names | {(TablePart.KERNEL, "attention")} == set(archive.tables())
+    assert names | {(TablePart.KERNEL, "attention")} == set(archive.read_tables())
 
 
 def test_every_way_of_a_table_is_committed():
     for part, (_, of_part) in write.MAKERS.items():
         ways = {(setting.name(part), setting.way(part)) for setting in of_part()}
-        assert ways == {(n, way) for n in archive.names(part) for way in archive.table(part, n)}
+        assert ways == {
+            (n, way) for n in archive.table_names(part) for way in archive.read_table(part, n)
+        }
 
 
 OF_STAGES = {

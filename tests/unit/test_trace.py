@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ptrain.cost import Phase, State
-from ptrain.derivation.layers import timeline
+from ptrain.derivation.layers import model_timeline
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.units import unit_modules
-from ptrain.spec.activations import FULL, Kept
+from ptrain.spec.activations import FULL, ActivationMode
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.precision import ZERO16, DType
 from ptrain.spec.spec import ActivationSpec
@@ -46,7 +46,7 @@ def text(shape: ModelShape) -> str:
 def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
     for batch, sequence in ((2, 16), (1, 9), (3, 33)):
         seen = traced(shape, TORCH[compute], batch=batch, sequence=sequence)
-        derived = timeline(setting(shape, compute, batch=batch, sequence=sequence))
+        derived = model_timeline(setting(shape, compute, batch=batch, sequence=sequence))
         assert derived.forward == seen.forward
         assert derived.backward == seen.backward
 
@@ -92,7 +92,7 @@ def test_a_built_in_model_read_as_a_foreign_one_has_the_same_facts(layers):
     assert read.buffers == stated.buffers
     assert read.gradient_order == stated.gradient_order
     assert read.timeline is not None
-    derived = timeline(setting(shape, DType.BF16, sequence=16))
+    derived = model_timeline(setting(shape, DType.BF16, sequence=16))
     assert (read.timeline.forward, read.timeline.backward) == (derived.forward, derived.backward)
 
 
@@ -127,7 +127,7 @@ def test_an_external_models_facts_come_from_the_module():
 
 
 def test_blocks_that_the_module_lacks_are_refused_as_it_is_read():
-    kept = ActivationSpec(by_block=((1, 5, Kept(policy=FULL)),))
+    kept = ActivationSpec(by_block=((1, 5, ActivationMode(policy=FULL)),))
     spec = make_spec({}, model=ExternalModel(target="tests.models_external:necks"))
     with pytest.raises(SpecError, match="blocks 1-5, but the model has 2, from 0 to 1"):
         facts_of(replace(spec, activations=kept))

@@ -43,7 +43,7 @@ from ptrain.models.transformer import Transformer
 from ptrain.models.watch import is_recomputing
 from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.torch import Tiers
-from ptrain.spec.activations import Kept, Operators, Policy, Scope
+from ptrain.spec.activations import ActivationMode, Operators, Policy, Scope
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 
@@ -474,7 +474,7 @@ class _InMemoryTiers(Tiers):
         return torch.empty(numel, dtype=dtype, device="cpu")
 
 
-def _module_to_recompute(known: dict[str, nn.Module], name: str, kept: Kept) -> nn.Module:
+def _module_to_recompute(known: dict[str, nn.Module], name: str, kept: ActivationMode) -> nn.Module:
     if kept.policy is None or kept.policy.scope is Scope.BLOCK:
         return known[name]
     core = f"{name}.{_CORE}"

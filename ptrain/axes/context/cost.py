@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from ptrain.axes.context.attention import kv_repeats
 from ptrain.axes.ring import Calls, Group
 from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.facts.model import Attending, AttentionHeads
+from ptrain.facts.model import AttentionFacts, AttentionHeads
 from ptrain.facts.stages import is_within
-from ptrain.spec.activations import PLAIN, Kept, Operators, Scope
+from ptrain.spec.activations import PLAIN, ActivationMode, Operators, Scope
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
@@ -23,7 +23,7 @@ _ACTIVATIONS = State.ACTIVATIONS
 
 
 def attention_traffic(
-    spec: Spec, plan: Plan, kept: tuple[Kept, ...], own: tuple[AttentionHeads, ...] = ()
+    spec: Spec, plan: Plan, kept: tuple[ActivationMode, ...], own: tuple[AttentionHeads, ...] = ()
 ) -> Iterator[Traffic]:
     """Yield the traffic of attention over cp in a step.
 
@@ -55,8 +55,11 @@ def _document_edges(spec: Spec, step: ContextParallel, times: int) -> Iterator[T
 
 
 def own_kept(
-    spec: Spec, blocks: Sequence[str], attending: Attending, within: Sequence[str] | None = None
-) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
+    spec: Spec,
+    blocks: Sequence[str],
+    attending: AttentionFacts,
+    within: Sequence[str] | None = None,
+) -> tuple[tuple[ActivationMode, ...], tuple[AttentionHeads, ...]]:
     """Return the activation mode and the heads of each attention module of a model that is not
     built in.
 
@@ -78,7 +81,9 @@ def _heads_of(spec: Spec) -> AttentionHeads:
     return AttentionHeads(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
 
 
-def _layer_traffic(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
+def _layer_traffic(
+    exchange: _Exchange, times: int, kept: Sequence[ActivationMode]
+) -> Iterator[Traffic]:
     """Yield the traffic of layers with equal heads in a step's micro-batches."""
     policies = (mode.policy for mode in kept if mode.policy is not None)
     scopes = Counter(policy.scope for policy in policies if Operators.COLLECTIVE not in policy.keep)

@@ -18,7 +18,7 @@ from ptrain.axes.expert.form import own_places
 from ptrain.axes.ring import Calls, Group
 from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.stages import is_within
-from ptrain.spec.activations import Kept, Operators, Scope
+from ptrain.spec.activations import ActivationMode, Operators, Scope
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec, ranks_over
@@ -136,7 +136,7 @@ def _count_traffic(
         yield calls.traffic(group, numbers * _COUNT_BYTES)
 
 
-def _is_repeated(mode: Kept) -> bool:
+def _is_repeated(mode: ActivationMode) -> bool:
     """Return True if backward repeats the collectives of a block that is kept so."""
     policy = mode.policy
     return policy is not None and (

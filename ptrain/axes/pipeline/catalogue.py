@@ -32,7 +32,14 @@ from ptrain.axes.pipeline.schedule import (
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.errors import BrokenSchedule, Fault, SpecError
 from ptrain.facts.parameters import elements_met
-from ptrain.facts.stages import Layers, Stage, Tensor, balanced, cut, evenly
+from ptrain.facts.stages import (
+    Layers,
+    Stage,
+    Tensor,
+    balanced_counts,
+    divide_into_stages,
+    even_counts,
+)
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, Pass, PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import Axis, Factor, Placement, R, S
@@ -71,17 +78,17 @@ def stages_of(spec: Spec, model: Layers) -> tuple[Stage, ...]:
     stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
     match spec.pipeline.split:
         case SplitBy.PARAMETERS:
-            counts = balanced(model.weights, stages, model.ends)
+            counts = balanced_counts(model.weights, stages, model.ends)
         case SplitBy.TIME:
             weights, ends = count_operations(spec, model)
-            counts = balanced(weights, stages, ends)
+            counts = balanced_counts(weights, stages, ends)
         case SplitBy.LAYERS:
-            counts = evenly(len(model.layers), stages)
+            counts = even_counts(len(model.layers), stages)
         case tuple() as counts:
             pass
         case split:
             assert_never(split)
-    return cut(model, counts)
+    return divide_into_stages(model, counts)
 
 
 def count_operations(spec: Spec, model: Layers) -> tuple[tuple[int, ...], tuple[int, int]]:

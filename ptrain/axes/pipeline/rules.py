@@ -24,7 +24,7 @@ from ptrain.axes.pipeline.catalogue import (
 )
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
-from ptrain.facts.stages import unlike
+from ptrain.facts.stages import layer_count_faults
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, PipelineSpec
@@ -127,7 +127,7 @@ def _layer_faults(spec: Spec) -> Iterator[Fault]:
     split = spec.pipeline.split
     if stages <= layers:
         is_list = isinstance(split, tuple) and len(split) == stages
-        yield from unlike(split, layers) if isinstance(split, tuple) and is_list else ()
+        yield from layer_count_faults(split, layers) if isinstance(split, tuple) and is_list else ()
         return
     ways = []
     if takes_any_stages(spec.pipeline.schedule) and layers >= ranks:

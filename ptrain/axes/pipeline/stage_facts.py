@@ -16,7 +16,7 @@ from ptrain.axes.data.cost import GatherCounts
 from ptrain.axes.pipeline.catalogue import stages_of as cut_as_said
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.cost import Collective, Phase
-from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, module_prefixes
 from ptrain.facts.stages import ENDS, Chain, Ends, Layers, Stage, is_within, layers_of
 from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.model import ModelShape
@@ -188,7 +188,7 @@ def _group_layers(facts: ModelFacts, chain: Chain) -> Layers:
     *inner, root = facts.units
     within: dict[str, list[TensorFacts]] = {name: [] for name in chain.layers}
     for unit in inner:
-        for name in prefixes(unit.name):
+        for name in module_prefixes(unit.name):
             if name in within:
                 within[name] += unit.tensors
     blocks = tuple(
@@ -214,16 +214,16 @@ def _stage_facts(facts: ModelFacts, chain: Chain, stage: Stage) -> ModelFacts:
     tensors = {tensor.name: tensor for tensor in facts.tensors}
     for name, copy in stage.copied:
         tensors[copy] = tensors[name]._replace(name=copy, is_copy=True)
-    modules_of = stage.units(facts.unit_modules)
+    modules_of = stage.stage_units(facts.unit_modules)
     first: dict[str, int] = {}  # index of the first unit with this module, inner before outer
     for index, modules in enumerate(modules_of):
         for module in modules:
             first.setdefault(module, index)
     held: list[list[TensorFacts]] = [[] for _ in modules_of]
     for name in stage.tensors:
-        held[min(first[module] for module in ("", *prefixes(name)) if module in first)].append(
-            tensors[name]
-        )
+        held[
+            min(first[module] for module in ("", *module_prefixes(name)) if module in first)
+        ].append(tensors[name])
     units = [
         UnitFacts(modules=modules, tensors=tuple(own))
         for modules, own in zip(modules_of, held, strict=True)
@@ -231,7 +231,7 @@ def _stage_facts(facts: ModelFacts, chain: Chain, stage: Stage) -> ModelFacts:
     copies = [copy for _, copy in stage.copied if not tensors[copy].is_frozen]
     has = {*stage.tensors}
     order = [name for name in facts.gradient_order if name in has]
-    lacking = chain.lacking(stage)
+    lacking = chain.absent_names(stage)
     return replace(
         facts,
         units=tuple(units),

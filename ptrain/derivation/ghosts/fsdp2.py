@@ -53,19 +53,19 @@ class UnitShards(NamedTuple):
         """True if FSDP2 wraps the unit."""
         return bool(self.axes)
 
-    def dim(self, shape: Shape) -> int:
+    def shard_dim(self, shape: Shape) -> int:
         """Return the dimension along which a tensor is sharded."""
         return shard_dim(shape, self.ranks, self.sync)
 
-    def padded(self, shape: Shape) -> int:
+    def padded_elements(self, shape: Shape) -> int:
         """Return the elements of one rank's part of a tensor, including padding."""
-        if self.dim(shape):
+        if self.shard_dim(shape):
             return math.prod(shape) // self.ranks
         return padded_rows(shape, self.ranks)
 
-    def part(self, shape: Shape, index: int) -> Shape:
+    def local_shape(self, shape: Shape, index: int) -> Shape:
         """Return the shape of the rank's part of a tensor, without padding."""
-        if dim := self.dim(shape):
+        if dim := self.shard_dim(shape):
             return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
         return (local_rows(shape[:1], self.ranks, index), *shape[1:])
 
@@ -282,7 +282,7 @@ class Gathers:
             self.tape.add(-size)
         self.between[unit] = self.whole[unit] // self.kept_ranks[unit]
 
-    def now(self) -> int:
+    def gathered_bytes(self) -> int:
         """Return the bytes of units that are gathered or kept by a smaller group."""
         there = zip(self.whole, self.is_gathered, self.between, self.times, strict=True)
         return sum(times * (size * is_there + between) for size, is_there, between, times in there)
@@ -383,12 +383,12 @@ class FullySharded(InPlaceUpdate):
             self.unwrapped.complete(gradient)
             return
         if self.accumulates[unit]:
-            self.tape.add(autograd.added(gradient))
-            autograd.adds(self.tape, self.scene.plan.update.layout.parameters, gradient)
+            self.tape.add(autograd.added_bytes(gradient))
+            autograd.time_addition(self.tape, self.scene.plan.update.layout.parameters, gradient)
             return
         if gradient.cloned:
-            self.tape.spike(autograd.rise(gradient))
-            self.tape.add(autograd.kept(gradient))
+            self.tape.spike(autograd.copy_bytes(gradient))
+            self.tape.add(autograd.kept_bytes(gradient))
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
             self.tape.add(size)
@@ -418,7 +418,7 @@ class FullySharded(InPlaceUpdate):
             self.accumulates[unit] = bool(self.fresh[unit])
         self.ends_left -= 1
         if not self.ends_left and self.is_over:
-            self.tape.add(-self.lingering())
+            self.tape.add(-self.lingering_bytes())
             self.gathers.end_backward()
             self.reduce_input, self.all_reduced = 0, [0] * len(self.reduced)
             self._wait_for_reduction()
@@ -544,10 +544,10 @@ class FullySharded(InPlaceUpdate):
         if self.casts_after and was_there:
             self.tape.add(-self.kept[unit])
 
-    def gathered(self) -> int:
-        return self.gathers.now()
+    def gathered_bytes(self) -> int:
+        return self.gathers.gathered_bytes()
 
-    def lingering(self) -> int:
+    def lingering_bytes(self) -> int:
         replicas = zip(self.all_reduced, self.scene.times, strict=True)
         return self.reduce_input + sum(size * times for size, times in replicas)
 
@@ -573,7 +573,7 @@ def _moved_tensors(
 ) -> list[list[bool]]:
     """Return True for each wrapped tensor that is not sharded by rows, by unit."""
     return [
-        [own.dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
+        [own.shard_dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
         for tensors, own in zip(units, shards, strict=True)
     ]
 
@@ -587,6 +587,6 @@ def _padded_sizes(
     for tensors, own in zip(units, shards, strict=True):
         key = own, tuple([tensor.shape for tensor in tensors])
         if key not in rows:
-            rows[key] = [own.padded(shape) for shape in key[1] if own.axes]
+            rows[key] = [own.padded_elements(shape) for shape in key[1] if own.axes]
         padded.append(rows[key])
     return padded

@@ -22,7 +22,7 @@ from ptrain.axes.data.cost import assign_owners, bucket_caps, bucket_sizes
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
-from ptrain.derivation.ghosts.wrapping import Times, Wrapped, Wrapping, by_operator, rows
+from ptrain.derivation.ghosts.wrapping import Times, WrapContext, Wrapping, by_operator, state_rows
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
@@ -81,11 +81,11 @@ class InPlace(Wrapping):
 
     owns_master = False
 
-    def __init__(self, wrapped: Wrapped) -> None:
+    def __init__(self, wrapped: WrapContext) -> None:
         self.wrapped = wrapped
         self._costs: dict[tuple[Shapes, bool], Cost] = {}
 
-    def stored(self) -> int:
+    def stored_elements(self) -> int:
         """Return the elements of parameters on every rank, including padding."""
         return self.wrapped.facts.numel
 
@@ -93,15 +93,15 @@ class InPlace(Wrapping):
         """Return the elements of gradients on every rank. Frozen parameters have none."""
         return self.wrapped.facts.trained_numel
 
-    def updated(self, unit: UnitFacts, shard: int) -> Shapes:
+    def updated_shapes(self, unit: UnitFacts, shard: int) -> Shapes:
         """Return the shapes of a unit's tensors that the rank with this shard updates."""
         return unit.trained_shapes
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout = self.wrapped.plan.update.layout
-        parameters = self.stored() * layout.parameters.itemsize
+        parameters = self.stored_elements() * layout.parameters.itemsize
         gradients = self.stored_gradients() * layout.gradients.itemsize
-        return rows(parameters, self.optimizer_bytes(shard), gradients)
+        return state_rows(parameters, self.optimizer_bytes(shard), gradients)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
         yield unit.trained_numel
@@ -132,7 +132,7 @@ class InPlace(Wrapping):
         for unit in self.wrapped.facts.units:
             kind = unit.trained_shapes, self.wrapped.plan.is_apart(unit.modules)
             if kind not in by_kind:
-                by_kind[kind] = [math.prod(shape) for shape in self.updated(unit, shard)]
+                by_kind[kind] = [math.prod(shape) for shape in self.updated_shapes(unit, shard)]
             numels += by_kind[kind]
         return numels
 
@@ -143,19 +143,22 @@ class InPlace(Wrapping):
         by_rule: dict[str, list[Shape]] = {}
         for unit, times in self.kinds:
             hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
-            for shape, is_matrix in zip(self.updated(unit, shard), hidden, strict=True):
+            for shape, is_matrix in zip(self.updated_shapes(unit, shard), hidden, strict=True):
                 by_rule.setdefault(rule_of(optimizer, is_matrix), []).extend([shape] * times)
         return by_rule
 
     def optimizer_bytes(self, shard: int) -> int:
         """Return the bytes of optimizer state on the rank with this shard."""
         return sum(
-            times * self._cost(unit, self.updated(unit, shard)).kept for unit, times in self.kinds
+            times * self._cost(unit, self.updated_shapes(unit, shard)).kept
+            for unit, times in self.kinds
         )
 
-    def rises(self, shard: int) -> Iterator[int]:
+    def temporary_bytes(self, shard: int) -> Iterator[int]:
         """Yield the temporary bytes of the update of each kind of unit."""
-        yield from (self._cost(unit, self.updated(unit, shard)).rise for unit, _ in self.kinds)
+        yield from (
+            self._cost(unit, self.updated_shapes(unit, shard)).rise for unit, _ in self.kinds
+        )
 
     def _cost(self, unit: UnitFacts, shapes: Shapes) -> Cost:
         """Return the cached cost of a unit's update."""
@@ -163,10 +166,10 @@ class InPlace(Wrapping):
         if key not in self._costs:
             needs = not self.wrapped.spec.optimizer.properties.is_elementwise
             hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
-            self._costs[key] = self.played(shapes, hidden)
+            self._costs[key] = self.update_cost(shapes, hidden)
         return self._costs[key]
 
-    def played(self, shapes: Shapes, hidden: Sequence[bool]) -> Cost:
+    def update_cost(self, shapes: Shapes, hidden: Sequence[bool]) -> Cost:
         """Return the cost of updating tensors of these shapes. `hidden` marks the matrices that
         Muon updates."""
         spec, layout = self.wrapped.spec, self.wrapped.plan.update.layout
@@ -189,15 +192,15 @@ class InPlaceUpdate(Wrap):
         if plan.update.layout.scales_loss and plan.wrap.keeps_gradients_on_device:
             self.tape.spike(DType.FP32.itemsize)
 
-    def clipped(self, shard: int) -> list[list[int]] | None:
+    def norm_groups(self, shard: int) -> list[list[int]] | None:
         return by_operator(self.scene, self.wrapping.numels(shard))
 
     def update(self, shard: int) -> None:
-        for rise in self.wrapping.rises(shard):
+        for rise in self.wrapping.temporary_bytes(shard):
             self.tape.spike(rise)
         if self.tape.clock is not None:
             for rule, shapes in self.wrapping.shapes_by_rule(shard).items():
-                self.tape.clock.update(rule, self.scene.plan.update.layout, shapes)
+                self.tape.clock.run_update(rule, self.scene.plan.update.layout, shapes)
 
 
 class OneDevice(InPlace):
@@ -205,7 +208,7 @@ class OneDevice(InPlace):
 
     reach: int | None = 0
 
-    def player(self, scene: Scene) -> Local:
+    def make_wrap(self, scene: Scene) -> Local:
         return Local(scene, self)
 
 
@@ -222,12 +225,12 @@ class Local(InPlaceUpdate):
     def complete(self, gradient: Complete) -> None:
         dtype = self.scene.plan.update.layout.gradients
         if self.is_first:
-            self.tape.spike(autograd.rise(gradient))
-            self.tape.add(autograd.kept(gradient))
-            autograd.keeps(self.tape, dtype, gradient)
+            self.tape.spike(autograd.copy_bytes(gradient))
+            self.tape.add(autograd.kept_bytes(gradient))
+            autograd.time_copy(self.tape, dtype, gradient)
         else:
-            self.tape.add(autograd.added(gradient))
-            autograd.adds(self.tape, dtype, gradient)
+            self.tape.add(autograd.added_bytes(gradient))
+            autograd.time_addition(self.tape, dtype, gradient)
 
     def signature(self) -> Hashable:
         return self.is_first
@@ -274,7 +277,7 @@ _INDEX_BYTES = 4  # int32
 class Replicas(InPlace):
     """A model whose parameters and gradients are replicated on all ranks."""
 
-    def __init__(self, wrapped: Wrapped, step: Replicate) -> None:
+    def __init__(self, wrapped: WrapContext, step: Replicate) -> None:
         super().__init__(wrapped)
         self.step = step
 
@@ -287,11 +290,11 @@ class Replicas(InPlace):
             bucket_caps(self.step.bucket_bytes),
         )
 
-    def sent(self, times: Times | None) -> Iterator[Traffic]:
+    def traffic(self, times: Times | None) -> Iterator[Traffic]:
         account, facts = Account(self.wrapped.spec), self.wrapped.facts
-        scene = self.wrapped.scene(facts.units, account)
+        scene = self.wrapped.make_scene(facts.units, account)
         scene.tape.enter(Phase.SETUP)
-        player = self.player(scene)
+        player = self.make_wrap(scene)
         player.rebuild_buckets()
         scene.tape.enter(Phase.BACKWARD)
         player.begin(is_first=True, is_last=True)  # micro-batches before the last send nothing
@@ -304,7 +307,7 @@ class Replicas(InPlace):
         player.update(0)
         yield from account.rows
 
-    def player(self, scene: Scene) -> Replicated:
+    def make_wrap(self, scene: Scene) -> Replicated:
         return Replicated(scene, self)
 
 
@@ -341,17 +344,17 @@ class Replicated(Local):
         """Accept a gradient. A full bucket is reduced while the gradient that filled it is still
         alive."""
         if gradient.cloned and self.copies:
-            self.tape.spike(autograd.rise(gradient))
+            self.tape.spike(autograd.copy_bytes(gradient))
         dtype = self.scene.plan.update.layout.gradients
         if self.copies:
             self.tape.record_operator(OperatorKind.COPY, dtype, 2 * gradient.size)
         else:
-            autograd.adds(self.tape, dtype, gradient)
+            autograd.time_addition(self.tape, dtype, gradient)
         self.arrived += gradient.size
         if self.replicas.step.overlaps:
             while self.due and self.due[0] <= self.arrived:
                 self._reduce()
-        self.tape.add(autograd.added(gradient))
+        self.tape.add(autograd.added_bytes(gradient))
 
     def after_backward(self, unit: int) -> None:
         """Reduce the remaining buckets when the root's backward ends. In a pipeline, wait for all
@@ -383,13 +386,13 @@ class Replicated(Local):
         if arrival is not None:
             self.reducing.append(arrival)
 
-    def clipped(self, shard: int) -> list[list[int]] | None:
+    def norm_groups(self, shard: int) -> list[list[int]] | None:
         """Return the elements of the buckets, or of each tensor if sharded operators have separate
         norms."""
         clip, facts = self.scene.plan.clip, self.scene.facts
         is_cut = clip is not None and bool(clip.operator_axes)
         if is_cut or any(tensor.is_copy for tensor in facts.trained):
-            return super().clipped(shard)
+            return super().norm_groups(shard)
         itemsize = self.scene.plan.update.layout.gradients.itemsize
         return [[size // itemsize for size in self.replicas.buckets()]]
 
@@ -414,7 +417,7 @@ class SpreadUpdate(Replicas):
     """A replicated model whose optimizer state is distributed over the ranks by tensor."""
 
     @cached_property
-    def owned(self) -> list[list[TensorFacts]]:
+    def owned_tensors(self) -> list[list[TensorFacts]]:
         """The tensors that each rank updates."""
         tensors, ranks = self.wrapped.facts.trained, ranks_over(self.wrapped.spec, self.step.axes)
         owners = assign_owners([tensor.numel for tensor in tensors], ranks)
@@ -423,16 +426,16 @@ class SpreadUpdate(Replicas):
             owned[owner].append(tensor)
         return owned
 
-    def largest(self, shard: int) -> TensorFacts | None:
+    def largest_tensor(self, shard: int) -> TensorFacts | None:
         """Return the largest tensor that the rank with this shard updates, or None."""
-        return max(self.owned[shard], key=lambda tensor: tensor.numel, default=None)
+        return max(self.owned_tensors[shard], key=lambda tensor: tensor.numel, default=None)
 
     def parameter_buckets(self) -> list[int]:
         """Return the bytes of the bucket that each owner broadcasts."""
         itemsize = self.wrapped.plan.update.layout.parameters.itemsize
         return [
             sum(tensor.numel for tensor in tensors) * itemsize or DType.FP32.itemsize
-            for tensors in self.owned
+            for tensors in self.owned_tensors
         ]
 
     def kind_of_shard(self, shard: int) -> Hashable:
@@ -442,13 +445,15 @@ class SpreadUpdate(Replicas):
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout = self.wrapped.plan.update.layout
         shapes: dict[Shapes, int] = {}
-        for tensor in self.owned[shard]:
+        for tensor in self.owned_tensors[shard]:
             shapes[tensor.shape,] = shapes.get((tensor.shape,), 0) + 1
         # all rules that may be distributed are elementwise, so no tensor is `hidden`
-        optimizer = sum(times * self.played(case, [False]).kept for case, times in shapes.items())
+        optimizer = sum(
+            times * self.update_cost(case, [False]).kept for case, times in shapes.items()
+        )
         gradients = self.stored_gradients() * layout.gradients.itemsize
-        frozen = (self.stored() - self.stored_gradients()) * layout.parameters.itemsize
-        return rows(sum(self.parameter_buckets()) + frozen, optimizer, gradients)
+        frozen = (self.stored_elements() - self.stored_gradients()) * layout.parameters.itemsize
+        return state_rows(sum(self.parameter_buckets()) + frozen, optimizer, gradients)
 
     def notes(self) -> Iterator[str]:
         axes = " and ".join(self.step.axes)
@@ -458,7 +463,7 @@ class SpreadUpdate(Replicas):
             f"{axes}. The same placement on dp_shard reduce-scatters and all-gathers: 2 units"
         )
 
-    def player(self, scene: Scene) -> SpreadReplicated:
+    def make_wrap(self, scene: Scene) -> SpreadReplicated:
         return SpreadReplicated(scene, self)
 
 
@@ -476,7 +481,7 @@ class SpreadReplicated(Replicated):
         Gradients are replicated, and a fused update has equal memory for any tensors. If the update
         is not fused, the largest tensor determines its memory.
         """
-        largest = self.spread_update.largest(shard)
+        largest = self.spread_update.largest_tensor(shard)
         if largest is None or not self.scene.spec.optimizer.properties.temporaries:
             return largest is not None
         return largest.shape
@@ -487,13 +492,13 @@ class SpreadReplicated(Replicated):
         All broadcasts are issued before the first of them is awaited. The time is that of the owner
         with the most elements.
         """
-        if largest := self.spread_update.largest(shard):
-            self.tape.spike(self.spread_update.played((largest.shape,), [False]).rise)
+        if largest := self.spread_update.largest_tensor(shard):
+            self.tape.spike(self.spread_update.update_cost((largest.shape,), [False]).rise)
         update = self.scene.plan.update
         if self.tape.clock is not None:
-            most = max(self.spread_update.owned, key=lambda own: sum(t.numel for t in own))
+            most = max(self.spread_update.owned_tensors, key=lambda own: sum(t.numel for t in own))
             shapes = [tensor.shape for tensor in most]
-            self.tape.clock.update(update.optimizer, update.layout, shapes)
+            self.tape.clock.run_update(update.optimizer, update.layout, shapes)
         arrivals = [
             self.tape.record_collective(
                 Collective.BROADCAST, self.axes, State.PARAMETERS, size, "", is_awaited=False

@@ -12,14 +12,21 @@ from typing import NamedTuple, assert_never
 
 from ptrain.axes.data.cost import padded_flat
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, TrafficKey
-from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of, joined, places_of
+from ptrain.derivation.flat import (
+    SCALE_BYTES,
+    Flat,
+    cut_axes,
+    flat_step_of,
+    joined_units,
+    places_of,
+)
 from ptrain.derivation.ghosts.fsdp2_rows import Sharded
 from ptrain.derivation.ghosts.in_place import OneDevice, Replicas, SpreadUpdate
 from ptrain.derivation.ghosts.wrapping import (
     Times,
-    Wrapped,
+    WrapContext,
     Wrapping,
-    accumulation,
+    accumulation_notes,
     kept_root,
     micro_batches,
 )
@@ -77,7 +84,7 @@ def _unit_kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[Uni
     """Yield one unit of each kind, with the number of equal units."""
     kinds = grouped(
         ((_unit_kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)), unit)
-        for unit in joined(plan, facts.units)
+        for unit in joined_units(plan, facts.units)
         if unit.numel
     )
     return ((units[0], len(units)) for units in kinds.values())
@@ -140,7 +147,7 @@ def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
     Equal sizes are counted.
     """
     buffers = Counter[int]()
-    for unit in joined(plan, facts.units):
+    for unit in joined_units(plan, facts.units):
         step = flat_step_of(plan, unit)
         trained, frozen = unit.trained_numel, unit.numel - unit.trained_numel
         for numel, own in ((trained, step), (frozen, step.of_frozen)):
@@ -148,7 +155,7 @@ def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
     return +buffers
 
 
-def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
+def scalar_copies(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
     """Yield the copies of scalars that gradients on the host need.
 
     The norm is copied to the device to be reduced, and back. With loss scaling, the overflow flag
@@ -176,7 +183,7 @@ def _scalar_copies(collective: Collective, calls: int, size: int) -> Traffic:
 class Units(Wrapping):
     """A model that is wrapped in flat units."""
 
-    def __init__(self, wrapped: Wrapped, step: FlatUnits) -> None:
+    def __init__(self, wrapped: WrapContext, step: FlatUnits) -> None:
         self.wrapped, self.step = wrapped, step
         units = wrapped.facts.units
         is_joined = len(places_of(wrapped.plan, units)) < len(units)
@@ -188,13 +195,13 @@ class Units(Wrapping):
         wrapped = self.wrapped
         return flat_rows(wrapped.spec, wrapped.plan, self.step, wrapped.facts)
 
-    def player(self, scene: Scene) -> Flat:
+    def make_wrap(self, scene: Scene) -> Flat:
         return Flat(scene, self.step)
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         yield from self._rows.footprints
 
-    def sent(self, times: Times | None) -> Iterator[Traffic]:
+    def traffic(self, times: Times | None) -> Iterator[Traffic]:
         """Yield the traffic of all units.
 
         `times` has no effect: in a pipeline, units are freed after every pass or after none
@@ -202,8 +209,8 @@ class Units(Wrapping):
         """
         yield from self._rows.sent
 
-    def scalars(self) -> Iterator[Traffic]:
-        return scalars(self.wrapped.plan, self.step)
+    def scalar_copies(self) -> Iterator[Traffic]:
+        return scalar_copies(self.wrapped.plan, self.step)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
         trained = UnitFacts(modules=unit.modules, tensors=unit.trained)
@@ -213,7 +220,7 @@ class Units(Wrapping):
         yield sum(flat_buffers(spec, plan, alone).elements()) // ranks_over(spec, kept)
 
     def notes(self) -> Iterator[str]:
-        yield from accumulation(self.wrapped)
+        yield from accumulation_notes(self.wrapped)
         yield from kept_root(self.wrapped)
         yield from self._update_notes()
         facts = self.wrapped.facts
@@ -259,9 +266,9 @@ class Units(Wrapping):
             )
 
 
-def wrapping(spec: Spec, plan: Plan, facts: ModelFacts) -> Wrapping:
+def make_wrapping(spec: Spec, plan: Plan, facts: ModelFacts) -> Wrapping:
     """Return the simulation of the wrap of a model, or of one stage's part of it."""
-    wrapped = Wrapped(spec=spec, plan=plan, facts=facts)
+    wrapped = WrapContext(spec=spec, plan=plan, facts=facts)
     match plan.wrap:
         case LocalGradients():
             return OneDevice(wrapped)

@@ -41,14 +41,14 @@ class Times(Protocol):
     def __call__(self, sync: SyncPolicy, *, is_root: bool) -> GatherCounts: ...
 
 
-class Wrapped(NamedTuple):
+class WrapContext(NamedTuple):
     """A model, and the plan that wraps it."""
 
     spec: Spec
     plan: Plan
     facts: ModelFacts
 
-    def scene(self, units: tuple[UnitFacts, ...], account: Account) -> Scene:
+    def make_scene(self, units: tuple[UnitFacts, ...], account: Account) -> Scene:
         """Return a scene of some units, whose traffic is recorded in an account."""
         facts = ModelFacts(units=units, buffers=self.facts.buffers)
         tape = Tape(account=account)
@@ -62,7 +62,7 @@ class Wrapping(Protocol):
     `reach` is how many neighbouring units a unit affects. None is unknown.
     """
 
-    wrapped: Wrapped
+    wrapped: WrapContext
     reach: int | None = None
 
     def kind_of_shard(self, shard: int) -> Hashable:
@@ -74,11 +74,11 @@ class Wrapping(Protocol):
         as rank 0."""
         ...
 
-    def sent(self, times: Times | None) -> Iterator[Traffic]:
+    def traffic(self, times: Times | None) -> Iterator[Traffic]:
         """Yield the traffic and copies of every rank for its units, at setup and in each step."""
         return iter(())
 
-    def scalars(self) -> Iterator[Traffic]:
+    def scalar_copies(self) -> Iterator[Traffic]:
         """Yield the copies between tiers that the norm and the loss scale need."""
         return iter(())
 
@@ -91,12 +91,12 @@ class Wrapping(Protocol):
         """Yield a sentence for each effect of the wrap that no theorem covers."""
         return iter(())
 
-    def player(self, scene: Scene) -> Wrap:
+    def make_wrap(self, scene: Scene) -> Wrap:
         """Return the wrap that allocates and communicates along the scene's timeline."""
         ...
 
 
-def rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Footprint]:
+def state_rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Footprint]:
     """Yield rows of these device bytes for rank 0."""
     sizes = {
         State.PARAMETERS: parameters,
@@ -120,7 +120,7 @@ def micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
 # Notes on count_gathers and count_reductions by unit, for any wrap.
 
 
-def accumulation(wrapped: Wrapped) -> Iterator[str]:
+def accumulation_notes(wrapped: WrapContext) -> Iterator[str]:
     """Yield notes on collectives that a step's micro-batches repeat, while Theorem 2 counts them
     once."""
     plan, step = wrapped.plan, wrapped.plan.wrap
@@ -147,7 +147,7 @@ def accumulation(wrapped: Wrapped) -> Iterator[str]:
         )
 
 
-def kept_root(wrapped: Wrapped) -> Iterator[str]:
+def kept_root(wrapped: WrapContext) -> Iterator[str]:
     """Yield a note on how often a root that stays all-gathered is gathered."""
     sync = wrapped.plan.wrap.policy
     if sync is not None and sync.reshard_after_forward is Reshard.NON_ROOT:
@@ -188,10 +188,10 @@ def norm_bytes(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> tuple
     if scene.plan.clip is None or not norms:
         return 0, 0
     groups = [list(chain.from_iterable(of_group)) for of_group in zip(*norms, strict=True)]
-    return clipping(scene, groups)
+    return clip_bytes(scene, groups)
 
 
-def clipping(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+def clip_bytes(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return the bytes of the norm: the peak, and those that live until the step ends.
 
     A scalar of each group of tensors stays until all norms are computed, and one scalar until the
@@ -216,7 +216,7 @@ def _norm_scalars(sizes: Sequence[int], *, is_cpu: bool) -> int:
     return max(2 * short, norms * (1 + is_joined) + 1)
 
 
-def norm(wrapping: Wrapping) -> Iterator[Traffic]:
+def norm_traffic(wrapping: Wrapping) -> Iterator[Traffic]:
     """Yield the traffic of the norm.
 
     Each axis reduces one scalar: the squared norm in at least fp32. With loss scaling it also
@@ -224,11 +224,13 @@ def norm(wrapping: Wrapping) -> Iterator[Traffic]:
     """
     spec, plan = wrapping.wrapped.spec, wrapping.wrapped.plan
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
-    yield from (calls.traffic(group_over(spec, (axis,)), size) for axis, size in _scalars(plan))
-    yield from wrapping.scalars()
+    yield from (
+        calls.traffic(group_over(spec, (axis,)), size) for axis, size in _summed_scalars(plan)
+    )
+    yield from wrapping.scalar_copies()
 
 
-def _scalars(plan: Plan) -> Iterator[tuple[Axis, int]]:
+def _summed_scalars(plan: Plan) -> Iterator[tuple[Axis, int]]:
     """Yield the axis and the bytes of each scalar that is summed."""
     if plan.clip is not None:
         scalar = max(4, plan.update.layout.gradients.itemsize)
@@ -236,7 +238,7 @@ def _scalars(plan: Plan) -> Iterator[tuple[Axis, int]]:
     yield from ((axis, DType.FP32.itemsize) for axis in plan.update.scale_axes)
 
 
-def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
+def time_clipping(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
     """Time the norm over all wraps of a rank, its all-reduce, and the scaling of gradients.
 
     Gradients on the host are the rank's shard of all gradients.
@@ -244,8 +246,8 @@ def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
     plan, tape = scene.plan, scene.tape
     if tape.clock is None:
         return
-    for axis, size in _scalars(plan):
-        tape.clock.send(Collective.ALL_REDUCE, (axis,), size).wait()
+    for axis, size in _summed_scalars(plan):
+        tape.clock.send_payload(Collective.ALL_REDUCE, (axis,), size).wait()
     if plan.clip is None:
         return
     numels: list[int] = []
@@ -254,4 +256,4 @@ def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
             own = -(-scene.facts.trained_numel // scene.spec.degree(Axis.DP_SHARD))
             tape.clock.use_host(3 * own * plan.update.layout.gradients.itemsize)  # norm, scaling
         numels += chain.from_iterable(groups or ())
-    tape.clock.clip(plan.update.layout, numels)
+    tape.clock.run_clipping(plan.update.layout, numels)

@@ -37,7 +37,7 @@ from ptrain.axes.context.run.slices import (
     slice_batch,
 )
 from ptrain.cost import Collective, State
-from ptrain.facts.model import Attending
+from ptrain.facts.model import AttentionFacts
 from ptrain.internals.context_parallel import merge_attention, ring_backward, ring_forward
 from ptrain.internals.functional_collectives import (
     all_gather_tensor,
@@ -110,7 +110,7 @@ class ContextGroups:
         step: ContextParallel,
         mesh: Mesh,
         cut: MicroBatchCut,
-        attending: Attending | None = None,
+        attending: AttentionFacts | None = None,
     ) -> None:
         self.attending = attending
         self.masks = masks_at(step, mesh.coordinate(step.axis), cut)
@@ -170,7 +170,7 @@ def parallelize_context(
             attend_over_cp(known[own.name], core_over)
 
 
-def _dropout_modules(model: nn.Module, attending: Attending | None) -> Iterator[nn.Module]:
+def _dropout_modules(model: nn.Module, attending: AttentionFacts | None) -> Iterator[nn.Module]:
     """Yield the modules whose code applies dropout.
 
     For models that are not built in, these are the observed ones, of which other stages may have

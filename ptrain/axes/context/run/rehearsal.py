@@ -31,7 +31,7 @@ from ptrain.axes.context.draw import spans_text
 from ptrain.axes.context.rules import uncut_heads
 from ptrain.axes.context.run.slices import MicroBatchCut, SlicedMasks, masks_at
 from ptrain.errors import SpecError, refused
-from ptrain.facts.model import Attending
+from ptrain.facts.model import AttentionFacts
 from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.fakes import READ, detect_fake_mode
 from ptrain.internals.part import replace_attributes
@@ -301,7 +301,7 @@ _BY_DROPOUT += "as nn.Dropout does"
 _OPERATIONS = 10**9  # maximum of a forward pass, for less than a second
 
 
-def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) -> None:
+def require_slices(model: nn.Module, spec: Spec, attending: AttentionFacts | None) -> None:
     """Check that a model gives equal results on shards of the tokens and on all tokens.
 
     This costs forward passes of a few tokens: three of the full model, and one or two for each of
@@ -331,7 +331,7 @@ def _shorten_sequence(model: nn.Module, step: ContextParallel) -> ContextParalle
     return replace(step, sequence=chunks * per_chunk)
 
 
-def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
+def _require_plain(model: nn.Module, spec: Spec, attending: AttentionFacts) -> None:
     """Raise SpecError if attention to all of a sample's tokens is not plainly causal.
 
     The rehearsal has fewer tokens, on which attention may differ. The check runs on meta tensors,
@@ -353,7 +353,7 @@ def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
             logits_at(bare, positions, attending.positions, spec)
 
 
-def _require_heads(spec: Spec, attending: Attending) -> None:
+def _require_heads(spec: Spec, attending: AttentionFacts) -> None:
     tp = spec.degree(Axis.TP)
     for module in attending.modules:
         counts = {"": module.heads.heads, " of keys": module.heads.kv_heads}
@@ -389,7 +389,7 @@ class _Rehearsal:
     """The forward passes of a model on the tokens of `step`."""
 
     def __init__(
-        self, model: nn.Module, spec: Spec, attending: Attending, step: ContextParallel
+        self, model: nn.Module, spec: Spec, attending: AttentionFacts, step: ContextParallel
     ) -> None:
         self.model, self.spec, self.step = model, spec, step
         self.positions = attending.positions

@@ -324,7 +324,7 @@ def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain)
     front, behind = chain.absent_ends(stage)
     gone: dict[int, nn.Module] = {
         id(known[name]): _stand_in(known[name], name, stage, chain, crossing)
-        for name in chain.lacking(stage)
+        for name in chain.absent_names(stage)
         if name in known  # a tied head may not be a module
     }
     # the memo shares the parameters with the model, and puts placeholders in place of modules
