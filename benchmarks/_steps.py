@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ptrain.rooms.world import World
+    from ptrain.runtime.world import World
     from ptrain.spec.spec import Spec
 
 SAME = 1e-4  # losses of the same work, relative: sums are taken in another order
@@ -25,7 +25,7 @@ def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]
     from ptrain.data.corpus import corpus
     from ptrain.interpreter.program import interpret
     from ptrain.meters.traffic import CollectiveCounter
-    from ptrain.rooms.world import World
+    from ptrain.runtime.world import World
     from ptrain.train.loop import local_batch
     from ptrain.train.schedule import learning_rate
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptrain.cost import Phase
 from ptrain.derivation.allocator import steady_reserved
-from ptrain.rooms import pretence
+from ptrain.runtime import simulated_gpu
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
@@ -116,12 +116,12 @@ def on_fakes(name: str, sm: int, *, is_dry: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "fakes.json")
         words = [__file__, "fakes", name, "--out", str(path), *["--dry"] * is_dry]
-        if not is_dry and (why := pretence.missing_requirement()):
+        if not is_dry and (why := simulated_gpu.missing_requirement()):
             raise SystemExit(f"fakes cannot be asked: {why}")
         if (
             subprocess.call([sys.executable, *words])
             if is_dry
-            else pretence.run_with_simulated_gpu(words, sm)
+            else simulated_gpu.run_python(words, sm)
         ):
             raise SystemExit(f"{name}: the process on fakes failed")
         said: dict[str, Any] = json.loads(path.read_text())

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import GradBucket
 
 from ptrain.models.initialize import build_model, initialize
-from ptrain.rooms.world import World, fake_world
+from ptrain.runtime.world import World, fake_world
 from ptrain.spec.spec import Spec
 
 SCRIPT = Script("gpu_steps")

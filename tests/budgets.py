@@ -48,7 +48,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/plan": 480,
     "ptrain/rates": 360,
     "ptrain/report": 2480,
-    "ptrain/rooms": 980,
+    "ptrain/runtime": 980,
     "ptrain/selection": 2890,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4110,
