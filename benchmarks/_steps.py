@@ -24,14 +24,14 @@ def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]
     there, or of a world of fake ones, which count nothing."""
     from ptrain.data.corpus import corpus
     from ptrain.interpreter.program import interpret
-    from ptrain.meters.traffic import Counter
+    from ptrain.meters.traffic import CollectiveCounter
     from ptrain.rooms.world import World
     from ptrain.train.loop import local_batch
     from ptrain.train.schedule import learning_rate
 
     program = interpret(spec, world=world or World.join(spec.timeout))
     source, steps = corpus(spec.data), iter(range(10**9))
-    counter = None if world else Counter()
+    counter = None if world else CollectiveCounter()
 
     def step() -> float:
         number = next(steps)

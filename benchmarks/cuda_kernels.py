@@ -131,7 +131,7 @@ def main() -> int:
     parser = SCRIPT.parser()
     parser.add_argument("--only", choices=PARTS, help="one part of it; default: all")
     args = parser.parse_args()
-    if why := pretence.lacking():
+    if why := pretence.missing_requirement():
         print(f"CUDA's kernels cannot be asked: {why}", file=sys.stderr)
         return 2
     lines = SCRIPT.head()

@@ -116,9 +116,13 @@ def on_fakes(name: str, sm: int, *, is_dry: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "fakes.json")
         words = [__file__, "fakes", name, "--out", str(path), *["--dry"] * is_dry]
-        if not is_dry and (why := pretence.lacking()):
+        if not is_dry and (why := pretence.missing_requirement()):
             raise SystemExit(f"fakes cannot be asked: {why}")
-        if subprocess.call([sys.executable, *words]) if is_dry else pretence.run(words, sm):
+        if (
+            subprocess.call([sys.executable, *words])
+            if is_dry
+            else pretence.run_with_simulated_gpu(words, sm)
+        ):
             raise SystemExit(f"{name}: the process on fakes failed")
         said: dict[str, Any] = json.loads(path.read_text())
         return said

@@ -1,45 +1,23 @@
-"""What the committed tables say that forward leaves for backward, tensor by tensor. Predictions
-read the timelines, in which these are summed."""
+"""The bytes that forward leaves for backward, from a timeline or a recording."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.blocks import mode_name
-from ptrain.derivation.tables import Monomial, Place, Setting, stored_table, table_sizes
-from ptrain.spec.activations import ActivationMode
+from ptrain.derivation.tables import Setting, stored_table
 from ptrain.timeline import Item, Repeated, Run, Timeline
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """One tensor that forward leaves for backward: by which operator, and how large."""
-
-    part: str  # before (the blocks), block, after
-    operator: str
-    size: Monomial
+if TYPE_CHECKING:  # tests of the pure half read timelines only, without torch
+    from ptrain.models.trace import Born, Recording
 
 
-def saved(setting: Setting) -> tuple[Saved, ...]:
-    """Return the polynomials behind a timeline's saved bytes, operator by operator; those of a
-    block count once per layer. One sample alone saves less, so that the batch matters beyond its
-    factor."""
-    written = table_sizes(TablePart.PASSES, setting)
-    return tuple(
-        Saved(part=part, operator=operator, size=written[index])
-        for part, tensors in stored_table(TablePart.PASSES, setting)[Place.ALONE]["saved"].items()
-        for operator, index in tensors
-    )
+def saved_storages(recording: Recording) -> tuple[Born, ...]:
+    """Return the allocations of forward that are alive at its end, in order."""
+    from ptrain.models.trace import Born, Died
 
-
-def saved_of_block(setting: Setting, kept: ActivationMode) -> tuple[tuple[str, Monomial], ...]:
-    """Return what forward leaves on the device for backward, as pairs of operator and monomial."""
-    written = table_sizes(TablePart.BLOCK, setting)
-    attention = setting.shape.attention.value
-    listed = stored_table(TablePart.BLOCK, setting)[attention][mode_name(kept)]["saved"]
-    parts = stored_table(TablePart.BLOCK, setting)["parts"]
-    return tuple((operator, written[index]) for operator, index in parts[listed])
+    dead = {event.id for event in recording.forward if isinstance(event, Died)}
+    return tuple(e for e in recording.forward if isinstance(e, Born) and e.id not in dead)
 
 
 def saved_bytes(timeline: Timeline) -> int:

@@ -16,9 +16,9 @@ from ptrain.train.rank_start import begin
 if __name__ == "__main__":
     begin()
 
-from ptrain.calibration.session import run
-from ptrain.calibration.write import parse
+from ptrain.calibration.session import run_rank
+from ptrain.calibration.write import parse_options
 from ptrain.train.rank_exit import live
 
 if __name__ == "__main__":
-    live(lambda: run(parse(sys.argv[1:])))
+    live(lambda: run_rank(parse_options(sys.argv[1:])))

@@ -89,7 +89,7 @@ def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
     )
 
 
-def parse(argv: Sequence[str]) -> CalibrationOptions:
+def parse_options(argv: Sequence[str]) -> CalibrationOptions:
     """Parse the arguments of `ptrain calibrate`."""
     parser = argparse.ArgumentParser(prog="ptrain calibrate", allow_abbrev=False)
     add_arguments(parser, "calibrate")
@@ -172,13 +172,13 @@ def busy_cores() -> float:
     """
     if not _STAT.exists():
         return os.getloadavg()[0]
-    before = _ticks()
+    before = _read_cpu_ticks()
     time.sleep(_LOOK)
-    busy, idle = (after - first for after, first in zip(_ticks(), before, strict=True))
+    busy, idle = (after - first for after, first in zip(_read_cpu_ticks(), before, strict=True))
     return cores() * busy / max(1, busy + idle)
 
 
-def _ticks() -> tuple[int, int]:
+def _read_cpu_ticks() -> tuple[int, int]:
     """Return the busy and idle ticks of all cores; waiting for a disk counts as idle."""
     # user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user
     first = _STAT.read_text(encoding="ascii").splitlines()[0].split()[1:9]
@@ -268,7 +268,7 @@ def base_of(options: CalibrationOptions) -> Cluster | None:
     return load(mapping).spec.cluster
 
 
-def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
+def report_rates(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     """Print the rates, and write them unless the measurements differ too much; return 0.
 
     Raises:
@@ -283,7 +283,7 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     is_written = widest <= MOST_SPREAD or options.force
     replaced = f"replaced {dated}" if (dated := _describe_existing(options.out)) else "wrote"
     if is_written:
-        write(cluster, options.out)
+        write_cluster(cluster, options.out)
     if options.json:
         print(json.dumps(section_mapping(cluster.rates)))
     else:
@@ -300,7 +300,7 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     return 0
 
 
-def write(cluster: Cluster, path: Path) -> None:
+def write_cluster(cluster: Cluster, path: Path) -> None:
     """Write a cluster file.
 
     Raises:
@@ -451,7 +451,7 @@ def calibrate(options: CalibrationOptions) -> int:
     if base is not None and options.device == "auto" and base.kind is not None:
         options = replace(options, device=base.kind)
     if not options.force:
-        _require_quiet()
+        _require_idle_machine()
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # kept with its logs if `launch` raises
     parts: list[MeasuredPart] = []
     numbers = options.ranks or _default_ranks(options)
@@ -461,7 +461,7 @@ def calibrate(options: CalibrationOptions) -> int:
         (part.parent / "logs").mkdir(mode=0o700, parents=True)
         code = launch(
             to_argv(
-                replace(options, part=part, until=_until(numbers[place:], until), cluster=None)
+                replace(options, part=part, until=_next_end(numbers[place:], until), cluster=None)
             ),
             num_ranks=number,
             folder=RunFolder(part.parent),
@@ -472,7 +472,7 @@ def calibrate(options: CalibrationOptions) -> int:
             return code
         parts.append(decode(json.loads(part.read_text(encoding="utf-8")), MeasuredPart))
     shutil.rmtree(folder)
-    return conclude(parts, options)
+    return report_rates(parts, options)
 
 
 def _default_ranks(options: CalibrationOptions) -> tuple[int, ...]:
@@ -481,7 +481,7 @@ def _default_ranks(options: CalibrationOptions) -> tuple[int, ...]:
     return (number,) if number else _PROCESSORS
 
 
-def _until(numbers: tuple[int, ...], end: float) -> float:
+def _next_end(numbers: tuple[int, ...], end: float) -> float:
     """Return the end time of the first of the remaining numbers of ranks.
 
     A single rank has no collectives, and ranks that share cores need longer for the same points.
@@ -492,7 +492,7 @@ def _until(numbers: tuple[int, ...], end: float) -> float:
     return now + (end - now) * weights[0] / sum(weights) - _ENDING
 
 
-def _require_quiet() -> None:
+def _require_idle_machine() -> None:
     """Require that other processes use at most `_BUSY` of the cores.
 
     Raises:

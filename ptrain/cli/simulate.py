@@ -59,14 +59,17 @@ def run(args: Namespace) -> int:
         raise refused("--chart", f"draws one spec; got {len(specs)}", "Name one spec.")
     for spec in specs:
         require_ranks(spec, args.rank)
-    lacking = pretence.lacking() or "specs for several kinds of GPU, or from a pipe: one file each"
+    lacking = (
+        pretence.missing_requirement()
+        or "specs for several kinds of GPU, or from a pipe: one file each"
+    )
     are_files = all(Path(source).is_file() or not Path(source).exists() for source in sources)
     # A new process pretends to have the GPUs, so that torch selects CUDA's kernels. It reads the
     # specs again, which is not possible for a pipe.
     if not args.rehearse and are_files and (sm := _pretended(specs)):
         try:
-            return pretence.run(["-m", "ptrain", "simulate", *_words(args)], sm)
-        except pretence.Uncompiled as error:
+            return pretence.run_with_simulated_gpu(["-m", "ptrain", "simulate", *_words(args)], sm)
+        except pretence.StubsNotCompiled as error:
             lacking = str(error)
     records = []
     for spec in specs:
@@ -92,7 +95,7 @@ def _pretended(specs: list[Spec]) -> int | None:
     """
     for_gpus = [spec for spec in specs if spec.is_for_cuda]
     capabilities = {spec.sm for spec in for_gpus}
-    if len(capabilities) != 1 or pretence.is_on() or pretence.lacking():
+    if len(capabilities) != 1 or pretence.is_on() or pretence.missing_requirement():
         return None
     return capabilities.pop()
 
@@ -121,7 +124,7 @@ def _kernels_sentence(spec: Spec, simulated: SimulatedRank, lacking: str) -> str
         return ""
     if pretence.is_on():
         attention = ", ".join(simulated.run.attention) or "attention operator by operator"
-        sm, torch = pretence.capability(), torch_minor()
+        sm, torch = pretence.compute_capability(), torch_minor()
         confirmed_by = "an H100" if (sm, torch) == _CONFIRMED else "no GPU"
         return f"CUDA's for sm {sm} and torch {torch}, which {confirmed_by} confirmed: {attention}"
     if spec.sm is None:

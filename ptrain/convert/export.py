@@ -30,8 +30,14 @@ from ptrain.convert.saved import SavedModel, token_origin
 from ptrain.errors import PtrainError, SpecError, library, refused
 from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.models.initialize import StoredParts, holds_buffers, kept_buffers, stored_rows
-from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder, config_of_class, unreal
-from ptrain.models.published_config import StoredTensor, stored
+from ptrain.models.pretrained import (
+    INDEX,
+    WHOLE,
+    PretrainedFolder,
+    build_meta_module,
+    config_of_class,
+)
+from ptrain.models.published_config import StoredTensor, stored_tensor
 from ptrain.report.heading import model_name
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
@@ -260,7 +266,7 @@ def form_of(saved: SavedModel, *, allow_import: bool) -> FileForm:
             return FileForm(
                 architecture=published.config[ARCHITECTURES][0],
                 config=published.config,
-                stored=partial(stored, published.kind, shape=shape),
+                stored=partial(stored_tensor, published.kind, shape=shape),
                 unsaid=published.unsaid,
                 rows=dict.fromkeys(OF_VOCABULARY, shape.vocab),
             )
@@ -301,7 +307,7 @@ def _own_buffers(
 
 def _of_class(model: HuggingFaceModel, saved: SavedModel) -> FileForm:
     """Return the form of a class of Transformers."""
-    module, config = unreal(model), config_of_class(model)
+    module, config = build_meta_module(model), config_of_class(model)
     rows = stored_rows(module)
     saved.require_folder(needed=holds_buffers(module))
     return FileForm(
@@ -477,7 +483,7 @@ def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, t
     parts: dict[str, dict[int, torch.Tensor]] = {}
     dims: dict[str, int] = {}
     for name, of_files in group:
-        for theirs, tensor in of_files.write(tensors[name]).items():
+        for theirs, tensor in of_files.to_file_tensors(tensors[name]).items():
             if of_files.section is None:
                 written[theirs] = tensor.contiguous()
             else:

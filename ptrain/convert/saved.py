@@ -22,7 +22,7 @@ from ptrain.data.chat_rows import ChatTemplate
 from ptrain.data.tokenized import TokenOrigin, read_origin
 from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, file_of
 from ptrain.errors import refused
-from ptrain.models.initialize import build, cast, holds_buffers, kept_buffers
+from ptrain.models.initialize import build_model, cast_module, holds_buffers, kept_buffers
 from ptrain.rooms.world import World
 from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
@@ -78,7 +78,7 @@ class SavedModel:
         """
         spec = self.spec
         model = replace(spec.model, pretrained=None)  # all parameters are in the checkpoint
-        module = build(
+        module = build_model(
             model, sequence=spec.batch.sequence, allow_import=allow_import, seed=spec.train.seed
         )
         if isinstance(spec.model, ModelShape):
@@ -286,7 +286,7 @@ class Writer:
 def _model(saved: SavedModel, *, allow_import: bool) -> nn.Module:
     """Build the model in fp32."""
     module, _ = saved.built(allow_import=allow_import)
-    cast(module, torch.float32)
+    cast_module(module, torch.float32)
     return module
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ptrain.errors import SpecError, refused
-from ptrain.models.boundary import kind_of
+from ptrain.models.boundary import describe_value
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.objective import (
     SampleBatch,
@@ -204,7 +204,7 @@ class DatasetBatch:
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
         """Yield views of `micro` samples each."""
         for start in range(0, self.samples.rows, micro):
-            yield self.samples.between(start, start + micro)
+            yield self.samples.slice_rows(start, start + micro)
 
     def shape_for(self, rows: int, sequence: int) -> list[int]:
         """Return the expected shape of the first tensor."""
@@ -278,7 +278,7 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     size, sequence = spec.batch.global_samples, spec.batch.unpadded_tokens
     if spec.data.function is not None:
         _require_samples(samples, size)
-        share = in_dtype_of(spec, SampleBatch(samples).of(list(ids)).data)
+        share = in_dtype_of(spec, SampleBatch(samples).select_rows(list(ids)).data)
         return DatasetBatch(samples=share, global_samples=size, sample_ids=ids)
     tokens, *others = samples if isinstance(samples, tuple) else (samples,)
     for tensor in (tokens, *others):
@@ -319,7 +319,7 @@ def _require_samples(samples: Any, size: int) -> None:
     for path, leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (size,):
             place = f"{keystr(path)}: " if path else ""
-            raise _batch_error(f"{place}{kind_of(leaf)}", wanted)
+            raise _batch_error(f"{place}{describe_value(leaf)}", wanted)
 
 
 def _batch_error(finding: str, wanted: str) -> SpecError:

@@ -75,7 +75,9 @@ class BlockPasses:
         if is_forward not in self._parts:
             items = self.forward if is_forward else self.backward
             _, within, after = _split_at_block(items, *_BOUNDARIES[is_forward])
-            self._parts[is_forward] = BlockPart(within, _memory_gaps(within), _net_bytes(after))
+            # gradients that autograd keeps count where they complete
+            nets = (item.net for item in after if isinstance(item, Run))
+            self._parts[is_forward] = BlockPart(within, _memory_gaps(within), sum(nets))
         return self._parts[is_forward]
 
 
@@ -351,11 +353,3 @@ def _split_at_block(
     """Split items into those before a block, the block with its boundaries, and the rest."""
     start, end = items.index((first, _BLOCK)), items.index((last, _BLOCK)) + 1
     return items[:start], items[start:end], items[end:]
-
-
-def _net_bytes(items: Sequence[Any]) -> int:
-    """Return the bytes that the items leave allocated.
-
-    Gradients that autograd keeps are not included: they are counted where they complete.
-    """
-    return sum(item.net for item in items if isinstance(item, Run))

@@ -27,7 +27,7 @@ from ptrain.facts.model import (
     module_prefixes,
 )
 from ptrain.facts.stages import Stage
-from ptrain.rates.pace import UnknownRate, around
+from ptrain.rates.pace import UnknownRate, operator_hook
 from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
@@ -366,7 +366,7 @@ def _moved_at_units(
 def _layer_seconds(
     clock: Clock, work: LayerWork, kind: Kind, kept: ActivationMode = PLAIN
 ) -> PassSeconds:
-    return clock.pass_seconds(_pass_work(work, kind), around(kept, kind))
+    return clock.pass_seconds(_pass_work(work, kind), operator_hook(kept, kind))
 
 
 def _pass_work(work: LayerWork, kind: Kind) -> PassWork:

@@ -21,9 +21,9 @@ from ptrain.cost import Collective, State
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.tape import Scene, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
-from ptrain.optimizers.ghost import GhostRules, GhostScale
+from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
-from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
+from ptrain.rooms.ghost import EventReceiver, Ghost, GhostRuntime, Storage
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import Clip, Plan
@@ -159,7 +159,7 @@ _HOOKS = {
 class GhostMembers:
     """The tensors of a unit that share a buffer, with autograd's treatment of their gradients."""
 
-    def __init__(self, tensors: Sequence[TensorFacts], reader: Reader) -> None:
+    def __init__(self, tensors: Sequence[TensorFacts], reader: EventReceiver) -> None:
         self.names = [tensor.name for tensor in tensors]
         self.shapes = [tensor.shape for tensor in tensors]
         self.are_cut = [tensor.is_cut for tensor in tensors]
@@ -173,7 +173,7 @@ class GhostMembers:
         """Make the parameters views of a full buffer."""
         self._values = whole
 
-    def write(self, index: int, whole: Ghost, *, is_bound: bool) -> None:
+    def write_gradient(self, index: int, whole: Ghost, *, is_bound: bool) -> None:
         """Copy a gradient into the buffer, or fill its place with zeros if there is none.
 
         With `is_bound`, the gradient becomes a view of the buffer.
@@ -181,18 +181,18 @@ class GhostMembers:
         gradient = self._gradients.pop(index, None)
         size = math.prod(self.shapes[index]) * whole.dtype.itemsize
         if gradient is None:
-            self._reader.compute(OperatorKind.POINTWISE, whole.dtype, size)
+            self._reader.record_operator(OperatorKind.POINTWISE, whole.dtype, size)
         else:
-            self._reader.compute(OperatorKind.COPY, whole.dtype, gradient.size + size)
+            self._reader.record_operator(OperatorKind.COPY, whole.dtype, gradient.size + size)
         self._bound.pop(index, None)
         if is_bound:
             self._bound[index] = whole
 
-    def collect(self, index: int, whole: Ghost) -> None:
+    def add_gradient(self, index: int, whole: Ghost) -> None:
         """Copy a gradient, if there is one, into the buffer."""
         if (gradient := self._gradients.pop(index, None)) is not None:
             size = gradient.size + math.prod(self.shapes[index]) * whole.dtype.itemsize
-            self._reader.compute(OperatorKind.COPY, whole.dtype, size)
+            self._reader.record_operator(OperatorKind.COPY, whole.dtype, size)
 
     def drop_gradients(self) -> None:
         """Drop all gradients."""
@@ -202,15 +202,15 @@ class GhostMembers:
     def accept_gradient(self, index: int, gradient: Complete) -> None:
         """Accept a completed gradient: add it to the existing one, or keep it, copied if it is
         cloned."""
-        self._reader.allocate(autograd.added_bytes(gradient), Tier.DEVICE)
+        self._reader.record_allocation(autograd.added_bytes(gradient), Tier.DEVICE)
         if index in self._bound:
             dtype = self._bound[index].dtype
-            self._reader.compute(OperatorKind.POINTWISE, dtype, 3 * gradient.size)
+            self._reader.record_operator(OperatorKind.POINTWISE, dtype, 3 * gradient.size)
         elif index not in self._gradients:
             name, state = self.names[index], State.GRADIENTS
-            self._reader.allocate(gradient.beside, Tier.DEVICE)
+            self._reader.record_allocation(gradient.beside, Tier.DEVICE)
             kept = Storage(gradient.size, Tier.DEVICE, state, name, self._reader)
-            self._reader.allocate(-gradient.beside, Tier.DEVICE)
+            self._reader.record_allocation(-gradient.beside, Tier.DEVICE)
             self._gradients[index] = kept
 
 
@@ -239,7 +239,7 @@ class RepeatedUpdate(TargetsUpdate[Ghost, Target[Ghost]]):
 
     repeat: Repeat
 
-    def do(self, act: Callable[[UpdateGroup[Ghost, Target[Ghost]]], None]) -> None:
+    def for_each_group(self, act: Callable[[UpdateGroup[Ghost, Target[Ghost]]], None]) -> None:
         assert self.is_by_unit, "a flat unit is updated by itself"
         self.repeat(enumerate(self.groups), act)
 
@@ -269,7 +269,7 @@ class Flat(Wrap):
         degrees = {axis: scene.spec.degree(axis) for axis in step.axes}
         scene.tape.is_reading = False
         scene.tape.hooks.update(_HOOKS)
-        self.room = GhostRoom(scene.tape, degrees, {})
+        self.room = GhostRuntime(scene.tape, degrees, {})
         buckets = [own for own in places_of(scene.plan, facts) if facts[own[0]].numel]
         self.used = [_join_units([facts[place] for place in bucket]) for bucket in buckets]
         self.times = [times[bucket[0]] for bucket in buckets]
@@ -338,7 +338,7 @@ class Flat(Wrap):
                 for own in updates
             ]
             hidden = [[unit.is_hidden(tensor) for tensor in unit.trained] for unit in self.used]
-        rules = GhostRules(self.scene.tape, is_cpu=not self.scene.spec.is_for_cuda)
+        rules = GhostOptimizerFactory(self.scene.tape, is_cpu=not self.scene.spec.is_for_cuda)
         update = RepeatedUpdate(groups, optimizer, layout, self.room, rules, hidden)
         update.repeat = self._repeat
         if self.step.consumed:

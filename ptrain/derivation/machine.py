@@ -29,7 +29,7 @@ from ptrain.derivation.pipeline import message_bytes
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import ModelFacts, ModelWork, Passes, UnitFacts
 from ptrain.facts.stages import Stage
-from ptrain.rates.measured import lacking, pace_of, pace_while_others_wait
+from ptrain.rates.measured import missing_rates_reason, pace_of, pace_while_others_wait
 from ptrain.rates.pace import Pace, UnknownRate, operators_seconds
 from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
@@ -183,7 +183,12 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     rows = [*busiest.clock.time_rows(), *_message_rows(busiest.seconds, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
     factor = simulation.busy_times[busiest.place] / alone if alone else 1.0
-    rows = [row if row.key.phase is Phase.UPDATE else _scale_row(row, factor) for row in rows]
+    rows = [  # the rank uses the cores of waiting ranks, except in the update
+        row
+        if row.key.phase is Phase.UPDATE
+        else replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
+        for row in rows
+    ]
     idle = max(over - sum(row.seconds for row in rows), 0.0)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
     launches = max(rank.clock.launches for rank in slowest.values())
@@ -230,11 +235,6 @@ def _lane_spans(
             yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
     for rank in ranks:
         yield LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
-
-
-def _scale_row(row: TimeRow, factor: float) -> TimeRow:
-    """Return a row with its time scaled, for a rank that uses the cores of waiting ranks."""
-    return replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
 
 
 def _message_rows(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:
@@ -330,7 +330,7 @@ def _layer_seconds(pace: Pace, work: ModelWork) -> float:
 def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
     """Return the machine of a spec's cluster. Raises UnknownRate with the missing rate."""
     if (pace := pace_of(spec.cluster, spec.world_size)) is None:
-        raise UnknownRate(lacking(spec.cluster, spec.world_size))
+        raise UnknownRate(missing_rates_reason(spec.cluster, spec.world_size))
     if why := why_unknown(spec, plan, facts):
         raise UnknownRate(why)
     work = partial(_require_work, spec, plan, facts)

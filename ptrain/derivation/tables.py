@@ -93,11 +93,6 @@ class Setting:
         return self.shape.tabulated
 
     @property
-    def is_full(self) -> bool:
-        """True if the model computes in fp32 or fp64, whose operators are equal."""
-        return self.compute in (DType.FP32, DType.FP64)
-
-    @property
     def operators(self) -> str:
         """The name of a block's operators. Dropout on a GPU keeps other tensors than on a CPU."""
         shape = self.shape
@@ -123,7 +118,8 @@ class Setting:
                 self.family.value,
                 *(() if part in _OF_A_BLOCK else ("tied" if self.shape.tied else "untied",)),
                 *(() if part is TablePart.LOSS else (self.operators,)),
-                "full" if self.is_full else "bf16",
+                # fp32 and fp64 have equal operators
+                "full" if self.compute in (DType.FP32, DType.FP64) else "bf16",
                 *(("one",) if self.batch == 1 else ()),
                 *((self.context.kind,) if self.context and part is TablePart.CONTEXT else ()),
             )
@@ -185,12 +181,6 @@ class Monomial(NamedTuple):
         for symbol, exponent in self.exponents:
             size *= math.prod([values[symbol]] * exponent)
         return size
-
-    def __str__(self) -> str:
-        unit = ("e",) if self.in_elements else ()
-        powers = (s if e == 1 else f"{s}^{e}" for s, e in self.exponents)
-        factors = (*((str(self.coefficient),) if self.coefficient != 1 else ()), *unit, *powers)
-        return "·".join(factors) or "1"
 
 
 def evaluated(

@@ -139,12 +139,12 @@ class Tape:
         else:
             self.clock.repeat(times, act)
 
-    def allocate(self, size: int, tier: Tier) -> None:
+    def record_allocation(self, size: int, tier: Tier) -> None:
         """Count bytes that a room allocates on the device. Other tiers are ignored."""
         if tier is Tier.DEVICE and self.is_reading:
             self.add(size)
 
-    def send(
+    def record_collective(
         self,
         collective: Collective,
         axes: Sequence[Axis],
@@ -181,7 +181,7 @@ class Tape:
             return None
         return arrival
 
-    def move(self, source: Tier, target: Tier, state: State, size: int) -> None:
+    def record_copy(self, source: Tier, target: Tier, state: State, size: int) -> None:
         """Record a copy between two tiers, and wait for it."""
         if not self.is_reading:
             return
@@ -195,7 +195,7 @@ class Tape:
         if self.clock is not None and self.is_reading:
             self.clock.run_hook(hook)
 
-    def compute(
+    def record_operator(
         self, kind: OperatorKind, dtype: DType, size: int, spent: Spent = Spent.WRAPPERS
     ) -> None:
         """Time an operator outside the model that reads and writes `size` bytes."""
@@ -206,9 +206,9 @@ class Tape:
         """Time an operator on a separate stream. It takes no time if the device overlaps
         streams."""
         if self.clock is not None and not self.clock.pace.overlaps:
-            self.compute(kind, dtype, size)
+            self.record_operator(kind, dtype, size)
 
-    def update(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
+    def record_update(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
         """Time an optimizer step on a room's tensors. The room times the casts around it
         separately."""
         if self.clock is None or not self.is_reading:

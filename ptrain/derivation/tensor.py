@@ -194,15 +194,11 @@ def operator_traffic(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traf
     times = plan.accumulate.micro_batches
     for collective, state, phase, number, payload in _operator_calls(spec, plan, step, facts):
         yield Calls(collective, state, phase, number * times).traffic(group, payload)
-    again = times + _backward_halves(spec, plan)
+    # backward passes of the last stage that are in halves
+    halves = schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
     for collective, state, phase, number, payload in _loss_calls(spec, plan, step, facts):
-        passes = again if phase is Phase.BACKWARD else times
+        passes = times + halves if phase is Phase.BACKWARD else times
         yield Calls(collective, state, phase, number * passes).traffic(group, payload)
-
-
-def _backward_halves(spec: Spec, plan: Plan) -> int:
-    """Return the number of backward passes of the last stage that are in halves in a step."""
-    return schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
 
 
 # Roles of weights that are stored as [inputs, outputs], with the equivalent transposed role.
@@ -332,7 +328,11 @@ class _Operators:
         has_gradient += experts.values()
         inputs = {} if step.is_naive else self._shared_inputs(columns, Role.WHOLE_INPUT)
         inputs |= self._shared_inputs(latents, Role.LATENT_INPUT) | experts
-        alone = self._unshared_inputs(columns, inputs)
+        alone = {  # column operators that share their input with no other operator
+            name: width
+            for name, width in columns.items()
+            if not any(parent in inputs for parent in module_prefixes(name.rpartition(".")[0]))
+        }
         heads = [shape[::-1] for shape in self._weights_of(Role.HEAD).values()]
         if self._has_role(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
@@ -380,14 +380,6 @@ class _Operators:
                     stored = _STORED.get(role, role)
                     weights[stored][module] = tensor.shape if stored is role else tensor.shape[::-1]
         return weights
-
-    def _unshared_inputs(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:
-        """Return the column operators that share their input with no other operator."""
-        return {
-            name: width
-            for name, width in columns.items()
-            if not any(parent in inputs for parent in module_prefixes(name.rpartition(".")[0]))
-        }
 
     @staticmethod
     def _stopped_modules(facts: ModelFacts) -> set[str]:

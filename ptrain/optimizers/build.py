@@ -1,6 +1,6 @@
 """Build optimizers by the name of a rule, for training and for the single-device reference.
 
-`TorchRules` is the optimizer factory of the torch runtime (`rooms.room.Rules`).
+`TorchOptimizerFactory` is the optimizer factory of the torch runtime (`rooms.room.Rules`).
 
 Some optimizers update with one operator at a time: torch's classes without a fused kernel, and this
 project's Lion, Muon, and SGD for 16 bits on a CPU.
@@ -17,11 +17,11 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ptrain.internals.fakes import FakeTensor, detect_fake_mode
-from ptrain.models.ledger import OperatorMode, is_tagged, storage_of, tag
+from ptrain.models.ledger import OperatorMode, has_tier, set_tier, storage_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.optimizers.update import moment_names
 from ptrain.rooms.room import OptimizerLeaf
-from ptrain.rooms.torch import alike, cast
+from ptrain.rooms.torch import cast, tag_like
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Tier
@@ -33,7 +33,7 @@ _READ = torch.ops.aten._local_scalar_dense.default
 _ANY_NUMBER = 0.5
 
 
-class _Scaled(torch.optim.Optimizer):
+class _ScaledLossOptimizer(torch.optim.Optimizer):
     """An optimizer with the attributes of torch's fused optimizers for scaled losses.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Scaled(torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None
 
 
-class ByOperator(_Scaled):
+class ByOperator(_ScaledLossOptimizer):
     """A mixin before a torch optimizer class: `step` updates one tensor at a time.
 
     The host waits for `found_inf`, as it does for the scalars that torch's class reads.
@@ -70,7 +70,7 @@ class ByOperator(_Scaled):
                     # one tensor per call: torch's loop over all would keep the temporaries of one
                     # tensor while it allocates the next one's
                     self.param_groups = [{**group, "params": [leaf]}]
-                    with _Temporaries(on_host=is_tagged(storage_of(leaf))):
+                    with _Temporaries(on_host=has_tier(storage_of(leaf))):
                         super().step()
         finally:
             self.param_groups = groups
@@ -86,12 +86,12 @@ class _Temporaries(OperatorMode):
         super().__init__()
         self.on_host = on_host
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is _READ and isinstance(args[0], FakeTensor):
             return _ANY_NUMBER
         result = function(*args, **kwargs)
-        if self.on_host and isinstance(result, torch.Tensor) and not is_tagged(storage_of(result)):
-            tag(result, Tier.HOST)
+        if self.on_host and isinstance(result, torch.Tensor) and not has_tier(storage_of(result)):
+            set_tier(result, Tier.HOST)
         return result
 
 
@@ -105,7 +105,7 @@ class NAdam(ByOperator, torch.optim.NAdam):
         super().__init__(leaves, **settings, decoupled_weight_decay=True, foreach=False)
 
 
-class _OneByOne(_Scaled):
+class _PerTensorOptimizer(_ScaledLossOptimizer):
     """An optimizer that updates one tensor after the other by `_update_tensor`."""
 
     @torch.no_grad()
@@ -131,7 +131,7 @@ class _OneByOne(_Scaled):
         return moment
 
 
-class PlainLion(_OneByOne):
+class PlainLion(_PerTensorOptimizer):
     """Lion, which torch lacks: update by the sign of an interpolated momentum.
 
     Chen et al. 2023, "Symbolic discovery of optimization algorithms", arXiv:2302.06675, algorithm
@@ -178,7 +178,7 @@ class LionByFormula(PlainLion):
         momentum.copy_(beta2 * m + (1 - beta2) * g)
 
 
-class SGD(_OneByOne):
+class SGD(_PerTensorOptimizer):
     """SGD with torch's arithmetic, one operator at a time, with scalars as temporaries.
 
     It is for 16-bit parameters on a CPU, where torch's fused kernel (up to 2.13) reads momenta
@@ -195,10 +195,10 @@ class SGD(_OneByOne):
         if self.grad_scale is not None:
             gradient.div_(self.grad_scale)
         if self.found_inf is None:
-            taken = alike(leaf.new_ones((), dtype=torch.float32), leaf)
+            taken = tag_like(leaf.new_ones((), dtype=torch.float32), leaf)
         else:
             # a factor of 0 leaves parameter and momentum unchanged, without a read on the host
-            taken = alike(1 - self.found_inf, leaf)
+            taken = tag_like(1 - self.found_inf, leaf)
             gradient.nan_to_num_(0.0, 0.0, 0.0)  # inf * 0 would be nan
         if not momentum:
             leaf.addcmul_(leaf, taken, value=-lr * decay)
@@ -221,7 +221,7 @@ SMALLEST_NORM = 1e-7
 ADAMW_RMS = 0.2
 
 
-class Muon(_OneByOne):
+class Muon(_PerTensorOptimizer):
     """Muon for 2-d tensors: momentum, orthogonalized by a Newton-Schulz iteration.
 
     The arithmetic equals torch.optim.Muon's with Nesterov momentum, decoupled weight decay and
@@ -247,24 +247,24 @@ class Muon(_OneByOne):
         momentum, lr = options["momentum"], options["lr"]
         assert leaf.dim() == 2, "Muon updates matrices only"
         if self.grad_scale is not None:
-            gradient = alike(gradient / self.grad_scale, leaf)
+            gradient = tag_like(gradient / self.grad_scale, leaf)
         buffer = self._moment_of(leaf)
         if self.found_inf is None:
             ahead, kept = buffer.lerp_(gradient, 1 - momentum), leaf
         else:
-            ahead = alike(buffer.lerp(gradient, 1 - momentum), leaf)
-            kept = alike(leaf.clone(), leaf)
-        direction = orthogonalized(alike(gradient.lerp(ahead, momentum), leaf))
+            ahead = tag_like(buffer.lerp(gradient, 1 - momentum), leaf)
+            kept = tag_like(leaf.clone(), leaf)
+        direction = orthogonalize(tag_like(gradient.lerp(ahead, momentum), leaf))
         kept.mul_(1 - lr * options["weight_decay"])
         kept.add_(direction, alpha=-lr * ADAMW_RMS * math.sqrt(max(leaf.shape)))
         if self.found_inf is not None:
             # both outcomes are computed and selected on the device, without a read on the host
-            skipped = alike(self.found_inf != 0, leaf)
+            skipped = tag_like(self.found_inf != 0, leaf)
             torch.where(skipped, buffer, ahead, out=buffer)
             torch.where(skipped, leaf, kept, out=leaf)
 
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return an approximation of U V^T of the matrix's singular value decomposition.
 
     Its singular values are between 0.7 and 1.2. The iteration runs in bf16 as torch's, in fp64 for
@@ -274,16 +274,16 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     is_tall = x.shape[0] > x.shape[1]
     # iterate on the wide form, whose Gram matrix X X^T is the smaller one
     x = x.T if is_tall else x
-    x = alike(x / x.norm().clamp(min=SMALLEST_NORM), matrix)
+    x = tag_like(x / x.norm().clamp(min=SMALLEST_NORM), matrix)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        gram = alike(x @ x.T, matrix)
+        gram = tag_like(x @ x.T, matrix)
         polynomial = partial(torch.addmm, gram, gram, gram, beta=b, alpha=c)
-        x = alike(torch.addmm(x, alike(polynomial(), matrix), x, beta=a), matrix)
+        x = tag_like(torch.addmm(x, tag_like(polynomial(), matrix), x, beta=a), matrix)
     return x.T if is_tall else x
 
 
-class ExactMuon(_OneByOne, torch.optim.Muon):
+class ExactMuon(_PerTensorOptimizer, torch.optim.Muon):
     """torch's Muon without its rounding to bf16: the single-device reference in fp64.
 
     The iteration changes singular values only, so it is applied to the values of a singular value
@@ -483,19 +483,19 @@ class TorchOptimizer:
         self.optimizer.step()
 
 
-class TorchRules:
+class TorchOptimizerFactory:
     """The factory of torch optimizers by rule; see `build_optimizer` for `stands_in`."""
 
     def __init__(self, *, stands_in: bool = False) -> None:
         self.stands_in = stands_in
 
-    def leaf(self, like: torch.Tensor, dtype: DType) -> TorchLeaf:
+    def create_leaf(self, like: torch.Tensor, dtype: DType) -> TorchLeaf:
         return TorchLeaf(like.new_empty(0, dtype=TORCH_DTYPES[dtype]))
 
-    def leaf_of(self, tensor: torch.Tensor) -> TorchLeaf:
+    def wrap_leaf(self, tensor: torch.Tensor) -> TorchLeaf:
         return TorchLeaf(tensor)
 
-    def optimizer(
+    def create_optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[torch.Tensor]], spec: OptimizerSpec
     ) -> TorchOptimizer:
         return TorchOptimizer(rule, leaves, spec, stands_in=self.stands_in)

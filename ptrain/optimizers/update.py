@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ptrain.cost import State
-from ptrain.rooms.room import Optimizer, OptimizerLeaf, Room, Rules, T
+from ptrain.rooms.room import Optimizer, OptimizerFactory, OptimizerLeaf, T, TensorRuntime
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout
@@ -46,7 +46,7 @@ class Slot(Protocol[T]):
         """Store this rank's part of the tensor that `fetch` returned, after its update."""
 
 
-class Resident(Generic[T]):
+class ResidentSlot(Generic[T]):
     """A slot whose state is stored as it is used."""
 
     is_resident = True
@@ -79,7 +79,7 @@ class Target(Protocol[T]):
         """True if value, gradient and state are updated in the tensors in which they are stored."""
         ...
 
-    def lasting(self) -> T | None:
+    def persistent_parameter(self) -> T | None:
         """Return the tensor that an optimizer can keep as its parameter for the full training.
 
         It is the target's value, and its `.grad` is the gradient whenever there is one. Returns
@@ -105,7 +105,7 @@ class Target(Protocol[T]):
     def store(self, value: T) -> None:
         """Write the updated value back, from any dtype, and update the replicas where required."""
 
-    def slot(self, initial: T) -> Slot[T]:
+    def create_slot(self, initial: T) -> Slot[T]:
         """Create the slot of a state tensor, in the dtype of `initial`.
 
         Args:
@@ -123,7 +123,7 @@ class Scale(Protocol[T]):
     The flag is 1 if a gradient overflowed or the training stops.
     """
 
-    def beside(self, tensor: T) -> tuple[T | None, T]:
+    def scalars_for(self, tensor: T) -> tuple[T | None, T]:
         """Return scale and skip flag on the device of `tensor`."""
         ...
 
@@ -136,8 +136,8 @@ class TargetsUpdate(Generic[T, X]):
         groups: Sequence[Sequence[X]],
         spec: OptimizerSpec,
         layout: Layout,
-        room: Room[T],
-        rules: Rules[T],
+        room: TensorRuntime[T],
+        rules: OptimizerFactory[T],
         hidden: Sequence[Sequence[bool]] | None = None,
     ) -> None:
         """Create the optimizer state and the optimizers.
@@ -154,7 +154,7 @@ class TargetsUpdate(Generic[T, X]):
         trained = [[target for target in group if not target.is_frozen] for group in groups]
         members = [
             [
-                Member(target, rule_of(spec, is_hidden), spec, layout, room, rules)
+                TargetState(target, rule_of(spec, is_hidden), spec, layout, room, rules)
                 for target, is_hidden in zip(targets, flags, strict=True)
             ]
             for targets, flags in zip(trained, hidden or _no_hidden_flags(trained), strict=True)
@@ -171,9 +171,9 @@ class TargetsUpdate(Generic[T, X]):
 
         `scaling` carries the loss scale and the flag that skips the update on the device.
         """
-        self.do(lambda group: group.step(lr, scaling))
+        self.for_each_group(lambda group: group.step(lr, scaling))
 
-    def do(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
+    def for_each_group(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
         """Call `act` with each group, in order."""
         for group in self.groups:
             act(group)
@@ -215,7 +215,7 @@ class TargetsUpdate(Generic[T, X]):
                 yield State.OPTIMIZER, tensor
 
 
-class Member(Generic[T, X]):
+class TargetState(Generic[T, X]):
     """A target with its slots and its optimizer leaf.
 
     If `rests`, the leaf is the target's tensor for the full training; else it is empty between
@@ -228,19 +228,19 @@ class Member(Generic[T, X]):
         rule: str,
         spec: OptimizerSpec,
         layout: Layout,
-        room: Room[T],
-        rules: Rules[T],
+        room: TensorRuntime[T],
+        rules: OptimizerFactory[T],
     ) -> None:
         self.target, self.rule, self.layout, self.room = target, rule, layout, room
         value = target.value()
         self.slots: dict[str, Slot[T]] = {}
         for name in moment_names(rule, spec):
-            self.slots[name] = target.slot(room.zeros_like(value, layout.moments))
+            self.slots[name] = target.create_slot(room.zeros_like(value, layout.moments))
         self.numbers = OPTIMIZERS[rule].numbers
         for name, initial in self.numbers.items():
-            self.slots[name] = target.slot(room.scalar_like(value, DType.FP32, initial))
+            self.slots[name] = target.create_slot(room.scalar_like(value, DType.FP32, initial))
         if layout.master is not None and not target.owns_master:
-            self.slots[MASTER] = target.slot(room.cast(value, layout.master, copy=True))
+            self.slots[MASTER] = target.create_slot(room.cast(value, layout.master, copy=True))
         self.moving = {  # slots that are moved or cast for each update
             name: slot
             for name, slot in self.slots.items()
@@ -259,14 +259,16 @@ class Member(Generic[T, X]):
             and layout.gradients is layout.parameters is layout.update_dtype
         )
         self._has_stayed = False
-        itself = target.lasting() if self._can_stay else None
+        itself = target.persistent_parameter() if self._can_stay else None
         self.rests = itself is not None
         self.leaf = (
-            rules.leaf(value, layout.update_dtype) if itself is None else rules.leaf_of(itself)
+            rules.create_leaf(value, layout.update_dtype)
+            if itself is None
+            else rules.wrap_leaf(itself)
         )
         self.nothing = self.leaf.value
 
-    def join(self) -> None:
+    def register_state(self) -> None:
         """Give the optimizer the state that is used where it is stored, once."""
         for name, slot in self.slots.items():
             if name in self.moving:
@@ -328,15 +330,15 @@ class UpdateGroup(Generic[T, X]):
     """
 
     def __init__(
-        self, members: Sequence[Member[T, X]], spec: OptimizerSpec, rules: Rules[T]
+        self, members: Sequence[TargetState[T, X]], spec: OptimizerSpec, rules: OptimizerFactory[T]
     ) -> None:
         self.members = list(members)
         self.optimizers: dict[str, Optimizer[T]] = {
-            rule: rules.optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
+            rule: rules.create_optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
             for rule in dict.fromkeys(member.rule for member in members)
         }
         for member in members:
-            member.join()
+            member.register_state()
         self._moving = [member for member in members if not member.rests]
         self._rests = len(self._moving) < len(members)
 
@@ -352,7 +354,7 @@ class UpdateGroup(Generic[T, X]):
         if not fetched and not self._rests:
             return
         beside = fetched or self.members
-        scalars = scaling.beside(beside[0].leaf.value) if scaling else None
+        scalars = scaling.scalars_for(beside[0].leaf.value) if scaling else None
         if is_taken:
             for optimizer in self.optimizers.values():
                 optimizer.step(lr, scalars)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from ptrain.activations.rules import blocks_outside
+from ptrain.activations.rules import missing_block_faults
 from ptrain.axes.context.attention import context_of
 from ptrain.axes.data.form import (
     data_factors,
@@ -248,7 +248,7 @@ def _make_keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
         )
     if isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
-    if outside := tuple(blocks_outside(spec, len(blocks))):
+    if outside := tuple(missing_block_faults(spec, len(blocks))):
         raise SpecError(*outside)
     if all(mode.is_plain for mode in spec.activations.distinct_of(len(blocks))):
         return None

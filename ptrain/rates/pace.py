@@ -209,7 +209,7 @@ class Pace(Protocol):
         ...
 
 
-def around(kept: ActivationMode, kind: Kind) -> Hook:
+def operator_hook(kept: ActivationMode, kind: Kind) -> Hook:
     """Return the kind of host work per operator in a layer's pass.
 
     It depends on how the layer keeps its activations: with selective recomputation a dispatch mode

@@ -24,7 +24,7 @@ from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, UnitF
 from ptrain.facts.parameters import is_of_experts
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import built_in_facts, lower
-from ptrain.rates.pace import Pace, UnknownRate, around
+from ptrain.rates.pace import Pace, UnknownRate, operator_hook
 from ptrain.selection.space import kept_so, without_experts
 from ptrain.spec.activations import PLAIN, ActivationMode, Scope
 from ptrain.spec.model import ModelShape
@@ -236,7 +236,7 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassS
     forward, backward, host = _passes(clock, layer, kept)
     if kept.tier is Tier.FILE:  # the computing thread writes and reads the file
         forward, backward, out, back = forward + out, backward + back, 0.0, 0.0
-    weights = clock.pass_seconds(layer.weights, around(kept, Kind.WEIGHT))
+    weights = clock.pass_seconds(layer.weights, operator_hook(kept, Kind.WEIGHT))
     return PassSums(
         front=_passes(clock, work.front, PLAIN),
         block=(forward, backward, host),
@@ -248,7 +248,7 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassS
 
 def _passes(clock: Clock, work: LayerWork, kept: ActivationMode) -> tuple[float, float, float]:
     forward, backward = (
-        clock.pass_seconds(passes, around(kept, kind))
+        clock.pass_seconds(passes, operator_hook(kept, kind))
         for kind, passes in ((Kind.FORWARD, work.forward), (Kind.BACKWARD, work.backward))
     )
     host = forward.on_host + backward.on_host

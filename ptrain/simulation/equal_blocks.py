@@ -34,7 +34,7 @@ from ptrain.models.contract import forward_once
 from ptrain.models.facts import untraced_facts
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.pretrained import layers_of, with_layers
-from ptrain.models.watch import watching
+from ptrain.models.watch import watch_modules
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
@@ -263,7 +263,7 @@ class SectionRecorder(OperatorMode):
     def recording(self) -> Iterator[None]:
         """Temporarily record a forward pass of the model."""
         numbered = zip(map(str, itertools.count()), self._blocks, strict=False)
-        with watching(numbered, before=self._enter_block), self:
+        with watch_modules(numbered, before=self._enter_block), self:
             yield
 
     def _enter_block(self, index: str, *_: object) -> None:
@@ -272,7 +272,7 @@ class SectionRecorder(OperatorMode):
         self.sections.append([])
         self._births = 0
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record it with its arguments and results."""
         inputs = self._as_comparable(args), self._as_comparable(kwargs)
         result = function(*args, **kwargs)

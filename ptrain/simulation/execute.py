@@ -35,11 +35,11 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import StepBatch
-from ptrain.models.watch import listening, runs_again, watching
-from ptrain.models.work import products as product_sizes
+from ptrain.models.watch import add_listeners, is_recomputing, watch_modules
+from ptrain.models.work import matrix_products
 from ptrain.report.simulation import MemoryHistory
 from ptrain.rooms import pretence
-from ptrain.rooms.patches import patched
+from ptrain.rooms.patches import patch_torch
 from ptrain.rooms.world import World, fake_tensors, fake_world
 from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
@@ -81,7 +81,7 @@ class OperationsMeter(OperatorMode):
         """Set the current phase."""
         self._phase = phase
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Count the operations of an operator that has run; updates are not counted.
@@ -105,7 +105,7 @@ class OperationsMeter(OperatorMode):
                 args = _with_equal_heads(args, is_backward=not attends)
             self._add(int(formula(*args, **kwargs, out_val=result)), attends=attends)
         elif function._schema.name.endswith(f"::{_GROUPED}"):  # torch has no formula of it
-            self._add(2 * sum(map(math.prod, product_sizes(_GROUPED, args))))
+            self._add(2 * sum(map(math.prod, matrix_products(_GROUPED, args))))
         elif function._schema.name == _FUSED:
             self._add_logits(args[0], args[1])
 
@@ -129,7 +129,7 @@ class OperationsMeter(OperatorMode):
             attends: True for a forward kernel of attention, which is recomputed even if gradients
                 are off.
         """
-        if runs_again() and (attends or torch.is_grad_enabled()):
+        if is_recomputing() and (attends or torch.is_grad_enabled()):
             # A recomputation records a graph. Operators of a backward pass do not, nor do operators
             # in an autograd.Function such as attention over cp. Module hooks cannot detect every
             # recomputation: for a chunk of the loss none run again.
@@ -330,7 +330,7 @@ def _simulate_every_block(
     world = fake_world(rank, spec.world_size, device, stands_in=stands_in)
     try:
         with (
-            patched(spec.model),
+            patch_torch(spec.model),
             nullcontext() if rehearse else fake_tensors(),
             kernels_for(spec) if stands_in else nullcontext(),
             _translate_errors(spec, device),
@@ -383,15 +383,10 @@ def _translate_errors(spec: Spec, device: torch.device) -> Iterator[None]:
             raise
         raise refused(
             "model",
-            f"the model reads the value of a tensor ({_error_line(cause)}), but fake tensors "
-            "have no values",
+            f"the model reads the value of a tensor ({' '.join(str(cause).split())[:120]}), "
+            "but fake tensors have no values",
             "Add `--rehearse` to use real tensors.",
         ) from error
-
-
-def _error_line(error: BaseException) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split())[:120]
 
 
 def _run_program(spec: Spec, world: World, *, allow_import: bool) -> SimulatedRank:
@@ -400,7 +395,9 @@ def _run_program(spec: Spec, world: World, *, allow_import: bool) -> SimulatedRa
     program = interpret(spec, world=world, allow_import=allow_import)
     _follow_routing(program)
     wrapped = time.perf_counter()
-    run = _steady_step(program, _make_batch(program))
+    # a batch of the spec's shape, whose values do not matter
+    batch = program.own_tokens(blank_batch(program.spec)).to(program.world.device)
+    run = _steady_step(program, batch)
     return SimulatedRank(
         rank=world.rank,
         world_size=world.size,
@@ -420,11 +417,6 @@ def _follow_routing(program: Program) -> None:
         routing.route_layers(piece.module)
 
 
-def _make_batch(program: Program) -> StepBatch:
-    """Return a batch of the spec's shape; its values do not matter."""
-    return program.own_tokens(blank_batch(program.spec)).to(program.world.device)
-
-
 def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     """Return the record of the third step, with the collectives of the second.
 
@@ -435,14 +427,14 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     for _ in range(FIRST_STEADY - 1):
         _run_step(program, batch)
     before = _traffic_meter(program)
-    with listening(program.observers, before), before:
+    with add_listeners(program.observers, before), before:
         _run_step(program, batch)
     rank, device = program.world.rank, program.world.device.type
     traffic, operations = _traffic_meter(program), OperationsMeter(rank=rank)
     modules = named_modules(program.model, _vocabulary_size(program.spec))
-    with watching(modules, is_first=True) as running:
+    with watch_modules(modules, is_first=True) as running:
         memory = AllocationMeter(program, running, rank=rank, device=device)
-        observing = listening(program.observers, memory, traffic, operations)
+        observing = add_listeners(program.observers, memory, traffic, operations)
         with observing, memory.record_tags(), memory, traffic, operations:
             _run_step(program, batch)
     stream = memory.stream()

@@ -27,7 +27,7 @@ from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
-from ptrain.models.watch import listening
+from ptrain.models.watch import add_listeners
 from ptrain.optimizers.update import MASTER
 from ptrain.rooms.comm import Tag
 from ptrain.simulation.replay import Begin, Change, MemoryStream, StorageKind
@@ -173,19 +173,19 @@ class AllocationMeter(MemoryMeter):
 
         A storage gets its tag after its allocation, and loses it when it is freed.
         """
-        return listening(self._registry.listeners, self._store_tag)
+        return add_listeners(self._registry.listeners, self._store_tag)
 
     def _store_tag(self, storage: torch.UntypedStorage, tag: Tag) -> None:
         """Store the tag of a live storage."""
         if life := self._lives.get(storage._cdata):
             life.tag = tag
 
-    def existing(self, key: int, storage: torch.UntypedStorage) -> None:
+    def on_existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """Record a storage that was allocated before the step."""
-        self._lives[key] = StorageLife(None, None, self._registry.of_storage(storage))
-        super().existing(key, storage)
+        self._lives[key] = StorageLife(None, None, self._registry.tag_of_storage(storage))
+        super().on_existing(key, storage)
 
-    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+    def on_allocation(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         """Record an allocation, with the running module and the stream.
 
         Args:
@@ -199,11 +199,11 @@ class AllocationMeter(MemoryMeter):
         self._lives[key] = StorageLife(
             module, self._phase, micro_batch=self._micro_batch, stream=stream
         )
-        super().born(key, storage, operator)
+        super().on_allocation(key, storage, operator)
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record its internal allocations."""
-        result = super().operator(function, args, kwargs)
+        result = super().run_operator(function, args, kwargs)
         self._record_kernel_allocations(self._within(function._schema.name, args))
         return result
 
@@ -211,35 +211,35 @@ class AllocationMeter(MemoryMeter):
         """Record allocations of a kernel, which are freed when its results exist."""
         if not sizes:
             return
-        self._settle()  # the operator's own allocations and frees come first
+        self._count_pending()  # the operator's own allocations and frees come first
         allocations = [
             (StorageLife(None, self._phase, state=State.TRANSIENT, is_within=True), size)
             for size in sizes
         ]
         self._events += [*allocations, *((life, -size) for life, size in allocations)]
 
-    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+    def on_resize(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         """Record that FSDP2 filled or freed a unit's buffer by resizing its storage."""
         self._lives[key].unit = self._units.get(key, "a unit")
-        super().resized(key, storage, before)
+        super().on_resize(key, storage, before)
 
-    def _bury(self, key: int, size: int) -> None:
+    def _count_free(self, key: int, size: int) -> None:
         self._remember(key)
-        super()._bury(key, size)
+        super()._count_free(key, size)
         del self._lives[key]
 
     def _remember(self, key: int) -> None:
         """Store the current state of a storage in its history."""
         life = self._lives[key]
         life.is_declared = key in self._states
-        life.state = self._state(key)
+        life.state = self._state_of(key)
         # The meter counts undeclared storages as activations; buffers are temporary instead.
         if life.state is State.ACTIVATIONS and not life.is_declared and life.is_passing:
             life.state = State.TRANSIENT
 
-    def _add(self, key: int, size: int) -> None:
+    def _add_live_bytes(self, key: int, size: int) -> None:
         before = self.live
-        super()._add(key, size)
+        super()._add_live_bytes(key, size)
         if self.live != before:
             self._events.append((self._lives[key], self.live - before))
 

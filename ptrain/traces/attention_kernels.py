@@ -95,7 +95,7 @@ class _KernelWatch(OperatorMode):
         super().__init__()
         self.kernel, self.beside = _MATH, [0]
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
         name = function._schema.name
         if name.startswith(_OPERATOR) and not name.endswith("backward"):
@@ -207,7 +207,7 @@ def _of_capability(sm: int) -> list[Choice]:
     """Return the entries of `choices` for one compute capability, from a subprocess."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        if pretence.run(["-m", __name__, str(answer)], sm):
+        if pretence.run_with_simulated_gpu(["-m", __name__, str(answer)], sm):
             raise RuntimeError(f"the attention kernels of sm {sm} could not be queried")
         rows: list[Choice] = json.loads(answer.read_text())
         return rows
@@ -215,7 +215,7 @@ def _of_capability(sm: int) -> list[Choice]:
 
 def table_makers() -> Iterator[tuple[str, Make]]:
     """Yield the table's name and the function that makes it, if CUDA's operators are available."""
-    if pretence.lacking() is None:
+    if pretence.missing_requirement() is None:
         yield "attention", partial(kernel_table)
 
 

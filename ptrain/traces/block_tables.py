@@ -29,7 +29,7 @@ from ptrain.derivation.tables import (
     Setting,
 )
 from ptrain.models.kernels import kernels_of
-from ptrain.models.trace import Born, Completion, Died, Event, Recording
+from ptrain.models.trace import Event, GradientComplete, Recording, StorageAllocated, StorageFreed
 from ptrain.models.units import Units
 from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.model import Attention
@@ -106,14 +106,14 @@ class CodedTrace:
     def _encode_event(self, event: Event, layer: str) -> object:
         """Return one event as JSON."""
         match event:
-            case Born(storage):
+            case StorageAllocated(storage):
                 return self.size(storage) + 1
-            case Died(storage):
+            case StorageFreed(storage):
                 return -self.size(storage) - 1
             case Boundary(mark, unit):
                 name = self.units[unit][0]
                 return _SIGNS[mark] + (name.replace(layer, "*") if layer else name)
-            case Completion(parameter, storage, cloned, freed):
+            case GradientComplete(parameter, storage, cloned, freed):
                 assert not freed, "a gradient is copied from a tensor that is freed at once"
                 name = parameter.replace(f"{layer}.", "blocks.*.") if layer else parameter
                 return [name, self.size(storage), int(cloned)]
@@ -143,7 +143,7 @@ class CodedTrace:
 def _event_course(recording: Recording) -> list[object]:
     """Return the part of a recording that does not depend on the dtype."""
     return [
-        (event.id, event.operator) if isinstance(event, Born) else event
+        (event.id, event.operator) if isinstance(event, StorageAllocated) else event
         for events in recording.passes.values()
         for event in _sort_completions(events)
     ]
@@ -155,7 +155,7 @@ def _sort_completions(events: Iterable[Event]) -> Iterator[Event]:
     Autograd runs a stage's backward for given inputs and parameters, where gradients have no fixed
     order.
     """
-    for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Completion)):
+    for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, GradientComplete)):
         together = list(group)
         if is_complete:
             together.sort(key=lambda event: event.parameter)  # type: ignore[union-attr]
@@ -221,14 +221,82 @@ def split_segments(part: Coded) -> Iterator[Coded]:
     yield from (part[start:end] for start, end in itertools.pairwise(bounds) if start < end)
 
 
+def trace_model(
+    setting: Setting,
+    writer: TableWriter,
+    mesh: DeviceMesh | None = None,
+    kept: ActivationMode = PLAIN,
+) -> CodedTrace:
+    """Return the trace of a setting's full model, with this way to keep activations.
+
+    Args:
+        setting: The setting.
+        writer: Collects the sizes.
+        mesh: The mesh of sharded operators, from `fake_mesh`.
+        kept: How each block keeps its activations.
+    """
+    units = smallest_units(setting)
+    blocks = tuple((f"blocks.{index}", kept) for index in range(setting.shape.layers))
+    part = part_of(setting, mesh, None if kept.is_plain else Keep(blocks=blocks))
+    with kernels_of(is_for_cuda=setting.is_for_cuda):
+        recordings = [
+            part.trace(model_of(setting, dtype), units) for dtype in DTYPES[setting.compute]
+        ]
+    return CodedTrace(recordings, units, symbols(setting), writer)
+
+
+def trace_stage(
+    setting: Setting,
+    writer: TableWriter,
+    mesh: DeviceMesh | None,
+    place: Place,
+    layers: int,
+    *,
+    in_halves: bool = True,
+) -> list[CodedTrace]:
+    """Return the traces of a stage: full backward, and halves except for the first stage.
+
+    Args:
+        setting: The setting.
+        writer: Collects the sizes.
+        mesh: The mesh of sharded operators, from `fake_mesh`.
+        place: The stage; each of the others has one layer.
+        layers: The number of its layers.
+        in_halves: False to trace the full backward pass only.
+    """
+    counts = tuple(layers if other is place else 1 for other in _STAGES)
+    setting = replace(setting, shape=replace(setting.shape, layers=sum(counts)))
+    cuts, index = cuts_of(setting, counts), _STAGES.index(place)
+    units = smallest_units(setting, cuts.stages[index])
+    part = part_of(setting, mesh, has_learnt=layers > 1)
+    with kernels_of(is_for_cuda=setting.is_for_cuda):
+        by_dtype: list[list[Recording]] = [
+            part.trace_stage(
+                model_of(setting, dtype, is_meta=True),
+                units,
+                cuts,
+                index,
+                in_halves=in_halves and index > 0,
+            )
+            for dtype in DTYPES[setting.compute]
+        ]
+    values = symbols(setting)
+    return [
+        CodedTrace(recordings, units, values, writer) for recordings in zip(*by_dtype, strict=True)
+    ]
+
+
+def with_layers(setting: Setting, layers: int, attention: Attention = Attention.SDPA) -> Setting:
+    """Return a setting whose model has another number of layers, with this attention."""
+    return replace(setting, shape=replace(setting.shape, attention=attention, layers=layers))
+
+
 class PassTable:
     """A table of passes under construction."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.dtypes = DTYPES[setting.compute]
-        self.values = symbols(setting)
-        self.writer, self.works = TableWriter(tuple(self.values)), WorkWriter(setting)
+        self.writer, self.works = TableWriter(tuple(symbols(setting))), WorkWriter(setting)
 
     def build(self, several: int = FEW) -> dict[str, object]:
         """Return the table as JSON."""
@@ -244,9 +312,9 @@ class PassTable:
 
     def _traces(self, place: Place, layers: int) -> list[CodedTrace]:
         """Return the traces of a place; a stage has several passes."""
-        return (
-            [self.trace_full(layers)] if place is Place.ALONE else self.trace_stage(place, layers)
-        )
+        if place is Place.ALONE:
+            return [trace_model(with_layers(self.setting, layers), self.writer, self.mesh)]
+        return trace_stage(self.setting, self.writer, self.mesh, place, layers)
 
     def _place(self, few: list[CodedTrace], many: list[CodedTrace]) -> dict[str, object]:
         """Return the entry of one place in the table."""
@@ -257,7 +325,7 @@ class PassTable:
         passes = {name: self._parts(less[name], more[name]) for name in less}
         whole = many[0]
         if whole.recording.output is None:
-            return {**passes, "saved": _saved_storages(whole)}
+            return dict[str, object](passes)
         return {**passes, "output": whole.size(whole.recording.output)}
 
     def _parts(self, few: Sequence[Coded], many: Sequence[Coded]) -> list[list[int]]:
@@ -279,62 +347,6 @@ class PassTable:
         else:
             passes = {}
         return {name: self.works.passes(computed) for name, computed in passes.items()}
-
-    def trace_full(
-        self, layers: int, attention: Attention = Attention.SDPA, kept: ActivationMode = PLAIN
-    ) -> CodedTrace:
-        """Return the trace of a full model with this attention and way to keep activations."""
-        shape = replace(self.setting.shape, attention=attention, layers=layers)
-        setting = replace(self.setting, shape=shape)
-        units = smallest_units(setting)
-        blocks = tuple((f"blocks.{index}", kept) for index in range(layers))
-        keep = None if kept.is_plain else Keep(blocks=blocks)
-        part = part_of(setting, self.mesh, keep)
-        with kernels_of(is_for_cuda=setting.is_for_cuda):
-            recordings = [part.trace(model_of(setting, dtype), units) for dtype in self.dtypes]
-        return CodedTrace(recordings, units, self.values, self.writer)
-
-    def trace_stage(self, place: Place, layers: int) -> list[CodedTrace]:
-        """Return the traces of a stage: full backward, and halves except for the first stage."""
-        counts = tuple(layers if other is place else 1 for other in _STAGES)
-        setting = replace(self.setting, shape=replace(self.setting.shape, layers=sum(counts)))
-        cuts, index = cuts_of(setting, counts), _STAGES.index(place)
-        units = smallest_units(setting, cuts.stages[index])
-        part = part_of(setting, self.mesh, has_learnt=layers > 1)
-        with kernels_of(is_for_cuda=setting.is_for_cuda):
-            by_dtype: list[list[Recording]] = [
-                part.trace_stage(
-                    model_of(setting, dtype, is_meta=True), units, cuts, index, in_halves=index > 0
-                )
-                for dtype in self.dtypes
-            ]
-        return [
-            CodedTrace(recordings, units, self.values, self.writer)
-            for recordings in zip(*by_dtype, strict=True)
-        ]
-
-
-def _saved_storages(trace: CodedTrace) -> dict[str, Coded]:
-    """Return the storages that forward leaves for backward: before, in and after the blocks.
-
-    Entries are the allocating operator and the number of the size.
-    """
-    alive = set(trace.recording.saved)
-    layers = [
-        [
-            (event.operator.removeprefix("aten::"), trace.size(event.id))
-            for event in events
-            if isinstance(event, Born) and event in alive
-        ]
-        for _, events in trace.split("forward")
-    ]
-    if len(layers) < FEW:
-        return {}
-    before, *blocks, last = layers
-    number = len(before) - len(blocks[0])
-    ends = before[number:], last[: len(blocks[0])]
-    assert all(block == blocks[0] for block in (*blocks, *ends)), "the blocks do not repeat"
-    return {"before": [*before[:number]], "block": [*blocks[0]], "after": [*last[len(blocks[0]) :]]}
 
 
 def works_by_layer(trace: CodedTrace) -> LayerWorks:
@@ -358,20 +370,20 @@ class BlockTable:
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.traces = PassTable(setting, mesh)
-        self.writer, self.works = self.traces.writer, self.traces.works
+        self.writer, self.works = TableWriter(tuple(symbols(setting))), WorkWriter(setting)
 
     def build(self) -> dict[str, object]:
         """Return the table as JSON. Backward halves are stored for plain blocks only."""
         content: dict[str, dict[str, object]] = {attention.value: {} for attention in ATTENTIONS}
         works: dict[str, Any] = {attention.value: {} for attention in ATTENTIONS}
         for attention, (name, kept) in itertools.product(ATTENTIONS, VARIANTS):
-            trace = self.traces.trace_full(LAYERS, attention, kept)
+            setting = with_layers(self.setting, LAYERS, attention)
+            trace = trace_model(setting, self.writer, self.mesh, kept)
             content[attention.value][name] = self._events(trace)
             if kept.tier is Tier.DEVICE:  # copies between tiers are no operators
                 passes = self.works.passes(common_entry(works_by_layer(trace).layers))
                 works[attention.value][name] = passes
-        *_, halves = self.traces.trace_stage(Place.MIDDLE, FEW)
+        *_, halves = trace_stage(self.setting, self.writer, self.mesh, Place.MIDDLE, FEW)
         # The weight half has no boundaries, so work of one layer may be recorded with the next.
         # With three layers the middle one has the work of exactly one.
         _, middle, _ = works_by_layer(halves).layers
@@ -379,11 +391,10 @@ class BlockTable:
         return self.writer.table(**content, work=self.works.table(**works))
 
     def _events(self, trace: CodedTrace) -> dict[str, object]:
-        """Return the events of a block, and the storages that it saves and moves."""
+        """Return the events of a block, and the storages that it moves."""
         return {
             "forward": self.writer.part(common_entry(trace.layers("forward")[1:-1])),
             "backward": self.writer.part(common_entry(trace.layers("backward")[1:-1])),
-            "saved": self.writer.part(_saved_of_block(trace)),
             "moved": self.writer.part(_moved_sizes(trace)),
             "frees_input": frees_input(trace),
         }
@@ -409,27 +420,17 @@ def _moved_sizes(trace: CodedTrace) -> Coded:
     return [size for size, times in counts.items() for _ in range(times // LAYERS)]
 
 
-def _saved_of_block(trace: CodedTrace) -> Coded:
-    """Return the storages that the first block leaves on the device, by operator and size.
-
-    Its output, the input of the next block, is counted in place of its input.
-    """
-    alive, events = set(trace.recording.saved), trace.recording.forward
-    end = events.index(Boundary(Mark.LEAVE, trace.units.index(("blocks.0",))))
-    return [
-        (event.operator.removeprefix("aten::"), trace.size(event.id))
-        for event in events[_entry_index(trace, 0) : end]
-        if isinstance(event, Born) and event in alive
-    ]
-
-
 def frees_input(trace: CodedTrace) -> bool:
     """Return True if a block's input is freed before the next block starts.
 
     Seen at the second block: it then frees one storage that is older than the block.
     """
     events, start, end = trace.recording.forward, _entry_index(trace, 1), _entry_index(trace, 2)
-    older = {event.id for event in events[:start] if isinstance(event, Born)}
-    freed = [event for event in events[start:end] if isinstance(event, Died) and event.id in older]
+    older = {event.id for event in events[:start] if isinstance(event, StorageAllocated)}
+    freed = [
+        event
+        for event in events[start:end]
+        if isinstance(event, StorageFreed) and event.id in older
+    ]
     assert len(freed) <= 1, "a block has several inputs"
     return bool(freed)

@@ -16,12 +16,12 @@ from ptrain.facts.model import (
     PassWork,
     WorkByKind,
 )
-from ptrain.models.trace import Completion, Event, Recording
-from ptrain.models.work import OperatorSizes, SentTensor
+from ptrain.models.trace import Event, GradientComplete, Recording
+from ptrain.models.work import OperatorSizes, RecordedCollective
 from ptrain.spec.rates import OperatorKind
 from ptrain.timeline import Boundary, Mark
 
-Computed = list[OperatorSizes | SentTensor]  # in the order of execution
+Computed = list[OperatorSizes | RecordedCollective]  # in the order of execution
 Units = Sequence[tuple[str, ...]]
 
 
@@ -58,7 +58,7 @@ def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> Layer
         for part in parts:
             part[name] = []
         for place, work in recording.works[name]:
-            ordered[bisect_left(bounds, place)][name].append(work.what)
+            ordered[bisect_left(bounds, place)][name].append(work.record)
     return works
 
 
@@ -120,7 +120,7 @@ def _undivided_work(layers: int, whole: Recording, halves: Recording | None) -> 
 
 
 def _by_pass(recording: Recording) -> dict[str, Computed]:
-    return {name: [work.what for _, work in works] for name, works in recording.works.items()}
+    return {name: [work.record for _, work in works] for name, works in recording.works.items()}
 
 
 def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> LayerWork:
@@ -151,7 +151,7 @@ class WorkGroup:
     `beside`: for a collective, the number of later groups that run before it is awaited.
     """
 
-    what: OperatorSizes | SentTensor
+    what: OperatorSizes | RecordedCollective
     times: int = 1
     beside: int = 0
 
@@ -164,7 +164,7 @@ def group_work(computed: Computed) -> list[WorkGroup]:
     awaited = _arrivals(computed)
     edges = sorted(awaited.values())
 
-    def alike(entry: tuple[int, OperatorSizes | SentTensor]) -> tuple[object, ...]:
+    def alike(entry: tuple[int, OperatorSizes | RecordedCollective]) -> tuple[object, ...]:
         place, what = entry
         return what.operator, awaited.get(place), bisect_right(edges, place)
 
@@ -186,7 +186,7 @@ def _arrivals(computed: Computed) -> dict[int, int]:
     return {
         places[number]: places[min(number + 1 + what.beside, len(computed))]
         for number, what in enumerate(computed)
-        if isinstance(what, SentTensor) and what.beside
+        if isinstance(what, RecordedCollective) and what.beside
     }
 
 
@@ -198,7 +198,7 @@ def views_last(computed: Computed) -> Computed:
     return sorted(computed, key=_is_view)
 
 
-def _is_view(what: OperatorSizes | SentTensor) -> bool:
+def _is_view(what: OperatorSizes | RecordedCollective) -> bool:
     return isinstance(what, OperatorSizes) and what.kind is OperatorKind.VIEW
 
 
@@ -236,7 +236,7 @@ def _last_gradient(events: Sequence[Event], prefix: str) -> int:
         (
             place
             for place, event in enumerate(events)
-            if isinstance(event, Completion) and event.parameter.startswith(prefix)
+            if isinstance(event, GradientComplete) and event.parameter.startswith(prefix)
         ),
         default=-1,
     )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ptrain.activations.run.apply import keep_traced
+from ptrain.activations.run.apply import apply_modes_for_trace
 from ptrain.axes.context.run.apply import ContextGroups, parallelize_context
 from ptrain.axes.context.run.slices import MicroBatchCut, token_slices
 from ptrain.axes.pipeline.run.cut import part_of
@@ -43,9 +43,9 @@ from ptrain.facts.stages import Chain, Stage, is_within
 from ptrain.interpreter.loss import Loss
 from ptrain.models.compiled import compile_blocks
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
-from ptrain.models.trace import Event, Extent, Recording, sent_again, to_timeline
+from ptrain.models.trace import Event, Extent, Recording, list_recomputed_collectives, to_timeline
 from ptrain.models.units import ROOT
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.role import Roles
@@ -101,7 +101,8 @@ class EqualLayers:
     def num_expert_layers_before(self, names: Names) -> list[int]:
         """Return how many layers of these names with experts are ahead of each of them."""
         have = {
-            name: _has_experts(kind) for name, kind in zip(self.layers, self.kinds, strict=True)
+            name: isinstance(kind, BlockKind) and kind.has_experts
+            for name, kind in zip(self.layers, self.kinds, strict=True)
         }
         return [*accumulate((have[name] for name in names), initial=0)][:-1]
 
@@ -124,10 +125,6 @@ class EqualLayers:
             assert times == 1 or part == next(left), "equal layers run different operators"
             of_all += [part] * times
         return of_all
-
-
-def _has_experts(kind: Hashable) -> bool:
-    return isinstance(kind, BlockKind) and kind.has_experts
 
 
 NO_LAYERS = EqualLayers((), ())
@@ -308,7 +305,7 @@ def _sent_again(recording: Recording, marks: Sequence[Event]) -> list[Pairs]:
     bounds = [recording.backward.index(mark) for mark in marks]
     parts: list[Pairs] = [[] for _ in range(len(bounds) + 1)]
     for place, work in recording.works.get("backward", ()):
-        parts[bisect_left(bounds, place)] += sent_again(((place, work),))
+        parts[bisect_left(bounds, place)] += list_recomputed_collectives(((place, work),))
     return parts
 
 
@@ -382,7 +379,7 @@ class RankPart:
         samples = self._samples()
 
         def forward() -> Tensor:
-            return loss.run(model, samples) / samples.rows
+            return loss.compute_loss(model, samples) / samples.rows
 
         with micro_batch(self.tensor)():
             run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
@@ -421,12 +418,14 @@ class RankPart:
         stage = TracedStage(
             module=part,
             units=units,
-            hidden=torch.zeros(self.batch, *self._boundary(cuts.chain), dtype=dtype),
+            hidden=torch.zeros(
+                self.batch, *cuts.chain.sample_shape(self.sequence, self.slices), dtype=dtype
+            ),
             samples=samples,
             is_first=index == 0,
             forward=partial(_forward, loss, samples),
             loss=partial(_mean, loss, samples) if is_last else None,
-            around=partial(loss.given, samples),
+            around=partial(loss.provide_targets, samples),
             extent=self.extent,
         )
         with micro_batch(self.tensor)():
@@ -460,12 +459,12 @@ class RankPart:
         """Change a module in place, and return how it gives its loss."""
         if self.tensor is not None:
             assert self.mesh is not None, "operators are not sharded over ranks"
-            parallelize(module, replace(self.tensor, roles=roles), self.mesh, Registry())
+            parallelize(module, replace(self.tensor, roles=roles), self.mesh, TagRegistry())
         if self.context is not None:
             self.context.apply(module)
         if self.experts is not None:
             self.experts(module)
-        keep_traced(module, self.keep, is_compiled=self.compiled is not None)
+        apply_modes_for_trace(module, self.keep, is_compiled=self.compiled is not None)
         if self.compiled is not None:
             compile_blocks(module, self.compiled.blocks)
         is_inside = has_loss and self.loss is not None
@@ -482,10 +481,6 @@ class RankPart:
 
     def _tokens(self) -> Tensor:
         return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)
-
-    def _boundary(self, chain: Chain) -> tuple[int, ...]:
-        """The shape of a sample's hidden states that the rank has between the blocks."""
-        return chain.sample_shape(self.sequence, self.slices)
 
 
 def _mean(loss: Loss, samples: SampleBatch, output: Tensor) -> Tensor:

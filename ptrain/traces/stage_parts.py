@@ -38,15 +38,15 @@ from ptrain.facts.model import (
 from ptrain.facts.stages import Stage, Units, is_within
 from ptrain.models.facts import head_of
 from ptrain.models.trace import (
-    Born,
-    Completion,
-    Died,
     Event,
     Extent,
+    GradientComplete,
     Recording,
+    StorageAllocated,
+    StorageFreed,
     between_boundaries,
-    completion,
     last_views,
+    to_complete_item,
     to_timeline,
 )
 from ptrain.models.units import ROOT
@@ -106,7 +106,7 @@ class UnevenLoads:
             forward=tuple(_items(first.forward, sizes, first.sizes)),
             backward=tuple(_items(first.backward, sizes, first.sizes)),
             moved=tuple((tier, sizes[number]) for number, tier in first.moved),
-            repeated=first.repeated,
+            repeated=first.recomputed_collectives,
         )
 
     def _size(self, first: int, second: int) -> RowsSize:
@@ -133,10 +133,13 @@ def uneven_loads(spec: Spec, plan: Plan, layers: EqualLayers) -> UnevenLoads | N
 def _operators(recording: Recording) -> object:
     """What happened, whatever the sizes."""
     passes = {
-        name: [replace(event, size=0) if isinstance(event, Born) else event for event in events]
+        name: [
+            replace(event, size=0) if isinstance(event, StorageAllocated) else event
+            for event in events
+        ]
         for name, events in recording.passes.items()
     }
-    return passes, recording.sizes.keys(), recording.moved, recording.repeated
+    return passes, recording.sizes.keys(), recording.moved, recording.recomputed_collectives
 
 
 def _items(events: Sequence[Event], sizes: Sizes, known: Mapping[int, int]) -> Iterator[RowsItem]:
@@ -145,13 +148,13 @@ def _items(events: Sequence[Event], sizes: Sizes, known: Mapping[int, int]) -> I
         match part:
             case Boundary():
                 yield part
-            case Completion():
+            case GradientComplete():
                 own = (part.id, *part.freed)
                 if any(sizes[number] != RowsSize(known[number]) for number in own):
                     raise _NoFormula(f"the gradient of {part.parameter} depends on routed rows")
-                yield completion(part, last, known)
+                yield to_complete_item(part, last, known)
             case lives:
-                happened = (StorageEvent(sizes[e.id], isinstance(e, Died)) for e in lives)
+                happened = (StorageEvent(sizes[e.id], isinstance(e, StorageFreed)) for e in lives)
                 yield StorageEvents(tuple(happened))
 
 

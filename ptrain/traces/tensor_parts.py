@@ -35,19 +35,19 @@ from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
-from ptrain.internals.dtensor import forget_shapes
+from ptrain.internals.dtensor import clear_shape_caches
 from ptrain.internals.fakes import READ, FakeTensorMode
 from ptrain.interpreter.look import build_module
-from ptrain.models.boundary import PYTHONS, CodeRaised
+from ptrain.models.boundary import PYTHONS, UserCodeError
 from ptrain.models.facts import untraced_facts
-from ptrain.models.initialize import build, cast
+from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.trace import Extent
 from ptrain.plan.lower import lower
 from ptrain.processor import cores
 from ptrain.rooms.comm import Mesh
-from ptrain.rooms.patches import patched
-from ptrain.rooms.world import fake_tensors, fake_world, new_fakes
+from ptrain.rooms.patches import patch_torch
+from ptrain.rooms.world import create_fake_mode, fake_tensors, fake_world
 from ptrain.spec.load import load
 from ptrain.spec.placement import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, place_of, ranks_over
@@ -115,13 +115,13 @@ class FakeModel:
         Raises:
             PtrainError: This version of torch is not supported; see `why_untraced`.
         """
-        with patched(self.spec.model), fake_tensors(self.mode):
+        with patch_torch(self.spec.model), fake_tensors(self.mode):
             yield
 
 
 def fake_model(spec: Spec, *, allow_import: bool = False) -> FakeModel | None:
     """Return the spec's model on fake tensors; None if its constructor reads values."""
-    mode = new_fakes()
+    mode = create_fake_mode()
     module = unless_it_takes_values(mode, partial(build_module, spec, allow_import=allow_import))
     return None if module is None else FakeModel(spec, module, mode)
 
@@ -137,7 +137,7 @@ def unless_it_takes_values(mode: FakeTensorMode, read: Callable[[], X]) -> X | N
             return read()
     except READ:
         return None
-    except CodeRaised as error:
+    except UserCodeError as error:
         if error.is_certain:
             raise
         return None
@@ -384,13 +384,13 @@ def _play(
     if large is not None:
         with large.running(), kernels_for(spec):
             return _part_of(large.module, spec, mesh, extent, is_kept=True)
-    module = build(
+    module = build_model(
         spec.model,
         sequence=spec.batch.sequence,
         allow_import=allow_import,
         seed=spec.train.seed,
     )
-    cast(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     with kernels_for(spec):
         return _part_of(module, spec, mesh, extent)
 
@@ -399,7 +399,7 @@ def _forget_ranks() -> None:
     """Destroy the process group of the previous rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        forget_shapes()  # DTensor caches them together with destroyed groups
+        clear_shape_caches()  # DTensor caches them together with destroyed groups
 
 
 def _mesh(spec: Spec, index: int) -> Mesh:
@@ -444,7 +444,7 @@ def _trace_request(request: _PartRequest) -> list[list[StageTrace]]:
     if fake is not None and not fake.is_better_real():
         try:
             return [play(index, fake) for index in request.indices]
-        except (CodeRaised, RuntimeError):  # the errors of READ are RuntimeErrors
+        except (UserCodeError, RuntimeError):  # the errors of READ are RuntimeErrors
             if not fake.may_be_real:
                 raise
     return [play(index, None) for index in request.indices]

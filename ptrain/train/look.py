@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ptrain.axes.data.form import tier_of
 from ptrain.cost import State
-from ptrain.internals.dispatch import without_modes
-from ptrain.interpreter.loss import LossScale, not_finite
+from ptrain.internals.dispatch import disable_modes
+from ptrain.interpreter.loss import LossScale, nonfinite_flag
 from ptrain.interpreter.program import Program
 from ptrain.models.objective import sent_to
 from ptrain.rooms.queue import DeviceQueue, Milestone
@@ -72,7 +72,7 @@ class HostLook:
     def send(self) -> None:
         """Start copying the loss scale to the host, if there is one."""
         if self._scaling is not None:
-            with without_modes():
+            with disable_modes():
                 numbers = torch.stack([self._scaling.scale, self._scaling.found_inf])
                 self._sent = self._queue.to_host(numbers), self._queue.mark()
 
@@ -119,7 +119,7 @@ class DeviceLook:
         (sums, *norm), self._known = self._known, []
         others = [self.halted, *norm]
         others += [] if scaling is None else [scaling.scale, scaling.found_inf]
-        with without_modes():
+        with disable_modes():
             # One tensor, so that one copy to the host suffices.
             numbers = torch.cat([sums, torch.stack([other.double() for other in others])])
             self._numbers = self._queue.to_host(numbers)
@@ -180,7 +180,7 @@ class DeviceSums:
             norm: The result of `Program.reduce`.
         """
         device = self._program.world.device
-        with without_modes():
+        with disable_modes():
             seen = torch.tensor(self._interrupts.flags(), dtype=torch.float64, device="cpu")
             unsound = self._unsound_flag(norm)
             own = torch.stack([share.double(), unsound.double()])
@@ -207,4 +207,4 @@ class DeviceSums:
                 is_unsound.logical_and_(scaling.found_inf == 0)
             return is_unsound
         gradients = [] if scaling is not None else self._program.gradients()
-        return not_finite(gradients) if gradients else torch.zeros_like(self.halted)
+        return nonfinite_flag(gradients) if gradients else torch.zeros_like(self.halted)

@@ -29,7 +29,7 @@ from ptrain.derivation.estimate import Derivation, by_counts, derive, step_token
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
-from ptrain.meters.routing import RoutingMeter, histogram, summed
+from ptrain.meters.routing import RoutingMeter, sum_histograms, sum_routing
 from ptrain.processor import cores
 from ptrain.report.record import Check, compare, record, time_checks, verdict
 from ptrain.report.routing import LayerRouting, routes, rows
@@ -109,10 +109,10 @@ class RoutingLog:
             return ()
         everyone = self._exchange.gather((self._meter.rows(), self._meter.choices()))
         if self._is_measured(step):
-            self._write_counts(step, histogram([choices for _, choices in everyone]))
+            self._write_counts(step, sum_histograms([choices for _, choices in everyone]))
         if not is_shown(self._spec, step + 1):
             return ()
-        layers = summed([of_rank for of_rank, _ in everyone])
+        layers = sum_routing([of_rank for of_rank, _ in everyone])
         self._last = step, layers
         return layers
 
@@ -127,7 +127,7 @@ class RoutingLog:
     @contextmanager
     def _watch_routers(self, watch: AbstractContextManager[object]) -> Iterator[None]:
         """Temporarily count the choices of routers, inside the context `watch`."""
-        with watch, self._meter.watching():
+        with watch, self._meter.watch():
             yield
 
     def _write_counts(self, step: int, counts: Histogram) -> None:

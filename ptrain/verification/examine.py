@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.models.ledger import local
-from ptrain.models.watch import listening
+from ptrain.models.ledger import local_tensor
+from ptrain.models.watch import add_listeners
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import coordinates
@@ -115,7 +115,7 @@ class SideRecorder(StepRecorder):
         self.enter_context(self.modules)
         return super().__enter__()
 
-    def reduced(self) -> None:
+    def on_reduced(self) -> None:
         """Record the parameters whose reduced gradient is ready for the optimizer."""
         self.reached = {
             its.name
@@ -123,7 +123,7 @@ class SideRecorder(StepRecorder):
             if isinstance(its, LeafShard) and its.target.gradient is not None
         }
 
-    def clipped(self, norm: Tensor | None) -> None:
+    def on_clipped(self, norm: Tensor | None) -> None:
         """Ignore clipping: gradients are compared as they are before it."""
 
 
@@ -136,14 +136,16 @@ class ProgramState:
             kind: {name: tensor.clone() for name, tensor in tensors.items()}
             for kind, tensors in program.state_dict().items()
         }
-        self._buffers = [(its, local(its.detach()).clone()) for its in program.model.buffers()]
+        self._buffers = [
+            (its, local_tensor(its.detach()).clone()) for its in program.model.buffers()
+        ]
 
     @torch.no_grad()
     def restore(self, *, gradients: bool = True) -> None:
         """Restore the state, and clear the gradients, as between two steps."""
         self._program.load_state_dict(self._state)
         for buffer, copy in self._buffers:
-            local(buffer.detach()).copy_(copy)
+            local_tensor(buffer.detach()).copy_(copy)
         self._program.wrapped.clear_gradients()
 
 
@@ -191,8 +193,8 @@ class ProgramEvidence:
     def run(self, number: int) -> float:
         """Run a step of the program and return this rank's share of the loss."""
         seen = self.seen
-        observers = listening(self.program.observers, seen.modules)
-        with observers, listening(self.program.gradient_observers, seen):
+        observers = add_listeners(self.program.observers, seen.modules)
+        with observers, add_listeners(self.program.gradient_observers, seen):
             share, seen.norm = drive(self.program, self.source, number)
         seen.loss = self.exchange.add([share])[0]
         seen.clip = clipped_by(self.spec, seen.norm)

@@ -28,10 +28,15 @@ from torch.utils._pytree import tree_leaves
 from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.meters.replicas import ReplicaMeter, coordinates, digests, generator_digest
+from ptrain.meters.replicas import (
+    ReplicaMeter,
+    compute_digests,
+    gather_coordinates,
+    generator_digest,
+)
 from ptrain.meters.traffic import CollectiveLedger
 from ptrain.models.modes import drops_out, own_dropouts
-from ptrain.models.watch import listening, watching
+from ptrain.models.watch import add_listeners, watch_modules
 from ptrain.report.copies import SHARED, alike_apart, listed, root_cause
 from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
@@ -66,7 +71,10 @@ class Masks:
     def noted(self) -> Iterator[Masks]:
         """Temporarily record the inputs of modules that draw, and the state of the generator."""
         drawing = ((path, its) for path, its in paths(self.program) if any(own_dropouts(its)))
-        with listening(self.program.observers, self), watching(drawing, before=self._before):
+        with (
+            add_listeners(self.program.observers, self),
+            watch_modules(drawing, before=self._before),
+        ):
             yield self
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
@@ -76,7 +84,10 @@ class Masks:
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._now is not None:
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-            what, state = " ".join(digests([*given])), generator_digest(self.program.world.device)
+            what, state = (
+                " ".join(compute_digests([*given])),
+                generator_digest(self.program.world.device),
+            )
             self._seen.setdefault(f"{path} {self._now}", (what, state, module.training))
 
     def check(self, exchange: Exchange, step: int) -> tuple[Mismatch, ...]:
@@ -98,7 +109,7 @@ class Masks:
         """Return the root cause of the mismatches: the ranks with wrong masks; None without
         mismatches."""
         same = [its for its in mismatches if its.told == mismatches[0].told]
-        cause = root_cause(same, coordinates(self.program))
+        cause = root_cause(same, gather_coordinates(self.program))
         if cause is None:
             return None
         first, ranks = same[0], cause.ranks
@@ -187,7 +198,7 @@ class Watch:
     def step(self, step: int) -> Iterator[None]:
         """Observe one step; when the block ends, compare the ranks."""
         with ExitStack() as stack:
-            stack.enter_context(self.replicas.noted())
+            stack.enter_context(self.replicas.record_gradients())
             masks = stack.enter_context(Masks(self.program).noted()) if self.draws else None
             ledger = (
                 stack.enter_context(CollectiveLedger(self.program))

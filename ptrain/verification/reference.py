@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import Split, batch
-from ptrain.models.initialize import build, cast, initialize, read_module_weights
+from ptrain.models.initialize import build_model, cast_module, initialize, read_module_weights
 from ptrain.models.modes import seed_of_step
-from ptrain.models.moe import Gate, scale_losses, weigh
+from ptrain.models.moe import Gate, scale_losses, weight_router_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import Objective, SampleBatch, StepBatch, objective_of
 from ptrain.models.units import ROOT, unit_modules
@@ -195,7 +195,7 @@ class MicroBatch:
 
     def row(self, index: int) -> MicroBatch:
         """Return one sample as a micro-batch."""
-        return replace(self, samples=self.samples.between(index, index + 1))
+        return replace(self, samples=self.samples.slice_rows(index, index + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,15 +345,15 @@ def distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
 
 def _module(spec: Spec) -> nn.Module:
     with torch.device("cpu"):
-        module = build(
+        module = build_model(
             spec.model, sequence=spec.batch.sequence, allow_import=True, seed=spec.train.seed
         )
     if isinstance(spec.model, ModelShape):  # the model of a user function keeps its weights
         initialize(module, spec.train.seed)
     else:
         read_module_weights(module, spec.model.pretrained)
-    cast(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
-    weigh(module, 1.0 / spec.batch.global_samples)
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    weight_router_losses(module, 1.0 / spec.batch.global_samples)
     return module
 
 

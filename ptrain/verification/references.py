@@ -44,7 +44,7 @@ from ptrain.errors import refused
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
-from ptrain.models.modes import SwitchedOff, forked, reseed, switched_off
+from ptrain.models.modes import DisabledDropout, fork_generators, reseed, switched_off
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -109,10 +109,10 @@ NOTE = (
 
 
 @contextmanager
-def undropped(spec: Spec) -> Iterator[SwitchedOff]:
+def undropped(spec: Spec) -> Iterator[DisabledDropout]:
     """Temporarily switch off torch's dropout functions, unless the model is built in."""
     if isinstance(spec.model, ModelShape):
-        yield SwitchedOff()
+        yield DisabledDropout()
         return
     torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
     with switched_off() as off:
@@ -157,7 +157,7 @@ def _seen(spec: Spec) -> tuple[bool, str, str]:
     def run() -> Tensor:
         return micro_batch.loss(device.objective, device.module)
 
-    with undropped(spec) as off, forked(), torch.no_grad():
+    with undropped(spec) as off, fork_generators(), torch.no_grad():
         losses = []
         for seed in (0, 1):
             reseed(seed)
@@ -220,7 +220,7 @@ class PermutedSums(OperatorMode):
             aten.embedding_dense_backward.default: self._rows,
         }
 
-    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rule = self.rules.get(func)
         if rule is None or not args[0].is_floating_point():
             return func(*args, **kwargs)

@@ -31,7 +31,7 @@ from torch import Tensor
 from ptrain.data.corpus import corpus
 from ptrain.errors import TrainingStopped, refused
 from ptrain.interpreter.program import Program
-from ptrain.models.modes import forked
+from ptrain.models.modes import fork_generators
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
@@ -123,7 +123,7 @@ class Onward:
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
         """Run the reference from the state before a step, and record the step's update."""
-        with forked():
+        with fork_generators():
             self.take(step)
         self._updates = UpdateRecorder(shards_of(self.program))
         with self._updates:
@@ -281,7 +281,7 @@ class Corridor:
     def _widens(self) -> bool:
         if self.wider is None:
             return False
-        with forked():  # the references must not advance the run's generators
+        with fork_generators():  # the references must not advance the run's generators
             self.allowed, self.wider = self.wider(), None
         return True
 

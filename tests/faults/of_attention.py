@@ -22,7 +22,7 @@ from ptrain.axes.context.run.apply import (
     _RingAttention,
 )
 from ptrain.interpreter.program import Program
-from ptrain.models.attention import Core
+from ptrain.models.attention import SdpaCore
 from ptrain.report.finding import Subject
 from tests.faults.fault import Fault
 from tests.faults.of_slices import GATHERED, HYBRID, RING, RING_OF_4, ULYSSES, ZIGZAG, ZIGZAG_OF_4
@@ -134,7 +134,7 @@ def hop_missing(program: Program) -> None:
 def own_keys_alone(program: Program) -> None:
     """Nothing is exchanged: a rank attends to the keys that it has."""
     for core in modules(program, CORES):
-        core.forward = Core().forward
+        core.forward = SdpaCore().forward
 
 
 def taken_for_contiguous(program: Program) -> None:

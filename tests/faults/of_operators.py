@@ -17,7 +17,7 @@ from ptrain.axes.pipeline.run.stage import StagedModel
 from ptrain.axes.tensor.run.apply import RankRandomness
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
-from ptrain.models.attention import Core
+from ptrain.models.attention import SdpaCore
 from ptrain.report.finding import Subject
 from ptrain.spec.placement import Axis
 from tests.faults.fault import Fault, Setting
@@ -115,7 +115,7 @@ def wrong_rope_offset(program: Program) -> None:
         attention.register_forward_pre_hook(shifted)
 
 
-class _NotCausal(Core):
+class _NotCausal(SdpaCore):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v)
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate, Phase, State
 from ptrain.meters.measure import Measurement, measure
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.report.record import Check
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -42,7 +42,7 @@ def spec_of(strategy: str, size: int, accumulate: int = 1) -> Spec:
 
 def wrapped(way: str, spec: Spec, size: int) -> nn.Module:
     """Nothing of ptrain but the model."""
-    model = build(spec.model, sequence=spec.batch.sequence)
+    model = build_model(spec.model, sequence=spec.batch.sequence)
     initialize(model, 0)
     if way == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -169,7 +169,7 @@ def _mixed(reduced: torch.dtype, fault: str = "") -> list[str]:
     layout = "fsdp-mixed" if reduced is torch.bfloat16 else "megatron18"
     overrides = [*SIZES, "batch.global=4", f"precision.layout={layout}"]
     spec = require_runnable(load("fsdp-mixed", overrides))
-    model = build(spec.model, sequence=spec.batch.sequence)
+    model = build_model(spec.model, sequence=spec.batch.sequence)
     initialize(model, 0)
     if fault == "narrow master":
         model = model.bfloat16()

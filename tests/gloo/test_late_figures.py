@@ -55,7 +55,7 @@ class Ended:
 
 
 def held(program: Program) -> Values:
-    parts = chain(holdings.parameters(program), holdings.optimizer(program))
+    parts = chain(holdings.parameters(program), holdings.optimizer_state(program))
     return {part.identity: part.tensor.clone() for part in parts}
 
 
@@ -166,10 +166,10 @@ def sums_by_group() -> dict[str, int]:
     """How many collectives a look makes, by the group of its ranks."""
     program = interpret(require_runnable(load("hsdp", SMALL)), world=World.join())
     sums = DeviceSums(program, PlayedQueue(program.world.device), Interrupts())
-    groups = {name: group for group, name in process_groups.names().items()}
-    before = {name: process_groups.collectives([group]) for name, group in groups.items()}
+    groups = {name: group for group, name in process_groups.group_names().items()}
+    before = {name: process_groups.count_collectives([group]) for name, group in groups.items()}
     sums.look(program.loss.share, None)
-    issued = {name: process_groups.collectives([group]) for name, group in groups.items()}
+    issued = {name: process_groups.count_collectives([group]) for name, group in groups.items()}
     return {name: count - before[name] for name, count in issued.items() if count != before[name]}
 
 

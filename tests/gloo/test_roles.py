@@ -15,7 +15,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.cost import State
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
-from ptrain.meters.memory import Finder, RoleRow
+from ptrain.meters.memory import RoleFinder, RoleRow
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -69,7 +69,7 @@ def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
         declare_wrongly(program, State(fault))
     for step in range(3):
         local = local_batch(program, corpus(spec.data), step)
-        with Finder(program) if step == 2 else nullcontext() as finder:
+        with RoleFinder(program) if step == 2 else nullcontext() as finder:
             program.forward_backward(local, RATE)
             program.step(RATE)
     assert finder is not None

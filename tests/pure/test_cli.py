@@ -192,7 +192,7 @@ def test_every_option_says_what_it_does_its_values_and_its_default():
 def test_the_defaults_of_options_are_those_of_the_program():
     assert train_options.parse([]) == train_options.Options(spec=load_names().default)
     assert verify_options.parse([]) == verify_options.VerifyOptions(spec=load_names().default)
-    assert calibration.parse([]) == calibration.CalibrationOptions()
+    assert calibration.parse_options([]) == calibration.CalibrationOptions()
     args = CommandParser("select").read([])
     assert args.thresholds == THRESHOLDS and SearchGoal(args.objective) is SearchGoal.TIME
     texts = {(verb, name): how["help"] for verb, found, how in options() for name in found}

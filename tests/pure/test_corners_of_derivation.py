@@ -15,7 +15,7 @@ from ptrain.derivation.ghosts.wrapping import clip_bytes, micro_batches
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
-from ptrain.rooms.ghost import GhostRoom
+from ptrain.rooms.ghost import GhostRuntime
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis, Tier
@@ -128,7 +128,7 @@ def test_flat_buffers_are_those_of_rank_0():
 
 
 def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
-    room = GhostRoom(Tape(), {REPLICATE: 2, SHARD: 2}, {})
+    room = GhostRuntime(Tape(), {REPLICATE: 2, SHARD: 2}, {})
     cuts = ShardLayout(room, 64, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
     seen = {
         ((), (SHARD,)): True,
@@ -140,7 +140,7 @@ def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
         ((), ()): True,
     }
     wholes = {
-        had: room.new(cuts.shard_numel(had), DType.FP32, Tier.DEVICE, State.OTHER)
+        had: room.new_empty(cuts.shard_numel(had), DType.FP32, Tier.DEVICE, State.OTHER)
         for had, _ in seen
     }
     parts = {(had, wanted): cuts.take_part(wholes[had], had, wanted) for had, wanted in seen}

@@ -14,7 +14,7 @@ from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec
 from tests.pure.build import ODD_SHAPE, setting
-from tests.saved_tensors import saved, torch_version
+from tests.saved_tensors import torch_version
 
 MHA = replace(ODD_SHAPE, kv_heads=3)
 GPT = ModelShape(family=Family.GPT, layers=3, hidden=42, heads=3, kv_heads=3, ffn=101, vocab=259)
@@ -94,9 +94,3 @@ def test_a_table_knows_the_torch_that_was_traced():
     }
     assert len(release) == 1
     assert release.pop().startswith("2.")
-
-
-def test_one_sample_alone_saves_less_than_a_batch_counts_for_it():
-    for shape in KINDS.values():
-        one, two = (len(saved(setting(shape, batch=batch))) for batch in (1, 2))
-        assert 0 < one <= two

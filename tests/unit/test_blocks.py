@@ -11,7 +11,7 @@ import torch
 
 from ptrain.derivation import blocks
 from ptrain.derivation import layers as layer_tables
-from ptrain.models.initialize import build, cast
+from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.spec.activations import PLAIN, ActivationMode
@@ -45,8 +45,8 @@ def name_of(kept: tuple[ActivationMode, ...]) -> str:
 def traced(
     shape: ModelShape, kept: tuple[ActivationMode, ...], compute: DType, batch: int, sequence: int
 ) -> Timeline:
-    model = build(shape, sequence=sequence)
-    cast(model, TORCH[compute])
+    model = build_model(shape, sequence=sequence)
+    cast_module(model, TORCH[compute])
     named = tuple((f"blocks.{index}", each) for index, each in enumerate(kept))
     step = Keep(blocks=tuple(pair for pair in named if not pair[1].is_plain))
     part = RankPart(batch=batch, sequence=sequence, keep=step)

@@ -14,9 +14,9 @@ from ptrain.errors import SpecError
 from ptrain.facts.model import net_bytes
 from ptrain.facts.stages import Chain, Ends
 from ptrain.interpreter.construction import stages_of_module
-from ptrain.models.chain import chain_of_module, sample
+from ptrain.models.chain import chain_of_module, sample_tokens
 from ptrain.models.facts import untraced_facts
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete, Kind
@@ -48,7 +48,7 @@ def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
 
 
 def made(spec: Spec) -> nn.Module:
-    return build(spec.model, sequence=16, allow_import=True)
+    return build_model(spec.model, sequence=16, allow_import=True)
 
 
 def refused(spec: Spec, module: nn.Module | None = None) -> tuple[str, str, str]:
@@ -371,4 +371,4 @@ def test_a_model_is_left_as_it_was():
 
 def test_a_sample_is_no_longer_than_the_specs():
     spec = spec_of(MODELS["pairs"], batch={"accumulate": 2, "micro": 1, "sequence": 2})
-    assert sample(made(spec), spec).tolist() == [[1, 2]]
+    assert sample_tokens(made(spec), spec).tolist() == [[1, 2]]

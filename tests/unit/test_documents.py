@@ -10,7 +10,7 @@ import torch
 
 from ptrain.algebra.legality import LocatedSpec, require_runnable
 from ptrain.errors import SpecError
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.spec.load import load
 
 START = 256
@@ -35,7 +35,7 @@ def spec_of(**options: Any) -> LocatedSpec:
 def test_a_document_is_computed_as_if_it_stood_alone(options: dict[str, Any]) -> None:
     """Rotary positions are relative, so that it matters not where in the sample it stands."""
     spec = require_runnable(spec_of(**options))
-    packed, alone = (build(spec.model, sequence=24, seed=0).double() for _ in range(2))
+    packed, alone = (build_model(spec.model, sequence=24, seed=0).double() for _ in range(2))
     for module in (packed, alone):
         initialize(module, 0)
         module.reset_buffers()

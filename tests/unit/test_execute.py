@@ -16,7 +16,7 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.execute import OF_PIECES, OF_RANK, execute
-from ptrain.interpreter.program import Program, planned
+from ptrain.interpreter.program import Program, prepare_construction
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.steps.step import Clip, Keep, Plan, Step
@@ -38,14 +38,14 @@ NAMES = ("CreateMesh", "Keep", "LocalGradients", "ChunkedLoss", "Accumulate", "C
 
 
 def executed(plan: Plan) -> Program:
-    rank = planned(SPEC, world=World())
+    rank = prepare_construction(SPEC, world=World())
     rank.plan = plan
     execute(rank)
     return Program(rank)
 
 
 def lowered() -> Plan:
-    return planned(SPEC, world=World()).plan
+    return prepare_construction(SPEC, world=World()).plan
 
 
 def losses(program: Program, steps: int = 3) -> list[float]:

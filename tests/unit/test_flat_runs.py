@@ -11,8 +11,8 @@ import torch
 
 from ptrain.axes.data.cuts import ShardLayout
 from ptrain.axes.data.theta import Parameters
-from ptrain.rooms.comm import Registry
-from ptrain.rooms.torch import TorchRoom
+from ptrain.rooms.comm import TagRegistry
+from ptrain.rooms.torch import TorchRuntime
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis
 
@@ -27,7 +27,7 @@ def cuts_at(place: dict[Axis, int]) -> ShardLayout[torch.Tensor]:
         world=SimpleNamespace(device=torch.device("cpu")),
     )
     numel = sum(size for size, _ in SIZES)
-    room = TorchRoom(mesh, Registry())
+    room = TorchRuntime(mesh, TagRegistry())
     return ShardLayout(room, numel, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
 
 

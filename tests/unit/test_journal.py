@@ -36,7 +36,7 @@ def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
     scaling = LossScale(Mesh(CreateMesh(axes=(), degrees=()), World()), ())
     with Journal(spec_of("fp16"), RunFolder(tmp_path), quiet=True) as journal:
         for step, overflows in enumerate((False, True, True, False), 1):
-            scaling.check([torch.full((2,), math.inf if overflows else 1.0)])
+            scaling.update_overflow_flag([torch.full((2,), math.inf if overflows else 1.0)])
             scaling.update()
             figures = StepFigures(
                 loss=5.0, is_sound=True, gradient_norm=math.inf if overflows else 1.0

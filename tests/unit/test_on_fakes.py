@@ -131,7 +131,7 @@ def test_a_class_of_transformers_that_reads_values_is_not_built_on_real_tensors(
 ) -> None:
     """Experts that look up which tokens are theirs; real tensors would take the memory of all."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(facts, "build", None)
+    monkeypatch.setattr(facts, "build_model", None)
     by_expert = mixtral("experts_implementation: eager")
     read = on_fake_tensors(spec_of(by_expert, "zero3"), monkeypatch)
     assert read.numel > 0 and "its code reads values" in read.untraced
@@ -255,7 +255,7 @@ def test_the_line_of_a_slow_trace_is_no_part_of_a_record(capsys: pytest.CaptureF
 
 
 def test_a_few_million_parameters_or_many_tokens_are_slow_on_real_tensors() -> None:
-    mode = tensor_parts.new_fakes()
+    mode = tensor_parts.create_fake_mode()
     for sizes, batch, is_quick in (
         ((10, 2, 259), "batch={global: 2, micro: 2, sequence: 16}", True),
         ((4096, 2, 4096), "batch={global: 2, micro: 2, sequence: 16}", False),

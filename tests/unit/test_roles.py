@@ -13,8 +13,8 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import roles_of
-from ptrain.models.initialize import build
-from ptrain.models.roles import cutting_of_module
+from ptrain.models.initialize import build_model
+from ptrain.models.roles import module_roles
 from ptrain.plan.lower import lower
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
@@ -39,13 +39,13 @@ def spec_of(model: dict[str, Any] | None = None, tp: int = 2, **tensor: Any) -> 
 
 
 def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
-    roles, _ = cutting_of_module(module, spec)
+    roles, _ = module_roles(module, spec)
     return roles
 
 
 def of_hugging_face(hf: str, config: dict[str, Any], tp: int = 2) -> dict[str, Role]:
     pytest.importorskip("transformers")
-    model = build(HuggingFaceModel(hf=hf, config=config), sequence=16)
+    model = build_model(HuggingFaceModel(hf=hf, config=config), sequence=16)
     return dict(roles_of_module(model, spec_of({"hf": hf, "config": config}, tp)))
 
 
@@ -320,5 +320,5 @@ def test_looking_at_a_model_changes_nothing_in_it():
 
 def test_a_built_in_module_has_those_of_its_family():
     spec = spec_of({"preset": "llama-tiny"})
-    assert roles_of_module(build(spec.model, sequence=16), spec) == ()
+    assert roles_of_module(build_model(spec.model, sequence=16), spec) == ()
     assert lower(spec, ModelFacts(units=())).tensor.roles == roles_of(spec.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ptrain.models.trace import Born, Completion, Died, Recording
+from ptrain.models.trace import GradientComplete, Recording, StorageAllocated, StorageFreed
 from ptrain.timeline import Boundary, Complete, Mark, Run
 from ptrain.traces.stage_parts import UnevenLoads
 
@@ -15,11 +15,15 @@ ENTER, LEAVE = Boundary(Mark.ENTER, 0), Boundary(Mark.LEAVE, 0)
 
 def recording(sizes: Mapping[int, int], operator: str = "aten::mm") -> Recording:
     """Three storages of forward, of which the last one stays, and a gradient."""
-    births = [Born(number, size, operator) for number, size in sizes.items()]
+    births = [StorageAllocated(number, size, operator) for number, size in sizes.items()]
     return Recording(
         passes={
-            "forward": (ENTER, *births[:3], Died(0), Died(1), LEAVE),
-            "backward": (Died(2), births[3], Completion("blocks.0.mlp.w", 3, cloned=False)),
+            "forward": (ENTER, *births[:3], StorageFreed(0), StorageFreed(1), LEAVE),
+            "backward": (
+                StorageFreed(2),
+                births[3],
+                GradientComplete("blocks.0.mlp.w", 3, is_cloned=False),
+            ),
         },
         sizes=sizes,
         moved=((2, "host"),),

@@ -328,7 +328,7 @@ OF_PRODUCTS = 64 * 2**20  # on an H100, as long as a process lives
 
 
 def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(pretence, "lacking", lambda: "it stays in this process")
+    monkeypatch.setattr(pretence, "missing_requirement", lambda: "it stays in this process")
     assert main(["simulate", "zero3", *TINY, "cluster.preset=h100-8", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["simulation"]["ranks"]
     for amount in rank["reserved"].values():

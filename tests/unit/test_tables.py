@@ -15,10 +15,11 @@ import torch.distributed as dist
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.tables import Place, Setting
-from ptrain.internals.dtensor import forget_shapes
-from ptrain.models.trace import Born, Completion, Died
+from ptrain.internals.dtensor import clear_shape_caches
+from ptrain.models.trace import GradientComplete, StorageAllocated, StorageFreed
 from ptrain.traces import work_tables, write
-from ptrain.traces.block_tables import PassTable
+from ptrain.traces.block_tables import PassTable, trace_stage
+from ptrain.traces.settings import TableWriter, symbols
 
 WHOLE = [
     (part, setting)
@@ -70,7 +71,7 @@ def written_of_cuts(part: TablePart, name: str, ways: list[str]) -> dict[str, An
         tables = {way: maker(by_way[way], mesh).build() for way in ways or by_way}
     finally:
         dist.destroy_process_group()
-        forget_shapes()  # which DTensor keeps with the group that is gone
+        clear_shape_caches()  # which DTensor keeps with the group that is gone
     again: dict[str, Any] = json.loads(json.dumps(tables))
     return again
 
@@ -145,16 +146,19 @@ def test_both_halves_leave_what_the_whole_backward_pass_leaves(place):
     """What is left of the whole pass, handed on, gradients and loss, is left of the halves too;
     there what the graph keeps goes in the end, which is not listed."""
     left = []
-    for trace in PassTable(OF_STAGES[NAMES[0]]).trace_stage(place, 2):
+    own = OF_STAGES[NAMES[0]]
+    for trace in trace_stage(own, TableWriter(tuple(symbols(own))), None, place, 2):
         recording = trace.recording
         events = [event for events in recording.passes.values() for event in events]
-        gone = {event.id for event in events if isinstance(event, Died | Completion)}
+        gone = {event.id for event in events if isinstance(event, StorageFreed | GradientComplete)}
         alive = sorted(
             recording.sizes[event.id]
             for event in events
-            if isinstance(event, Born) and event.id not in gone
+            if isinstance(event, StorageAllocated) and event.id not in gone
         )
-        complete = sorted(event.parameter for event in events if isinstance(event, Completion))
+        complete = sorted(
+            event.parameter for event in events if isinstance(event, GradientComplete)
+        )
         left.append((complete, alive))
     (names, whole), (again, halves) = left
     assert names == again

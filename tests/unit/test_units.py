@@ -13,7 +13,7 @@ from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.layers import all_represented
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import ModelShape
@@ -36,7 +36,7 @@ def text(shape: ModelShape) -> str:
 @pytest.mark.parametrize("shape", SHAPES, ids=text)
 def test_the_formulas_name_the_modules_and_tensors_of_the_module(shape, size):
     with torch.device("meta"):
-        module = build(shape, sequence=12)
+        module = build_model(shape, sequence=12)
     stated = facts(shape, 12, size)
     assert stated.unit_modules == unit_modules(module, size)
     assert [

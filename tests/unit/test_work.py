@@ -29,7 +29,7 @@ from ptrain.facts.model import (
 )
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.work import OperatorSizes, is_opaque, sizes_of
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.world import fake_world
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
@@ -51,7 +51,7 @@ class Computed(OperatorMode):
         self.operators: list[OperatorSizes] = []
         self.is_opaque = False
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
         self.operators += sizes_of(function, args, kwargs, result)
         self.is_opaque |= is_opaque(function)
@@ -278,7 +278,7 @@ def passes_over_context(
         world.close()
     works = recorder.recording().works
     forward, backward = (
-        pass_work([work.what for _, work in works[name]]) for name in ("forward", "backward")
+        pass_work([work.record for _, work in works[name]]) for name in ("forward", "backward")
     )
     return forward, backward
 
@@ -308,7 +308,7 @@ def test_a_hop_of_a_ring_is_awaited_behind_the_product_that_it_runs_beside():
 def test_gathered_keys_and_their_gradients_take_the_time_of_a_collective_over_cp(
     via: ReduceScatterVia, home: Collective
 ) -> None:
-    core_of = partial(GatheredCore, scale=None, via=via, registry=Registry())
+    core_of = partial(GatheredCore, scale=None, via=via, registry=TagRegistry())
     passes = passes_over_context(core_of)
     for work, collective in zip(passes, (Collective.ALL_GATHER, home), strict=True):
         (sent,) = (item for item in work if isinstance(item, InnerCollective))

@@ -20,31 +20,20 @@ from ptrain.spec.batch import PADDED, token_multiple
 from ptrain.spec.block import Positions
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import Compiled
-from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
-from ptrain.spec.placement import S_STAR, Axis, Distribution, Placement, R, S
+from ptrain.spec.placement import S_STAR, Axis, Distribution, R, S
 from ptrain.spec.spec import Spec
 from ptrain.units import counted
-
-
-def _has_replicated_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return placement.activations.distribution is Distribution.REPLICATED
-
-
-def _of_a_rank(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return not _has_replicated_activations(placement, optimizer) and placement.activations not in (
-        S,
-        S_STAR,
-    )
-
 
 _TUPLES = (
     *STATE_RULES,
     TupleRule(
         name="every token is counted once",
         theorem=GRADIENT_INTEGRITY,
-        is_broken=_has_replicated_activations,
+        is_broken=lambda placement, _: (
+            placement.activations.distribution is Distribution.REPLICATED
+        ),
         message=(
             "activations cannot be R on cp: every rank would hold all tokens of the same "
             "samples and count each token once per rank. Ranks of cp shard the tokens: "
@@ -55,7 +44,10 @@ _TUPLES = (
     TupleRule(
         name="activations are sharded by tokens",
         theorem="Definition 2",
-        is_broken=_of_a_rank,
+        is_broken=lambda placement, _: (
+            placement.activations.distribution is not Distribution.REPLICATED
+            and placement.activations not in (S, S_STAR)
+        ),
         message=(
             "activations on cp must be S (sharded by tokens) or S* (keys and values "
             "all-gathered and saved); M and O are set for all axes at the top level, "

@@ -36,7 +36,6 @@ from ptrain.spec.placement import (
     Factor,
     M,
     Mode,
-    Placement,
     R,
     S,
 )
@@ -49,12 +48,6 @@ STATE_CONSISTENCY = "Theorem 4, state consistency"
 def keeps_state(optimizer: OptimizerSpec) -> bool:
     """Return True if the optimizer carries values from step to step (moments, momentum)."""
     return bool(moment_names(optimizer.name, optimizer))
-
-
-def _has_foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    """Return True if activations are in a mode that involves other ranks."""
-    mode = placement.activations
-    return mode != R and not belongs_to_rank(mode)
 
 
 # Rules for parameters, optimizer state and gradients on every axis along which gradients are
@@ -115,7 +108,9 @@ _TUPLES = (
     TupleRule(
         name="activations are local to their rank",
         theorem=GRADIENT_INTEGRITY,
-        is_broken=_has_foreign_activations,
+        is_broken=lambda placement, _: (
+            placement.activations != R and not belongs_to_rank(placement.activations)
+        ),
         message=(
             "activations of local samples cannot be sharded over a data axis: use R "
             "(saved), M (recomputed) or O (offloaded). To shard tokens, use cp "

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple
 from ptrain.axes.data.cost import Run
 from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.cost import State
-from ptrain.rooms.room import Members, Move, T
+from ptrain.rooms.room import PendingResult, T, UnitParameters
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.placement import Axis, Tier, exclude_axes
 from ptrain.spec.precision import Layout
@@ -35,7 +35,7 @@ class Parameters(Generic[T]):
     """
 
     def __init__(
-        self, members: Members[T], cuts: ShardLayout[T], step: FlatUnits, layout: Layout
+        self, members: UnitParameters[T], cuts: ShardLayout[T], step: FlatUnits, layout: Layout
     ) -> None:
         self.members, self.cuts, self.room, self.layout = members, cuts, cuts.room, layout
         self.cut, self.tier = step.parameters, step.parameters_tier
@@ -54,9 +54,9 @@ class Parameters(Generic[T]):
         members.bind_views(self.whole)
         self.is_transient = bool(self.cut) or self.tier is not Tier.DEVICE or self.is_materialized
         self.stored = self._first_stored() if self.is_transient else self.whole
-        self._gathering: Move[T] | None = None
-        self._storing: Move[T] | None = None
-        self._settling: Move[T] | None = None
+        self._gathering: PendingResult[T] | None = None
+        self._storing: PendingResult[T] | None = None
+        self._settling: PendingResult[T] | None = None
         self._behind: Axes = ()
         self.is_gathered = True
         self.release()
@@ -94,7 +94,7 @@ class Parameters(Generic[T]):
     def _first_stored(self) -> T:
         """Return the initial shard, taken from the full buffer."""
         part = self.room.cast(self.cuts.take_part(self.whole, (), self.cut), self.dtype)
-        stored = self.room.new(self.room.numel(part), self.dtype, self.tier, self.state)
+        stored = self.room.new_empty(self.room.numel(part), self.dtype, self.tier, self.state)
         self.room.copy(part, stored)
         return stored
 
@@ -114,7 +114,7 @@ class Parameters(Generic[T]):
         if self.is_gathered:
             return
         self.is_gathered = True
-        self.room.refill(self.whole)
+        self.room.allocate_storage(self.whole)
         part = self._for_use()
         if not self.cut:
             self.room.copy(part, self.whole)
@@ -133,12 +133,12 @@ class Parameters(Generic[T]):
         """Return the stored tensor in the dtype of use, where the collective needs it."""
         room, part, used = self.room, self.stored, self.layout.parameters
         if self.tier is Tier.FILE:
-            part = room.move(part, Tier.HOST, self.state)
+            part = room.copy_to_tier(part, Tier.HOST, self.state)
         # cast before the gather, which then moves the dtype of use
         if room.dtype(part) is not used and (self.cut or self.tier is not Tier.DEVICE):
             part = room.cast(part, used, State.PARAMETERS, self.label)
         if self.cut and self.tier is not Tier.DEVICE:
-            part = room.move(part, Tier.DEVICE, State.PARAMETERS)
+            part = room.copy_to_tier(part, Tier.DEVICE, State.PARAMETERS)
         return part
 
     def release(self) -> None:
@@ -146,7 +146,7 @@ class Parameters(Generic[T]):
         if not self.is_transient or not self.is_gathered:
             return
         self._wait_for_gather()
-        self.room.empty(self.whole)
+        self.room.free_storage(self.whole)
         self.is_gathered = False
 
     def updated_part(self, missing: Axes) -> T | None:
@@ -192,7 +192,7 @@ class Parameters(Generic[T]):
             self._settling.wait()
             self._settling = None
 
-    def _start_settling(self, *, is_awaited: bool) -> Move[T]:
+    def _start_settling(self, *, is_awaited: bool) -> PendingResult[T]:
         """Issue the gather of the updated parts into `stored`."""
         missing, cut = self._behind, (*self.cut, *self._behind)
         part = self.cuts.take_part(self.stored, self.cut, cut)
@@ -212,11 +212,11 @@ class Parameters(Generic[T]):
 
         `tier` is the tier of the updated tensor. Nothing is copied if it is `stored`.
         """
-        if self.room.same(held, self.stored):
+        if self.room.is_same_memory(held, self.stored):
             return
         # there is no direct copy between a file and the device
         if self.tier is Tier.FILE and tier is Tier.DEVICE:
-            held = self.room.move(held, Tier.HOST, State.PARAMETERS)
+            held = self.room.copy_to_tier(held, Tier.HOST, State.PARAMETERS)
         self.room.copy(held, self.stored)
 
 
@@ -244,7 +244,7 @@ class UnitTheta(Generic[T]):
         """Announce that the parts that are not gathered are needed next."""
         for part in self.parts:
             if not part.is_gathered:
-                part.room.ahead(part.stored)
+                part.room.prefetch(part.stored)
 
     def release(self) -> None:
         """Free the full buffers that can be rebuilt."""
@@ -293,7 +293,7 @@ class Route(NamedTuple, Generic[T]):
         if self.gather_axes and not is_scalar:
             part = self.cuts.take_part(initial, self.update_axes, self.stored_axes)
         numel = None if is_scalar else room.numel(part)
-        stored = room.new(numel, room.dtype(initial), self.tier, self.state)
+        stored = room.new_empty(numel, room.dtype(initial), self.tier, self.state)
         room.copy(part, stored)
         return stored
 
@@ -301,9 +301,9 @@ class Route(NamedTuple, Generic[T]):
         """Return the tensor that the update works on: `stored` if that is in place."""
         room, held, tier = self.cuts.room, stored, self.tier
         if tier is Tier.FILE:
-            held, tier = room.move(held, Tier.HOST, self.state), Tier.HOST
+            held, tier = room.copy_to_tier(held, Tier.HOST, self.state), Tier.HOST
         if tier is Tier.HOST and self.update_tier is Tier.DEVICE:
-            held = room.move(held, Tier.DEVICE, self.state)
+            held = room.copy_to_tier(held, Tier.DEVICE, self.state)
         if self.gather_axes and room.shape(held):
             held = self.cuts.gather_part(held, self.stored_axes, self.gather_axes, self.state)
         return held
@@ -313,10 +313,10 @@ class Route(NamedTuple, Generic[T]):
         room, part = self.cuts.room, working
         if self.gather_axes and room.shape(working):
             part = self.cuts.take_part(working, self.update_axes, self.stored_axes)
-        if room.same(part, stored):
+        if room.is_same_memory(part, stored):
             return
         if self.tier is Tier.FILE and self.update_tier is Tier.DEVICE:
-            part = room.move(part, Tier.HOST, self.state)
+            part = room.copy_to_tier(part, Tier.HOST, self.state)
         room.copy(part, stored)
 
 
@@ -351,18 +351,18 @@ class TensorSlot(Generic[T]):
 
     def fetch(self) -> T:
         whole = self.route.fetch(self.stored)
-        return self.room.piece(whole, 0, self.shape) if self.shape else whole
+        return self.room.view_range(whole, 0, self.shape) if self.shape else whole
 
     def put(self, working: T) -> None:
-        if not self.room.same(working, self.stored):
+        if not self.room.is_same_memory(working, self.stored):
             self.route.put(self.stored, self._flat_padded(working) if self.shape else working)
 
     def _flat_padded(self, whole: T) -> T:
         """Return a full tensor as 1-d with padding; it is copied only if there is padding."""
-        room, flat, padded = self.room, self.room.flat(whole), self.route.cuts.padded
+        room, flat, padded = self.room, self.room.flatten(whole), self.route.cuts.padded
         if math.prod(self.shape) == padded:
             return flat
-        longer = room.like(flat, padded)
-        room.clear(longer)
-        room.copy(flat, room.piece(longer, 0, (math.prod(self.shape),)))
+        longer = room.empty_like(flat, padded)
+        room.fill_zeros(longer)
+        room.copy(flat, room.view_range(longer, 0, (math.prod(self.shape),)))
         return longer

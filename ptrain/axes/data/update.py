@@ -17,8 +17,8 @@ from typing import Generic
 from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.axes.data.theta import Parameters, Route, RoutedSlot, TensorSlot
 from ptrain.cost import State
-from ptrain.optimizers.update import Resident, Slot
-from ptrain.rooms.room import Members, Move, T
+from ptrain.optimizers.update import ResidentSlot, Slot
+from ptrain.rooms.room import PendingResult, T, UnitParameters
 from ptrain.spec.placement import Tier, exclude_axes
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FlatUnits
@@ -33,7 +33,7 @@ class UnitState(Generic[T]):
     """
 
     def __init__(
-        self, members: Members[T], cuts: ShardLayout[T], step: FlatUnits, layout: Layout
+        self, members: UnitParameters[T], cuts: ShardLayout[T], step: FlatUnits, layout: Layout
     ) -> None:
         self.members, self.cuts, self.room, self.step = members, cuts, cuts.room, step
         self.parameters = Parameters(members, cuts, step, layout)
@@ -46,7 +46,7 @@ class UnitState(Generic[T]):
         if self.following is not None:
             self.following.gradients.read_ahead()
             for tensor in (self.following.parameters.stored, *self.following.slots):
-                self.room.ahead(tensor)
+                self.room.prefetch(tensor)
 
     def route(self, cuts: ShardLayout[T]) -> Route[T]:
         """Return the route of optimizer state with the layout `cuts`."""
@@ -68,15 +68,15 @@ class UnitState(Generic[T]):
         if parameters.is_materialized:
             return parameters.route.fetch(held)
         if tier is Tier.FILE:
-            held, tier = room.move(held, Tier.HOST, State.PARAMETERS), Tier.HOST
+            held, tier = room.copy_to_tier(held, Tier.HOST, State.PARAMETERS), Tier.HOST
         if missing := exclude_axes(now, cut):
             if tier is Tier.HOST:
-                held, tier = room.move(held, Tier.DEVICE, State.PARAMETERS), Tier.DEVICE
+                held, tier = room.copy_to_tier(held, Tier.DEVICE, State.PARAMETERS), Tier.DEVICE
             held = self.cuts.gather_part(held, now, missing, State.PARAMETERS)
             now = exclude_axes(now, missing)
         held = self.cuts.take_part(held, now, cut)
         if tier is not self.step.update_tier:
-            held = room.move(held, self.step.update_tier, State.PARAMETERS)
+            held = room.copy_to_tier(held, self.step.update_tier, State.PARAMETERS)
         return held
 
     def store(self, value: T) -> None:
@@ -95,7 +95,7 @@ class UnitState(Generic[T]):
             if place is not None:
                 part = self._copy_to_place(part, place)
             elif tier is not Tier.DEVICE:
-                part = room.move(part, Tier.DEVICE, State.PARAMETERS)
+                part = room.copy_to_tier(part, Tier.DEVICE, State.PARAMETERS)
             parameters.update_stored(part, (*cut, *extra), missing, step.gather_after_update)
         else:
             parameters.write_stored(part, tier)
@@ -105,7 +105,7 @@ class UnitState(Generic[T]):
 
         Dropping the part before the gather saves memory.
         """
-        if not self.room.same(part, place):
+        if not self.room.is_same_memory(part, place):
             self.room.copy(part, place)
         return place
 
@@ -120,7 +120,7 @@ class ShardTarget(Generic[T]):
         self.unit = unit
         self.owns_master = unit.parameters.is_materialized
 
-    def lasting(self) -> T | None:
+    def persistent_parameter(self) -> T | None:
         """Return None: the gradient of a shard is brought for each update."""
 
     def working_gradient(self) -> T | None:
@@ -133,10 +133,10 @@ class ShardTarget(Generic[T]):
     def store(self, value: T) -> None:
         self.unit.store(value)
 
-    def slot(self, initial: T) -> Slot[T]:
+    def create_slot(self, initial: T) -> Slot[T]:
         route = self.unit.route(self.unit.cuts)
         if route.is_in_place:
-            return Resident(_tag_optimizer_state(self.unit, initial))
+            return ResidentSlot(_tag_optimizer_state(self.unit, initial))
         slot = RoutedSlot(route, initial)
         self.unit.slots.append(slot.stored)
         return slot
@@ -180,7 +180,7 @@ class TensorsUpdate(Generic[T]):
         if self._value is None:
             self._value = self._updated_buffer()
         place = self._tensor_view(self._value, index)
-        if not self.room.same(place, value):
+        if not self.room.is_same_memory(place, value):
             self.room.copy(value, place)
         self._stored = (self._stored + 1) % len(self.shapes)
         if self._stored == 0:
@@ -195,14 +195,16 @@ class TensorsUpdate(Generic[T]):
         parameters, step, cuts = self.unit.parameters, self.unit.step, self.unit.cuts
         if not parameters.cut and parameters.tier is step.update_tier:
             return parameters.stored
-        place = self.room.new(cuts.padded, parameters.dtype, step.update_tier, State.PARAMETERS)
-        self.room.clear(self.room.piece(place, cuts.numel, (cuts.padded - cuts.numel,)))
+        place = self.room.new_empty(
+            cuts.padded, parameters.dtype, step.update_tier, State.PARAMETERS
+        )
+        self.room.fill_zeros(self.room.view_range(place, cuts.numel, (cuts.padded - cuts.numel,)))
         return place
 
     def _tensor_view(self, whole: T, index: int) -> T:
         """Return the view of one tensor in a full buffer."""
         start = sum(map(math.prod, self.shapes[:index]))
-        return self.room.piece(whole, start, self.shapes[index])
+        return self.room.view_range(whole, start, self.shapes[index])
 
 
 class TensorTarget(Generic[T]):
@@ -220,7 +222,7 @@ class TensorTarget(Generic[T]):
             unit.room, math.prod(self.shape), self.unit.step.optimizer, unit.via
         )
 
-    def lasting(self) -> T | None:
+    def persistent_parameter(self) -> T | None:
         """Return None: the tensor is a view of a buffer that is gathered for each update."""
 
     def working_gradient(self) -> T | None:
@@ -232,10 +234,10 @@ class TensorTarget(Generic[T]):
     def store(self, value: T) -> None:
         self.update.store(self.index, value)
 
-    def slot(self, initial: T) -> Slot[T]:
+    def create_slot(self, initial: T) -> Slot[T]:
         self.update.drop_values()
         if self.keeps_whole:
-            return Resident(_tag_optimizer_state(self.unit, initial))
+            return ResidentSlot(_tag_optimizer_state(self.unit, initial))
         slot = TensorSlot(self.route, initial)
         self.unit.slots.append(slot.stored)
         return slot
@@ -281,7 +283,7 @@ class Gradients(Generic[T]):
         self.now: Axes = self.cut
         self.partial = exclude_axes(step.axes, (*step.updated, *self.cut))
         self._mapped: T | None = None
-        self._move: Move[T] | None = None
+        self._move: PendingResult[T] | None = None
         self._is_in_place = self.layout.parameters is self.layout.reduced
 
     @property
@@ -303,12 +305,12 @@ class Gradients(Generic[T]):
         """
         if self.whole is not None:
             return
-        self.whole = self.room.new(
+        self.whole = self.room.new_empty(
             self.cuts.padded, self.layout.reduced, Tier.DEVICE, State.GRADIENTS, self.label
         )
         # padding takes part in sums and norms, so it must be zero
         if padding := self.cuts.padded - self.cuts.numel:
-            self.room.clear(self.room.piece(self.whole, self.cuts.numel, (padding,)))
+            self.room.fill_zeros(self.room.view_range(self.whole, self.cuts.numel, (padding,)))
         self._mark_unwritten()
 
     def _mark_unwritten(self) -> None:
@@ -336,12 +338,12 @@ class Gradients(Generic[T]):
         if index in self._unwritten:
             self._write_first(index)
         elif not self._is_in_place:
-            self.members.collect(index, self.whole)
+            self.members.add_gradient(index, self.whole)
 
     def _write_first(self, index: int) -> None:
         """Copy the first gradient of a tensor into the buffer."""
         assert self.whole is not None, "there is somewhere to write to"
-        self.members.write(index, self.whole, is_bound=self._is_in_place)
+        self.members.write_gradient(index, self.whole, is_bound=self._is_in_place)
         self._unwritten.discard(index)
 
     def finish(self, *, is_last: bool, is_due: bool) -> None:
@@ -405,7 +407,7 @@ class Gradients(Generic[T]):
             else:
                 room.add(self.kept, part)
             return
-        arrived = room.move(self._cast_to_kept(part), Tier.HOST, State.GRADIENTS)
+        arrived = room.copy_to_tier(self._cast_to_kept(part), Tier.HOST, State.GRADIENTS)
         if self.tier is Tier.HOST:
             if self.kept is None:
                 self.kept = arrived
@@ -413,7 +415,7 @@ class Gradients(Generic[T]):
                 room.add(self.kept, arrived)
             return
         if self.kept is not None:
-            summed = room.move(self.kept, Tier.HOST, State.GRADIENTS)
+            summed = room.copy_to_tier(self.kept, Tier.HOST, State.GRADIENTS)
             room.add(summed, arrived)
             arrived = summed
         self.kept = self._file_tensor(room.numel(arrived))
@@ -426,7 +428,9 @@ class Gradients(Generic[T]):
     def _file_tensor(self, numel: int) -> T:
         """Return the file's tensor, created once: creating it costs more than writing to it."""
         if self._mapped is None:
-            self._mapped = self.room.new(numel, self.layout.gradients, Tier.FILE, State.GRADIENTS)
+            self._mapped = self.room.new_empty(
+                numel, self.layout.gradients, Tier.FILE, State.GRADIENTS
+            )
         return self._mapped
 
     def for_update(self) -> None:
@@ -445,9 +449,9 @@ class Gradients(Generic[T]):
         narrower, wider = exclude_axes(self.step.updated, self.now), exclude_axes(self.now, wanted)
         travels = bool(narrower or self.partial or wider) and self.tier is not Tier.DEVICE
         if self.tier is Tier.FILE:
-            held = room.move(held, Tier.HOST, State.GRADIENTS)
+            held = room.copy_to_tier(held, Tier.HOST, State.GRADIENTS)
         if travels:
-            held = room.move(held, Tier.DEVICE, State.GRADIENTS)
+            held = room.copy_to_tier(held, Tier.DEVICE, State.GRADIENTS)
         now = self.now
         if narrower:
             held, now = self.cuts.reduce_scatter(held, now, narrower), (*now, *narrower)
@@ -458,7 +462,7 @@ class Gradients(Generic[T]):
             held = self.cuts.gather_part(held, now, wider, State.GRADIENTS)
         held = self._cast_to_kept(held)
         if travels:
-            held = room.move(held, Tier.HOST, State.GRADIENTS)
+            held = room.copy_to_tier(held, Tier.HOST, State.GRADIENTS)
         self.kept, self.now, self.partial = held, wanted, ()
 
     def update_gradient(self) -> T | None:
@@ -472,11 +476,11 @@ class Gradients(Generic[T]):
         gathered, step = self.step.gathered_gradients, self.step
         on_device = self.tier is Tier.DEVICE
         if not on_device and (gathered or step.update_tier is Tier.DEVICE):
-            held, on_device = room.move(held, Tier.DEVICE, State.GRADIENTS), True
+            held, on_device = room.copy_to_tier(held, Tier.DEVICE, State.GRADIENTS), True
         if gathered:
             held = self.cuts.gather_part(held, self.now, gathered, State.GRADIENTS)
         if on_device and step.update_tier is not Tier.DEVICE:
-            held = room.move(held, Tier.HOST, State.GRADIENTS)
+            held = room.copy_to_tier(held, Tier.HOST, State.GRADIENTS)
         return held
 
     def clear(self) -> None:
@@ -489,7 +493,7 @@ class Gradients(Generic[T]):
     def read_ahead(self) -> None:
         """Announce that the stored gradients are needed next."""
         if self.kept is not None:
-            self.room.ahead(self.kept)
+            self.room.prefetch(self.kept)
 
     def live_tensors(self) -> list[T]:
         """Return all live tensors of gradients."""

@@ -143,7 +143,7 @@ def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[
         simulate(schedule)
     except BrokenSchedule as broken:
         order = schedule.orders[broken.rank]
-        places = [place for place, step in enumerate(order) if _is_part(broken.action, step)]
+        places = [place for place, step in enumerate(order) if broken.action in (step, *step.parts)]
         place = f"action {places[-1] + 1} of {len(order)}" if places else "at no position"
         yield Fault(
             place=_PLACE,
@@ -215,11 +215,6 @@ def _as_step(passes: tuple[Pass, ...]) -> Step:
     """Return a listed entry as an action or a pair."""
     actions = [Action(*fields) for fields in passes]
     return actions[0] if len(actions) == 1 else Pair(*actions)
-
-
-def _is_part(action: object, step: Step) -> bool:
-    """Return True if an action or pair is the step or a part of it."""
-    return action == step or action in step.parts
 
 
 Need = Callable[[ScheduleName, PipelineShape], Iterator[Fault]]

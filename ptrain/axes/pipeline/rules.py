@@ -26,10 +26,9 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.stages import layer_count_faults
 from ptrain.spec.dials import UnitKind
-from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, PipelineSpec
-from ptrain.spec.placement import S_STAR, Axis, M, Placement, R, S, Tier
+from ptrain.spec.placement import S_STAR, Axis, M, R, S, Tier
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import Form
@@ -41,26 +40,11 @@ _BETWEEN_STAGES = "Theorem 7.3, activations are sent from stage to stage of one 
 _EVERY_MICROBATCH = "Theorem 3, gradient integrity"
 
 
-def _has_unsharded_states(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    """Return True unless parameters and optimizer state are S."""
-    return (placement.parameters, placement.optimizer) != (S, S)
-
-
-def _has_unsharded_gradients(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    """Return True unless gradients are S."""
-    return placement.gradients != S
-
-
-def _has_foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    """Return True unless activations are R."""
-    return placement.activations != R
-
-
 _TUPLES = (
     TupleRule(
         name="states are sharded by stage",
         theorem=_DISJOINT,
-        is_broken=_has_unsharded_states,
+        is_broken=lambda placement, _: (placement.parameters, placement.optimizer) != (S, S),
         message=(
             "parameters and optimizer state must be S on pp: each rank holds the layers "
             "of its stages only"
@@ -70,7 +54,7 @@ _TUPLES = (
     TupleRule(
         name="gradients are reduced per stage",
         theorem=_PER_STAGE,
-        is_broken=_has_unsharded_gradients,
+        is_broken=lambda placement, _: placement.gradients != S,
         message=(
             "gradients must be S on pp: the gradients of a stage exist on its rank only "
             "and are not reduced over pp"
@@ -80,7 +64,7 @@ _TUPLES = (
     TupleRule(
         name="activations are those of the local layers",
         theorem="Definition 2",
-        is_broken=_has_foreign_activations,
+        is_broken=lambda placement, _: placement.activations != R,
         message=(
             "activations on pp must be R: each rank holds the full activations of its "
             "layers; M and O are set for all axes at the top level, `activations=M`"

@@ -129,20 +129,34 @@ def simulate(schedule: Schedule, costs: Durations | None = None) -> Simulation:
         BrokenSchedule: The schedule is not the work of a step, or ends in a deadlock; with rank,
             action and reason.
     """
-    costs = costs or equal_stages(schedule)
-    assert costs.has_all_steps(schedule), "costs for other stages than those of the schedule"
-    return _Simulation(schedule, costs).to_the_end()
+    return _Simulation(schedule, costs or equal_stages(schedule)).to_the_end()
 
 
-class _Simulation:
+class _Progress:
+    """The steps that each rank has ended, as `spans`."""
+
+    def __init__(self, schedule: Schedule, costs: Durations) -> None:
+        assert costs.has_all_steps(schedule), "costs for other stages than those of the schedule"
+        self.schedule, self.costs = schedule, costs
+        self.work = step_work(schedule)
+        self.spans: list[list[Span]] = [[] for _ in schedule.orders]
+
+    def next_step(self, rank: int) -> Step | None:
+        """Return the next step of a rank, None at its end."""
+        done, order = len(self.spans[rank]), self.schedule.orders[rank]
+        return order[done] if done < len(order) else None
+
+    def simulation(self) -> Simulation:
+        """Return the times of all steps."""
+        return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
+
+
+class _Simulation(_Progress):
     """The progress of each rank, and the ranks that wait for each action."""
 
     def __init__(self, schedule: Schedule, costs: Durations) -> None:
-        self.schedule = schedule
-        self.costs, self.communication = costs, costs.communication
-        self.rank_of = schedule.rank_of
-        self.work = step_work(schedule)
-        self.spans: list[list[Span]] = [[] for _ in schedule.orders]
+        super().__init__(schedule, costs)
+        self.rank_of, self.communication = schedule.rank_of, costs.communication
         self.ended: dict[Action, float] = {}
         self.waiting: defaultdict[Action, list[int]] = defaultdict(list)
 
@@ -151,9 +165,9 @@ class _Simulation:
         able = list(range(self.schedule.ranks))
         while able:
             able += self._run_rank(able.pop())
-        if stuck := [rank for rank in range(self.schedule.ranks) if self._next_step(rank)]:
+        if stuck := [rank for rank in range(self.schedule.ranks) if self.next_step(rank)]:
             raise self._deadlock_error(stuck[0])
-        return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
+        return self.simulation()
 
     def _run_rank(self, rank: int) -> list[int]:
         """Run a rank until an input is missing; return the ranks that its results wake."""
@@ -176,15 +190,6 @@ class _Simulation:
                     woken += waiting.pop(part)
         return woken
 
-    def _next_step(self, rank: int) -> Step | None:
-        """Return the next step of a rank, None at its end."""
-        done, order = len(self.spans[rank]), self.schedule.orders[rank]
-        return order[done] if done < len(order) else None
-
-    def _missing_input(self, needs: tuple[Action, ...]) -> Action | None:
-        """Return the first input that has not been computed."""
-        return next((need for need in needs if need not in self.ended), None)
-
     def _arrival_time(self, need: Action, rank: int) -> float | None:
         """Return the time at which an input arrives on a rank, None if not computed yet."""
         end = self.ended.get(need)
@@ -194,15 +199,15 @@ class _Simulation:
 
     def _deadlock_error(self, rank: int) -> BrokenSchedule:
         """Return the error with the cycle of waiting ranks."""
-        step, at = self._next_step(rank), rank
+        step, at = self.next_step(rank), rank
         chain: list[str] = []
         seen: set[int] = set()
         while at not in seen:
             seen.add(at)
-            waiting = self._next_step(at)
+            waiting = self.next_step(at)
             assert waiting, "a rank that has ended keeps nobody waiting"
-            need = self._missing_input(self.work.inputs(waiting))
-            assert need, "a rank that lacks nothing goes on"
+            # a rank that lacks nothing would have run
+            need = next(need for need in self.work.inputs(waiting) if need not in self.ended)
             owner = self.schedule.rank_of[need.stage]
             chain.append(f"rank {at} waits at {waiting} for {need} of rank {owner}")
             at = owner
@@ -231,18 +236,16 @@ def simulate_sharing(
         speed: Returns the speed of each rank, relative to all ranks busy, by the number of busy
             ranks.
     """
-    assert costs.has_all_steps(schedule), "costs for other stages than those of the schedule"
     assert not costs.communication, "what is sent takes its sender's time"
     return _SharedCoreSimulation(schedule, costs, speed).to_the_end()
 
 
-class _SharedCoreSimulation:
+class _SharedCoreSimulation(_Progress):
     """The progress of each rank: `left` are the seconds that its current step still needs."""
 
     def __init__(self, schedule: Schedule, costs: Durations, speed: Callable[[int], float]) -> None:
-        self.schedule, self.costs, self.speed = schedule, costs, speed
-        self.needs = step_work(schedule).inputs
-        self.spans: list[list[Span]] = [[] for _ in schedule.orders]
+        super().__init__(schedule, costs)
+        self.speed = speed
         self.left: dict[int, float] = {}
         self.begun: dict[int, float] = {}
         self.ended: set[Action] = set()
@@ -258,24 +261,19 @@ class _SharedCoreSimulation:
                 self.left[rank] -= least
                 if self.left[rank] <= _DONE:
                     self._end_step(rank)
-        return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
+        return self.simulation()
 
     def _start_steps(self) -> bool:
         """Start all steps that can start; return True if any rank is busy."""
         for rank in range(self.schedule.ranks):
-            step = None if rank in self.left else self._next_step(rank)
-            if step is not None and all(need in self.ended for need in self.needs(step)):
+            step = None if rank in self.left else self.next_step(rank)
+            if step is not None and all(need in self.ended for need in self.work.inputs(step)):
                 self.left[rank], self.begun[rank] = self.costs.duration(step), self.now
         return bool(self.left)
 
-    def _next_step(self, rank: int) -> Step | None:
-        """Return the next step of a rank, None at its end."""
-        done, order = len(self.spans[rank]), self.schedule.orders[rank]
-        return order[done] if done < len(order) else None
-
     def _end_step(self, rank: int) -> None:
         """End the current step of a rank."""
-        step = self._next_step(rank)
+        step = self.next_step(rank)
         assert step is not None, "what is busy does something"
         self.spans[rank].append(Span(step=step, start=self.begun[rank], end=self.now))
         del self.left[rank], self.begun[rank]

@@ -56,7 +56,6 @@ class Transfer(NamedTuple):
 
     Attributes:
         rank: The rank that sends or receives.
-        peer: The other rank.
         boundary: Boundary b is between the stages b and b + 1.
         collective: SEND or RECV.
         phase: FORWARD or BACKWARD.
@@ -64,7 +63,6 @@ class Transfer(NamedTuple):
     """
 
     rank: int
-    peer: int
     boundary: int
     collective: Collective
     phase: Phase
@@ -98,13 +96,9 @@ def _boundary_transfers(
         (Phase.FORWARD, forward, before, after),
         (Phase.BACKWARD, backward, after, before),
     ):
-        for rank, peer, collective in (
-            (sender, receiver, Collective.SEND),
-            (receiver, sender, Collective.RECV),
-        ):
+        for rank, collective in ((sender, Collective.SEND), (receiver, Collective.RECV)):
             yield Transfer(
                 rank=rank,
-                peer=peer,
                 boundary=boundary,
                 collective=collective,
                 phase=phase,

@@ -16,10 +16,9 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.cost import cut_sizes, shard_sizes, shards_differ
 from ptrain.errors import Fault
 from ptrain.spec.batch import PADDED
-from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.keys import TensorSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
+from ptrain.spec.placement import S_STAR, Axis, R, S
 from ptrain.spec.role import Role
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
@@ -29,23 +28,11 @@ from ptrain.units import ceil_div, counted
 _AXES = (Axis.TP,)
 
 
-def _has_unsharded_states(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return (placement.parameters, placement.optimizer) != (S, S)
-
-
-def _has_unsharded_gradients(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return placement.gradients != S
-
-
-def _has_illegal_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return placement.activations not in (R, S, S_STAR)
-
-
 _TUPLES = (
     TupleRule(
         name="states are sharded like operators",
         theorem="Theorem 4, state consistency",
-        is_broken=_has_unsharded_states,
+        is_broken=lambda placement, _: (placement.parameters, placement.optimizer) != (S, S),
         message=(
             "parameters and optimizer state must be S on tp: each rank computes with its "
             "shard of each operator only"
@@ -55,7 +42,7 @@ _TUPLES = (
     TupleRule(
         name="gradients are reduced across tp groups, not within",
         theorem="Theorem 6.3, gradients are reduced across tp groups, not within",
-        is_broken=_has_unsharded_gradients,
+        is_broken=lambda placement, _: placement.gradients != S,
         message=(
             "gradients must be S on tp: the gradient of an operator's shard exists on its rank only"
         ),
@@ -64,7 +51,7 @@ _TUPLES = (
     TupleRule(
         name="activations are full or sharded by tokens",
         theorem="Definition 2",
-        is_broken=_has_illegal_activations,
+        is_broken=lambda placement, _: placement.activations not in (R, S, S_STAR),
         message=(
             "activations on tp must be R, S (sharded by tokens) or S* (saved as shards, "
             "all-gathered for backward); M and O are set for all axes at the top level, "

@@ -38,9 +38,9 @@ def added_bytes(gradient: Complete) -> int:
 def time_copy(tape: Tape, dtype: DType, gradient: Complete) -> None:
     """Time the copy of a first gradient, unless it is stolen."""
     if gradient.cloned:
-        tape.compute(OperatorKind.COPY, dtype, 2 * gradient.size, Spent.COMPUTE)
+        tape.record_operator(OperatorKind.COPY, dtype, 2 * gradient.size, Spent.COMPUTE)
 
 
 def time_addition(tape: Tape, dtype: DType, gradient: Complete) -> None:
     """Time the addition of a gradient, which reads two tensors and writes one."""
-    tape.compute(OperatorKind.POINTWISE, dtype, 3 * gradient.size, Spent.COMPUTE)
+    tape.record_operator(OperatorKind.POINTWISE, dtype, 3 * gradient.size, Spent.COMPUTE)

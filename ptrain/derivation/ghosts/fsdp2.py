@@ -246,7 +246,7 @@ class Gathers:
         self.tape.add(copied + whole)
         self.tape.hook(Hook.FSDP2_GATHER)
         self.tape.computed_beside(OperatorKind.COPY, self.dtype, 2 * (between or self.shard[unit]))
-        self.arrivals[unit] = self.tape.send(
+        self.arrivals[unit] = self.tape.record_collective(
             Collective.ALL_GATHER,
             shards.axes,
             State.PARAMETERS,
@@ -267,7 +267,7 @@ class Gathers:
             arrival.wait()
         # Shards along another dimension than rows are copied once more, into the tensor's order.
         moved = self.moved[unit]
-        self.tape.compute(OperatorKind.COPY, self.dtype, 2 * (self.whole[unit] + moved))
+        self.tape.record_operator(OperatorKind.COPY, self.dtype, 2 * (self.whole[unit] + moved))
         self.tape.add(self.whole[unit] + moved)
         self.tape.add(-moved)
         self.tape.add(-self.between[unit])
@@ -488,7 +488,7 @@ class FullySharded(InPlaceUpdate):
                 self.tape.add(-held)
                 self.tape.add(size)
                 dtype = self.scene.plan.update.layout.reduced
-                self.tape.compute(OperatorKind.COPY, dtype, 2 * size)
+                self.tape.record_operator(OperatorKind.COPY, dtype, 2 * size)
                 held = size
         return held
 
@@ -499,9 +499,11 @@ class FullySharded(InPlaceUpdate):
         is_native = step.reduce_scatter is ReduceScatterVia.NATIVE
         received, via = (0, "") if is_native else (whole, step.reduce_scatter.value)
         self.tape.hook(Hook.FSDP2_REDUCE)
-        self.tape.compute(OperatorKind.COPY, self.scene.plan.update.layout.reduced, 2 * whole)
+        self.tape.record_operator(
+            OperatorKind.COPY, self.scene.plan.update.layout.reduced, 2 * whole
+        )
         self.tape.add(received)
-        self.reducing = self.tape.send(
+        self.reducing = self.tape.record_collective(
             Collective.REDUCE_SCATTER,
             shards.axes,
             State.GRADIENTS,
@@ -511,7 +513,7 @@ class FullySharded(InPlaceUpdate):
         )
         self.tape.add(-received)
         if shards.replicas:
-            self.all_reducing = self.tape.send(
+            self.all_reducing = self.tape.record_collective(
                 Collective.ALL_REDUCE,
                 shards.replicas,
                 State.GRADIENTS,

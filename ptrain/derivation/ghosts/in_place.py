@@ -25,9 +25,9 @@ from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.wrapping import Times, WrapContext, Wrapping, by_operator, state_rows
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
-from ptrain.optimizers.ghost import GhostRules, GhostScale
-from ptrain.optimizers.update import Resident, Slot, TargetsUpdate, rule_of
-from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
+from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
+from ptrain.optimizers.update import ResidentSlot, Slot, TargetsUpdate, rule_of
+from ptrain.rooms.ghost import Ghost, GhostRuntime, Storage
 from ptrain.rooms.room import Shape
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
@@ -56,7 +56,7 @@ class InPlaceTarget:
     def __init__(self, value: Ghost, gradient: Ghost, *, owns_master: bool) -> None:
         self._value, self._gradient, self.owns_master = value, gradient, owns_master
 
-    def lasting(self) -> Ghost | None:
+    def persistent_parameter(self) -> Ghost | None:
         """Return None: the tensor is already in place."""
 
     def working_gradient(self) -> Ghost:
@@ -68,8 +68,8 @@ class InPlaceTarget:
     def store(self, value: Ghost) -> None:
         """Do nothing: the value is already stored, or copied in place."""
 
-    def slot(self, initial: Ghost) -> Slot[Ghost]:
-        return Resident(initial)
+    def create_slot(self, initial: Ghost) -> Slot[Ghost]:
+        return ResidentSlot(initial)
 
 
 class InPlace(Wrapping):
@@ -246,7 +246,7 @@ def _cost_of(
     is_for_cuda: bool,
 ) -> Cost:
     tape = Tape(is_reading=False)
-    room, dtype = GhostRoom(tape, {}, {}), layout.parameters
+    room, dtype = GhostRuntime(tape, {}, {}), layout.parameters
     if owns_master and layout.master is not None:
         dtype = layout.master
 
@@ -262,7 +262,7 @@ def _cost_of(
         )
         for shape in shapes
     ]
-    rules = GhostRules(tape, is_cpu=not is_for_cuda)
+    rules = GhostOptimizerFactory(tape, is_cpu=not is_for_cuda)
     update = TargetsUpdate([targets], optimizer, layout, room, rules, [hidden])
     tape.is_reading = True
     update.step(0.0, GhostScale(tape) if layout.scales_loss else None)
@@ -330,7 +330,9 @@ class Replicated(Local):
         with their number, and then the bucket sizes."""
         tensors, buckets = len(self.scene.facts.trained), len(self.replicas.buckets())
         for count in (tensors + 1, buckets):
-            self.tape.send(Collective.BROADCAST, self.axes, State.OTHER, _INDEX_BYTES * count, "")
+            self.tape.record_collective(
+                Collective.BROADCAST, self.axes, State.OTHER, _INDEX_BYTES * count, ""
+            )
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         super().begin(is_first=is_first, is_last=is_last)
@@ -345,7 +347,7 @@ class Replicated(Local):
             self.tape.spike(autograd.copy_bytes(gradient))
         dtype = self.scene.plan.update.layout.gradients
         if self.copies:
-            self.tape.compute(OperatorKind.COPY, dtype, 2 * gradient.size)
+            self.tape.record_operator(OperatorKind.COPY, dtype, 2 * gradient.size)
         else:
             autograd.time_addition(self.tape, dtype, gradient)
         self.arrived += gradient.size
@@ -373,7 +375,7 @@ class Replicated(Local):
         size = self.due.pop(0)
         self.arrived -= size
         self.tape.hook(Hook.DDP_BUCKET)
-        arrival = self.tape.send(
+        arrival = self.tape.record_collective(
             Collective.ALL_REDUCE,
             self.axes,
             State.GRADIENTS,
@@ -399,7 +401,7 @@ class Replicated(Local):
         if not self.copies:
             layout = self.scene.plan.update.layout
             size = self.scene.facts.trained_numel * layout.gradients.itemsize
-            self.tape.compute(OperatorKind.POINTWISE, layout.gradients, size)
+            self.tape.record_operator(OperatorKind.POINTWISE, layout.gradients, size)
 
 
 # torch's ZeroRedundancyOptimizer with DistributedDataParallel: full tensors are distributed over
@@ -498,7 +500,7 @@ class SpreadReplicated(Replicated):
             shapes = [tensor.shape for tensor in most]
             self.tape.clock.run_update(update.optimizer, update.layout, shapes)
         arrivals = [
-            self.tape.send(
+            self.tape.record_collective(
                 Collective.BROADCAST, self.axes, State.PARAMETERS, size, "", is_awaited=False
             )
             for size in self.spread_update.parameter_buckets()

@@ -429,7 +429,7 @@ class Alone(OperatorMode):
         super().__init__()
         self._refused = refused
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function.namespace in COLLECTIVES:
             raise self._refused(f"step communicates ({function.__name__})")
         return function(*args, **kwargs)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ptrain.errors import Fault
-from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.report.record import Check
 from ptrain.verification.capture import ledger_of
@@ -324,9 +324,11 @@ class Examiner:
         )  # fmt: skip
         relations = list(self.watched.relations(self.pair.origin))
         try:
-            with boundary(lambda error: Fault(place="step", finding=said(error))):
+            with convert_exceptions(
+                lambda error: Fault(place="step", finding=describe_error(error))
+            ):
                 relations += metamorphic.relations(batch, self.watched.trained)
-        except CodeRaised as error:
+        except UserCodeError as error:
             metamorphic.notes.append(
                 f"code shared by both sides: no step can be run again: {error}"
             )
@@ -556,10 +558,12 @@ class Examiner:
         """Check that the reference learned, with the loss of one more step if it can run."""
         again = None
         try:
-            with boundary(lambda error: Fault(place="step", finding=said(error))):
+            with convert_exceptions(
+                lambda error: Fault(place="step", finding=describe_error(error))
+            ):
                 self.random.restore()  # draw the first step's dropout masks: others change the loss
                 again = number(both_losses(self.pair, batch, share, self.drawing)[0])
-        except CodeRaised as error:
+        except UserCodeError as error:
             self.notes.append(
                 f"no further step can be run, so the loss after it is unknown: {error}"
             )

@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_map
 
 from ptrain.errors import Fault
-from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.verification.jobs.job import Alone
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import held
@@ -82,9 +82,9 @@ class Rule:
             if name not in _LEFT_OUT and not isinstance(value, FunctionType | MethodType)
         }
         try:
-            with boundary(_refusal):
+            with convert_exceptions(_refusal):
                 copied = copy.deepcopy(attributes, {id(tensor): tensor for tensor in tensors})
-        except CodeRaised as error:
+        except UserCodeError as error:
             return cls(type(optimizer), {}, f"its attributes cannot be copied ({_cause(error)})")
         return cls(type(optimizer), copied)
 
@@ -163,7 +163,7 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
     optimizer.param_groups = []
     vars(optimizer).update({name: OrderedDict() for name in _HOOKS})
     try:
-        with boundary(_refusal):
+        with convert_exceptions(_refusal):
             vars(optimizer).update(copy.deepcopy(rule.attributes, known))
             for name, own in taken.items():
                 _give(optimizer, pieces[name], own)
@@ -172,7 +172,7 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
                 # a user's hooks must not run again, so the wrapped method is called
                 step: Any = rule.kind.step
                 (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
-    except CodeRaised as error:
+    except UserCodeError as error:
         if isinstance(error.__cause__, CannotRepeat):
             raise error.__cause__ from error
         raise CannotRepeat(f"{rule.kind.__name__} cannot be replayed: {_cause(error)}") from error
@@ -220,10 +220,10 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refusal(error: BaseException) -> Fault:
-    return Fault(place="optimizer", finding=said(error))
+    return Fault(place="optimizer", finding=describe_error(error))
 
 
-def _cause(error: CodeRaised) -> str:
+def _cause(error: UserCodeError) -> str:
     return str(error.__cause__) or type(error.__cause__).__name__
 
 

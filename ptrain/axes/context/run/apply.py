@@ -38,19 +38,19 @@ from ptrain.axes.context.run.slices import (
 )
 from ptrain.cost import Collective, State
 from ptrain.facts.model import AttentionFacts
-from ptrain.internals.context_parallel import merged, ring_backward, ring_forward
+from ptrain.internals.context_parallel import merge_attention, ring_backward, ring_forward
 from ptrain.internals.functional_collectives import (
-    all_gathered,
+    all_gather_tensor,
     all_to_all_single_autograd,
-    awaited,
-    exchanged,
-    reduce_scattered,
+    exchange_parts,
+    reduce_scatter_sum,
+    wait_for,
 )
-from ptrain.models.attention import Core, repeated
-from ptrain.models.modes import dropouts
+from ptrain.models.attention import SdpaCore, repeat_heads
+from ptrain.models.modes import dropout_rates
 from ptrain.models.objective import StepBatch
 from ptrain.models.transformer import Transformer
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.steps.step import ContextParallel
 
@@ -66,7 +66,7 @@ class UlyssesCore(nn.Module):
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_SS: Tensor | None = None
     ) -> Tensor:
         times = kv_repeats(self.group.size(), k_BGTD.shape[1])
-        k_BGTD, v_BGTD = repeated(k_BGTD, times), repeated(v_BGTD, times)
+        k_BGTD, v_BGTD = repeat_heads(k_BGTD, times), repeat_heads(v_BGTD, times)
         heads = [self._tokens_for_heads(x_BHTD) for x_BHTD in (q_BHTD, k_BGTD, v_BGTD)]
         del k_BGTD, v_BGTD
         y_BhSD = self.inner(*heads, mask_SS)
@@ -83,7 +83,7 @@ class UlyssesCore(nn.Module):
 
     def _all_to_all(self, x_NBhTD: Tensor) -> Tensor:
         ones = [1] * self.group.size()
-        return awaited(all_to_all_single_autograd(x_NBhTD, ones, ones, self.group))
+        return wait_for(all_to_all_single_autograd(x_NBhTD, ones, ones, self.group))
 
 
 def own_spans(step: ContextParallel, mesh: Mesh) -> tuple[Span, ...]:
@@ -123,10 +123,10 @@ class ContextGroups:
         else:
             for first in range(0, degree, step.ulysses):
                 line = lines[first : first + step.ulysses]
-                self.ulysses = mesh.group_at(step.axis, line) or self.ulysses
+                self.ulysses = mesh.create_group_at(step.axis, line) or self.ulysses
             for first in range(step.ulysses):
                 line = lines[first :: step.ulysses]
-                self.ring = mesh.group_at(step.axis, line) or self.ring
+                self.ring = mesh.create_group_at(step.axis, line) or self.ring
 
 
 def parallelize_context(
@@ -159,7 +159,7 @@ def parallelize_context(
             model.documents = SlicedDocuments(model.documents, step, group, registry)
         for module in list(model.modules()):
             core = getattr(module, "core", None)
-            if isinstance(core, Core):
+            if isinstance(core, SdpaCore):
                 module.core = core_over(core, core.scores.scale)
         return
     attending, known = groups.attending, dict(model.named_modules())
@@ -178,7 +178,7 @@ def _dropout_modules(model: nn.Module, attending: AttentionFacts | None) -> Iter
     """
     known = dict(model.named_modules())
     if attending is None:
-        names = [name.rpartition(".")[0] for name, _ in dropouts(model)]
+        names = [name.rpartition(".")[0] for name, _ in dropout_rates(model)]
     else:
         names = [name for name in attending.dropping if name in known]
     yield from (known[name] for name in dict.fromkeys(names))
@@ -294,7 +294,7 @@ class GatheredCore(nn.Module):
         group: dist.ProcessGroup,
         scale: float | None,
         via: ReduceScatterVia,
-        registry: Registry,
+        registry: TagRegistry,
     ) -> None:
         super().__init__()
         self.group, self.scale, self.via, self.registry = group, scale, via, registry
@@ -313,7 +313,7 @@ class GatheredCore(nn.Module):
         """Return keys and values [B, G, S, D] of all ranks, views of one tensor."""
         own = torch.stack((k_BGTD, v_BGTD))  # [2, B, G, T, D]
         self.registry.tag(own, State.ACTIVATIONS)
-        parts = all_gathered(own[None], self.group)  # [N, 2, B, G, T, D]
+        parts = all_gather_tensor(own[None], self.group)  # [N, 2, B, G, T, D]
         k_BGSD, v_BGSD = parts.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # a copy, in rank order
         return k_BGSD, v_BGSD
 
@@ -330,10 +330,10 @@ class GatheredCore(nn.Module):
         match self.via:
             case ReduceScatterVia.NATIVE:
                 self.registry.tag(parts, State.ACTIVATIONS)
-                return reduce_scattered(parts, self.group)[0]
+                return reduce_scatter_sum(parts, self.group)[0]
             case ReduceScatterVia.ALL_TO_ALL:
                 self.registry.tag(parts, State.ACTIVATIONS, Collective.REDUCE_SCATTER)
-                return exchanged(parts, self.group).sum(0)
+                return exchange_parts(parts, self.group).sum(0)
             case _:
                 assert_never(self.via)
 
@@ -362,7 +362,7 @@ class _GatheredAttention(torch.autograd.Function):
                 others.append(_backward_arguments(rest))
                 yield y_BHTD, sums_BHT
 
-        y_BHTD, sums_BHT = merged(blocks(), q_BHTD.dtype)
+        y_BHTD, sums_BHT = merge_attention(blocks(), q_BHTD.dtype)
         ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS)
         ctx.core, ctx.others, ctx.num_before = core, others, num_before
         return y_BHTD

@@ -32,10 +32,10 @@ from ptrain.axes.context.rules import uncut_heads
 from ptrain.axes.context.run.slices import MicroBatchCut, SlicedMasks, masks_at
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import AttentionFacts
-from ptrain.internals.dispatch import without_modes
+from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.fakes import READ, detect_fake_mode
-from ptrain.internals.part import replaced
-from ptrain.models.boundary import CodeRaised
+from ptrain.internals.part import replace_attributes
+from ptrain.models.boundary import UserCodeError
 from ptrain.models.contract import forward_of
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import (
@@ -53,7 +53,7 @@ from ptrain.models.modes import (
     copied_buffers,
     drawn_state,
     dropout_by,
-    forked,
+    fork_generators,
     in_mode,
     reseed,
     without_dropout,
@@ -112,7 +112,7 @@ class _Cores:
         if key not in self._known:
             inner = TorchCore(call.scale, is_grouped=call.is_grouped)
             self._known[key] = self._core_over(inner, call.scale)
-        with replaced(F, scaled_dot_product_attention=attend):
+        with replace_attributes(F, scaled_dot_product_attention=attend):
             y_BHTD: Tensor = self._known[key](call.query, call.key, call.value)
         return y_BHTD
 
@@ -189,7 +189,7 @@ def intercept_draws(
     draws = _Draws(watch, meet)
 
     def dropped(call: DropoutCall) -> Tensor:
-        draw = Draw(watch.running, _DROPOUT, tuple(call.input.shape))
+        draw = Draw(watch.running_module, _DROPOUT, tuple(call.input.shape))
         with draws.ignore_draws():
             return drop(draw, call)
 
@@ -277,16 +277,16 @@ class _Draws(OperatorMode):
 
     def ignore_draws(self) -> AbstractContextManager[None]:
         """Temporarily ignore draws."""
-        return replaced(self, _is_hidden=True)
+        return replace_attributes(self, _is_hidden=True)
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         name = function._schema.name.partition("::")[2]
         draws = torch.Tag.nondeterministic_seeded in function.tags
         if draws and not self._is_hidden and not name.startswith(_ATTENTION):
             shape = next(tuple(x.shape) for x in tree_iter(result) if isinstance(x, Tensor))
-            self._meet(Draw(self._watch.running, name, shape))
+            self._meet(Draw(self._watch.running_module, name, shape))
 
 
 Spans = tuple[Span, ...]
@@ -346,10 +346,10 @@ def _require_plain(model: nn.Module, spec: Spec, attending: AttentionFacts) -> N
         return call.query.new_empty(call.query.shape)
 
     positions = positions_of(((0, spec.batch.sequence),), torch.device("meta"))
-    with without_modes(), forked(), suppress(CodeRaised, *READ):
+    with disable_modes(), fork_generators(), suppress(UserCodeError, *READ):
         with forward_of(model, positions, spec):  # the model's code may be impossible to copy
             bare = on_meta(model)
-        with AttentionWatch(bare, meet).watching():
+        with AttentionWatch(bare, meet).watch():
             logits_at(bare, positions, attending.positions, spec)
 
 
@@ -405,7 +405,7 @@ class _Rehearsal:
         random numbers.
         """
         ends, every = {0, self.step.ulysses * self.step.ring - 1}, ((0, self.step.sequence),)
-        with copied_buffers(self.model), forked(), without_dropout(self.model):
+        with copied_buffers(self.model), fork_generators(), without_dropout(self.model):
             before = drawn_state()
             with in_mode(self.model, training=True):
                 self._run(every, self._record_attention)
@@ -413,7 +413,7 @@ class _Rehearsal:
                 whole = self._run(every, self._record_attention)
                 for index in sorted(ends):
                     self._require_rank(spans_at(self.step, index), whole)
-        with copied_buffers(self.model), forked(), in_mode(self.model, training=True):
+        with copied_buffers(self.model), fork_generators(), in_mode(self.model, training=True):
             self._require_draws(every, sorted(ends))
 
     def _require_draws(self, every: Spans, ends: Sequence[int]) -> None:
@@ -456,7 +456,7 @@ class _Rehearsal:
     ) -> Tensor:
         positions = positions_of(spans, next(self.model.parameters()).device)
         watch = AttentionWatch(self.model, attend)
-        with watch.watching(), around(watch):
+        with watch.watch(), around(watch):
             return logits_at(self.model, positions, self.positions, self.spec).detach()
 
     def _record_attention(self, module: str, call: AttendingCall) -> Tensor:

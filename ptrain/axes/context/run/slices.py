@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor
 from ptrain.axes.context.attention import Span, all_spans, spans_at
 from ptrain.cost import State
 from ptrain.errors import refused
-from ptrain.internals.functional_collectives import all_gathered, all_summed
-from ptrain.models.attention import Documents, added_mask, are_apart, hiding
+from ptrain.internals.functional_collectives import all_gather_tensor, all_reduce_sum
+from ptrain.models.attention import DocumentMasks, added_mask, additive_mask, are_apart
 from ptrain.models.modes import DropoutCall, dropout_by
-from ptrain.models.moe import Balance, ExpertPlaces, SampleTokens, weigh
+from ptrain.models.moe import Balance, ExpertPlaces, SampleTokens, weight_router_losses
 from ptrain.models.objective import SampleBatch, StepBatch, TokenPair
-from ptrain.rooms.comm import Registry, all_gather
+from ptrain.rooms.comm import TagRegistry, all_gather
 from ptrain.steps.step import ContextParallel
 
 
@@ -46,7 +46,7 @@ def route_slices(model: nn.Module, tokens: SampleSlices, parts: int) -> None:
     Capacities and mean losses then refer to the full sample. A shard is one of `parts` equal parts
     of the tokens, so the weight of its mean loss is 1 / `parts`.
     """
-    weigh(model, 1.0 / parts)
+    weight_router_losses(model, 1.0 / parts)
     for module in model.modules():
         if isinstance(module, (Balance, ExpertPlaces)):
             module.tokens = tokens
@@ -59,7 +59,7 @@ class SampleSlices(SampleTokens):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, registry: Registry, spans: Sequence[Sequence[Span]]
+        self, group: dist.ProcessGroup, registry: TagRegistry, spans: Sequence[Sequence[Span]]
     ) -> None:
         """Prepare the order of all ranks' spans.
 
@@ -75,12 +75,12 @@ class SampleSlices(SampleTokens):
         self._own = [self._order.index(own + stretch) for stretch in range(most)]
         self._lengths = [behind - first for first, behind in padded[group.rank()]]
 
-    def summed(self, counts_BE: Tensor) -> Tensor:
+    def sum_counts(self, counts_BE: Tensor) -> Tensor:
         """Return the counts [B, E], summed over all ranks."""
         self.registry.tag(counts_BE, State.ACTIVATIONS)
-        return all_summed(counts_BE, self.group)
+        return all_reduce_sum(counts_BE, self.group)
 
-    def before(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
+    def count_earlier(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
         """Return for each choice how many earlier choices its expert has, over all ranks [B, K, T].
 
         `before_BKT` has the earlier choices on this rank.
@@ -88,7 +88,7 @@ class SampleSlices(SampleTokens):
         parts = chosen_BKT.split(self._lengths, dim=-1)
         counts_LBKE = torch.stack([_count_choices(part, num_experts) for part in parts])
         self.registry.tag(counts_LBKE, State.ACTIVATIONS)
-        all_ = all_gathered(counts_LBKE, self.group)  # [N * L, B, K, E], by rank
+        all_ = all_gather_tensor(counts_LBKE, self.group)  # [N * L, B, K, E], by rank
         in_order = torch.stack([all_[place] for place in self._order], dim=2)  # [B, K, N * L, E]
         elsewhere_BKLE = _count_before(in_order)[:, :, self._own] - _count_before(
             counts_LBKE.movedim(0, 2)
@@ -222,15 +222,15 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
     )
 
 
-class SlicedDocuments(Documents):
+class SlicedDocuments(DocumentMasks):
     """The documents of samples whose tokens are sharded over `group` as in `step`."""
 
     def __init__(
         self,
-        whole: Documents,
+        whole: DocumentMasks,
         step: ContextParallel,
         group: dist.ProcessGroup,
-        registry: Registry,
+        registry: TagRegistry,
     ) -> None:
         super().__init__(whole.edge, ends=whole.ends)
         self.step, self.group, self.registry = step, group, registry
@@ -245,7 +245,7 @@ class SlicedDocuments(Documents):
             token [B, S], ordered by rank, from which each hop makes a mask. A mask of all keys
             would need the memory of all hops.
         """
-        documents_BS = self.numbered(self._gather_edges(tokens_BT))
+        documents_BS = self.number_documents(self._gather_edges(tokens_BT))
         if self.step.gathers:
             num_tokens = tokens_BT.shape[1]
             first = self.group.rank() * num_tokens
@@ -298,7 +298,7 @@ class HopKernel:
         """
         apart_BTT = self._are_apart(q_BHTD, k_BGTD)
         has_none_B1T = apart_BTT.all(-1).unsqueeze(1)
-        mask_B1TT = hiding(apart_BTT, q_BHTD.dtype)
+        mask_B1TT = additive_mask(apart_BTT, q_BHTD.dtype)
         del apart_BTT
         y_BHTD, sums_BHT, *others = self._kernel.forward(
             q_BHTD, k_BGTD, v_BGTD, attn_mask=mask_B1TT, **given
@@ -307,7 +307,7 @@ class HopKernel:
 
     def backward(self, *, query: Tensor, key: Tensor, **given: Any) -> tuple[Tensor, ...]:
         """Return the gradients of queries, keys and values."""
-        mask_B1TT = hiding(self._are_apart(query, key), query.dtype)
+        mask_B1TT = additive_mask(self._are_apart(query, key), query.dtype)
         return self._kernel.backward(query=query, key=key, attn_mask=mask_B1TT, **given)
 
     def _are_apart(self, queries: Tensor, keys: Tensor) -> Tensor:

@@ -42,11 +42,11 @@ from ptrain.facts.stages import Units
 from ptrain.facts.stages import Units as UnitModules
 from ptrain.models.parting import when_left
 from ptrain.models.units import ROOT
-from ptrain.models.watch import runs_again
+from ptrain.models.watch import is_recomputing
 from ptrain.optimizers.update import Scale
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.rooms.room import OptimizerLeaf
-from ptrain.rooms.torch import TorchRoom
+from ptrain.rooms.torch import TorchRuntime
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import Layout
@@ -70,7 +70,7 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the unit, also if backward recomputes it."""
-        is_again = runs_again()
+        is_again = is_recomputing()
         with torch.no_grad():
             self.unit.before_forward(is_again=is_again)
         if is_again or not self._is_left:
@@ -79,7 +79,7 @@ class Hooks:
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Free the unit after forward, and register hooks on the gradients of its outputs."""
-        if runs_again():
+        if is_recomputing():
             return  # recomputed in backward, whose hooks are in place
         if torch.is_grad_enabled():
             # an input that is passed through gets its gradient only after the unit's backward
@@ -206,7 +206,7 @@ class FlatWrap(WrappedModel):
         model: nn.Module,
         plan: Plan,
         mesh: Mesh,
-        registry: Registry,
+        registry: TagRegistry,
         write: RowWriter | None = None,
     ) -> None:
         """Move the parameters to flat buffers, and register all hooks.
@@ -223,7 +223,7 @@ class FlatWrap(WrappedModel):
         assert isinstance(step, FlatUnits)
         self.module = model
         self.step = step
-        room = TorchRoom(mesh, registry, step.path)
+        room = TorchRuntime(mesh, registry, step.path)
         self._by_tensor = not OPTIMIZERS[plan.update.optimizer].is_elementwise
         self._targets: list[Sequence[NamedTarget]] = []
         wrapped = list(parameters_by_unit(model, plan.units))
@@ -246,7 +246,7 @@ class FlatWrap(WrappedModel):
         self,
         joined: Sequence[NamedUnit],
         plan: Plan,
-        room: TorchRoom,
+        room: TorchRuntime,
         write: RowWriter | None,
     ) -> UnitParts[torch.Tensor]:
         """Create the state of the units in one bucket."""
@@ -332,7 +332,7 @@ class FlatWrap(WrappedModel):
 def _buffer_of(
     named: Sequence[tuple[str, Parameter]],
     step: FlatUnits,
-    room: TorchRoom,
+    room: TorchRuntime,
     write: RowWriter | None,
 ) -> tuple[ParameterMembers, ShardLayout[torch.Tensor], FlatUnits]:
     """Return the parameters that share a buffer, its layout, and the plan step for it."""

@@ -37,8 +37,8 @@ from ptrain.cost import State
 from ptrain.internals import zero_redundancy
 from ptrain.optimizers.build import TorchLeaf, build_optimizer, initial_state
 from ptrain.optimizers.update import Scale, Slot
-from ptrain.rooms.comm import Registry
-from ptrain.rooms.torch import TorchRoom
+from ptrain.rooms.comm import TagRegistry
+from ptrain.rooms.torch import TorchRuntime
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import Layout
@@ -121,7 +121,7 @@ class ParameterMembers:
                 self.values.fill(name, parameter, self._starts[index], piece)
             parameter.data = piece
 
-    def write(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:
+    def write_gradient(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:
         _, parameter = self.named[index]
         piece = self._view_of(whole, index)
         if parameter.grad is None:
@@ -130,7 +130,7 @@ class ParameterMembers:
             piece.copy_(parameter.grad)
         parameter.grad = piece if is_bound else None
 
-    def collect(self, index: int, whole: torch.Tensor) -> None:
+    def add_gradient(self, index: int, whole: torch.Tensor) -> None:
         _, parameter = self.named[index]
         if parameter.grad is not None:
             self._view_of(whole, index).add_(parameter.grad)
@@ -145,7 +145,7 @@ class FlatTensors:
     """The tensors of one flat buffer by name."""
 
     def __init__(
-        self, members: ParameterMembers, cuts: ShardLayout[torch.Tensor], room: TorchRoom
+        self, members: ParameterMembers, cuts: ShardLayout[torch.Tensor], room: TorchRuntime
     ) -> None:
         self.tensors, self.named, self.pieces = members, members.named, members.pieces
         self.cutting_axes = members.cutting_axes
@@ -163,7 +163,7 @@ class FlatTensors:
             cut: The axes that shard it.
         """
         room = self.own_room
-        held = room.new(part.numel(), room.dtype(part), Tier.DEVICE, State.OTHER)
+        held = room.new_empty(part.numel(), room.dtype(part), Tier.DEVICE, State.OTHER)
         held.copy_(part)
         return cuts.gather_part(held, cut, cut, State.OTHER) if cut else held
 
@@ -208,7 +208,7 @@ class FlatState(UnitState[torch.Tensor], FlatTensors):
         cuts: ShardLayout[torch.Tensor],
         step: FlatUnits,
         layout: Layout,
-        room: TorchRoom,
+        room: TorchRuntime,
     ) -> None:
         UnitState.__init__(self, members, cuts, step, layout)
         FlatTensors.__init__(self, members, cuts, room)
@@ -223,7 +223,7 @@ class FlatFrozen(FlatTensors):
         cuts: ShardLayout[torch.Tensor],
         step: FlatUnits,
         layout: Layout,
-        room: TorchRoom,
+        room: TorchRuntime,
     ) -> None:
         super().__init__(members, cuts, room)
         self.parameters = Parameters(members, cuts, step, layout)
@@ -277,7 +277,7 @@ class FrozenTarget:
     def __init__(self, unit: FlatFrozen) -> None:
         self.unit = unit
 
-    def lasting(self) -> torch.Tensor | None:
+    def persistent_parameter(self) -> torch.Tensor | None:
         """Return None: the tensor is never updated."""
 
     def views(self) -> Iterable[CutView]:
@@ -292,7 +292,7 @@ class FrozenTarget:
     def store(self, value: torch.Tensor) -> None:
         raise AssertionError("what is frozen is updated by nobody")
 
-    def slot(self, initial: torch.Tensor) -> Slot[torch.Tensor]:
+    def create_slot(self, initial: torch.Tensor) -> Slot[torch.Tensor]:
         raise AssertionError("what is frozen has no optimizer state")
 
     def split(self, part: torch.Tensor) -> Named:
@@ -400,7 +400,7 @@ class ZeroRedundancyUpdate:
         targets: Sequence[ParameterTarget],
         spec: OptimizerSpec,
         mesh: DeviceMesh,
-        registry: Registry,
+        registry: TagRegistry,
         *,
         stands_in: bool,
     ) -> None:
@@ -413,7 +413,7 @@ class ZeroRedundancyUpdate:
             process_group=mesh.get_group(),
             parameters_as_bucket_view=True,
         )
-        owners = zero_redundancy.owners(self.optimizer)
+        owners = zero_redundancy.owner_ranks(self.optimizer)
         self.targets = [
             SpreadTarget(target.name, target.parameter, owners[target.parameter], mesh)
             for target in targets
@@ -429,7 +429,7 @@ class ZeroRedundancyUpdate:
         for options in self.optimizer.param_groups:
             options["lr"] = lr
         own = self.optimizer.optim
-        scalars = scaling.beside(self.targets[0].value()) if scaling else (None, None)
+        scalars = scaling.scalars_for(self.targets[0].value()) if scaling else (None, None)
         # torch's fused optimizers read these attributes, which torch.amp.GradScaler sets
         own.grad_scale, own.found_inf = scalars
         self.optimizer.step()

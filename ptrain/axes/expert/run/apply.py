@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from ptrain.axes.context.run.slices import SampleSlices, route_slices
 from ptrain.axes.tensor.run.styles import LocalShards, replace_parameters
 from ptrain.cost import Phase
-from ptrain.internals.dtensor import side_by_side
+from ptrain.internals.dtensor import concatenate_meshes
 from ptrain.internals.functional_collectives import (
     all_to_all,
     all_to_all_single_autograd,
-    awaited,
-    exchanged,
+    exchange_parts,
+    wait_for,
 )
-from ptrain.models.moe import NUMBER, Journey, MoE, RoutedRows, route
+from ptrain.models.moe import NUMBER, Journey, MoE, RoutedRows, route_rows
 from ptrain.rooms.comm import Mesh
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Choices
@@ -72,7 +72,7 @@ class RowExchange:
 
     def finish(self, x: Tensor) -> Tensor:
         """Wait for the exchange, and return the received rows."""
-        x, self._leaving = awaited(x), None
+        x, self._leaving = wait_for(x), None
         return x
 
     def depart_back(self, gradient: Tensor) -> None:
@@ -83,7 +83,7 @@ class RowExchange:
     def arrive_back(self) -> Tensor:
         """Wait for the gradients, and return those of the rows that were sent."""
         assert self._coming is not None, "they have differed"
-        gradient, self._leaving, self._coming = awaited(self._coming), None, None
+        gradient, self._leaving, self._coming = wait_for(self._coming), None, None
         return gradient
 
 
@@ -146,12 +146,12 @@ class JourneyOverRanks(Journey):
         self._routed: RoutedRowCounts | None = None
         self._computed: Tensor | None = None
 
-    def computed_beside(self) -> Tensor:
-        return super().computed_beside() if self._computed is None else self._computed
+    def overlapped_result(self) -> Tensor:
+        return super().overlapped_result() if self._computed is None else self._computed
 
-    def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
-        received_Ne = exchanged(counts_Ne, self.group)
+        received_Ne = exchange_parts(counts_Ne, self.group)
         self._routed = self._read_routing(len(x_MC), counts_Ne, received_Ne)
         x_RC = self._send_to_experts(x_MC, self._routed.sent, self._routed.received)
         del x_MC
@@ -171,18 +171,18 @@ class JourneyOverRanks(Journey):
                 place.fill_(number)
         return routed
 
-    def rows_back(self, y_RC: Tensor) -> Tensor:
+    def return_rows(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None, "they have come"
         y_RC = self._routed.by_rank(y_RC)
         return self._exchange_rows(y_RC, self._routed.received, self._routed.sent)
 
-    def places_there(self, x_ESC: Tensor) -> Tensor:
+    def send_places(self, x_ESC: Tensor) -> Tensor:
         places = self._places_of(x_ESC)
         x_NeSC = self._by_rank(self._send_to_experts(x_ESC, places, places))
         del x_ESC
         return x_NeSC.movedim(0, 1).flatten(1, 2)
 
-    def places_back(self, y_eTC: Tensor) -> Tensor:
+    def return_places(self, y_eTC: Tensor) -> Tensor:
         y_ESC = y_eTC.unflatten(1, (self.group.size(), -1)).movedim(1, 0).flatten(0, 1)
         del y_eTC
         places = self._places_of(y_ESC)
@@ -203,7 +203,7 @@ class JourneyOverRanks(Journey):
         return x
 
     def _exchange_rows(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
-        return awaited(
+        return wait_for(
             all_to_all_single_autograd(x, _sum_by_rank(arrived), _sum_by_rank(left), self.group)
         )
 
@@ -304,7 +304,7 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
     group = mesh.group(step.axes)
     own = [(name, module) for name, module in model.named_modules() if name in step.modules]
     if not any(isinstance(module, MoE) for module in model.modules()):
-        route(model, [name for name, _ in own], step.number)
+        route_rows(model, [name for name, _ in own], step.number)
     for module in model.modules():
         if isinstance(module, (MoE, RoutedRows)):
             module.journey = JourneyFactory(group, step.overlaps)
@@ -313,10 +313,10 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
             _shard_custom_experts(experts, step, mesh)
             continue
         for projection in experts.children():
-            _shard_projection(projection, mesh.ordered(step.axes), mesh)
+            _shard_projection(projection, mesh.sort_axes(step.axes), mesh)
     if step.folded:
         tokens = SampleSlices(mesh.group(step.counting), mesh.registry, step.spans)
-        route_slices(model, tokens, mesh.size(step.folded))
+        route_slices(model, tokens, mesh.group_size(step.folded))
 
 
 def set_routing(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
@@ -341,10 +341,10 @@ def _shard_projection(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -
 def _shard_custom_experts(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
     """Shard all tensors of a module that is not built in, and set its number of local experts."""
     for module in experts.modules():
-        _shard_experts(module, mesh.ordered(step.axes), mesh)
+        _shard_experts(module, mesh.sort_axes(step.axes), mesh)
     experts.reading = _local_tensors
     if isinstance(getattr(experts, NUMBER, None), int):
-        setattr(experts, NUMBER, step.number // mesh.size(step.axes))
+        setattr(experts, NUMBER, step.number // mesh.group_size(step.axes))
 
 
 @contextmanager
@@ -381,10 +381,10 @@ def _shard_tensor(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTe
     if isinstance(weight, DTensor):
         meshes.append(weight.device_mesh)
         held, placements = weight.to_local(), [*placements, *weight.placements]
-    own = len(held) // mesh.size(axes)
+    own = len(held) // mesh.group_size(axes)
     return DTensor.from_local(
-        held.narrow(0, own * mesh.place(axes), own).clone(),
-        side_by_side(*meshes) if len(meshes) > 1 else meshes[0],
+        held.narrow(0, own * mesh.position(axes), own).clone(),
+        concatenate_meshes(*meshes) if len(meshes) > 1 else meshes[0],
         placements,
         run_check=False,
         shape=weight.shape,

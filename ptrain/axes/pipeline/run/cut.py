@@ -24,11 +24,17 @@ from torch.utils._pytree import tree_map
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.stages import Chain, Stage
-from ptrain.internals.dispatch import without_modes
-from ptrain.models.boundary import boundary, said
-from ptrain.models.chain import probe
+from ptrain.internals.dispatch import disable_modes
+from ptrain.models.boundary import convert_exceptions, describe_error
+from ptrain.models.chain import probe_batch
 from ptrain.models.meta import as_meta, on_meta
-from ptrain.models.modes import copied_buffers, drawn_state, forked, in_mode, without_dropout
+from ptrain.models.modes import (
+    copied_buffers,
+    drawn_state,
+    fork_generators,
+    in_mode,
+    without_dropout,
+)
 from ptrain.models.objective import SampleBatch, TokenPair, objective_of
 from ptrain.models.transformer import Transformer
 from ptrain.models.watch import first_real, is_real
@@ -145,7 +151,7 @@ class InputPlaceholder(nn.Identity):
     def _run_on_meta(self, given: Any, named: Any) -> Any:
         """Run the module on meta, outside all modes, since meters must not count its tensors."""
         (module,) = self._module
-        with torch.no_grad(), without_modes():  # meters must not count meta tensors
+        with torch.no_grad(), disable_modes():  # meters must not count meta tensors
             return module(*tree_map(as_meta, given), **tree_map(as_meta, named))
 
     def _placeholder_like(self, output: object) -> object:
@@ -408,9 +414,9 @@ def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec:
     Raises:
         SpecError: They differ.
     """
-    samples = probe(model, spec)
+    samples = probe_batch(model, spec)
     forward = partial(objective_of(spec).forward, samples=samples)
-    with torch.no_grad(), forked(), without_dropout(model):
+    with torch.no_grad(), fork_generators(), without_dropout(model):
         draws = _draws_random_numbers(model, forward)
         with in_mode(model, training=not draws):
             with copied_buffers(model):
@@ -459,10 +465,10 @@ def _run_checked(called: CalledOnce, index: int, forward: Forward) -> Tensor:
 
     def fault(error: BaseException) -> Fault:
         return _not_splittable(
-            f"stage {index} does not run on its own inputs: {said(error)}"
+            f"stage {index} does not run on its own inputs: {describe_error(error)}"
         ).faults[0]
 
-    with boundary(fault):
+    with convert_exceptions(fault):
         output = run_stage(called, forward)
     if not isinstance(output, Tensor):
         raise _not_splittable(

@@ -42,7 +42,7 @@ from ptrain.errors import PtrainError, RankFailed
 from ptrain.facts.stages import Chain
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import SampleBatch, StepBatch
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline, Plan
 from ptrain.timeline import Kind
@@ -157,7 +157,7 @@ class StagedModel(WrappedModel):
             return None
         if self.mesh.degrees[axis] == 2:
             return self.mesh.group((axis,))
-        return self.mesh.group_at(axis, ends)
+        return self.mesh.create_group_at(axis, ends)
 
     def _sum_shared(self) -> None:
         """Sum the gradients of shared tensors over the first and the last stage."""
@@ -441,7 +441,7 @@ class Runtime:
         rank_of: tuple[int, ...],
         group: dist.ProcessGroup,
         boundary: BoundaryTensor,
-        registry: Registry,
+        registry: TagRegistry,
     ) -> None:
         self.rank_of, self.group = rank_of, group
         self.boundary, self.registry = boundary, registry

@@ -64,15 +64,15 @@ from ptrain.axes.tensor.run.styles import (
 from ptrain.errors import refused
 from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
-from ptrain.internals.part import replaced
+from ptrain.internals.part import replace_attributes
 from ptrain.models.chain import names_of_parameters
 from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.modes import drops_out
-from ptrain.models.objective import LossInside
+from ptrain.models.objective import LossInHead
 from ptrain.models.parting import standing_alone
 from ptrain.models.watch import with_first
 from ptrain.models.window import Window
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 from ptrain.spec.role import COLUMNS, ROWS, Role, matches_pattern
 from ptrain.steps.step import ChunkedLoss, Parallelize
 from ptrain.units import grouped
@@ -251,7 +251,7 @@ def drawn_by_rank() -> AbstractContextManager[None]:
     """Within it a DTensor's random numbers are those of the rank's own generator, whose seed says
     which ranks draw alike. Sets torch's tracker of them."""
     module, tracker = RANDOM
-    return replaced(module, **{tracker: _NoTracker()})
+    return replace_attributes(module, **{tracker: _NoTracker()})
 
 
 # Torch's parallel styles for layers whose weight is stored inputs by outputs (transformers'
@@ -336,7 +336,7 @@ class LocalCounts:
 
 
 def parallelize(
-    model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: Registry
+    model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: TagRegistry
 ) -> None:
     """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
     tied = _tied_names(model)
@@ -434,16 +434,16 @@ def local_loss(loss: torch.Tensor) -> torch.Tensor:
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
-def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInside:
+def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
     """Return what computes the loss of a slice of the tokens at a time; where the logits do not
     stay cut over the vocabulary, those of a slice are made whole."""
     if tensor is None or tensor.loss_parallel:
-        return LossInside(step)
+        return LossInHead(step)
 
     def whole_loss(logits: torch.Tensor, targets: torch.Tensor, padding: int) -> torch.Tensor:
         return token_loss_sum(_gather_logits(logits), targets, padding)
 
-    return LossInside(step, whole_loss)
+    return LossInHead(step, whole_loss)
 
 
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
@@ -457,7 +457,7 @@ def _activation_placement(step: Parallelize) -> Placement:
 
 
 def _parallel_styles(
-    step: Parallelize, role: Role, registry: Registry, between: Placement, *, is_alone: bool
+    step: Parallelize, role: Role, registry: TagRegistry, between: Placement, *, is_alone: bool
 ) -> Iterator[ParallelStyle]:
     """`between`: what a rank has of the tokens around the module; `is_alone`: no sub-block makes
     the module's input whole."""

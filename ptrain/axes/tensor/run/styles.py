@@ -30,11 +30,11 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from ptrain.cost import State
-from ptrain.internals.autograd import Hooks, saving_hooks
+from ptrain.internals.autograd import Hooks, innermost_saved_tensor_hooks
 from ptrain.models.compiled import ReadThrough
-from ptrain.models.moe import weigh
+from ptrain.models.moe import weight_router_losses
 from ptrain.models.watch import with_first
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 
 
 class _ParameterTransform(ParallelStyle):
@@ -62,7 +62,7 @@ class LocalShards(_ParameterTransform):
 
 
 class _TaggingTransform(_ParameterTransform):
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: TagRegistry) -> None:
         super().__init__()
         self.registry = registry
 
@@ -88,7 +88,7 @@ class _GradientLikeParameter(torch.autograd.Function):
     all that stays of it."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor, registry: Registry) -> torch.Tensor:
+    def forward(ctx: Any, parameter: DTensor, registry: TagRegistry) -> torch.Tensor:
         ctx.placements, ctx.registry = parameter.placements, registry
         return parameter.view_as(parameter)
 
@@ -116,7 +116,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup, registry: Registry
+        ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup, registry: TagRegistry
     ) -> torch.Tensor:
         ctx.group, ctx.registry = group, registry
         return parameter.view_as(parameter)
@@ -194,7 +194,7 @@ class Regather:
         self._key = 0
 
     def enter(self) -> None:
-        self._outer = saving_hooks() or _NONE
+        self._outer = innermost_saved_tensor_hooks() or _NONE
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 
@@ -292,7 +292,7 @@ class PartialSums(LocalFullInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         # every rank routes all tokens, and what their losses give is summed with the rest
-        weigh(module, 1.0 / device_mesh.size())
+        weight_router_losses(module, 1.0 / device_mesh.size())
 
         def leave(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
             return _redistribute(output, device_mesh, Partial(), self.between)
