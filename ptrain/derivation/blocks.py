@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ptrain.axes.context.attention import ContextPart
 from ptrain.cost import Collective
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.tables import EvaluatedWork, Setting, content, table
+from ptrain.derivation.tables import EvaluatedWork, Setting, table
 from ptrain.facts.model import InnerCollective
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.model import Attention, Family, ModelShape
@@ -152,7 +152,8 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
     if setting.context is not None:
         return _context_block(setting, setting.context, kept)
     evaluated = table(TablePart.BLOCK, setting)
-    parts, entry = evaluated.content["parts"], _table_entry(setting, kept, attention)
+    parts = evaluated.content["parts"]
+    entry = evaluated.content[attention.value][variant(kept)]
     return BlockPasses(
         forward=tuple(evaluated.events(entry["forward"])),
         backward=tuple(evaluated.events(entry["backward"])),
@@ -197,11 +198,6 @@ def _context_block(setting: Setting, part: ContextPart, kept: Kept) -> BlockPass
     return BlockPasses(
         forward=forward, backward=backward, frees_input=entry["frees_input"], moved=(), sent=()
     )
-
-
-def _table_entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]:
-    entry: dict[str, Any] = content(TablePart.BLOCK, setting)[attention.value][variant(kept)]
-    return entry
 
 
 @cache

@@ -87,4 +87,4 @@ def traced(
     model = build(shape, sequence=sequence)
     cast(model, dtype)
     part = RankPart(batch=batch, sequence=sequence)
-    return to_timeline(part.trace(model, unit_modules(model, unit)))
+    return to_timeline(part.traces(model, unit_modules(model, unit))[0])
