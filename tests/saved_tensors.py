@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.tables import Setting, stored_table
+from ptrain.derivation.tables import Setting, evaluate_table
 from ptrain.timeline import Item, Repeated, Run, Timeline
 
 if TYPE_CHECKING:  # tests of the pure half read timelines only, without torch
@@ -39,5 +39,5 @@ def _net(item: Item) -> int:
 
 def torch_version(setting: Setting) -> str:
     """Return the version of torch that was traced."""
-    version: str = stored_table(TablePart.PASSES, setting)["torch"]
+    version: str = evaluate_table(TablePart.PASSES, setting).content["torch"]
     return version
