@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51770,
+    "ptrain": 51800,
     "ptrain/activations": 390,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -44,11 +44,11 @@ BUDGETS: dict[str, int] = {
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1480,
     "ptrain/models": 5000,
-    "ptrain/optimizers": 500,
+    "ptrain/optimizers": 510,
     "ptrain/plan": 480,
     "ptrain/rates": 360,
     "ptrain/report": 2480,
-    "ptrain/rooms": 980,
+    "ptrain/rooms": 1000,
     "ptrain/selection": 2890,
     "ptrain/simulation": 1050,
     "ptrain/spec": 4110,
