@@ -15,11 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
+
+
+class Relation(StrEnum):
+    """The relation of the wait to the formula."""
+
+    EQUAL = "="
+    AT_LEAST = ">="
+    AT_MOST = "<="
 
 
 class ClosedForm(NamedTuple):
@@ -28,10 +37,17 @@ class ClosedForm(NamedTuple):
     Attributes:
         idle: The wait of the rank with the longest wait.
         ideal: The computation of each rank, m*v*(F+B), without overlap in pairs.
+        relation: Relation of the simulated wait to `idle`.
     """
 
     idle: float
     ideal: float
+    relation: Relation = Relation.EQUAL
+
+    @property
+    def ratio(self) -> float:
+        """The wait over the ideal time."""
+        return self.idle / self.ideal
 
 
 class ScheduleCost(NamedTuple):
@@ -76,11 +92,13 @@ def round_size(pipeline: PipelineShape) -> int:
 # -------- how long ranks wait
 
 
-def _closed_form(pipeline: PipelineShape, cost: StageCost, idle: float) -> ClosedForm:
+def _closed_form(
+    pipeline: PipelineShape, cost: StageCost, idle: float, relation: Relation = Relation.EQUAL
+) -> ClosedForm:
     """Return a closed form with the ideal time of this pipeline."""
     chunks = pipeline.microbatches * pipeline.stages_per_rank
     whole = cost.forward + cost.duration(Kind.BACKWARD)
-    return ClosedForm(idle=idle, ideal=chunks * whole)
+    return ClosedForm(idle=idle, ideal=chunks * whole, relation=relation)
 
 
 def no_formula(pipeline: PipelineShape, cost: StageCost, hidden: float) -> None:
@@ -111,8 +129,11 @@ def zero_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> Clos
     It is a lower bound if W is longer than F or I, or micro-batches are fewer than ranks: the drain
     is not filled then.
     """
+    weight = cost.weight
     both = cost.forward + cost.duration(Kind.BACKWARD)
-    return _closed_form(pipeline, cost, (pipeline.ranks - 1) * (both - 2 * cost.weight))
+    fits = weight <= min(cost.forward, cost.input) and pipeline.microbatches >= pipeline.ranks
+    relation = Relation.EQUAL if fits else Relation.AT_LEAST
+    return _closed_form(pipeline, cost, (pipeline.ranks - 1) * (both - 2 * weight), relation)
 
 
 def dualpipev_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm | None:
@@ -125,7 +146,7 @@ def dualpipev_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) ->
     backward = cost.duration(Kind.BACKWARD)
     pair = cost.forward + backward - hidden
     idle = (pipeline.ranks - 1) * (pair + backward - 3 * cost.weight)
-    return _closed_form(pipeline, cost, idle)
+    return _closed_form(pipeline, cost, idle, Relation.AT_MOST)
 
 
 # -------- chunks in flight
