@@ -258,7 +258,12 @@ def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> R
         *(ends.front if stage.index else ()),
         *(ends.behind if stage.index < stages - 1 else ()),
     )
-    kept = tuple(pair for pair in roles if not any(_covers(pair[0], name) for name in gone))
+    kept = tuple(
+        (pattern, role)
+        for pattern, role in roles
+        # a pattern may be for a module, or for a part of it
+        if not any(fits(pattern, name) or pattern.startswith(f"{name}.") for name in gone)
+    )
     copied = {copy.rpartition(".")[0]: name.rpartition(".")[0] for name, copy in stage.copied}
     heads = tuple(
         (head, Role.HEAD)
@@ -267,8 +272,3 @@ def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> R
         and not any(fits(pattern, head) for pattern, _ in kept)
     )
     return (*kept, *heads)
-
-
-def _covers(pattern: str, module: str) -> bool:
-    """Return True if a role's pattern is for a module, or for a part of it."""
-    return fits(pattern, module) or pattern.startswith(f"{module}.")
