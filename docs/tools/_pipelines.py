@@ -10,7 +10,6 @@ from _script import table
 
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule
-from ptrain.axes.pipeline.cost import ClosedForm, Relation
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.axes.pipeline.stage_facts import held, transfers
@@ -26,7 +25,7 @@ from ptrain.spec.spec import Spec, groups
 
 SIZES = ((4, 8), (8, 32))  # ranks, micro-batches
 UNIT = StageCost()  # a forward as long as either half of a backward
-_SIGNS = {Relation.EQUAL: "=", Relation.AT_LEAST: "≥", Relation.AT_MOST: "≤"}
+_UPPER_BOUNDS = (ScheduleName.DUALPIPEV,)  # other formulas are exact at these sizes
 
 LARGE = "70b-3d"
 # Four replicas of a stage and tp fill a node of 8; then four stages and tp do.
@@ -72,12 +71,10 @@ def _schedule_row(name: ScheduleName) -> Sequence[str]:
         f"{most[0]:g} … {most[1]:g}",
         f"{sent / first.microbatches:g}",
         *(f"{each.bubble_fraction:.1%} · {each.bubble_ratio:.1%}" for each in made),
-        _formula(form),
+        f"{'≤' if name in _UPPER_BOUNDS else '='} {form.idle / form.ideal:.1%}"
+        if form
+        else "none known",
     )
-
-
-def _formula(form: ClosedForm | None) -> str:
-    return f"{_SIGNS[form.relation]} {form.ratio:.1%}" if form else "none known"
 
 
 def _pipeline(name: ScheduleName, ranks: int, microbatches: int) -> PipelineShape:
