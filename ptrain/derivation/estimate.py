@@ -234,11 +234,10 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     first, *others = facts.unvisited
     number = len(others)
     more = f" and {number} parameter{'s' * (number > 1)} more have" if others else " has"
-    finding = f"{first}{more} no gradient on ranks without tokens for it, but "
-    finding += "data-parallel ranks sum the gradients of all parameters"
     raise refused(
         "model",
-        finding,
+        f"{first}{more} no gradient on ranks without tokens for it, but data-parallel ranks sum "
+        "the gradients of all parameters",
         "Call every expert, even with zero rows, or store all experts in stacked tensors.",
     )
 

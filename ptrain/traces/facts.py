@@ -79,7 +79,6 @@ from ptrain.traces.tensor_parts import (
     Traced,
     by_place,
     fake_model,
-    trace_parts,
     unless_it_takes_values,
     why_untraced,
 )
@@ -419,18 +418,15 @@ class _Reader:
         is_within = not spec.is_cut_over(CUTTING_AXES)  # ranks run whole layers
         if not has_stages and is_within:
             return facts
-        of_parts: Callable[[ModelFacts, Extent], Traced] = self._of_ranks
+        of_parts: Callable[..., Traced] = partial(trace_parts, spec, allow_import=self.allow_import)
         if is_within:
             of_parts = partial(self._of_stages, model)
         del model  # whoever plays the ranks builds another
         first, *others = (
-            _with_parts(facts, self.share(partial(of_parts, facts, extent)))
+            _with_parts(facts, self.share(partial(of_parts, facts, extent=extent)))
             for facts, extent in extents_of(facts)
         )
         return replace(first, others=tuple(others))
-
-    def _of_ranks(self, facts: ModelFacts, extent: Extent) -> Traced:
-        return trace_parts(self.spec, facts, allow_import=self.allow_import, extent=extent)
 
     def _of_stages(self, model: nn.Module, facts: ModelFacts, extent: Extent) -> Traced:
         with self._running():

@@ -420,8 +420,10 @@ class RankPart:
             ),
             samples=samples,
             is_first=index == 0,
-            forward=partial(_forward, loss, samples),
-            loss=partial(_mean, loss, samples) if is_last else None,
+            forward=lambda model: loss.forward(model, samples),
+            loss=(lambda output: loss.of_forward(output, samples) / samples.rows)
+            if is_last
+            else None,
             around=partial(loss.provide_targets, samples),
             extent=self.extent,
         )
@@ -472,20 +474,10 @@ class RankPart:
         return loss
 
     def _samples(self) -> SampleBatch:
+        tokens = of_tokens(torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64))
         if self.context is not None:
-            return token_slices(of_tokens(self._tokens()), self.context.spans)
-        return of_tokens(self._tokens()) if self.spec is None else sample_batch(self.spec)
-
-    def _tokens(self) -> Tensor:
-        return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)
-
-
-def _mean(loss: Loss, samples: SampleBatch, output: Tensor) -> Tensor:
-    return loss.of_forward(output, samples) / samples.rows
-
-
-def _forward(loss: Loss, samples: SampleBatch, model: Any) -> Tensor:
-    return loss.forward(model, samples)
+            return token_slices(tokens, self.context.spans)
+        return tokens if self.spec is None else sample_batch(self.spec)
 
 
 @torch.no_grad()

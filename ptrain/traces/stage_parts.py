@@ -241,19 +241,12 @@ def stage_traces(
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
             units = stage.stage_units(facts.unit_modules)
-            if (kind := _kind_of_stage(spec, stage, len(stages))) not in traced:
+            layers = EqualLayers.from_spec(spec, stage.layers)
+            kind = stage.index == 0, stage.index == len(stages) - 1, layers.rows
+            if kind not in traced:
                 traced[kind] = trace(stage, units)
-            traces.append(
-                traced[kind].stage_trace(EqualLayers.from_spec(spec, stage.layers), units)
-            )
+            traces.append(traced[kind].stage_trace(layers, units))
     return traces
-
-
-def _kind_of_stage(spec: Spec, stage: Stage, stages: int) -> Hashable:
-    """Return what stages have in common that do alike: none but its own layers where nobody says
-    that these do."""
-    rows = EqualLayers.from_spec(spec, stage.layers).rows
-    return stage.index == 0, stage.index == stages - 1, rows
 
 
 @dataclass(frozen=True, slots=True)
