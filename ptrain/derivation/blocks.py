@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ptrain.axes.context.attention import ContextPart
 from ptrain.cost import Collective
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.tables import EvaluatedWork, Setting, evaluate_table, stored_table
+from ptrain.derivation.tables import EvaluatedWork, Setting, evaluate_table
 from ptrain.facts.model import InnerCollective
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, ActivationMode
 from ptrain.spec.model import Attention, Family, ModelShape
@@ -152,7 +152,8 @@ def block_passes(setting: Setting, kept: ActivationMode, attention: Attention) -
     if setting.context is not None:
         return _context_block(setting, setting.context, kept)
     evaluated = evaluate_table(TablePart.BLOCK, setting)
-    parts, entry = evaluated.content["parts"], _table_entry(setting, kept, attention)
+    parts = evaluated.content["parts"]
+    entry = evaluated.content[attention.value][mode_name(kept)]
     return BlockPasses(
         forward=tuple(evaluated.events(entry["forward"])),
         backward=tuple(evaluated.events(entry["backward"])),
@@ -197,11 +198,6 @@ def _context_block(setting: Setting, part: ContextPart, kept: ActivationMode) ->
     return BlockPasses(
         forward=forward, backward=backward, frees_input=entry["frees_input"], moved=(), sent=()
     )
-
-
-def _table_entry(setting: Setting, kept: ActivationMode, attention: Attention) -> dict[str, Any]:
-    entry: dict[str, Any] = stored_table(TablePart.BLOCK, setting)[attention.value][mode_name(kept)]
-    return entry
 
 
 @cache

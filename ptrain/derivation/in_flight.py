@@ -77,10 +77,6 @@ class Part:
     known: dict[Hashable, Did] = field(default_factory=dict)
     micro_batches: tuple[Passes, ...] = ()
 
-    def passes_of(self, micro_batch: int) -> Passes:
-        """Return the passes of a micro-batch."""
-        return self.micro_batches[micro_batch] if self.micro_batches else self.passes
-
 
 Turns = Iterable[tuple[int, Sequence[Instruction]]]  # (consecutive repetitions, instructions)
 
@@ -230,7 +226,8 @@ class RankStep:
             self.tape.enter(Phase.FORWARD)
         else:
             self._begin_backward(stage, kind)
-        passes = stage.part.passes_of(action.microbatch)
+        of_each = stage.part.micro_batches
+        passes = of_each[action.microbatch] if of_each else stage.part.passes
         gap = self.idle + (self.gaps.get(action, 0.0) if self.gaps else 0.0)
         self.idle = 0.0
         if self.tape.clock:
@@ -283,14 +280,11 @@ class RankStep:
             Footprint(state=State.TRANSIENT, rank=0, device_bytes=self.gathered),
         )
 
-    def recorded_pass(self, stage: _Stage, key: Hashable) -> Did | None:
-        """Return the recorded result of an equal pass, or None."""
-        return None if self.is_alone else stage.part.known.get(key)
-
     def _play_pass(self, stage: _Stage, kind: Kind, passes: Passes) -> tuple[float, float]:
         """Return the seconds of a pass, and the seconds it leaves to the next pass."""
         before, clock = stage.state, self.tape.clock
-        if (known := self.recorded_pass(stage, (kind, id(passes), before))) is not None:
+        known = None if self.is_alone else stage.part.known.get((kind, id(passes), before))
+        if known is not None:
             self.tape.spike(known.run.rise)
             self.tape.add(known.run.net)
             if clock is not None:

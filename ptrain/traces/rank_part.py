@@ -363,10 +363,6 @@ class RankPart:
     has_learnt: bool = False  # torch, on a part with the same operators
     extent: Extent = Extent.GIVEN
 
-    def trace(self, model: nn.Module, units: Units) -> Recording:
-        """Return the recording of a whole model, which is changed in place."""
-        return self.traces(model, units)[0]
-
     def traces(
         self,
         model: nn.Module,
@@ -374,7 +370,8 @@ class RankPart:
         layers: EqualLayers = NO_LAYERS,
         *changes: Change,
     ) -> list[Recording]:
-        """Return the same, and another recording after each of `changes` to the model."""
+        """Return the recording of a full model, which is changed in place, and another recording
+        after each of `changes` to the model."""
         loss = self._prepare(model, self.tensor.roles if self.tensor else ())
         samples = self._samples()
 

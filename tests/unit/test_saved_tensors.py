@@ -12,7 +12,7 @@ import pytest
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.layers import model_timeline
 from ptrain.derivation.tables import Monomial, Setting, monomials
-from ptrain.models.trace import Born
+from ptrain.models.trace import StorageAllocated
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, ActivationMode
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.precision import DType
@@ -69,7 +69,7 @@ def saved(whole: Setting) -> tuple[Saved, ...]:
         [
             (event.operator.removeprefix("aten::"), sizes[trace.size(event.id)])
             for event in events
-            if isinstance(event, Born) and event in alive
+            if isinstance(event, StorageAllocated) and event in alive
         ]
         for _, events in trace.split("forward")
     ]
@@ -94,7 +94,7 @@ def saved_of_block(
     own = events[
         events.index(Boundary(Mark.ENTER, unit)) : events.index(Boundary(Mark.LEAVE, unit))
     ]
-    return [sizes[trace.size(e.id)] for e in own if isinstance(e, Born) and e in alive]
+    return [sizes[trace.size(e.id)] for e in own if isinstance(e, StorageAllocated) and e in alive]
 
 
 def text(size: Monomial) -> str:
