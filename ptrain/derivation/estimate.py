@@ -94,7 +94,7 @@ class Derivation(Worded):
 
     @property
     def spec(self) -> Spec:
-        """What was derived."""
+        """The spec of the plan."""
         return self.plan.spec
 
 
@@ -144,10 +144,15 @@ def derive(
 
 
 def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate:
-    """Return of a legal spec's derivation what is exact of memory, in a fraction of its time, for
-    who asks of many specs whether they fit: without traffic, operations, words and a step's time,
-    and of the ranks of a pipeline others stand for those that are no fuller. Raises TooLarge
-    once the peak is above `limit`."""
+    """Return the exact memory of a legal spec, in a fraction of the time of `derive`, for searches
+    that check many specs.
+
+    Traffic, operations, notes and step time are left out. In a pipeline, fuller ranks stand for the
+    others.
+
+    Raises:
+        PeakExceeded: The peak is above `limit`.
+    """
     return _estimate_legal(spec, facts, None, partial(_exact_memory, limit=limit, of_memory=True))[
         1
     ]
@@ -156,13 +161,16 @@ def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate
 def exact_alone(
     spec: Spec, facts: ModelFacts, machine: Machine | None, limit: float = inf
 ) -> Estimate:
-    """Return of a legal spec's derivation what is exact, without operations and the paper's
-    figures. Raises TooLarge once the peak is above `limit`."""
+    """Return the exact estimate of a legal spec, without operations and the paper's figures.
+
+    Raises:
+        PeakExceeded: The peak is above `limit`.
+    """
     return _estimate_legal(spec, facts, machine, partial(_add_time, limit=limit))[1]
 
 
 def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
-    """Return of a legal spec's derivation the time of a step alone; None where it is unknown."""
+    """Return only the step time of a legal spec; None if it is unknown."""
     with suppress(UnknownRate):
         step = _estimate_legal(spec, facts, None, partial(_with_step, of_memory=True))[1].step
         return step.seconds if step else None
@@ -195,7 +203,7 @@ def _add_time(
     *,
     limit: float = inf,
 ) -> Estimate:
-    """With the step's time, or why there is none."""
+    """Return the estimate with the step time, or with the reason why there is none."""
     why = _NOT_PLAYED
     try:
         estimate = _with_step(spec, plan, facts, machine, limit=limit)
@@ -251,7 +259,7 @@ def _exact_memory(
     limit: float = inf,
     of_memory: bool = False,
 ) -> Estimate:
-    """Where sizes depend on data, their bounds."""
+    """Return the exact estimate, with bounds if sizes depend on data."""
     limit = inf if facts.others else limit  # of several peaks the least decides
     estimate = exact_estimate(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
     others = [
@@ -283,8 +291,8 @@ def not_traceable(spec: Spec, shape: ModelShape) -> str:
 
 
 def _undefined_figures(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
-    """Return by figure why nothing is said of it: of activations and peaks, and of traffic where it
-    is not known what the modes of activations move and send again."""
+    """Return the figures that are undefined, with the reason: activations and peaks, and traffic if
+    the activation modes' copies and repeated collectives are unknown."""
     cause = facts.untraced
     if isinstance(spec.model, ModelShape) and not facts.roles:
         cause = not_traceable(spec, spec.model) or cause

@@ -79,6 +79,7 @@ from ptrain.traces.tensor_parts import (
     Traced,
     by_place,
     fake_model,
+    trace_parts,
     unless_it_takes_values,
     why_untraced,
 )
@@ -190,8 +191,8 @@ def _describe_selection(selected: DataDependence) -> str:
 
 @contextmanager
 def stops_of(model: nn.Module) -> Iterator[set[str]]:
-    """Within it the names are gathered of the modules of `model` that are given numbers without a
-    gradient whenever they run; none, where everything is trained."""
+    """Temporarily record the names of the modules of `model` whose floating-point inputs never need
+    a gradient; none if everything is trained."""
     stops: set[str] = set()
     goes_on: set[str] = set()
     is_trained = all(parameter.requires_grad for parameter in model.parameters())
@@ -387,8 +388,8 @@ def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
 
 
 def _vocabulary(large: FakeModel) -> int | None:
-    """Return how many logits a token has, by a forward pass alone, which no patch of torch is
-    needed for; None where the loss is a function of the user's."""
+    """Return the number of logits per token, from a forward pass; None if the loss is a user's
+    function."""
     with fake_tensors(large.mode):
         return forward_once(large.module, large.spec)
 
