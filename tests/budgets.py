@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51770,
+    "ptrain": 51780,
     "ptrain/activations": 390,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1780,
     "ptrain/convert": 430,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5140,
+    "ptrain/derivation": 5130,
     "ptrain/facts": 800,
     "ptrain/internals": 440,
     "ptrain/interpreter": 1070,
@@ -48,7 +48,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/plan": 480,
     "ptrain/rates": 360,
     "ptrain/report": 2480,
-    "ptrain/rooms": 980,
+    "ptrain/rooms": 990,
     "ptrain/selection": 2890,
     "ptrain/simulation": 1050,
     "ptrain/spec": 4110,
