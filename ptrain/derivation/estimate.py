@@ -58,7 +58,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.names import load_table
-from ptrain.spec.placement import CUTTING_AXES, DATA_AXES, Axis, Tier
+from ptrain.spec.placement import DATA_AXES, Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
@@ -72,7 +72,6 @@ _NOT_TRACED_BY_STAGE = f"these facts have no trace of the stages' activations: {
 _NOT_TRACED = f"these facts have no trace of the model's activations: {_HOW_TO_TRACE}"
 _NOT_PLAYED = "its step depends on the activations of the model, which are unknown"
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
-_CUT_PROGRAMS = "compiled programs whose operators or tokens are sharded are not predicted yet"
 PROGRAMS_OF_GPUS = "compiled programs of GPUs are not predicted yet, which Triton makes"
 _PROVEN = ("2.13",)  # versions of torch whose programs were seen to allocate what was predicted
 _UNPROVEN = f"compiled programs are predicted with torch {', '.join(_PROVEN)} only, and this is"
@@ -281,8 +280,6 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
 def not_traceable(spec: Spec, shape: ModelShape) -> str:
     """Return why a built-in model cannot be traced as the spec runs it; empty if it can."""
     if spec.compile is not Compiled.NONE:
-        if spec.is_cut_over(CUTTING_AXES):
-            return _CUT_PROGRAMS
         if spec.is_for_cuda:
             return PROGRAMS_OF_GPUS
         if torch_minor() not in _PROVEN:
