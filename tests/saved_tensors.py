@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.tables import Setting, stored_table
+from ptrain.derivation.tables import Setting, evaluate_table
 from ptrain.timeline import Item, Repeated, Run, Timeline
 
 if TYPE_CHECKING:  # tests of the pure half read timelines only, without torch
-    from ptrain.models.trace import Born, Recording
+    from ptrain.models.trace import Recording, StorageAllocated
 
 
-def saved_storages(recording: Recording) -> tuple[Born, ...]:
+def saved_storages(recording: Recording) -> tuple[StorageAllocated, ...]:
     """Return the allocations of forward that are alive at its end, in order."""
-    from ptrain.models.trace import Born, Died
+    from ptrain.models.trace import StorageAllocated, StorageFreed
 
-    dead = {event.id for event in recording.forward if isinstance(event, Died)}
-    return tuple(e for e in recording.forward if isinstance(e, Born) and e.id not in dead)
+    dead = {event.id for event in recording.forward if isinstance(event, StorageFreed)}
+    return tuple(
+        e for e in recording.forward if isinstance(e, StorageAllocated) and e.id not in dead
+    )
 
 
 def saved_bytes(timeline: Timeline) -> int:
@@ -37,5 +39,5 @@ def _net(item: Item) -> int:
 
 def torch_version(setting: Setting) -> str:
     """Return the version of torch that was traced."""
-    version: str = stored_table(TablePart.PASSES, setting)["torch"]
+    version: str = evaluate_table(TablePart.PASSES, setting).content["torch"]
     return version

@@ -40,7 +40,7 @@ from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.tape import Scene, Tape, Wrap, activation_row
 from ptrain.facts.model import Passes, net_bytes
 from ptrain.spec.placement import Axis
-from ptrain.spec.precision import DType, Layout
+from ptrain.spec.precision import DType
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec, indices_in_groups
 from ptrain.steps.experts import ByLayer
@@ -76,10 +76,6 @@ class Part:
     scores: Mapping[Kind, PassScore] = field(default_factory=dict)
     known: dict[Hashable, Did] = field(default_factory=dict)
     micro_batches: tuple[Passes, ...] = ()
-
-    def passes_of(self, micro_batch: int) -> Passes:
-        """Return the passes of a micro-batch."""
-        return self.micro_batches[micro_batch] if self.micro_batches else self.passes
 
 
 Turns = Iterable[tuple[int, Sequence[Instruction]]]  # (consecutive repetitions, instructions)
@@ -174,7 +170,12 @@ class RankStep:
     ) -> None:
         self.gaps = gaps
         self.tape, self.last, plan = tape, last, parts[0].ghost.wrapped.plan
-        self.is_alone, self.seed = plan.pipeline is None, seed_bytes(plan.update.layout)
+        layout, self.is_alone = plan.update.layout, plan.pipeline is None
+        # The backward seed of a trace, which a run does not allocate. Backward of a scaled loss
+        # starts from the scale, which lives for the full run, instead of torch's seed of 1. Both
+        # are fp32; a model in fp64 casts the scale, which allocates.
+        has_scale = layout.scales_loss and layout.parameters is not DType.FP64
+        self.seed = DType.FP32.itemsize if has_scale else 0
         self.passes = self.late = self.left = self.idle = 0.0
         self.updates: dict[int, int] = {}
         self.seconds: dict[Action, float] = {}
@@ -230,7 +231,8 @@ class RankStep:
             self.tape.enter(Phase.FORWARD)
         else:
             self._begin_backward(stage, kind)
-        passes = stage.part.passes_of(action.microbatch)
+        of_each = stage.part.micro_batches
+        passes = of_each[action.microbatch] if of_each else stage.part.passes
         gap = self.idle + (self.gaps.get(action, 0.0) if self.gaps else 0.0)
         self.idle = 0.0
         if self.tape.clock:
@@ -283,14 +285,11 @@ class RankStep:
             Footprint(state=State.TRANSIENT, rank=0, device_bytes=self.gathered),
         )
 
-    def recorded_pass(self, stage: _Stage, key: Hashable) -> Did | None:
-        """Return the recorded result of an equal pass, or None."""
-        return None if self.is_alone else stage.part.known.get(key)
-
     def _play_pass(self, stage: _Stage, kind: Kind, passes: Passes) -> tuple[float, float]:
         """Return the seconds of a pass, and the seconds it leaves to the next pass."""
         before, clock = stage.state, self.tape.clock
-        if (known := self.recorded_pass(stage, (kind, id(passes), before))) is not None:
+        known = None if self.is_alone else stage.part.known.get((kind, id(passes), before))
+        if known is not None:
             self.tape.spike(known.run.rise)
             self.tape.add(known.run.net)
             if clock is not None:
@@ -329,14 +328,6 @@ class RankStep:
             stage.part.known[kind, id(passes), before] = Did(run, spent, seconds, tail, left)
         self.tape.peak = max(peak, self.tape.peak)
         return seconds, left
-
-
-def seed_bytes(layout: Layout) -> int:
-    """Return the bytes of the backward seed in a trace that a run does not allocate. Backward of a
-    scaled loss starts from the scale, which lives for the full run, instead of torch's seed of 1.
-    Both are fp32; a model in fp64 casts the scale, which allocates."""
-    is_own = layout.scales_loss and layout.parameters is not DType.FP64
-    return DType.FP32.itemsize if is_own else 0
 
 
 def _make_stage(spec: Spec, part: Part, tape: Tape) -> _Stage:

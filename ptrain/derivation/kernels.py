@@ -83,11 +83,11 @@ class FusedAttention(NamedTuple):
         Returns:
             The kernel's name. None if torch selects no kernel, or the table does not have `sm`.
         """
-        by_row = _choice(counted_torch()).get(str(sm), {})
+        by_row = _of_torch("choice", counted_torch()).get(str(sm), {})
         rows = by_row.get(row_name(self.dtype, drops=self.drops), [])
         if self.head_dim % HEAD_DIM_MULTIPLE or self.sequence == 1:
             return None
-        refused = _kernels_without_groups(counted_torch()) if self.is_grouped else ()
+        refused = _of_torch("ungrouped", counted_torch()) if self.is_grouped else ()
         for first, last, kernel in rows:
             is_refused = kernel in refused
             if first <= self.head_dim <= last and not is_refused:
@@ -120,7 +120,7 @@ class FusedAttention(NamedTuple):
 
 def capabilities() -> tuple[int, ...]:
     """Return the compute capabilities of the table, ascending."""
-    return tuple(map(int, _choice(counted_torch())))
+    return tuple(map(int, _of_torch("choice", counted_torch())))
 
 
 def _read_table(name: str) -> dict[str, Any]:
@@ -129,27 +129,16 @@ def _read_table(name: str) -> dict[str, Any]:
 
 
 @cache
-def _choice(torch: str) -> dict[str, dict[str, list[list[Any]]]]:
-    """Return the kernels of this torch version, by compute capability.
+def _of_torch(name: str, torch: str) -> Any:
+    """Return an entry of the table for this torch version.
 
-    Versions without a table use the table of the reference version.
+    `choice` has the kernels by compute capability. `ungrouped` has the kernels that torch does not
+    use if keys have fewer heads than queries: it runs separate operators instead (`sdp_utils.cpp`).
+    Up to 2.13 this is efficient attention. Versions without an entry have that of the reference
+    version.
     """
-    versions = _read_table("choice")
-    choice: dict[str, dict[str, list[list[Any]]]]
-    choice = versions.get(torch, versions[REFERENCE_TORCH])
-    return choice
-
-
-@cache
-def _kernels_without_groups(torch: str) -> tuple[str, ...]:
-    """Return the kernels that this torch version does not use if keys have fewer heads than
-    queries.
-
-    torch runs separate operators instead (`sdp_utils.cpp`). Up to 2.13 this is efficient attention.
-    """
-    versions = _read_table("ungrouped")
-    kernels: list[str] = versions.get(torch, versions[REFERENCE_TORCH])
-    return tuple(kernels)
+    versions = _read_table(name)
+    return versions.get(torch, versions[REFERENCE_TORCH])
 
 
 def most_rows() -> int:

@@ -34,7 +34,7 @@ from ptrain.derivation.tables import (
     evaluate_table,
     setting_of,
 )
-from ptrain.facts.model import Passes, UnitFacts, of_first_stage, of_later_stage
+from ptrain.facts.model import Passes, UnitFacts, passes_of_stage
 from ptrain.facts.stages import Stage
 from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.dials import Compiled, UnitKind
@@ -298,22 +298,21 @@ def _setting_passes(
 ) -> Passes:
     """Return them of these units and turns: what the data axes choose besides is nothing to them,
     so that a search asks for the same again."""
+    hidden = 0 if place in (Place.FIRST, Place.ALONE) else _hidden_bytes(setting)
     layers = LayerPasses(
         setting=setting,
         place=place,
         numbers=numbers,
         kept=kept,
-        held=0 if place in (Place.FIRST, Place.ALONE) else _hidden_bytes(setting),
+        held=hidden,
         head=_loss_head(setting, place, len(numbers)),
     )
     items = layers.passes(units, turns)
     if place is Place.ALONE:
         of_stage = Passes(items=items, output=0, hidden=0)
-    elif place is Place.FIRST:
-        of_stage = of_first_stage(items, output=layers.output())
     else:
-        hidden = _hidden_bytes(setting)
-        of_stage = of_later_stage(items, output=layers.output(), hidden=hidden)
+        is_first, output = place is Place.FIRST, layers.output()
+        of_stage = passes_of_stage(items, is_first=is_first, output=output, hidden=hidden)
     return of_stage._replace(moved=layers.moved, repeated=layers.repeated)
 
 

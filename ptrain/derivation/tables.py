@@ -270,17 +270,6 @@ class EvaluatedTable:
         return [*self.known[parts]]
 
 
-def stored_table(part: TablePart, setting: Setting) -> archive.Table:
-    """Return a setting's table as stored. Raises KeyError if there is none."""
-    table: archive.Table = archive.read(part, setting.name(part), setting.way(part))
-    return table
-
-
-def table_sizes(part: TablePart, setting: Setting) -> tuple[Monomial, ...]:
-    """Return the sizes of a setting's table as monomials."""
-    return _sizes(part, setting.name(part), setting.way(part))
-
-
 @cache
 def _sizes(part: TablePart, name: str, way: str) -> tuple[Monomial, ...]:
     return monomials(archive.read(part, name, way))
@@ -290,10 +279,11 @@ def evaluate_table(
     part: TablePart, setting: Setting, values: Mapping[str, int] | None = None
 ) -> EvaluatedTable:
     """Return a setting's table at its dimensions, or at `values`. Raises KeyError without one."""
+    key = part, setting.name(part), setting.way(part)
     return EvaluatedTable(
-        stored_table(part, setting),
+        archive.read(*key),
         evaluated(
-            table_sizes(part, setting),
+            _sizes(*key),
             setting.values if values is None else values,
             setting.compute.itemsize,
             setting.statistics,
@@ -332,29 +322,25 @@ class WorkTable(NamedTuple):
     operators: tuple[_ListedOperator, ...]
     passes: tuple[tuple[int, ...], ...]
 
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> WorkTable:
-        """Decode a stored table."""
-        return cls(
-            content,
-            monomials(dict(content)),
-            tuple(
-                _ListedOperator(
-                    Collective(name) if name in _COLLECTIVES else OperatorKind(name),
-                    DType(dtype) if dtype else None,
-                    tuple(sizes),
-                    *more,
-                )
-                for name, dtype, sizes, *more in content["operators"]
-            ),
-            tuple(map(tuple, content.get("parts", ()))),
-        )
-
 
 @cache
 def work_table(part: TablePart, name: str, way: str) -> WorkTable:
     """Return the decoded operators of one way of a table."""
-    return WorkTable.read(archive.read(part, name, way)["work"])
+    content = archive.read(part, name, way)["work"]
+    return WorkTable(
+        content,
+        monomials(content),
+        tuple(
+            _ListedOperator(
+                Collective(name) if name in _COLLECTIVES else OperatorKind(name),
+                DType(dtype) if dtype else None,
+                tuple(sizes),
+                *more,
+            )
+            for name, dtype, sizes, *more in content["operators"]
+        ),
+        tuple(map(tuple, content.get("parts", ()))),
+    )
 
 
 class EvaluatedWork:
@@ -479,11 +465,6 @@ class Pieces(NamedTuple):
         if front is None or behind is None:
             return None
         return self._replace(least=self.least - 1, front=front, behind=behind[::-1])
-
-
-def has_own_tables(kind: str) -> bool:
-    """Return True if this kind of sharding has separate tables."""
-    return not kind.startswith(("saved", "naive"))
 
 
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:

@@ -50,14 +50,10 @@ def fullest_place(spec: Spec, plan: Plan) -> int:
     """
     if plan.context is None:
         return 0
-    places = range(ranks_over(spec, plan.cutting_axes))
-    return max(places, key=lambda place: (_places_before(spec, plan, place), -place))
-
-
-def _places_before(spec: Spec, plan: Plan, place: int) -> int:
-    """Return the number of places whose tokens come before a rank's tokens."""
-    part = context_part(spec, plan, place)
-    return part.before if part else 0
+    parts = [
+        context_part(spec, plan, place) for place in range(ranks_over(spec, plan.cutting_axes))
+    ]
+    return max(range(len(parts)), key=lambda at: (((own := parts[at]) and own.before) or 0, -at))
 
 
 def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
@@ -304,23 +300,22 @@ class _Operators:
         self._weights = self._by_role(facts)
         # sharded operators on token shards, regardless of the tokens between sub-blocks
         self.of_slices = [
-            shape[0]
-            for name, shape in self._weights_of(Role.ROW).items()
-            if self._is_of_slices(name)
+            shape[0] for name, shape in self._weights[Role.ROW].items() if self._is_of_slices(name)
         ]
-        stopped = self._stopped_modules(facts)
+        trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
+        stopped = {name for name in facts.stops if name not in trained}  # outputs without gradients
         of_rows = {
             name: shape[0]
-            for name, shape in self._weights_of(Role.ROW).items()
+            for name, shape in self._weights[Role.ROW].items()
             if not self._is_of_slices(name)
         }
         rows = [*of_rows.values()]
         has_gradient = [width for name, width in of_rows.items() if name not in stopped]
-        of_tables = self._weights_of(Role.VOCABULARY)
+        of_tables = self._weights[Role.VOCABULARY]
         tables = list(of_tables.values())
-        columns = {name: shape[1] for name, shape in self._weights_of(Role.COLUMN).items()}
-        latents = {name: of[1] for name, of in self._weights_of(Role.LATENT).items() if len(of) > 1}
-        inner = self._weights_of(Role.INNER_ROW)
+        columns = {name: shape[1] for name, shape in self._weights[Role.COLUMN].items()}
+        latents = {name: of[1] for name, of in self._weights[Role.LATENT].items() if len(of) > 1}
+        inner = self._weights[Role.INNER_ROW]
         experts = self._shared_inputs(
             {name: shape[-2] for name, shape in inner.items()}, Role.EXPERTS
         )
@@ -333,18 +328,18 @@ class _Operators:
             for name, width in columns.items()
             if not any(parent in inputs for parent in module_prefixes(name.rpartition(".")[0]))
         }
-        heads = [shape[::-1] for shape in self._weights_of(Role.HEAD).values()]
+        heads = [shape[::-1] for shape in self._weights[Role.HEAD].values()]
         if self._has_role(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
-        last = [shape[0] for shape in self._weights_of(Role.LAST_NORM).values()]
+        last = [shape[0] for shape in self._weights[Role.LAST_NORM].values()]
         self.whole_inputs = list(inputs.values())
         inputs = {name: width for name, width in inputs.items() if not self._is_of_slices(name)}
         self.routed = [
             shape[1]
-            for name, shape in self._weights_of(Role.SHARED).items()
+            for name, shape in self._weights[Role.SHARED].items()
             if self._is_of_slices(name)
         ]
-        self.positions = [shape[1] for shape in self._weights_of(Role.POSITIONS).values()]
+        self.positions = [shape[1] for shape in self._weights[Role.POSITIONS].values()]
         joins = [shape[1] for shape in tables]
         inputs |= alone
         begun = [width for name, width in inputs.items() if name not in facts.stops]
@@ -362,13 +357,9 @@ class _Operators:
         is_cut = self._has_role(Role.HEAD) or self._has_role(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None
-        self.summed = self._count_summed(step, facts)
-
-    def _count_summed(self, step: Parallelize, facts: ModelFacts) -> Counter[int]:
-        """Count, by size, the replicated tensors whose gradients are summed over tp."""
         norms = (Role.NORM, Role.LAST_NORM) if step.is_sequence else ()
         shared, of_tensor = {Role.SHARED, Role.LATENT, *norms}, self._modules.of_tensor
-        return Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
+        self.summed = Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
 
     def _by_role(self, facts: ModelFacts) -> dict[Role, dict[str, tuple[int, ...]]]:
         """Return the shapes of weights, by role and module."""
@@ -381,12 +372,6 @@ class _Operators:
                     weights[stored][module] = tensor.shape if stored is role else tensor.shape[::-1]
         return weights
 
-    @staticmethod
-    def _stopped_modules(facts: ModelFacts) -> set[str]:
-        """Return the modules whose outputs have no gradient."""
-        trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
-        return {name for name in facts.stops if name not in trained}
-
     def _is_of_slices(self, name: str) -> bool:
         """Return True if a module belongs to a sub-block that routes token shards."""
         return self._has_role(Role.WHOLE_EXPERTS) and any(
@@ -395,10 +380,6 @@ class _Operators:
 
     def _has_role(self, role: Role) -> bool:
         return any(has is role for _, has in self._roles)
-
-    def _weights_of(self, role: Role) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights with a role, by module."""
-        return self._weights[role]
 
     def _shared_inputs(self, columns: dict[str, int], role: Role) -> dict[str, int]:
         """Return the features of the input that each sub-block with a role shares among its

@@ -145,12 +145,9 @@ def passes_of(
         hidden: Bytes of the hidden states that the stage receives.
     """
     items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
-    if is_first:
-        passes = of_first_stage(items, output=output)
-    else:
-        if halves is not None:
-            items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
-        passes = of_later_stage(items, output=output, hidden=hidden)
+    if halves is not None and not is_first:
+        items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
+    passes = passes_of_stage(items, is_first=is_first, output=output, hidden=hidden)
     return passes._replace(moved=whole.moved, repeated=whole.repeated)
 
 
@@ -175,26 +172,24 @@ class RowsPasses(NamedTuple):
         )
 
 
-def of_first_stage(items: Mapping[Kind, Items], *, output: int) -> Passes:
-    """Return the passes of the first stage.
+def passes_of_stage(
+    items: Mapping[Kind, Items], *, is_first: bool, output: int, hidden: int
+) -> Passes:
+    """Return the passes of a stage.
 
-    Tokens have no gradients, so the half for input gradients is empty, and the half for weight
-    gradients is the full backward pass.
-    """
-    whole = {**items, Kind.INPUT: (), Kind.WEIGHT: items[Kind.BACKWARD]}
-    return Passes(items=whole, output=output, hidden=0)
-
-
-def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> Passes:
-    """Return the passes of a stage after the first.
-
-    Parts of the autograd graph that neither half frees are freed at the end of the second half.
+    Tokens have no gradients, so on the first stage the half for input gradients is empty, and the
+    half for weight gradients is the full backward pass. On other stages, parts of the autograd
+    graph that neither half frees are freed at the end of the second half.
 
     Args:
         items: The items of each kind of pass, with both halves of the backward pass or without.
+        is_first: True for the first stage.
         output: Bytes of the stage's output.
         hidden: Bytes of the hidden states that the stage receives.
     """
+    if is_first:
+        whole = {**items, Kind.INPUT: (), Kind.WEIGHT: items[Kind.BACKWARD]}
+        return Passes(items=whole, output=output, hidden=0)
     passes = Passes(items=items, output=output, hidden=hidden)
     if Kind.WEIGHT not in items:
         return passes
@@ -202,8 +197,7 @@ def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> 
     # remains after each of them.
     left = _remaining_bytes(passes, Kind.INPUT, Kind.WEIGHT) - passes.loss_bytes
     assert left >= 0, "halves of a backward pass that free what is not there"
-    ended = {**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))}
-    return Passes(items=ended, output=output, hidden=hidden)
+    return passes._replace(items={**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))})
 
 
 def _remaining_bytes(passes: Passes, *backward: Kind) -> int:

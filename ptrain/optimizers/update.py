@@ -102,8 +102,13 @@ class Target(Protocol[T]):
         """
         ...
 
-    def store(self, value: T) -> None:
-        """Write the updated value back, from any dtype, and update the replicas where required."""
+    def store(self, value: T) -> T | None:
+        """Write the updated value back, from any dtype, and update the replicas where required.
+
+        Returns:
+            The tensor to which the value is still to be copied, together with the values of other
+            targets, or None if it is written.
+        """
 
     def create_slot(self, initial: T) -> Slot[T]:
         """Create the slot of a state tensor, in the dtype of `initial`.
@@ -164,7 +169,7 @@ class TargetsUpdate(Generic[T, X]):
         if not self.is_by_unit:
             # nothing has to be brought, so one optimizer call updates all units
             members = [[member for group in members for member in group]]
-        self.groups = [UpdateGroup(group, spec, rules) for group in members]
+        self.groups = [UpdateGroup(group, spec, room, rules) for group in members]
 
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
         """Update all targets from their gradients with this learning rate.
@@ -267,6 +272,8 @@ class TargetState(Generic[T, X]):
             else rules.wrap_leaf(itself)
         )
         self.nothing = self.leaf.value
+        # The leaf is a master copy where it is stored, and needs only its gradient.
+        self.has_master_in_place = MASTER in self.slots and target.is_in_place and not self.moving
 
     def register_state(self) -> None:
         """Give the optimizer the state that is used where it is stored, once."""
@@ -299,8 +306,12 @@ class TargetState(Generic[T, X]):
                 leaf.state[name] = held if name in self.numbers else self.room.cast(held, updated)
         return True
 
-    def put(self) -> None:
-        """Store value and state, and drop each working copy as soon as it is stored."""
+    def put(self) -> Iterator[tuple[T, T]]:
+        """Store value and state, and drop each working copy as soon as it is stored.
+
+        Yields:
+            The value and the tensor to which it is still to be copied, if it is not stored yet.
+        """
         leaf = self.leaf
         leaf.gradient = None
         if self._can_stay:
@@ -318,7 +329,8 @@ class TargetState(Generic[T, X]):
                 del held
         if MASTER in self.moving:
             self.slots[MASTER].put(leaf.value)
-        self.target.store(leaf.value)
+        if (place := self.target.store(leaf.value)) is not None:
+            yield leaf.value, place
         if MASTER not in self.slots or MASTER in self.moving:
             leaf.value = self.nothing
 
@@ -330,17 +342,23 @@ class UpdateGroup(Generic[T, X]):
     """
 
     def __init__(
-        self, members: Sequence[TargetState[T, X]], spec: OptimizerSpec, rules: OptimizerFactory[T]
+        self,
+        members: Sequence[TargetState[T, X]],
+        spec: OptimizerSpec,
+        room: TensorRuntime[T],
+        rules: OptimizerFactory[T],
     ) -> None:
-        self.members = list(members)
+        self.members, self.room = list(members), room
         self.optimizers: dict[str, Optimizer[T]] = {
             rule: rules.create_optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
             for rule in dict.fromkeys(member.rule for member in members)
         }
         for member in members:
             member.register_state()
-        self._moving = [member for member in members if not member.rests]
-        self._rests = len(self._moving) < len(members)
+        self._with_masters = [member for member in members if member.has_master_in_place]
+        brought = [member for member in members if not member.rests]
+        self._moving = [member for member in brought if not member.has_master_in_place]
+        self._rests = len(brought) < len(members)
 
     def step(self, lr: float, scaling: Scale[T] | None, *, is_taken: bool = True) -> None:
         """Update the group from the targets' gradients.
@@ -350,7 +368,8 @@ class UpdateGroup(Generic[T, X]):
             scaling: Loss scale and skip flag, None for an unscaled loss that is never skipped.
             is_taken: If False, state is fetched and stored without an update.
         """
-        fetched = [member for member in self._moving if member.fetch()]
+        fetched = self._fetch_with_masters()
+        fetched += [member for member in self._moving if member.fetch()]
         if not fetched and not self._rests:
             return
         beside = fetched or self.members
@@ -358,8 +377,22 @@ class UpdateGroup(Generic[T, X]):
         if is_taken:
             for optimizer in self.optimizers.values():
                 optimizer.step(lr, scalars)
-        for member in fetched:
-            member.put()
+        if copies := [copy for member in fetched for copy in member.put()]:
+            self.room.copy_all(copies)
+
+    def _fetch_with_masters(self) -> list[TargetState[T, X]]:
+        """Bring the gradients of master copies in place, cast by one operator.
+
+        Members without a gradient are left out.
+        """
+        held = [(member, member.target.working_gradient()) for member in self._with_masters]
+        members = [member for member, gradient in held if gradient is not None]
+        gradients = [gradient for _, gradient in held if gradient is not None]
+        if members:
+            cast = self.room.cast_all(gradients, members[0].layout.update_dtype)
+            for member, gradient in zip(members, cast, strict=True):
+                member.leaf.gradient = gradient
+        return members
 
 
 def _no_hidden_flags(groups: Sequence[Sequence[X]]) -> list[list[bool]]:

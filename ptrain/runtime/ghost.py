@@ -203,6 +203,13 @@ class GhostRuntime:
         self.copy(tensor, moved)
         return moved
 
+    def cast_all(self, tensors: Sequence[Ghost], dtype: DType) -> Sequence[Ghost]:
+        return [self.cast(tensor, dtype) for tensor in tensors]
+
+    def copy_all(self, pairs: Sequence[tuple[Ghost, Ghost]]) -> None:
+        for source, into in pairs:
+            self.copy(source, into)
+
     def copy(self, source: Ghost, into: Ghost) -> None:
         assert source.numel == into.numel, f"{source.numel} elements to {into.numel}"
         if source.tier is not into.tier:

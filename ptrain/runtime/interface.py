@@ -165,12 +165,19 @@ class TensorRuntime(Protocol[T]):
         """
         ...
 
+    def cast_all(self, tensors: Sequence[T], dtype: DType) -> Sequence[T]:
+        """Return tensors of one dtype in another dtype, each on its tier, by one operator."""
+        ...
+
     def copy_to_tier(self, tensor: T, tier: Tier, state: State) -> T:
         """Return a copy on another tier."""
         ...
 
     def copy(self, source: T, into: T) -> None:
         """Copy all elements of `source` to `into`, which has as many elements."""
+
+    def copy_all(self, pairs: Sequence[tuple[T, T]]) -> None:
+        """Copy the first tensor of each pair to the second of equal shape, by one operator."""
 
     def add(self, tensor: T, part: T) -> None:
         """Add `part` to `tensor` in place."""

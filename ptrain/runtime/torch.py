@@ -212,11 +212,22 @@ class TorchRuntime:
         tensor = cast(tensor, TORCH_DTYPES[dtype], copy=copy)
         return tensor if state is None else self.registry.tag(tensor, state, name=name)
 
+    def cast_all(self, tensors: Sequence[torch.Tensor], dtype: DType) -> Sequence[torch.Tensor]:
+        to = TORCH_DTYPES[dtype]
+        if all(tensor.dtype == to for tensor in tensors):
+            return tensors
+        converted = [tag_like(torch.empty_like(tensor, dtype=to), tensor) for tensor in tensors]
+        torch._foreach_copy_(converted, tensors)
+        return converted
+
     def copy_to_tier(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
         return self.tiers.copy_to_tier(tensor, tier, state)
 
     def copy(self, source: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(source.view(into.shape) if source.shape != into.shape else source)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        torch._foreach_copy_([place for _, place in pairs], [source for source, _ in pairs])
 
     def add(self, tensor: torch.Tensor, part: torch.Tensor) -> None:
         tensor.add_(part)

@@ -42,6 +42,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
 from ptrain.units import grouped
 
+_BESIDE_UPDATE = GatherAfterUpdate.DURING_UPDATE
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _BESIDE = ("unit", "overlap", "prefetch", "bucket_bytes")
 Mask = Sequence[bool]
@@ -49,8 +50,21 @@ Mask = Sequence[bool]
 
 @dataclass(frozen=True, kw_only=True)
 class DataWay:
-    """A choice of the data axes for any degrees. `cut`: by state, which axes shard it; `overlaps`:
-    gradients are reduced during backward; `ahead`: units that are all-gathered in advance."""
+    """A choice of the data axes for any degrees.
+
+    Attributes:
+        choice: The choice.
+        spec: A spec with this choice and those of other axes, which affect the wrapper.
+        form: The wrapper.
+        cut: By state, which axes shard it.
+        overlaps: Gradients are reduced during backward.
+        ahead: Number of units that are all-gathered in advance.
+        is_made: Parameters are cast from a master copy for use.
+        is_brought: Parameters are all-gathered or copied for use.
+        is_bucket: The bucket size decides which units are all-gathered or reduced together.
+        keeps_forward: All-gathered parameters stay until the backward pass.
+        keeps_backward: All-gathered parameters stay until the next micro-batch.
+    """
 
     choice: AxisChoice
     spec: Spec
@@ -58,21 +72,25 @@ class DataWay:
     cut: dict[State, tuple[bool, ...]]
     overlaps: bool
     ahead: int
+    is_made: bool
+    is_brought: bool
+    is_bucket: bool
+    keeps_forward: bool
+    keeps_backward: bool
 
     @classmethod
     def of(cls, base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> DataWay:
-        """Return the way of a choice together with choices of other axes, which affect the
-        wrapper."""
+        """Return the way of a choice together with choices of other axes."""
         spec = apply_choices(base, (choice, *beside))
         form, factors = form_of(spec), choice.factors
         cut = {
             state: tuple(f.placement[state].distribution in CUT for f in factors)
             for state in (_THETA, _OMEGA, _GRADS)
         }
-        is_brought = any(cut[_THETA]) or has_distribution(
-            factors, _THETA, Distribution.MATERIALIZED
-        )
-        ahead = (units_ahead(spec, form) or 0) if form is Form.FLAT else int(is_brought)
+        is_made = has_distribution(factors, _THETA, Distribution.MATERIALIZED)
+        is_whole = not (is_made or any(cut[_THETA]))
+        ahead = (units_ahead(spec, form) or 0) if form is Form.FLAT else int(not is_whole)
+        is_brought = not is_whole or tier_of(factors, _THETA) is not Tier.DEVICE
         return cls(
             choice=choice,
             spec=spec,
@@ -80,6 +98,11 @@ class DataWay:
             cut=cut,
             overlaps=reduces_in_backward(spec, form, keeps_parts=any(cut[_GRADS])),
             ahead=0 if spec.unit_size.kind is UnitKind.MODEL else ahead,
+            is_made=is_made,
+            is_brought=is_brought,
+            is_bucket=form in REPLICAS or joins_units(spec, form),
+            keeps_forward=is_brought and not spec.sync.reshard_after_forward,
+            keeps_backward=is_brought and not spec.sync.reshard_after_backward,
         )
 
     @cached_property
@@ -90,34 +113,9 @@ class DataWay:
         return tuple(factor.placement for factor in choice.factors), changes
 
     @cached_property
-    def is_bucket(self) -> bool:
-        """True if the bucket size decides which units are all-gathered or reduced together."""
-        return self.form in REPLICAS or joins_units(self.spec, self.form)
-
-    @cached_property
-    def is_made(self) -> bool:
-        """True if parameters are cast from a master copy for use."""
-        return has_distribution(self.choice.factors, _THETA, Distribution.MATERIALIZED)
-
-    @cached_property
-    def is_brought(self) -> bool:
-        """True if parameters are all-gathered or copied for use."""
-        return self.is_made or any(self.cut[_THETA]) or not self.is_near(_THETA)
-
-    @cached_property
     def is_late(self) -> bool:
         """True if gradients are reduced once per step."""
         return self.spec.sync.gradients is GradientSync.LAST
-
-    @cached_property
-    def keeps_forward(self) -> bool:
-        """True if all-gathered parameters stay until the backward pass."""
-        return self.is_brought and not self.spec.sync.reshard_after_forward
-
-    @cached_property
-    def keeps_backward(self) -> bool:
-        """True if all-gathered parameters stay until the next micro-batch."""
-        return self.is_brought and not self.spec.sync.reshard_after_backward
 
     def is_near(self, state: State) -> bool:
         """Return True if a state is on the device."""
@@ -366,16 +364,9 @@ class WaySeconds:
         seconds += held * links.there_and_back(Tier.HOST)
         return seconds if links.is_nominal else seconds + links.host_update() / parts
 
-    @cached_property
-    def spreads_beside(self) -> bool:
-        """True if updated parameters are all-gathered while others are updated."""
-        way, pace = self.way, self.links.pace
-        is_beside = GatherAfterUpdate.DURING_UPDATE
-        return pace.overlaps and way.form is Form.FLAT and when_gathered(way.spec) is is_beside
-
     def step(self, flow: FlowSeconds) -> float:
         """Return the seconds of a step."""
-        way, number, links = self.way, flow.number, self.links
+        way, number, links, pace = self.way, flow.number, self.links, self.links.pace
         units = flow.layers / self.layers
         every = units + flow.root / self.unit
         gathers = 1 if way.keeps_backward else number
@@ -384,7 +375,7 @@ class WaySeconds:
         copies = (gathers + again) * self.unpack + reduces * self.pack + (number - 1) * self.add
         sent = (gathers + again) * self.gather + reduces * self.reduce
         waits = (copies + sent) * every + number * flow.moving
-        if way.overlaps and links.pace.overlaps:
+        if way.overlaps and pace.overlaps:
             beside, apart = 0.0, reduces * self.reduce
             if way.ahead:
                 beside = gathers * min(self.gather, flow.forward * self.layers)
@@ -396,16 +387,16 @@ class WaySeconds:
         tensors = units + 1 if way.form is Form.FLAT else flow.layers * self.sizes.tensors
         elements = int(held / way.parts(_OMEGA, self.degrees))
         update = links.update(max(1, elements), max(1, int(tensors)))
-        spread = self.spread * every
-        if self.spreads_beside:
-            spread = max(self.spread, spread - update)
         longer = 1 + waits / flow.computing if flow.computing else 1.0
         seconds = flow.computing + waits + flow.idle * longer
+        spread = self.spread * every
+        if pace.overlaps and way.form is Form.FLAT and when_gathered(way.spec) is _BESIDE_UPDATE:
+            spread = max(self.spread, spread - update)
         seconds += update + held * self.copied + self.finish * every + spread
         if not flow.issued:
             return seconds
         hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
-        hooks += (self.spread > 0) * links.pace.hook_seconds(Hook.FLAT_GATHER)
+        hooks += (self.spread > 0) * pace.hook_seconds(Hook.FLAT_GATHER)
         # the root is one unit, however large, unless buckets decide
         calls = every if way.is_bucket else units + (flow.root > 0)
         return max(seconds, flow.issued + calls * hooks)

@@ -16,12 +16,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from heapq import merge
-from itertools import accumulate, compress, islice, product
+from itertools import accumulate, compress
 from operator import attrgetter, itemgetter
 from typing import Any
 
 from ptrain.algebra.legality import check, find_unsupported
-from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, apply_choices, divisors
+from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, divisors
 from ptrain.axes.data.candidates import OVERLAPS, UNITS, is_left_out
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError, refused
@@ -53,20 +53,13 @@ from ptrain.selection.ranking import (
 from ptrain.selection.search import DataRow, Search, SearchResult
 from ptrain.selection.space import (
     Candidate,
-    batched,
-    data_choices,
-    degrees_over,
-    inner_products,
     micro_batches,
     pipelines,
-    sized,
     through_of,
-    ways_to_keep,
 )
 from ptrain.selection.where import (
     QUANTITIES,
     RESULTS,
-    Aspect,
     Constraint,
     Value,
     Where,
@@ -85,7 +78,10 @@ _SYNCS = tuple(
     for when in GradientSync
     for forward, backward in ((True, True), (False, True), (False, False))
 )
-_BESIDE = (*((overlap, None) for overlap in OVERLAPS), (Overlap.BACKWARD, 1), (Overlap.BACKWARD, 2))
+_BESIDE = (
+    *((overlap, None) for overlap in OVERLAPS),
+    *((Overlap.BACKWARD, ahead) for ahead in range(3)),
+)
 Changes = tuple[tuple[str, Any], ...]
 
 
@@ -145,7 +141,6 @@ def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
                 yield changes
 
 
-_TRIED, _PER_FLOW = 200, 2  # specs that are checked, and data choices per flow
 _UNKNOWN = Fault(
     place="activations",
     finding="no degrees divide the devices, or no memory table covers these blocks",
@@ -209,54 +204,15 @@ def _offered(search: Search, rule: Constraint) -> str:
 
 
 def _common_fault(task: SearchTask, where: Where) -> Fault | None:
-    """Return the most common fault of candidates that satisfy constraints, or None."""
-    faults = Counter(islice(_faults(task, where), _TRIED)).most_common(1)
-    return faults[0][0] if faults else None
-
-
-def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
-    """Yield the first fault of each of a sample of candidates that satisfy constraints."""
-    base, written = task.placed, task.written
-    ways = {
-        axes: [c for c in some if where.admits(Aspect.DATA, apply_choices(base, (c,)))][:_PER_FLOW]
-        for axes, some in data_choices(base, written).items()
-    }
-    for ranks, within in inner_products(base, task.devices, written):
-        cut = apply_choices(base, within)
-        for left, choices in pipelines(base, task.devices // ranks, written):
-            flows = [c for c in choices if where.admits(Aspect.PIPELINE, apply_choices(base, (c,)))]
-            if not flows or not where.admits(Aspect.WITHIN, cut):
-                continue
-            batches = list(micro_batches(base, left * cut.data_degree))
-            sizes = [m for m, n in batches if where.admits(Aspect.BATCH, batched(base, m, n))]
-            if not batches:
-                yield _indivisible(base, left * cut.data_degree)
-            if not sizes:
-                continue
-            data = (
-                sized(choice, degrees)
-                for axes, some in ways.items()
-                for degrees in (degrees_over(len(axes), left) if some else ())
-                if where.admits(Aspect.RANKS, apply_choices(base, (sized(some[0], degrees),)))
-                for choice in some
-            )
-            kept = written.kept or ways_to_keep(written.offload_tier)
-            for flow, choice, way in product(flows, islice(data, _PER_FLOW), kept):
-                tried = Candidate(
-                    within=within, pipeline=flow, data=choice, micro=sizes[0], kept=way
-                )
-                spec = tried.spec(base)
-                yield from (*check(spec), *find_unsupported(spec))[:1]
-
-
-def _indivisible(base: Spec, data_ranks: int) -> Fault:
-    """Return the fault of a global batch that the data ranks do not divide."""
-    samples = base.batch.global_samples
-    return Fault(
-        place="batch.global",
-        finding=f"a step's {samples} samples are not divisible by {data_ranks} data-parallel ranks",
-        remedy=f"Use `batch.global={max(1, samples // data_ranks) * data_ranks}`.",
+    """Return the most common fault of combinations that satisfy constraints, or None."""
+    search = Search(replace(task, where=where))
+    search.has(where)
+    faults = (
+        (one,) if isinstance(one, Fault) else (*check(one), *find_unsupported(one))[:1]
+        for one in search.legality.rejected
     )
+    common = Counter(fault for first in faults for fault in first).most_common(1)
+    return common[0][0] if common else None
 
 
 _BEST_TRACED = 9  # candidates predicted exactly for a model that must be traced
@@ -523,7 +479,8 @@ class Chooser(Deriver):
         """Yield well-known choices and the paper's recommendation, each with its best row or the
         reason why there is none."""
         base, devices = self.job.base, self.job.devices
-        placed = [(row.first.spec(base), row) for row in result.placements]
+        # rules of well-known choices read no batch and no activations
+        placed = [(row.first.placed(base), row) for row in result.placements]
         for known in KNOWN:
             if (where := known.where(self.job)) is not None:
                 row, why = self._like(placed, ranked, where)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from math import gcd, log
 from pathlib import Path
 from typing import Any
@@ -546,10 +546,16 @@ def words_of(job: SearchedJob, spec: Spec) -> tuple[str, ...]:
     """Return the name or file of a spec, and the overrides that make a candidate of it; of a model
     the default spec's. `spec` has the mapping that loads to it."""
     if is_model(job.source):
-        source, said = load_names().default, said_in(None)
-        return (source, *_changes(load(None).spec.resolved, spec.resolved, said))
+        before, said = _default_spec()
+        return (load_names().default, *_changes(before, spec.resolved, said))
     said = said_in(job.source, job.overrides)
     return (job.source, *job.overrides, *_changes(job.base.resolved, spec.resolved, said))
+
+
+@cache
+def _default_spec() -> tuple[dict[str, object], dict[str, Any]]:
+    """Return the default spec, resolved and as it is written."""
+    return load(None).spec.resolved, said_in(None)
 
 
 def _changes(

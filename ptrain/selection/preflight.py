@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cache, partial
+from functools import partial
 from itertools import combinations
 from math import inf, prod
 from operator import attrgetter
@@ -35,10 +35,9 @@ from ptrain.spec.dials import GradientSync
 from ptrain.spec.keys import data_axis_dials
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import list_files, load_strategy
 from ptrain.spec.placement import CUT, DATA_AXES, S_STAR, Axis, Mode, Placement, R, S
 from ptrain.spec.precision import LAYOUTS
-from ptrain.spec.shorthand import POLICIES, modes_of
+from ptrain.spec.shorthand import placement_names
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_memory, format_seconds
@@ -218,23 +217,9 @@ def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Override
     own_text = next((str(f.placement) for f in spec.factors if f.axis is axis), "")
     if not moved:
         texts.pop(own_text, None)
-    yield from ((*moved, f"placement.{axis}={_names(axis).get(text, text)}") for text in texts)
-
-
-@cache
-def _names(axis: str) -> dict[str, str]:
-    """Return strategy names by placement, for strategies with a placement of this axis only."""
-    names: dict[str, str] = {}
-    # lines that show other axes or sections, so that the file need not be parsed
-    others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
-    for name, path in list_files("strategies").items():
-        is_named = f"{axis}:" in (text := path.read_text(encoding="utf-8"))
-        named = load_strategy(name) if is_named and not any(o in text for o in others) else None
-        if named and not {*POLICIES} & {*named}:
-            own = named["placement"]
-            if own.keys() == {axis}:
-                names.setdefault(",".join(modes_of(own[axis])), name)
-    return names
+    yield from (
+        (*moved, f"placement.{axis}={placement_names(axis).get(text, text)}") for text in texts
+    )
 
 
 def _data_ranks(spec: Spec) -> int:

@@ -52,8 +52,8 @@ def recompute_policies(spec: Spec) -> Iterator[tuple[str, Policy]]:
 
 def with_micro(spec: Spec, micro: int) -> Spec:
     """Return the spec with micro-batches of `micro` samples and the same global batch."""
-    accumulate = spec.batch.global_samples // (micro * spec.data_degree)
-    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
+    accumulate = max(1, spec.batch.global_samples // (micro * spec.data_degree))
+    return spec.with_fields(batch=replace(spec.batch, micro=micro, accumulate=accumulate))
 
 
 class ChosenDocument(NamedTuple):

@@ -9,7 +9,7 @@ traffic are searched here. The size of units is chosen by a descent (`choose.nei
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import prod
@@ -53,6 +53,7 @@ from ptrain.selection.space import (
     batched,
     data_choices,
     degrees_over,
+    indivisible,
     inner_products,
     kept_so,
     micro_batches,
@@ -202,39 +203,19 @@ class CandidateBlock:
         return Scored(candidate=self.candidate(row), peak=self.peak(row), seconds=self.step(row))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The result of a search.
-
-    Attributes:
-        entries: Best candidates by the objective, best first.
-        front: Fastest candidate of each band of memory.
-        least: Candidate with the smallest peak.
-        placements: All placements.
-        counts: Numbers of candidates.
-    """
-
-    entries: Sequence[Entry]
-    front: tuple[Scored, ...]
-    least: Scored | None
-    placements: Sequence[DataRow]
-    counts: SearchCount
-
-    @property
-    def best(self) -> Iterator[Scored]:
-        """The candidates, best first."""
-        return (block.scored(row) for *_, block, row in self.entries)
-
-
 Entry = tuple[float, float, int, CandidateBlock, DataRow]
 
 
-class Keeper:
-    """The store of the best candidates of each placement."""
+class SearchResult:
+    """The best candidates of each placement, with the `counts` of all.
+
+    Attributes:
+        placements: All placements.
+    """
 
     def __init__(self, task: SearchTask) -> None:
         self.task, self.counts = task, SearchCount()
-        self.rows: list[DataRow] = []
+        self.placements: list[DataRow] = []
         self.limit = task.room * SLACK
         self.by_memory = task.objective is SearchGoal.MEMORY
 
@@ -250,7 +231,7 @@ class Keeper:
             if (size := peaks.get(id(row.memory), 0.0)) == 0.0:
                 size = peaks[id(row.memory)] = block.peak(row)
             if row.smallest is None:
-                self.rows.append(row)
+                self.placements.append(row)
             if size < row.least:
                 row.least, row.smallest = size, block
             if size <= self.limit:
@@ -280,27 +261,34 @@ class Keeper:
         flow = block.flow_seconds
         return flow is not None and flow.computing + flow.idle > seconds
 
-    def result(self) -> SearchResult:
-        """Return the result so far."""
-        best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
-        smallest = min(self.rows, key=lambda row: row.least, default=None)
-        return SearchResult(
-            entries=best,
-            least=None if smallest is None else smallest.tightest,
-            front=tuple(self._front(best)),
-            placements=self.rows,
-            counts=self.counts,
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The best candidates by the objective, best first; read once all blocks are added."""
+        return sorted(
+            (entry for row in self.placements for entry in row.best), key=itemgetter(0, 1, 2)
         )
 
-    def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
-        """Yield the fastest candidate of each band of memory."""
+    @property
+    def best(self) -> Iterator[Scored]:
+        """The candidates, best first."""
+        return (block.scored(row) for *_, block, row in self.entries)
+
+    @property
+    def least(self) -> Scored | None:
+        """The candidate with the smallest peak."""
+        smallest = min(self.placements, key=lambda row: row.least, default=None)
+        return None if smallest is None else smallest.tightest
+
+    @property
+    def front(self) -> list[Scored]:
+        """The fastest candidate of each band of memory."""
         fastest: dict[int, tuple[float, CandidateBlock, DataRow]] = {}
-        for first, second, _, block, row in best:
+        for first, second, _, block, row in self.entries:
             seconds, size = (second, first) if self.by_memory else (first, second)
             band = int(size / self.limit * _BANDS)
             if band not in fastest or seconds < fastest[band][0]:
                 fastest[band] = seconds, block, row
-        yield from (block.scored(row) for _, block, row in fastest.values())
+        return [block.scored(row) for _, block, row in fastest.values()]
 
 
 class Search:
@@ -324,10 +312,10 @@ class Search:
         """Return the best legal candidates that satisfy constraints."""
         self._obey(where)
         self.rows.cache_clear()  # rows hold the best candidates of the previous run
-        keeper = Keeper(self.task)
+        result = SearchResult(self.task)
         for block in self.blocks():
-            keeper.take(block)
-        return keeper.result()
+            result.take(block)
+        return result
 
     def has(self, where: Where) -> bool:
         """Return True if a legal candidate satisfies constraints; later runs are not affected."""
@@ -354,6 +342,8 @@ class Search:
                 continue
             for left, _ in pipelines(base, task.devices // ranks, task.written):
                 samples = left * cut.placed.data_degree
+                if base.batch.global_samples % samples:
+                    self.legality.reject(indivisible(base, samples))
                 for micro, number in apart(micro_batches(base, samples)):
                     if where.admits(Aspect.BATCH, batched(base, micro, number)):
                         yield from self._of_batch(cut, left, micro, number)

@@ -452,20 +452,6 @@ class Repetition:
     block: Leaves
     sections: tuple[Section, ...]
 
-    @property
-    def layers(self) -> int:
-        """The number of blocks."""
-        return len(self.facts.blocks)
-
-    def is_as(self, other: Repetition) -> bool:
-        """Return True if the other model differs only by its number of blocks."""
-        return (
-            self.block == other.block
-            and self.sections == other.sections
-            and self.facts.roles == other.facts.roles
-            and differ_in_layers_alone(self.around, other.around, (self.layers, other.layers))
-        )
-
 
 def _compare_instances(spec: Spec, rank: int, fewest: int, least: int) -> EqualBlocks | None:
     """Return the equal blocks of a Transformers model, if two instances prove them."""
@@ -474,13 +460,19 @@ def _compare_instances(spec: Spec, rank: int, fewest: int, least: int) -> EqualB
     if layers is None or layers < least:  # known from the config, without building the model
         return None
     full = _find_repetition(spec)
-    if full is None or full.layers != layers:
+    if full is None or len(full.facts.blocks) != layers:
         return None
     blocks = _blocks_of_plan(spec, rank, full.facts, layers, fewest)
     if blocks is None or blocks.number < least:
         return None
     few = _find_repetition(blocks.cut_to(fewest))
-    return blocks if few is not None and full.is_as(few) else None
+    is_proven = (
+        few is not None
+        and (few.block, few.sections) == (full.block, full.sections)
+        and few.facts.roles == full.facts.roles
+        and differ_in_layers_alone(full.around, few.around, (layers, len(few.facts.blocks)))
+    )
+    return blocks if is_proven else None
 
 
 def _find_repetition(spec: Spec) -> Repetition | None:

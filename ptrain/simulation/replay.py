@@ -576,7 +576,8 @@ def _extrapolate_rows(rows: Sequence[Sequence[Row]], times: int) -> tuple[Row, .
 
     The result is None if a number does not grow by equal amounts.
     """
-    if len({tuple(map(_row_key, of_run)) for of_run in rows}) > 1:
+    # operations have no state
+    if len({tuple(getattr(row, "state", None) for row in of_run) for of_run in rows}) > 1:
         return None
     grown = []
     for of_runs in zip(*rows, strict=True):
@@ -587,11 +588,6 @@ def _extrapolate_rows(rows: Sequence[Sequence[Row]], times: int) -> tuple[Row, .
         numbers: Any = {field: first[field] + times * step for field, step in more.items()}
         grown.append(replace(of_runs[0], **numbers))
     return tuple(grown)
-
-
-def _row_key(row: Row) -> State | None:
-    """Return the key of a row: its state, or None for operations."""
-    return row.state if isinstance(row, Footprint) else None
 
 
 def _row_numbers(row: Row) -> dict[str, int]:

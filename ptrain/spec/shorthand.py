@@ -23,7 +23,7 @@ from ptrain.spec.activations import KEPT_MEANINGS
 from ptrain.spec.dials import Reshard
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Route, Section, UserFile, is_required, iter_keys, section_keys
-from ptrain.spec.names import explain_missing, load_strategy
+from ptrain.spec.names import explain_missing, list_files, load_strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, TOKEN_AXES, Axis, Placement, S
 from ptrain.spec.text import Findings, SourceMark, Tree, to_flow_yaml
 
@@ -458,3 +458,20 @@ def policy_of(strategy: Mapping, section: str) -> Mapping:
     """Return a section of a strategy's file, with a short form expanded."""
     value = strategy.get(section, {})
     return value if isinstance(value, dict) else _expand_bare_value(strategy, section)
+
+
+@cache
+def placement_names(axis: str) -> dict[str, str]:
+    """Return strategy names by placement, for strategies that only place states on this axis.
+
+    The shortest name of a placement wins. The name is what `placement.AXIS` accepts.
+    """
+    names: dict[str, str] = {}
+    # Lines that show other axes or sections, so that most files need not be parsed.
+    others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
+    for name, path in sorted(list_files("strategies").items(), key=lambda item: len(item[0])):
+        is_named = f"{axis}:" in (text := path.read_text(encoding="utf-8"))
+        named = load_strategy(name) if is_named and not any(o in text for o in others) else None
+        if named and not {*POLICIES} & {*named} and named["placement"].keys() == {axis}:
+            names.setdefault(",".join(modes_of(named["placement"][axis])), name)
+    return names

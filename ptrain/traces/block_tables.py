@@ -240,7 +240,7 @@ def trace_model(
     part = part_of(setting, mesh, None if kept.is_plain else Keep(blocks=blocks))
     with kernels_of(is_for_cuda=setting.is_for_cuda):
         recordings = [
-            part.trace(model_of(setting, dtype), units) for dtype in DTYPES[setting.compute]
+            *(part.traces(model_of(setting, dtype), units)[0] for dtype in DTYPES[setting.compute]),
         ]
     return CodedTrace(recordings, units, symbols(setting), writer)
 

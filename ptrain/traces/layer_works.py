@@ -34,6 +34,11 @@ class LayerWorks:
     layers: tuple[dict[str, Computed], ...] = ()
     behind: dict[str, Computed] = field(default_factory=dict)
 
+    @property
+    def parts(self) -> tuple[dict[str, Computed], ...]:
+        """The computation before, in and after the layers."""
+        return self.front, *self.layers, self.behind
+
 
 def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> LayerWorks | None:
     """Return the computation of a recording by layer.
@@ -53,9 +58,8 @@ def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> Layer
         if bounds is None:
             return None
         is_reversed = name in ("backward", "input")
-        parts = [works.front, *works.layers, works.behind]
-        ordered = parts[::-1] if is_reversed else parts
-        for part in parts:
+        ordered = works.parts[::-1] if is_reversed else works.parts
+        for part in ordered:
             part[name] = []
         for place, work in recording.works[name]:
             ordered[bisect_left(bounds, place)][name].append(work.record)
@@ -95,18 +99,12 @@ def _model_work(
     front, *layers, behind = (
         _layer_work(computed, of_halves)
         for computed, of_halves in zip(
-            _all_parts(works), _all_parts(in_halves or _no_works(len(works.layers))), strict=True
+            works.parts,
+            in_halves.parts if in_halves else ({},) * len(works.parts),
+            strict=True,
         )
     )
     return ModelWork(front=front, layers=tuple(layers), behind=behind)
-
-
-def _no_works(layers: int) -> LayerWorks:
-    return LayerWorks(layers=tuple({} for _ in range(layers)))
-
-
-def _all_parts(works: LayerWorks) -> tuple[dict[str, Computed], ...]:
-    return works.front, *works.layers, works.behind
 
 
 def _undivided_work(layers: int, whole: Recording, halves: Recording | None) -> ModelWork:

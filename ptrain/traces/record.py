@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -184,7 +184,8 @@ class Recorder(Ledger):
         self.events.append(StorageAllocated(number, storage.nbytes(), operator))
         self._newborn = key
         self._of_call += 1
-        if self._of_call > 1 and _is_attention(operator):
+        is_forward = not operator.endswith("_backward")
+        if self._of_call > 1 and is_forward and operator.startswith(_ATTENTION):
             self._statistics.add(number)
 
     def on_resize(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
@@ -249,11 +250,6 @@ def draws(function: torch._ops.OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in function.tags and not is_fused
 
 
-def _is_attention(operator: str) -> bool:
-    """Return True for the forward operator of fused attention."""
-    return operator.startswith(_ATTENTION) and not operator.endswith("_backward")
-
-
 def _with_completions(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event, ...]:
     """Return the events of the weight half with completed gradients instead of frees.
 
@@ -301,23 +297,28 @@ def _call_first(method: Callable[..., Any], note: Callable[[Tensor], None]) -> C
     return noted
 
 
-class Notes(Protocol):
-    """The interface that `Marker` writes boundaries and gradients to."""
-
-    events: list[Any]
-
-    def complete(self, name: str, gradient: Tensor) -> None:
-        """Record that a gradient is complete."""
-
-
 class Marker:
     """The hooks that record the boundaries of units, where FSDP2's hooks would run.
 
     Modules that are recomputed in backward have no boundaries.
     """
 
-    def __init__(self, recorder: Notes, model: nn.Module, units: Sequence[tuple[str, ...]]) -> None:
-        self._recorder = recorder
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[tuple[str, ...]],
+        events: list[Any],
+        complete: Callable[[str, Tensor], None],
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            model: The model.
+            units: Module names of the wrap units.
+            events: Receives the boundaries.
+            complete: Called with the name and the gradient of a parameter when it is complete.
+        """
+        self._events, self._note_complete = events, complete
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         places = {
@@ -341,7 +342,7 @@ class Marker:
         self._hooks.close()
 
     def _mark(self, mark: Mark, unit: int) -> None:
-        self._recorder.events.append(Boundary(mark, unit))
+        self._events.append(Boundary(mark, unit))
 
     def _enter(self, unit: int, _: str, __: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_recomputing():
@@ -379,7 +380,7 @@ class Marker:
     def _complete(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self._recorder.complete(name, parameter.grad)
+            self._note_complete(name, parameter.grad)
 
         return hook
 
@@ -393,7 +394,7 @@ def _watching(
 ) -> Iterator[Recorder]:
     """Temporarily record a module; its gradients are cleared afterwards."""
     recorder = Recorder(module, inputs, extent)
-    marker = Marker(recorder, module, units)
+    marker = Marker(module, units, recorder.events, recorder.complete)
     try:
         with seeing_reads(lambda tensor: recorder.selection.mark_read(local_tensor(tensor))):
             yield recorder
@@ -428,19 +429,9 @@ def record(
     return recorder.recording()
 
 
-class _UnreadRecorder:
-    """The `Notes` that are discarded."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def complete(self, name: str, gradient: Tensor) -> None:
-        """Discard the gradient."""
-
-
 def run_unrecorded(model: nn.Module, units: Units, run_forward: Callable[[], Tensor]) -> None:
     """Run the operators that `record` records; the model's gradients are cleared afterwards."""
-    marker = Marker(_UnreadRecorder(), model, units)
+    marker = Marker(model, units, [], lambda *_: None)
     try:
         run_forward().backward()
     finally:

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ptrain.axes.context.run.apply import GatheredCore
+from ptrain.runtime.comm import TagRegistry
+from ptrain.spec.dials import ReduceScatterVia
 
 pytestmark = [
     pytest.mark.cuda,
@@ -20,12 +23,9 @@ class OneOfMany(GatheredCore):
     """The core of rank `own` of RANKS, whose keys and values of all ranks are at hand."""
 
     def __init__(self, own: int, keys: Tensor, values: Tensor) -> None:
-        torch.nn.Module.__init__(self)
-        self.scale, self.own, self.whole = None, own, (keys, values)
+        super().__init__(ProcessGroup(own, RANKS), None, ReduceScatterVia.NATIVE, TagRegistry())
+        self.own, self.whole = own, (keys, values)
         self.sums: tuple[Tensor, Tensor] | None = None
-
-    rank = property(lambda self: self.own)
-    size = property(lambda _: RANKS)
 
     def gather_kv(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         return self.whole

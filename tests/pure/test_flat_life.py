@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.ghosts.table import flat_rows, make_wrapping
+from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.in_flight import play_update
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.optimizers.ghost import muon_temporaries
@@ -298,7 +298,7 @@ def test_a_step_frees_what_it_allocates(drawn: tuple[Spec, Plan]):
 def test_what_lives_after_backward_are_the_gradients(drawn: tuple[Spec, Plan]):
     spec, plan = drawn
     assert isinstance(plan.wrap, FlatUnits)
-    rows = flat_rows(spec, plan, plan.wrap, FACTS).footprints
+    rows = [*make_wrapping(spec, plan, FACTS).footprints(0)]
     gradients = next(row for row in rows if row.state is G)
     assert life(spec, plan)[0] == gradients.device_bytes
 

@@ -10,9 +10,11 @@ from ptrain.report.selection import described
 from ptrain.selection.choose import Chooser, neighbours
 from ptrain.selection.job import searched_job, words_of
 from ptrain.selection.ranking import Ranked
+from ptrain.selection.space import data_choices
 from ptrain.selection.where import unit_of
 from ptrain.spec.dials import Overlap, UnitSize
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from tests.pure.searches import without_known
 
@@ -100,6 +102,19 @@ def test_an_overlap_that_is_written_leaves_prefetching_to_be_tried():
     specs = [other.spec(searched.job.base) for other in neighbours(searched.search, best)]
     assert {spec.overlap for spec in specs} == {Overlap.BACKWARD}
     assert len({spec.prefetch for spec in specs}) > 1
+
+
+def test_overlap_without_prefetching_is_tried_for_it_takes_the_memory_of_none_and_less_time():
+    words = ["model.preset=llama3-70b", "cluster.preset=h100-64", "mesh.dp_shard=64"]
+    words += ["batch={global: 64, micro: 1, sequence: 8192}", "loss=chunked", "unit=sub-block"]
+    words += ["activations=M", "recompute=full"]
+    dials = (["overlap=none"], ["overlap=backward", "prefetch=0"], ["prefetch=1"])
+    none, without, ahead = (derive(load("zero3", [*words, *said]).spec).exact for said in dials)
+    assert none.peak_bytes() == without.peak_bytes() < ahead.peak_bytes()
+    assert without.step.seconds < 0.996 * none.step.seconds
+    offered = data_choices(load("zero3", words).spec)[(Axis.DP_SHARD,)]
+    changes = [dict(choice.changes) for choice in offered]
+    assert any((c["overlap"], c["prefetch"]) == (Overlap.BACKWARD, 0) for c in changes)
 
 
 def test_a_larger_bucket_is_estimated_to_be_sent_in_fewer_calls():

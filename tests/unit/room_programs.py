@@ -102,6 +102,18 @@ def copying(on: Watched[Any]) -> Statements:
             yield source, into
 
 
+def joining(on: Watched[Any]) -> Statements:
+    """Several tensors are cast and copied by one operator each."""
+    room = on.room
+    for tier in Tier:
+        sources = [room.new(size, DType.FP32, tier, OMEGA, "source") for size in (6, 4)]
+        for dtype in (DType.FP32, DType.BF16, DType.FP64):
+            yield *sources, *room.cast_all(sources, dtype)
+        places = [room.new(size, DType.BF16, tier, G, "place") for size in (6, 4)]
+        room.copy_all([*zip(sources, places, strict=True)])
+        yield *sources, *places
+
+
 def adding(on: Watched[Any]) -> Statements:
     """In place, in memory or in a file."""
     room = on.room
@@ -287,8 +299,8 @@ def places(on: Watched[Any]) -> Statements:
 ALONE = {
     program.__name__: program
     for program in (
-        making, making_alike, casting, moving, copying, adding, viewing, permuting, emptying,
-        announcing, waiting, places,
+        making, making_alike, casting, moving, copying, joining, adding, viewing, permuting,
+        emptying, announcing, waiting, places,
     )
 }  # fmt: skip
 TOGETHER = {program.__name__: program for program in (gathering, reducing_and_scattering, reducing)}

@@ -87,4 +87,4 @@ def traced(
     model = build_model(shape, sequence=sequence)
     cast_module(model, dtype)
     part = RankPart(batch=batch, sequence=sequence)
-    return to_timeline(part.trace(model, unit_modules(model, unit)))
+    return to_timeline(part.traces(model, unit_modules(model, unit))[0])

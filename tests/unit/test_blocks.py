@@ -50,7 +50,7 @@ def traced(
     named = tuple((f"blocks.{index}", each) for index, each in enumerate(kept))
     step = Keep(blocks=tuple(pair for pair in named if not pair[1].is_plain))
     part = RankPart(batch=batch, sequence=sequence, keep=step)
-    return to_timeline(part.trace(model, unit_modules(model)))
+    return to_timeline(part.traces(model, unit_modules(model))[0])
 
 
 def levels(items: tuple[object, ...]) -> list[int]:

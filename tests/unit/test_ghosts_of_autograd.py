@@ -77,7 +77,7 @@ def by_ghosts(program: Program) -> list[Note]:
     def give(index: int, cloned: bool) -> None:
         size = NUMELS[index] * 4
         watched.record_allocation(size, DEVICE)
-        members.arrive(index, Complete(members.names[index], size, cloned))
+        members.accept_gradient(index, Complete(members.names[index], size, cloned))
         if cloned:
             watched.record_allocation(-size, DEVICE)
 

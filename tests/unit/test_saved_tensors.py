@@ -10,10 +10,10 @@ from functools import cache
 import pytest
 
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.layers import timeline
+from ptrain.derivation.layers import model_timeline
 from ptrain.derivation.tables import Monomial, Setting, monomials
-from ptrain.models.trace import Born
-from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
+from ptrain.models.trace import StorageAllocated
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, ActivationMode
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Mark
@@ -48,7 +48,7 @@ class Saved:
 
 @cache
 def traced(
-    whole: Setting, kept: Kept = PLAIN, attention: Attention = Attention.SDPA
+    whole: Setting, kept: ActivationMode = PLAIN, attention: Attention = Attention.SDPA
 ) -> tuple[CodedTrace, tuple[Monomial, ...]]:
     """Return the trace of four layers whose dimensions are primes, with the monomials of sizes."""
     part = TablePart.PASSES
@@ -69,7 +69,7 @@ def saved(whole: Setting) -> tuple[Saved, ...]:
         [
             (event.operator.removeprefix("aten::"), sizes[trace.size(event.id)])
             for event in events
-            if isinstance(event, Born) and event in alive
+            if isinstance(event, StorageAllocated) and event in alive
         ]
         for _, events in trace.split("forward")
     ]
@@ -84,7 +84,9 @@ def saved(whole: Setting) -> tuple[Saved, ...]:
     )
 
 
-def saved_of_block(whole: Setting, kept: Kept, attention: Attention) -> Sequence[Monomial]:
+def saved_of_block(
+    whole: Setting, kept: ActivationMode, attention: Attention
+) -> Sequence[Monomial]:
     """Return the sizes that a block's forward leaves on the device."""
     trace, sizes = traced(whole, kept, attention)
     alive, events = {*saved_storages(trace.recording)}, trace.recording.forward
@@ -92,7 +94,7 @@ def saved_of_block(whole: Setting, kept: Kept, attention: Attention) -> Sequence
     own = events[
         events.index(Boundary(Mark.ENTER, unit)) : events.index(Boundary(Mark.LEAVE, unit))
     ]
-    return [sizes[trace.size(e.id)] for e in own if isinstance(e, Born) and e in alive]
+    return [sizes[trace.size(e.id)] for e in own if isinstance(e, StorageAllocated) and e in alive]
 
 
 def text(size: Monomial) -> str:
@@ -114,7 +116,7 @@ def test_the_total_is_the_sum_of_the_polynomials(shape):
         term.size.bytes(whole.values, 2) * (shape.layers if term.part == "block" else 1)
         for term in saved(whole)
     )
-    assert total == saved_bytes(timeline(whole))
+    assert total == saved_bytes(model_timeline(whole))
 
 
 def test_a_block_of_llama_in_full_precision_saves_these_polynomials():
@@ -145,22 +147,22 @@ def test_one_sample_alone_saves_less_than_a_batch_counts_for_it():
 
 @pytest.mark.parametrize("shape", [ODD_SHAPE, pytest.param(GPT, marks=pytest.mark.nightly)])
 def test_eager_attention_alone_saves_scores_unless_they_are_recomputed(shape):
-    def squares(attention: Attention, kept: Kept = PLAIN) -> int:
+    def squares(attention: Attention, kept: ActivationMode = PLAIN) -> int:
         sizes = saved_of_block(setting(shape), kept, attention)
         return sum(("sequence", 2) in size.exponents for size in sizes)
 
     assert squares(Attention.EAGER) > 0
     assert squares(Attention.SDPA) == 0
-    assert squares(Attention.EAGER, Kept(policy=ATTENTION_ONLY)) == 0
+    assert squares(Attention.EAGER, ActivationMode(policy=ATTENTION_ONLY)) == 0
 
 
 @pytest.mark.parametrize("policy", [FULL, SELECTIVE, ATTENTION_ONLY], ids=str)
 def test_recomputed_blocks_save_less_than_plain_ones(policy):
     whole = setting(GPT)
 
-    def size(kept: Kept) -> int:
+    def size(kept: ActivationMode) -> int:
         sizes = saved_of_block(whole, kept, Attention.EAGER)
         return sum(own.bytes(whole.values, 4) for own in sizes)
 
-    assert size(Kept(policy=policy)) < size(PLAIN)
-    assert size(Kept(policy=FULL)) == whole.batch * whole.sequence * GPT.hidden * 4
+    assert size(ActivationMode(policy=policy)) < size(PLAIN)
+    assert size(ActivationMode(policy=FULL)) == whole.batch * whole.sequence * GPT.hidden * 4

@@ -102,27 +102,21 @@ class Sharded(InPlace):
         return list(zip(*rows, strict=True)) or [()] * self.ranks
 
     @cached_property
-    def _stored(self) -> int:
+    def stored_elements(self) -> int:
+        """The elements of one rank's part of all tensors, including padding."""
         return sum(times * self._padded_elements(unit) for unit, times in self.kinds)
 
     def _padded_elements(self, unit: UnitFacts) -> int:
         """Return the elements of one rank's part of a unit, including padding."""
         return sum(map(self._shards(unit).padded_elements, unit.shapes))
 
-    def stored_elements(self) -> int:
-        """Return the elements of one rank's part of all tensors, including padding."""
-        return self._stored
-
     @cached_property
-    def _stored_gradients(self) -> int:
+    def stored_gradients(self) -> int:
+        """The elements of one rank's gradients, which are views of the padded reduction."""
         return sum(
             times * sum(map(self._shards(unit).padded_elements, unit.trained_shapes))
             for unit, times in self.kinds
         )
-
-    def stored_gradients(self) -> int:
-        """Return the elements of one rank's gradients, which are views of the padded reduction."""
-        return self._stored_gradients
 
     def updated_shapes(self, unit: UnitFacts, shard: int) -> tuple[Shape, ...]:
         shards = self._shards(unit)
@@ -130,15 +124,13 @@ class Sharded(InPlace):
         return tuple(shards.local_shape(shape, index) for shape in unit.trained_shapes)
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
-        layout, stored = self.wrapped.plan.update.layout, self.stored_elements()
+        layout, stored = self.wrapped.plan.update.layout, self.stored_elements
         optimizer = self.optimizer_bytes(shard)
         parameters = stored * layout.parameters.itemsize
         if self.owns_master:  # the shards are the master copies
             assert layout.master is not None
             parameters, optimizer = 0, optimizer + stored * layout.master.itemsize
-        return state_rows(
-            parameters, optimizer, self.stored_gradients() * layout.gradients.itemsize
-        )
+        return state_rows(parameters, optimizer, self.stored_gradients * layout.gradients.itemsize)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
         yield from (
@@ -156,12 +148,9 @@ class Sharded(InPlace):
             if times is None:
                 player.in_turn(self.wrapped.plan.accumulate.micro_batches)
             else:
-                player.by_count(times(self.step.sync, is_root=unit.is_root), self._reductions)
+                count = count_reductions(self.step.sync, self.wrapped.plan.accumulate.micro_batches)
+                player.by_count(times(self.step.sync, is_root=unit.is_root), count)
             yield from account.rows
-
-    @property
-    def _reductions(self) -> int:
-        return count_reductions(self.step.sync, self.wrapped.plan.accumulate.micro_batches)
 
     def notes(self) -> Iterator[str]:
         yield from accumulation_notes(self.wrapped)

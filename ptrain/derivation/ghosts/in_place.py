@@ -85,12 +85,14 @@ class InPlace(Wrapping):
         self.wrapped = wrapped
         self._costs: dict[tuple[Shapes, bool], Cost] = {}
 
+    @cached_property
     def stored_elements(self) -> int:
-        """Return the elements of parameters on every rank, including padding."""
+        """The elements of parameters on every rank, including padding."""
         return self.wrapped.facts.numel
 
+    @cached_property
     def stored_gradients(self) -> int:
-        """Return the elements of gradients on every rank. Frozen parameters have none."""
+        """The elements of gradients on every rank. Frozen parameters have none."""
         return self.wrapped.facts.trained_numel
 
     def updated_shapes(self, unit: UnitFacts, shard: int) -> Shapes:
@@ -99,8 +101,8 @@ class InPlace(Wrapping):
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout = self.wrapped.plan.update.layout
-        parameters = self.stored_elements() * layout.parameters.itemsize
-        gradients = self.stored_gradients() * layout.gradients.itemsize
+        parameters = self.stored_elements * layout.parameters.itemsize
+        gradients = self.stored_gradients * layout.gradients.itemsize
         return state_rows(parameters, self.optimizer_bytes(shard), gradients)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
@@ -451,8 +453,8 @@ class SpreadUpdate(Replicas):
         optimizer = sum(
             times * self.update_cost(case, [False]).kept for case, times in shapes.items()
         )
-        gradients = self.stored_gradients() * layout.gradients.itemsize
-        frozen = (self.stored_elements() - self.stored_gradients()) * layout.parameters.itemsize
+        gradients = self.stored_gradients * layout.gradients.itemsize
+        frozen = (self.stored_elements - self.stored_gradients) * layout.parameters.itemsize
         return state_rows(sum(self.parameter_buckets()) + frozen, optimizer, gradients)
 
     def notes(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from functools import cached_property
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from ptrain.axes.data.cost import padded_flat
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, TrafficKey
@@ -48,24 +48,6 @@ Sizes = Counter[tuple[State, Tier]]
 
 _NOTHING = Timeline(forward=(), backward=())  # a unit's traffic does not depend on others
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
-
-
-class FlatRows(NamedTuple):
-    """The memory rows of flat units, which are equal on all ranks, and their traffic and copies."""
-
-    footprints: tuple[Footprint, ...]
-    sent: tuple[Traffic, ...]
-
-
-def flat_rows(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> FlatRows:
-    """Return the rows of all units, by simulating one unit of each kind."""
-    sizes, sent = Sizes(), list[Traffic]()
-    for unit, times in _unit_kinds(spec, plan, facts):
-        account = Account(spec, times)
-        for key, size in _play_unit(spec, plan, wrap, facts, unit, account).items():
-            sizes[key] += times * size
-        sent += account.rows
-    return FlatRows(tuple(_footprints(sizes)), tuple(sent))
 
 
 def _footprints(sizes: Sizes) -> Iterator[Footprint]:
@@ -155,26 +137,6 @@ def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
     return +buffers
 
 
-def scalar_copies(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
-    """Yield the copies of scalars that gradients on the host need.
-
-    The norm is copied to the device to be reduced, and back. With loss scaling, the overflow flag
-    is copied to the device. It is copied back, with the loss scale, if the host clips or updates.
-    """
-    layout, on_host = plan.update.layout, wrap.gradients_tier is not Tier.DEVICE
-    if wrap.consumed:
-        return
-    if plan.clip is not None and plan.clip.reduced_axes and on_host:
-        norm = max(SCALE_BYTES, layout.gradients.itemsize)
-        yield _scalar_copies(Collective.HOST_TO_DEVICE, 1, norm)
-        yield _scalar_copies(Collective.DEVICE_TO_HOST, 1, norm)
-    if layout.scales_loss:
-        if on_host:
-            yield _scalar_copies(Collective.HOST_TO_DEVICE, 1, SCALE_BYTES)
-        if wrap.update_tier is not Tier.DEVICE or (plan.clip is not None and on_host):
-            yield _scalar_copies(Collective.DEVICE_TO_HOST, 2, SCALE_BYTES)
-
-
 def _scalar_copies(collective: Collective, calls: int, size: int) -> Traffic:
     key = TrafficKey(axes=(), collective=collective, state=State.GRADIENTS, phase=Phase.UPDATE)
     return Traffic(key=key, calls=calls, payload_bytes=calls * size, sent_bytes=0)
@@ -191,15 +153,22 @@ class Units(Wrapping):
         self.reach = None if is_joined else 1 + step.prefetch + step.reads_files
 
     @cached_property
-    def _rows(self) -> FlatRows:
-        wrapped = self.wrapped
-        return flat_rows(wrapped.spec, wrapped.plan, self.step, wrapped.facts)
+    def _rows(self) -> tuple[tuple[Footprint, ...], tuple[Traffic, ...]]:
+        """The memory rows, which are equal on all ranks, and the traffic and copies."""
+        spec, plan, facts = self.wrapped
+        sizes, sent = Sizes(), list[Traffic]()
+        for unit, times in _unit_kinds(spec, plan, facts):
+            account = Account(spec, times)
+            for key, size in _play_unit(spec, plan, self.step, facts, unit, account).items():
+                sizes[key] += times * size
+            sent += account.rows
+        return tuple(_footprints(sizes)), tuple(sent)
 
     def make_wrap(self, scene: Scene) -> Flat:
         return Flat(scene, self.step)
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
-        yield from self._rows.footprints
+        yield from self._rows[0]
 
     def traffic(self, times: Times | None) -> Iterator[Traffic]:
         """Yield the traffic of all units.
@@ -207,10 +176,28 @@ class Units(Wrapping):
         `times` has no effect: in a pipeline, units are freed after every pass or after none
         (`axes.pipeline.rules`), so the order of passes does not matter.
         """
-        yield from self._rows.sent
+        yield from self._rows[1]
 
     def scalar_copies(self) -> Iterator[Traffic]:
-        return scalar_copies(self.wrapped.plan, self.step)
+        """Yield the copies of scalars that gradients on the host need.
+
+        The norm is copied to the device to be reduced, and back. With loss scaling, the overflow
+        flag is copied to the device. It is copied back, with the loss scale, if the host clips or
+        updates.
+        """
+        plan, step = self.wrapped.plan, self.step
+        layout, on_host = plan.update.layout, step.gradients_tier is not Tier.DEVICE
+        if step.consumed:
+            return
+        if plan.clip is not None and plan.clip.reduced_axes and on_host:
+            norm = max(SCALE_BYTES, layout.gradients.itemsize)
+            yield _scalar_copies(Collective.HOST_TO_DEVICE, 1, norm)
+            yield _scalar_copies(Collective.DEVICE_TO_HOST, 1, norm)
+        if layout.scales_loss:
+            if on_host:
+                yield _scalar_copies(Collective.HOST_TO_DEVICE, 1, SCALE_BYTES)
+            if step.update_tier is not Tier.DEVICE or (plan.clip is not None and on_host):
+                yield _scalar_copies(Collective.DEVICE_TO_HOST, 2, SCALE_BYTES)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
         trained = UnitFacts(modules=unit.modules, tensors=unit.trained)

@@ -161,11 +161,13 @@ class ReplicatedWrap(ParameterWrap):
         read. DDP rebuilds its buckets in the second step.
         """
         self._buckets.clear()
-        for target in self._targets():
-            if self.keeps_buckets and target.parameter.grad is not None:
-                target.parameter.grad.zero_()
-            else:
-                target.parameter.grad = None
+        parameters = [target.parameter for target in self._targets()]
+        kept = [p.grad for p in parameters if p.grad is not None] if self.keeps_buckets else []
+        if kept:  # one operator, because a GPU would launch a kernel for each gradient
+            torch._foreach_zero_(kept)
+            return
+        for parameter in parameters:
+            parameter.grad = None
 
     def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> ZeroRedundancyUpdate | None:
         if not self.step.zero_redundancy:

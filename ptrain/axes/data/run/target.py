@@ -103,10 +103,9 @@ class ParameterTarget:
     def value(self) -> torch.Tensor:
         return local_tensor(self.parameter.detach())
 
-    def store(self, value: torch.Tensor) -> None:
+    def store(self, value: torch.Tensor) -> torch.Tensor | None:
         held = self.value()
-        if not is_same_memory(held, value):
-            held.copy_(value)
+        return None if is_same_memory(held, value) else held
 
     def split(self, part: torch.Tensor) -> Named:
         return self.named(part)
