@@ -1,8 +1,7 @@
-"""What a spec may say of A, the activations of a rank, and of attention and loss.
+"""Rules of activation modes, attention and loss.
 
-M and O belong to the rank, R to nobody, S and S* to the axes that cut them (their rooms have the
-rules about tuples). Recomputation repeats what a block did and needs its backward pass in one
-piece; offload brings back what was saved, once.
+Here are the rules of M and O, which a rank applies alone; the axes have the rules of S and S*.
+Recomputation needs the backward pass of a block in one piece. Offload loads a saved tensor once.
 """
 
 from __future__ import annotations
@@ -22,31 +21,33 @@ _ONCE = "Theorem 3, gradient integrity"
 
 
 def block_modes(spec: Spec) -> tuple[ActivationMode, ...]:
-    """Those that blocks of the spec have, each once."""
+    """Return the distinct modes of the spec's blocks, without blocks that save everything."""
     said = spec.activations
     return tuple(dict.fromkeys(kept for kept in said.modes if not kept.is_plain))
 
 
 def _activations_key(spec: Spec) -> str:
-    """Return the key that says how the rank keeps activations: a data axis's tuple may."""
+    """Return the key that sets the activation mode: a data axis's tuple, or `activations`."""
     own = (factor for factor in data_factors(spec) if factor.placement.activations != R)
     axis = next((factor.axis for factor in own), None)
     return f"placement.{axis}.activations" if axis else "activations"
 
 
 def has_recomputation(spec: Spec) -> bool:
-    """Return whether some block is M."""
+    """Return True if a block is recomputed (M)."""
     return any(kept.policy is not None for kept in block_modes(spec))
 
 
 def has_offload(spec: Spec) -> bool:
-    """Return whether something that blocks save, or their inputs, lies off the device."""
+    """Return True if blocks offload saved tensors or their inputs."""
     return any(kept.tier is not Tier.DEVICE for kept in block_modes(spec))
 
 
 def missing_block_faults(spec: Spec, num_blocks: int) -> Iterator[Fault]:
-    """Ranges of blocks that the model does not have; `lower` asks it of models that are not built
-    in, whose blocks nobody knows before."""
+    """Yield a fault for each range of blocks that the model does not have.
+
+    `lower` calls it for custom models, whose number of blocks is unknown before.
+    """
     if not num_blocks and block_modes(spec):
         yield Fault(
             place="activations",
@@ -118,7 +119,7 @@ def _flex_cpu_faults(spec: Spec) -> Iterator[Fault]:
 def _offloaded_split_backward_faults(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves or not has_offload(spec):
         return
-    if has_recomputation(spec):  # refused for good
+    if has_recomputation(spec):  # rejected by `_split_backward_faults`
         return
     yield Fault(
         place="pipeline.schedule",
@@ -195,8 +196,11 @@ def _compile_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _compile_obstacles(spec: Spec) -> Iterator[tuple[str, str, str]]:
-    """Yield place, finding and remedy of what torch does not compile as one program, or compiles
-    into one that sends or saves something else than the plan says."""
+    """Yield place, finding and remedy of each setting that block compilation does not support.
+
+    torch does not compile it as one program, or the program communicates or saves other tensors
+    than the plan.
+    """
     shape = spec.model
     if not isinstance(shape, ModelShape):
         yield "model", "blocks of a model that is not built in", "Use a built-in model"

@@ -1,12 +1,12 @@
-"""The cross entropies of the next tokens, with one buffer of the logits' size.
+"""Cross entropy of the next tokens, with one buffer of the logits' size.
 
-Of logits in bf16, `F.cross_entropy` has up to 14 bytes of each at once: the logits, their
-log-probabilities in fp32, two gradients in fp32 and that in bf16. Here a buffer in at least fp32
-becomes one after the other the logits less their maximum, their exponentials, which backward needs,
-and their gradient: 8 bytes with the logits and the gradient in bf16.
+For bf16 logits, `F.cross_entropy` allocates up to 14 bytes per logit at once: the logits, their
+log-probabilities in fp32, two gradients in fp32 and one in bf16. Here one buffer in at least fp32
+holds in turn the logits minus their maximum, their exponentials, which backward needs, and their
+gradient: 8 bytes per logit with the logits and the gradient in bf16.
 
-Logits may be cut over the vocabulary, as a DTensor: then the ranks' maxima, sums and logits of the
-targets are reduced, three numbers of each token, and nothing is sent in backward.
+Logits may be a DTensor that is sharded over the vocabulary. Forward then all-reduces the maximum,
+the sum and the target's logit of each token; backward communicates nothing.
 
 Shapes: N tokens, V words of this rank.
 """
@@ -26,12 +26,23 @@ from ptrain.internals.functional_collectives import all_reduce_max, all_reduce_s
 from ptrain.models.numerics import widen
 from ptrain.units import ceil_div
 
-IGNORED = -100  # a target that counts for nothing
+IGNORED = -100  # excludes a token from the loss: the `ignore_index` of `F.cross_entropy`
 
 
 def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor, padding: int = 0) -> Tensor:
-    """Return the sum of the tokens' cross entropies in nats, in at least fp32; a plain tensor, of
-    logits that are cut over the vocabulary too. The last `padding` logits are of no token."""
+    """Return the summed cross entropy of all tokens in nats.
+
+    Args:
+        logits_BTV: Logits [B, T, V], or a DTensor that is sharded over the vocabulary.
+        targets_BT: Target tokens [B, T]; `IGNORED` excludes a token.
+        padding: Number of last logits that belong to no token.
+
+    Returns:
+        A plain 0-d tensor in at least fp32, equal on all ranks of the DTensor.
+
+    Raises:
+        ValueError: Logits and targets have different numbers of tokens.
+    """
     group, first = None, 0
     tokens = logits_BTV.shape[-1] - padding
     if isinstance(logits_BTV, DTensor):
@@ -41,7 +52,7 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor, padding: int = 0) -> 
         group, first = mesh.get_group(), ceil_div(vocabulary, mesh.size()) * mesh.get_local_rank()
         logits_BTV = logits_BTV.to_local()
     count, expected = logits_BTV.shape[:-1].numel(), targets_BT.numel()
-    if count != expected:  # in the words of torch's own cross entropy
+    if count != expected:  # the message of `F.cross_entropy`
         raise ValueError(
             f"Expected input batch_size ({count}) to match target batch_size ({expected})."
         )
@@ -52,8 +63,13 @@ def token_loss_sum(logits_BTV: Tensor, targets_BT: Tensor, padding: int = 0) -> 
 
 
 class _Targets(NamedTuple):
-    """Of each token, [N, 1]: whether its target counts for nothing, whether it does or is no word
-    of this rank, and the word's place there (0 of any other)."""
+    """The targets of all tokens on this rank, each field [N, 1].
+
+    Attributes:
+        is_ignored: The target is `IGNORED`.
+        is_elsewhere: The target is `IGNORED` or in another rank's shard of the vocabulary.
+        columns: The target's column in this rank's logits, 0 if it is elsewhere.
+    """
 
     is_ignored: Tensor
     is_elsewhere: Tensor
@@ -72,8 +88,10 @@ def _locate_targets(
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Of logits [N, V] whose first word is the vocabulary's number `first`; the first `words` of
-    them are of tokens, at least one, and the others padding."""
+    """The summed cross entropy of logits [N, V], a shard of the vocabulary from `first` on.
+
+    The first `words` columns, at least one, are of tokens; the others are padding.
+    """
 
     @staticmethod
     def forward(
@@ -91,10 +109,12 @@ class _CrossEntropySum(torch.autograd.Function):
             largest_N1 = all_reduce_max(largest_N1, group)
         if logits_NV.dtype is largest_N1.dtype:
             buffer_NV = logits_NV - largest_N1
-        else:  # in one step a processor would copy the logits a second time
+        else:  # one mixed-dtype subtraction would copy the logits twice on CPUs
             buffer_NV = widen(logits_NV).sub_(largest_N1)
         if is_padded:
-            buffer_NV[:, words:] = -math.inf  # whose exponentials and gradients are 0
+            buffer_NV[
+                :, words:
+            ] = -math.inf  # exp(-inf) = 0: padding adds neither loss nor gradient
         ignored, elsewhere, places = _locate_targets(targets_N, logits_NV.shape[1], group, first)
         of_targets_N1 = buffer_NV.gather(1, places).masked_fill_(elsewhere, 0)
         sums_N1 = buffer_NV.exp_().sum(-1, keepdim=True)
@@ -108,7 +128,10 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Once: the exponentials become the gradient. torch raises where they are read again."""
+        """Turn the saved exponentials into the gradient, in place.
+
+        A second backward raises: `save_for_backward` detects the in-place change.
+        """
         buffer_NV, sums_N1, targets_N = ctx.saved_tensors
         targets = _locate_targets(targets_N, buffer_NV.shape[1], ctx.group, ctx.first)
         buffer_NV.mul_((gradient / sums_N1).masked_fill_(targets.is_ignored, 0))

@@ -1,13 +1,12 @@
-"""Make a module's blocks keep, recompute or offload what backward needs, as the plan says. Module
-and parameter names do not change.
+"""Activation modes of blocks: save, recompute (M) or offload (O) the tensors that backward needs.
 
-This is applied after operators are cut over tp and before a data axis wraps the module: what a
-wrapper does before a block runs is then not repeated by a recomputation unless it has to be.
+Module and parameter names do not change. The modes are applied after tp shards operators and before
+a data axis wraps the module, so that a recomputation repeats a wrapper's work only if it has to.
 
-M: a module's results are computed again in backward, by torch's composable checkpoint, but for what
-a policy keeps. A product over a dimension that tp shards is a partial sum of full size on each
-rank. The sum over the ranks is kept in its place: with sharded tokens it is smaller, and it is not
-sent twice.
+M: backward recomputes a module's results by torch's composable checkpoint, except those that a
+policy saves. A product over a dimension that tp shards is a partial sum of full size on each rank.
+The policy saves the sum over the ranks instead: with sharded tokens it is smaller, and it is not
+communicated twice.
 
 O: the storages that autograd saves while a module runs move to host memory or files, once however
 many views are saved, and return when the first view is needed until the last is released.
@@ -47,14 +46,7 @@ from ptrain.spec.activations import ActivationMode, Operators, Policy, Scope
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 
-# M: a module's results are computed again in backward, by torch's composable checkpoint; what a
-# policy keeps is not.
-#
-# A product over a dimension that tp shards is a partial sum of full size on each rank. In its
-# place the sum over the ranks is kept: sharded tokens make it smaller, and no rank sends it twice.
-
-
-# Operators by class; a name that ends in * stands for all that begin so.
+# Operators by class; a trailing * matches any suffix.
 _NAMES = {
     Operators.MATMUL: ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
     Operators.ATTENTION: (
@@ -63,14 +55,14 @@ _NAMES = {
         "aten::_efficient_attention_forward",
     ),
     Operators.SOFTMAX: ("aten::_softmax", "aten::_safe_softmax"),
-    # Llama's norm is written out: what it reduces to is kept, a number for each token
+    # Llama's norm runs operator by operator; its rsqrt result is one number per token
     Operators.NORM: (
         "aten::native_layer_norm",
         "aten::_fused_rms_norm",
-        "ptrain::fused_rms_norm",  # which stands in for it
+        "ptrain::fused_rms_norm",  # replaces it in traces of GPUs
         "aten::rsqrt",
     ),
-    # a wait of what is there already costs nothing, and how many there are may differ
+    # without `wait_tensor`: forward and recomputation may issue different numbers of waits
     Operators.COLLECTIVE: (
         "_c10d_functional::all_gather_into_tensor",
         "_c10d_functional::reduce_scatter_tensor",
@@ -83,9 +75,15 @@ _NAMES = {
 def apply_recomputation(
     module: nn.Module, policy: Policy, *, draws: bool, is_compiled: bool = False
 ) -> None:
-    """Make `module`'s forward pass run again in backward, until all that was not kept is there.
-    With `draws` it may draw random numbers, which are then the same. `is_compiled`: the compiler
-    is to plan it, which reads the function, and no hooks of a composable checkpoint."""
+    """Make backward recompute a module's forward pass, except results that the policy saves.
+
+    Args:
+        module: The module.
+        policy: The operators whose results are saved.
+        draws: The module may draw random numbers; the recomputation then repeats them.
+        is_compiled: The module is compiled afterwards. Dynamo traces the checkpoint function, but
+            not the hooks of a composable checkpoint.
+    """
     options: dict[str, Any] = {"preserve_rng_state": draws}
     if policy.keep:
         options["context_fn"] = _contexts_keeping(policy.keep)
@@ -98,7 +96,10 @@ def apply_recomputation(
 
 @cache
 def _contexts_keeping(kinds: tuple[Operators, ...]) -> Any:
-    """One for all modules: a compiled program is of this very object."""
+    """Return the context function of a policy, cached.
+
+    All modules share the object, because a compiled program guards on its identity.
+    """
     return partial(_create_contexts, frozenset(chain.from_iterable(map(operators_of_kind, kinds))))
 
 
@@ -114,7 +115,7 @@ class _SavePolicy:
         self._has_partial = False
 
     def __call__(self, _: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-        """Return whether the result of `operator` is kept; forward and backward agree on it."""
+        """Return the policy for an operator's result, equal in forward and recomputation."""
         if self._has_partial and operator in _reduction_operators():
             self._has_partial = False
             return CheckpointPolicy.MUST_SAVE
@@ -162,24 +163,11 @@ def _default_overload(name: str) -> Any:
     return getattr(getattr(torch.ops, space), operator).default
 
 
-# O: what autograd saves while a module runs is moved to host memory or to files, and brought back
-# for backward.
-#
-# What moves is a storage, once however many tensors saved of it are views; it comes back when the
-# first of them is asked for, and stays until the last one is gone. Parameters, buffers and whole
-# numbers (tokens and places, which live anyway) stay.
-#
-# Note: on an accelerator copies run on streams of their own, in and out of pinned memory, and with
-# the first tensor that is asked for of one module all those of the module before it set out. On a
-# processor a copy is made where it is asked for. A file is written and read by the one that
-# computes.
-
-
-_SMALL = (torch.bool, torch.uint8)  # masks: not floating, and as many as activations
+_SMALL = (torch.bool, torch.uint8)  # masks, which are as large as activations
 
 
 class OffloadHooks:
-    """Hooks on what autograd saves within the modules of one model."""
+    """The hooks that offload the tensors that autograd saves within modules of one model."""
 
     def __init__(self, model: nn.Module, tiers: Tiers) -> None:
         self.model = model
@@ -194,7 +182,7 @@ class OffloadHooks:
         model.register_forward_hook(self._reset_pass, always_call=True)
 
     def register_on(self, module: nn.Module, tier: Tier) -> None:
-        """What autograd saves while `module` runs is kept on `tier`."""
+        """Offload the tensors that autograd saves while `module` runs to `tier`."""
         entered: list[saved_tensors_hooks] = []
 
         def enter(_: nn.Module, __: object) -> None:
@@ -214,7 +202,7 @@ class OffloadHooks:
         module.register_forward_hook(leave, always_call=True)
 
     def _reset_pass(self, *_: object) -> None:
-        """A micro-batch's forward pass begins or ends: no module is before the first one."""
+        """Reset the chain of modules when a micro-batch's forward pass begins or ends."""
         if not is_recomputing():
             self._last = self._buffers = None
 
@@ -246,8 +234,11 @@ class OffloadHooks:
         )
 
     def _is_parameter_or_buffer(self, storage: torch.UntypedStorage, owner: _ModulePass) -> bool:
-        """Whether it is of the module's parameters, as they are now: parts of it may be gathered
-        for their own time only; or of buffers, which a model hands to its modules."""
+        """Return True if a storage belongs to a parameter of the module or a buffer of the model.
+
+        The tensors are looked up now, because a wrapper may replace parameters by all-gathered ones
+        while the module runs. All buffers count, because a model passes them to its modules.
+        """
         if self._buffers is None:
             self._buffers = _tensor_dicts(self.model, "_buffers")
         homes = (*owner.tensor_dicts, *self._buffers)
@@ -255,7 +246,7 @@ class OffloadHooks:
         return any(storage_of(tensor) is storage for tensor in tensors)
 
     def _offload(self, held: torch.Tensor, owner: _ModulePass) -> OffloadedStorage:
-        """The tensor's storage off the device."""
+        """Return the offloaded storage of a tensor; offload it on first use."""
         if away := self._find_offloaded(held):
             return away
         away = OffloadedStorage(held, owner.tier, self.tiers, self.streams)
@@ -264,13 +255,13 @@ class OffloadHooks:
         return away
 
     def _find_offloaded(self, held: torch.Tensor) -> OffloadedStorage | None:
-        """As it was moved before, if it has not been written to since."""
+        """Return the tensor's offloaded storage; None without one, or after a write to it."""
         version, reference = self._known.get(held.untyped_storage(), (None, None))
         return reference() if reference is not None and version == held._version else None
 
 
 class OffloadedStorage:
-    """One storage off the device; on it too from its first use to its last."""
+    """A storage off the device, with a copy on the device from its first use to its last."""
 
     def __init__(
         self, held: torch.Tensor, tier: Tier, tiers: Tiers, streams: _Streams | None
@@ -288,7 +279,7 @@ class OffloadedStorage:
             self._event = self.streams.offload(self.stored, whole)
 
     def start_load(self) -> None:
-        """It is needed next."""
+        """Start to load the storage, because it is needed next."""
         if self.streams is None:
             self.tiers.prefetch(self.stored)
         elif self.loaded is None:
@@ -296,7 +287,7 @@ class OffloadedStorage:
             self._event = self.streams.load(self.loaded, self.stored, self._event)
 
     def loaded_storage(self) -> torch.Tensor:
-        """On the device, in one dimension."""
+        """Return the storage on the device as a 1-d tensor, loaded on first use."""
         if self.streams is not None:
             self.start_load()
             self.streams.wait_for(self._event)
@@ -315,14 +306,15 @@ _Home = dict[str, torch.Tensor | None]
 
 
 def _tensor_dicts(module: nn.Module, *kinds: str) -> list[_Home]:
-    """Where a module and those within it have their tensors: what is there changes, and these
-    dictionaries do not."""
+    """Return the dictionaries in which a module and its submodules hold tensors.
+
+    The entries change when a wrapper replaces tensors; the dictionaries stay the same objects.
+    """
     return [getattr(inner, kind) for inner in module.modules() for kind in kinds]
 
 
 class _ModulePass:
-    """One module in one forward pass: what was moved, the module before it, and where it has its
-    own tensors."""
+    """One forward pass of a module: its offloaded storages, and the pass of the module before."""
 
     def __init__(self, tier: Tier, previous: _ModulePass | None, homes: list[_Home]) -> None:
         self.tier = tier
@@ -332,7 +324,7 @@ class _ModulePass:
         self._is_back = False
 
     def begin_backward(self) -> None:
-        """The first of its tensors is asked for."""
+        """Load the module's storages and those of the module before it, once."""
         if self._is_back:
             return
         self._is_back = True
@@ -341,7 +333,7 @@ class _ModulePass:
             self.previous.start_loads()
 
     def start_loads(self) -> None:
-        """What it moved last is needed first."""
+        """Start all loads, last offloaded first: backward needs them in this order."""
         for reference in reversed(self.offloaded):
             away = reference()
             if away is not None:
@@ -350,7 +342,7 @@ class _ModulePass:
 
 @dataclass(frozen=True, slots=True)
 class _ShardLayout:
-    """What makes a rank's part a DTensor again."""
+    """The layout by which a local shard becomes a DTensor again."""
 
     device_mesh: torch.distributed.DeviceMesh
     placements: Sequence[Placement]
@@ -376,7 +368,10 @@ class _ShardLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedView:
-    """A saved tensor; `place`: size, strides and offset in its storage."""
+    """A saved tensor, as a view of an offloaded storage.
+
+    `geometry` is its size, strides and offset in the storage.
+    """
 
     storage: OffloadedStorage
     owner: _ModulePass
@@ -399,7 +394,7 @@ def _unpack(packed: Any) -> torch.Tensor:
 
 
 def _local_tensor(saved: torch.Tensor) -> torch.Tensor:
-    """What this rank stores of it, when it is there."""
+    """Return the local tensor of a DTensor or an asynchronous collective, after its wait."""
     held = saved._local_tensor if isinstance(saved, DTensor) else saved
     if isinstance(held, AsyncCollectiveTensor):
         arrived: torch.Tensor = held.trigger_wait()
@@ -408,7 +403,7 @@ def _local_tensor(saved: torch.Tensor) -> torch.Tensor:
 
 
 class _Streams:
-    """Copies between an accelerator and pinned memory, each way beside what is computed."""
+    """The copies between a GPU and pinned memory, on one stream per direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -416,7 +411,7 @@ class _Streams:
         self.load_stream: Any = torch.cuda.Stream(device)
 
     def offload(self, kept: torch.Tensor, whole: torch.Tensor) -> Any:
-        """The event when `kept` has the bytes; those of `whole` are not used again before it."""
+        """Copy `whole` to pinned memory `kept`; return the event at the end of the copy."""
         self.offload_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.offload_stream):
             kept.copy_(whole, non_blocking=True)
@@ -424,7 +419,7 @@ class _Streams:
         return self.offload_stream.record_event()
 
     def load(self, back: torch.Tensor, kept: torch.Tensor, taken: Any) -> Any:
-        """The event when `back` has the bytes, which `kept` has at `taken`."""
+        """Copy `kept`, filled at event `taken`, to `back`; return the event at the end."""
         self.load_stream.wait_event(taken)
         self.load_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.load_stream):
@@ -433,7 +428,7 @@ class _Streams:
         return self.load_stream.record_event()
 
     def wait_for(self, event: Any) -> None:
-        """Nothing is computed until then."""
+        """Make computation on the device wait for the event."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
 
@@ -441,20 +436,28 @@ _CORE = "attention.core"  # of a block of the built-in families
 
 
 def apply_modes(module: nn.Module, step: Keep, tiers: Tiers, *, is_compiled: bool = False) -> None:
-    """`module` is a model, or a stage's part of one, which has some of the blocks. `is_compiled`:
-    their forward passes are going to be. Raises SpecError where the attention alone is to be
-    computed again and is no module."""
+    """Apply the plan's activation modes to blocks.
+
+    Args:
+        module: The model, or a pipeline stage, which has some of the blocks.
+        step: The modes by block.
+        tiers: The memory tiers to offload to.
+        is_compiled: The blocks' forward passes are compiled afterwards.
+
+    Raises:
+        SpecError: Only attention is recomputed, and it is not a separate module.
+    """
     known = dict(module.named_modules())
     offload: OffloadHooks | None = None
     for name, kept in step.blocks:
         if name not in known or next(known[name].parameters(), None) is None:
-            continue  # another stage's, for which something stands in
+            continue  # a placeholder for another stage's block
         inner = _module_to_recompute(known, name, kept)
         if kept.tier is not Tier.DEVICE:
             offload = offload or OffloadHooks(module, tiers)
             offload.register_on(
                 inner, kept.tier
-            )  # first, so that it is around a checkpoint's inputs
+            )  # before the checkpoint, so that its saved inputs are offloaded too
         if kept.policy is not None:
             draws = _may_draw(module, known[name])
             apply_recomputation(inner, kept.policy, draws=draws, is_compiled=is_compiled)
@@ -463,7 +466,7 @@ def apply_modes(module: nn.Module, step: Keep, tiers: Tiers, *, is_compiled: boo
 def apply_modes_for_trace(
     module: nn.Module, step: Keep | None, *, is_compiled: bool = False
 ) -> None:
-    """The same where nothing but sizes counts: on a processor, and no file is made."""
+    """Apply activation modes for a trace, which needs sizes only: on CPUs, without files."""
     if step is not None:
         tiers = _InMemoryTiers(torch.device("cpu"), TagRegistry())
         apply_modes(module, step, tiers, is_compiled=is_compiled)
@@ -488,8 +491,10 @@ def _module_to_recompute(known: dict[str, nn.Module], name: str, kept: Activatio
 
 
 def _may_draw(model: nn.Module, block: nn.Module) -> bool:
-    """Whether the block may draw random numbers; of a model that is not built in nobody knows.
-    Their state is 5 KB on a processor."""
+    """Return True if the block may draw random numbers; always True for a custom model.
+
+    The checkpoint then saves the generator's state, 5 KB on a CPU.
+    """
     return not isinstance(model, Transformer) or any(
         getattr(child, "dropout", 0) or (isinstance(child, nn.Dropout) and child.p)
         for child in block.modules()
