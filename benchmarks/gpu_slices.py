@@ -129,7 +129,8 @@ def parts(device: str) -> dict[str, str]:
     if device != "cpu":
         found["Triton"] = OK if find_spec("triton") else "missing"
     found["a compiled program"] = _compiled_program(device)
-    found["fakes of CUDA's libraries"] = OK if device == "cpu" else pretence.missing_requirement() or OK
+    lacks = None if device == "cpu" else pretence.missing_requirement()
+    found["fakes of CUDA's libraries"] = lacks or OK
     return found
 
 
