@@ -20,7 +20,7 @@ from ptrain.models import compiled
 from ptrain.models.initialize import build, initialize
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.lower import own_facts
-from ptrain.rooms.world import World, fake_world
+from ptrain.runtime.world import World, fake_world
 from ptrain.spec.dials import Compiled
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape

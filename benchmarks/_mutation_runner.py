@@ -35,7 +35,8 @@ ONLY = os.environ.get("MUTATION_ONLY", "")  # the file with the tests to run, in
 JOBS = os.environ.get("MUTATION_JOBS", "")  # the file with the mutants to judge
 VERDICTS = os.environ.get("MUTATION_VERDICTS", "")  # the file to write their verdicts to
 LINES_OF = tuple(
-    f"ptrain/{name}/*" for name in ("spec", "algebra", "derivation", "axes", "optimizers", "rooms")
+    f"ptrain/{name}/*"
+    for name in ("spec", "algebra", "derivation", "axes", "optimizers", "runtime")
 )
 
 # Processor seconds of a mutant: so many times those of its tests, and

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ptrain.rooms.world import World
+    from ptrain.runtime.world import World
     from ptrain.spec.spec import Spec
 
 SAME = 1e-4  # losses of the same work, relative: sums are taken in another order
@@ -28,7 +28,7 @@ def program_steps(
     from ptrain.data.corpus import corpus
     from ptrain.interpreter.program import interpret
     from ptrain.meters.traffic import CollectiveCounter
-    from ptrain.rooms.world import World
+    from ptrain.runtime.world import World
     from ptrain.train.loop import local_batch
     from ptrain.train.schedule import learning_rate
 

@@ -12,7 +12,7 @@ from typing import Any
 from _gpu_cases import BLOCKS, CAPABILITIES, class_cases
 from _script import Script, table_row
 
-from ptrain.rooms import pretence
+from ptrain.runtime import simulated_gpu
 from ptrain.spec.load import load
 from ptrain.spec.names import list_files
 from ptrain.spec.placement import Tier
@@ -131,7 +131,7 @@ def main() -> int:
     parser = SCRIPT.parser()
     parser.add_argument("--only", choices=PARTS, help="one part of it; default: all")
     args = parser.parse_args()
-    if why := pretence.missing_requirement():
+    if why := simulated_gpu.missing_requirement():
         print(f"CUDA's kernels cannot be asked: {why}", file=sys.stderr)
         return 2
     lines = SCRIPT.head()

@@ -30,7 +30,7 @@ from ptrain.derivation.allocator import steady_reserved
 from ptrain.errors import SpecError
 from ptrain.internals.compiled import lacks_compiler
 from ptrain.internals.part import replace_attributes
-from ptrain.rooms import pretence
+from ptrain.runtime import simulated_gpu
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
@@ -129,7 +129,7 @@ def parts(device: str) -> dict[str, str]:
     if device != "cpu":
         found["Triton"] = OK if find_spec("triton") else "missing"
     found["a compiled program"] = _compiled_program(device)
-    lacks = None if device == "cpu" else pretence.missing_requirement()
+    lacks = None if device == "cpu" else simulated_gpu.missing_requirement()
     found["fakes of CUDA's libraries"] = lacks or OK
     return found
 
@@ -170,12 +170,12 @@ def on_fakes(name: str, sm: int, *, is_dry: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "fakes.json")
         words = [__file__, "fakes", name, "--out", str(path), *["--dry"] * is_dry]
-        if not is_dry and (why := pretence.missing_requirement()):
+        if not is_dry and (why := simulated_gpu.missing_requirement()):
             raise SystemExit(f"fakes cannot be asked: {why}")
         if (
             subprocess.call([sys.executable, *words])
             if is_dry
-            else pretence.run_with_simulated_gpu(words, sm)
+            else simulated_gpu.run_python(words, sm)
         ):
             raise SystemExit(f"{name}: the process on fakes failed")
         said: dict[str, Any] = json.loads(path.read_text())

@@ -191,7 +191,7 @@ def load_rank(case: Case) -> Loaded:
 
     from ptrain.axes.data.run.flat import parameters_by_unit
     from ptrain.interpreter.program import interpret
-    from ptrain.rooms.world import World
+    from ptrain.runtime.world import World
     from ptrain.spec.load import load
 
     placement, reading = case.placement, Reading()

@@ -26,7 +26,7 @@ PACKAGES = {
     "life": (
         *(f"ptrain/axes/data/{name}.py" for name in ("cuts", "theta", "gradients", "route")),
         *("ptrain/axes/data/update.py", "ptrain/axes/data/units.py"),
-        *("ptrain/optimizers/update.py", "ptrain/rooms/ghost.py"),
+        *("ptrain/optimizers/update.py", "ptrain/runtime/ghost.py"),
     ),
 }
 CLAIMED = ("spec", "algebra", "derivation", "life")

@@ -233,7 +233,7 @@ def _become_rank(words: Sequence[str]) -> None:
     """
     import torch
 
-    from ptrain.rooms.world import World
+    from ptrain.runtime.world import World
     from ptrain.train.rank_exit import live
     from ptrain.verification.jobs.job import LoopVerdict
 

@@ -12,7 +12,7 @@ from tests.source_tree import SourceTree
 
 # In the order of reading, which is that of the imports.
 ROOMS = (
-    *("spec", "facts", "rates", "steps", "rooms", "optimizers"),
+    *("spec", "facts", "rates", "steps", "runtime", "optimizers"),
     *(
         "axes",
         "axes/data",

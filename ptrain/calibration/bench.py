@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.precision import DType
 
 KIB, MIB = 2**10, 2**20

@@ -47,8 +47,8 @@ from ptrain.models.units import ROOT, blocks_of
 from ptrain.models.work import sizes_of
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import operator_hook
-from ptrain.rooms.comm import Mesh, TagRegistry
-from ptrain.rooms.torch import Tiers
+from ptrain.runtime.comm import Mesh, TagRegistry
+from ptrain.runtime.torch import Tiers
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, ActivationMode
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape

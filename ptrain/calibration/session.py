@@ -57,10 +57,10 @@ from ptrain.models.units import ROOT
 from ptrain.optimizers.build import TorchOptimizerFactory
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.processor import cores
-from ptrain.rooms.comm import Mesh, TagRegistry, all_gather, all_reduce, reduce_scatter
-from ptrain.rooms.queue import keep_freed_memory
-from ptrain.rooms.torch import Tiers, TorchRuntime
-from ptrain.rooms.world import World
+from ptrain.runtime.comm import Mesh, TagRegistry, all_gather, all_reduce, reduce_scatter
+from ptrain.runtime.queue import keep_freed_memory
+from ptrain.runtime.torch import Tiers, TorchRuntime
+from ptrain.runtime.world import World
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import FUSED

@@ -29,8 +29,8 @@ from ptrain.report.heading import heading
 from ptrain.report.record import record, rows_of
 from ptrain.report.screen import command_line, next_line, show
 from ptrain.report.simulation import GARBAGE, RankReport, one
-from ptrain.rooms import pretence
-from ptrain.rooms.patches import require_supported
+from ptrain.runtime import simulated_gpu
+from ptrain.runtime.patches import require_supported
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.choice import choose_ranks, rank_classes, require_ranks
 from ptrain.simulation.execute import SimulatedRank, rehearsal_device, simulate
@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
     for spec in specs:
         require_ranks(spec, args.rank)
     lacking = (
-        pretence.missing_requirement()
+        simulated_gpu.missing_requirement()
         or "specs for several kinds of GPU, or from a pipe: one file each"
     )
     are_files = all(Path(source).is_file() or not Path(source).exists() for source in sources)
@@ -68,8 +68,8 @@ def run(args: Namespace) -> int:
     # specs again, which is not possible for a pipe.
     if not args.rehearse and are_files and (sm := _pretended(specs)):
         try:
-            return pretence.run_with_simulated_gpu(["-m", "ptrain", "simulate", *_words(args)], sm)
-        except pretence.StubsNotCompiled as error:
+            return simulated_gpu.run_python(["-m", "ptrain", "simulate", *_words(args)], sm)
+        except simulated_gpu.StubsNotCompiled as error:
             lacking = str(error)
     records = []
     for spec in specs:
@@ -95,7 +95,7 @@ def _pretended(specs: list[Spec]) -> int | None:
     """
     for_gpus = [spec for spec in specs if spec.is_for_cuda]
     capabilities = {spec.sm for spec in for_gpus}
-    if len(capabilities) != 1 or pretence.is_on() or pretence.missing_requirement():
+    if len(capabilities) != 1 or simulated_gpu.is_on() or simulated_gpu.missing_requirement():
         return None
     return capabilities.pop()
 
@@ -122,9 +122,9 @@ def _kernels_sentence(spec: Spec, simulated: SimulatedRank, lacking: str) -> str
     """
     if not spec.is_for_cuda:
         return ""
-    if pretence.is_on():
+    if simulated_gpu.is_on():
         attention = ", ".join(simulated.run.attention) or "attention operator by operator"
-        sm, torch = pretence.compute_capability(), torch_minor()
+        sm, torch = simulated_gpu.compute_capability(), torch_minor()
         confirmed_by = "an H100" if (sm, torch) == _CONFIRMED else "no GPU"
         return f"CUDA's for sm {sm} and torch {torch}, which {confirmed_by} confirmed: {attention}"
     if spec.sm is None:

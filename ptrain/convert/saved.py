@@ -23,7 +23,7 @@ from ptrain.data.tokenized import TokenOrigin, read_origin
 from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, file_of
 from ptrain.errors import refused
 from ptrain.models.initialize import build_model, cast_module, holds_buffers, kept_buffers
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape

@@ -29,7 +29,7 @@ from ptrain.rates.pace import (
     cut_seconds,
     operators_seconds,
 )
-from ptrain.rooms.room import Shape
+from ptrain.runtime.interface import Shape
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Axis, axes_named
 from ptrain.spec.precision import DType, Layout

@@ -23,7 +23,7 @@ from ptrain.derivation.tape import Scene, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
-from ptrain.rooms.ghost import EventReceiver, Ghost, GhostRuntime, Storage
+from ptrain.runtime.ghost import EventReceiver, Ghost, GhostRuntime, Storage
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import Clip, Plan

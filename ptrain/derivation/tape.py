@@ -20,7 +20,7 @@ from ptrain.cost import Collective, Footprint, Phase, Spent, State, Traffic, Tra
 from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.rooms.room import Shape
+from ptrain.runtime.interface import Shape
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind

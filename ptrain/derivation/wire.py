@@ -3,8 +3,8 @@
 The ring model gives the bytes that a collective must move. A backend may send more. The factors of
 gloo follow from its algorithms (torch 2.13). It executes a reduce-scatter as an all-reduce, which
 sends 2 (N - 1) / N of the tensor instead of (N - 1) / N. An exception is the reduce-scatter of
-gradients between two ranks, which exchange halves (`rooms.comm`). All other calls send the bytes of
-the model. A broadcast is a tree in which ranks send different amounts, so figures are means over
+gradients between two ranks, which exchange halves (`runtime.comm`). All other calls send the bytes
+of the model. A broadcast is a tree in which ranks send different amounts, so figures are means over
 the ranks. The mean of a tree, (N - 1) / N of the tensor, equals the model's.
 
 gloo's headers, 48 bytes for each message, are not predicted. They are visible for small tensors.

@@ -39,8 +39,8 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import LossInHead, StepBatch
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import TargetsUpdate
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.world import World
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import BalanceExperts, ChunkedLoss, Pipeline, Plan
 from ptrain.steps.wraps import ExecutedStep

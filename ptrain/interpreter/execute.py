@@ -36,8 +36,8 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
 from ptrain.optimizers.build import TorchOptimizerFactory
 from ptrain.optimizers.update import TargetsUpdate
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.torch import Tiers, TorchRuntime
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.torch import Tiers, TorchRuntime
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import (
     Accumulate,

@@ -31,8 +31,8 @@ from ptrain.axes.tensor.run.apply import local_loss
 from ptrain.cost import Phase, State
 from ptrain.models.ledger import has_tier, tier_of
 from ptrain.models.objective import LossInHead, Objective, SampleBatch, StepBatch
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.torch import Tiers, cast, tag_like
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.torch import Tiers, cast, tag_like
 from ptrain.spec.placement import Axis, Tier, exclude_axes
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Clip

@@ -40,8 +40,8 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import StepBatch, objective_of
 from ptrain.optimizers.update import MASTER, TargetsUpdate
 from ptrain.plan.show import format_plan
-from ptrain.rooms.comm import TagRegistry
-from ptrain.rooms.world import World
+from ptrain.runtime.comm import TagRegistry
+from ptrain.runtime.world import World
 from ptrain.spec.extras import require_leave_of
 from ptrain.spec.function import UserFunction
 from ptrain.spec.precision import Layout

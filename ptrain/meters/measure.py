@@ -51,8 +51,8 @@ from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import OperatorMode, local_tensor
 from ptrain.models.watch import add_listeners, watch_modules
-from ptrain.rooms.comm import TagRegistry
-from ptrain.rooms.world import World
+from ptrain.runtime.comm import TagRegistry
+from ptrain.runtime.world import World
 
 # Offsets into Linux's struct tcp_info: 8 single bytes and 24 u32 (104 bytes), then u64 and u32
 # fields in the order in which kernels added them.

@@ -57,7 +57,7 @@ from ptrain.models.ledger import (
     tier_of,
 )
 from ptrain.models.watch import add_listeners, watch_modules
-from ptrain.rooms.comm import TagRegistry
+from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.placement import Tier
 from ptrain.units import format_bytes
 

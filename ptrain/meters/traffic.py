@@ -50,8 +50,8 @@ from ptrain.meters.replicas import SupportsGather, compute_digests, digest_bytes
 from ptrain.models.ledger import OperatorMode, has_tier, storage_of, tensors_of, tier_of
 from ptrain.report.calls import Call, differing, root_cause
 from ptrain.report.finding import Mismatch, Moment, RootCause
-from ptrain.rooms.comm import TagRegistry
-from ptrain.rooms.world import flight_recorder_size
+from ptrain.runtime.comm import TagRegistry
+from ptrain.runtime.world import flight_recorder_size
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis, Tier
 from ptrain.units import grouped
 

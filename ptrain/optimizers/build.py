@@ -1,6 +1,6 @@
 """Build optimizers by the name of a rule, for training and for the single-device reference.
 
-`TorchOptimizerFactory` is the optimizer factory of the torch runtime (`rooms.room.Rules`).
+`TorchOptimizerFactory` implements `runtime.interface.OptimizerFactory` for torch tensors.
 
 Some optimizers update with one operator at a time: torch's classes without a fused kernel, and this
 project's Lion, Muon, and SGD for 16 bits on a CPU.
@@ -20,8 +20,8 @@ from ptrain.internals.fakes import FakeTensor, detect_fake_mode
 from ptrain.models.ledger import OperatorMode, has_tier, set_tier, storage_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.optimizers.update import moment_names
-from ptrain.rooms.room import OptimizerLeaf
-from ptrain.rooms.torch import cast, tag_like
+from ptrain.runtime.interface import OptimizerLeaf
+from ptrain.runtime.torch import cast, tag_like
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Tier

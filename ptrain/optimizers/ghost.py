@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from ptrain.facts.model import Operator
-from ptrain.rooms.ghost import EventReceiver, Ghost, Storage
-from ptrain.rooms.room import OptimizerLeaf, Shape
+from ptrain.runtime.ghost import EventReceiver, Ghost, Storage
+from ptrain.runtime.interface import OptimizerLeaf, Shape
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Tier

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ptrain.cost import State
-from ptrain.rooms.room import Optimizer, OptimizerFactory, OptimizerLeaf, T, TensorRuntime
+from ptrain.runtime.interface import Optimizer, OptimizerFactory, OptimizerLeaf, T, TensorRuntime
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout

@@ -39,9 +39,9 @@ from ptrain.models.objective import StepBatch
 from ptrain.models.watch import add_listeners, is_recomputing, watch_modules
 from ptrain.models.work import matrix_products
 from ptrain.report.simulation import MemoryHistory
-from ptrain.rooms import pretence
-from ptrain.rooms.patches import patch_torch
-from ptrain.rooms.world import World, fake_tensors, fake_world
+from ptrain.runtime import simulated_gpu
+from ptrain.runtime.patches import patch_torch
+from ptrain.runtime.world import World, fake_tensors, fake_world
 from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
 from ptrain.simulation.living import AllocationMeter, named_modules
@@ -359,7 +359,7 @@ def fake_device(spec: Spec) -> torch.device:
 
     It is a GPU if the spec is for GPUs and this process pretends to have one.
     """
-    on_gpu = spec.is_for_cuda and pretence.is_on()
+    on_gpu = spec.is_for_cuda and simulated_gpu.is_on()
     return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
 
 
@@ -451,7 +451,7 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
             _run_step(program, batch)
     stream = memory.stream()
     peaks = memory.peaks()
-    if pretence.is_on():  # CUDA's allocator does not hold fake tensors
+    if simulated_gpu.is_on():  # CUDA's allocator does not hold fake tensors
         peaks = tuple(replace(peak, allocator_bytes=0) for peak in peaks)
     # The meter and the stream count independently, and must agree.
     assert {peak.phase: peak.device_bytes for peak in peaks} == stream.peaks(), "one step"

@@ -29,7 +29,7 @@ from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
 from ptrain.models.watch import add_listeners
 from ptrain.optimizers.update import MASTER
-from ptrain.rooms.comm import Tag
+from ptrain.runtime.comm import Tag
 from ptrain.simulation.replay import Begin, Change, MemoryStream, StorageKind
 from ptrain.spec.spec import Spec
 

@@ -1,7 +1,7 @@
 """Make the table of GPU attention kernels: the kernel that torch chooses, and the bytes that it
 saves next to its output. Also apply the table when a trace runs on a CPU.
 
-torch's choice is read in a process that pretends to have a GPU (`rooms.pretence`), per compute
+torch's choice is read in a process with a simulated GPU (`runtime.simulated_gpu`), per compute
 capability and torch version, for every head_dim that is a multiple of 8. Other head dims are padded
 by separate operators before the kernel. For a single token torch may choose another kernel.
 """
@@ -29,8 +29,8 @@ from ptrain.installed import torch_minor
 from ptrain.models.kernels import AttentionCall, UnknownKernels, kernels_of
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
-from ptrain.rooms import pretence
-from ptrain.rooms.world import fake_tensors
+from ptrain.runtime import simulated_gpu
+from ptrain.runtime.world import fake_tensors
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.traces.settings import Make
@@ -207,7 +207,7 @@ def _of_capability(sm: int) -> list[Choice]:
     """Return the entries of `choices` for one compute capability, from a subprocess."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        if pretence.run_with_simulated_gpu(["-m", __name__, str(answer)], sm):
+        if simulated_gpu.run_python(["-m", __name__, str(answer)], sm):
             raise RuntimeError(f"the attention kernels of sm {sm} could not be queried")
         rows: list[Choice] = json.loads(answer.read_text())
         return rows
@@ -215,7 +215,7 @@ def _of_capability(sm: int) -> list[Choice]:
 
 def table_makers() -> Iterator[tuple[str, Make]]:
     """Yield the table's name and the function that makes it, if CUDA's operators are available."""
-    if pretence.missing_requirement() is None:
+    if simulated_gpu.missing_requirement() is None:
         yield "attention", partial(kernel_table)
 
 

@@ -58,7 +58,7 @@ from ptrain.models.objective import LossInHead, SampleBatch, objective_of, sampl
 from ptrain.models.trace import BOUNDS, DataDependence, Extent
 from ptrain.models.watch import watch_modules
 from ptrain.plan.lower import built_in_facts, lower
-from ptrain.rooms.world import fake_tensors
+from ptrain.runtime.world import fake_tensors
 from ptrain.spec.dials import Compiled
 from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel, ModelShape

@@ -44,7 +44,7 @@ from ptrain.models.compiled import compile_blocks
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
 from ptrain.models.trace import Event, Extent, Recording, list_recomputed_collectives, to_timeline
 from ptrain.models.units import ROOT
-from ptrain.rooms.comm import Mesh, TagRegistry
+from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.role import Roles

@@ -36,8 +36,8 @@ from ptrain.facts.stages import ENDS, Chain, Stage, divide_into_stages, layers_o
 from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.units import Units, unit_modules
 from ptrain.models.work import OperatorSizes, RecordedCollective
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.world import fake_world
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.world import fake_world
 from ptrain.spec.dials import ReduceScatterVia, UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.placement import Axis

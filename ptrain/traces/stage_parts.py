@@ -51,7 +51,7 @@ from ptrain.models.trace import (
 )
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
-from ptrain.rooms.comm import Mesh
+from ptrain.runtime.comm import Mesh
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import layers_of, num_choices
 from ptrain.steps.step import Plan

@@ -46,9 +46,9 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.trace import Extent
 from ptrain.plan.lower import lower
 from ptrain.processor import cores
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.patches import patch_torch
-from ptrain.rooms.world import create_fake_mode, fake_tensors, fake_world
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.patches import patch_torch
+from ptrain.runtime.world import create_fake_mode, fake_tensors, fake_world
 from ptrain.spec.load import load
 from ptrain.spec.placement import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, place_of, ranks_over

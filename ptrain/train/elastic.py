@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ptrain.errors import Fault, PtrainError, RankFailed, SpecError, refused
-from ptrain.rooms.world import listen_arguments
+from ptrain.runtime.world import listen_arguments
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train import environment, options

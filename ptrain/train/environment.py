@@ -1,6 +1,6 @@
 """The environment variables of ranks: set by launchers, recorded by runs.
 
-`rooms.world` reads the variables on the side of the rank. This module imports no torch.
+`runtime.world` reads the variables on the side of the rank. This module imports no torch.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from ptrain.codec import decode, encode
 from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.process_groups import all_gather_single
 from ptrain.interpreter import program
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 
 Gather: TypeAlias = "Callable[[Any], list[Any]]"  # every rank's value, on every rank
 

@@ -38,7 +38,7 @@ from ptrain.models.watch import watch_modules
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Subject
 from ptrain.report.routing import LayerRouting
-from ptrain.rooms.queue import DeviceQueue, Milestone
+from ptrain.runtime.queue import DeviceQueue, Milestone
 from ptrain.train.exchange import Exchange
 from ptrain.train.interrupt import Interrupts, strongest
 from ptrain.train.journal import Journal, StepReport

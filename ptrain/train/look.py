@@ -20,7 +20,7 @@ from ptrain.internals.dispatch import disable_modes
 from ptrain.interpreter.loss import LossScale, nonfinite_flag
 from ptrain.interpreter.program import Program
 from ptrain.models.objective import sent_to
-from ptrain.rooms.queue import DeviceQueue, Milestone
+from ptrain.runtime.queue import DeviceQueue, Milestone
 from ptrain.spec.placement import Tier
 from ptrain.train.interrupt import SIGNALS, Interrupts, strongest
 

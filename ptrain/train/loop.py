@@ -10,7 +10,7 @@ from ptrain.data.sampler import SampleSource, Split, batch
 from ptrain.interpreter.program import Program
 from ptrain.models.modes import seed_device, seed_of_step
 from ptrain.models.objective import StepBatch
-from ptrain.rooms.queue import DeviceQueue, Milestone
+from ptrain.runtime.queue import DeviceQueue, Milestone
 from ptrain.spec.job import CheckpointSpec
 from ptrain.train.finite import Guard, Launched, Reports
 from ptrain.train.parts import Outcome, Parts

@@ -25,7 +25,7 @@ from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import WaitMeter
 from ptrain.meters.measure import Measurement, measure
 from ptrain.meters.memory import RoleFinder
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder

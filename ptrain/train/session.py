@@ -35,8 +35,8 @@ from ptrain.report.record import Check, compare, record, time_checks, verdict
 from ptrain.report.routing import LayerRouting, routes, rows
 from ptrain.report.screen import next_line
 from ptrain.report.summary import summary
-from ptrain.rooms.queue import keep_freed_memory
-from ptrain.rooms.world import World
+from ptrain.runtime.queue import keep_freed_memory
+from ptrain.runtime.world import World
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load

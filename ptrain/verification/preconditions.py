@@ -40,7 +40,7 @@ from ptrain.models.watch import add_listeners, watch_modules
 from ptrain.report.copies import SHARED, alike_apart, listed, root_cause
 from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.placement import TOKEN_AXES
 from ptrain.spec.spec import Spec, rank_groups
 from ptrain.train.exchange import Exchange

@@ -33,7 +33,7 @@ from ptrain.models.contract import forward_once
 from ptrain.report.record import Check
 from ptrain.report.screen import show
 from ptrain.report.verification import as_record, end_text, stage_text
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_leave
 from ptrain.spec.load import load

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ptrain.axes.context.run.apply import GatheredCore
-from ptrain.rooms.comm import Registry
+from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
 
 pytestmark = [
@@ -23,7 +23,7 @@ class OneOfMany(GatheredCore):
     """The core of rank `own` of RANKS, whose keys and values of all ranks are at hand."""
 
     def __init__(self, own: int, keys: Tensor, values: Tensor) -> None:
-        super().__init__(ProcessGroup(own, RANKS), None, ReduceScatterVia.NATIVE, Registry())
+        super().__init__(ProcessGroup(own, RANKS), None, ReduceScatterVia.NATIVE, TagRegistry())
         self.own, self.whole = own, (keys, values)
         self.sums: tuple[Tensor, Tensor] | None = None
 

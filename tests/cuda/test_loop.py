@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptrain.errors import TrainingStopped
-from ptrain.rooms.queue import DeviceQueue
+from ptrain.runtime.queue import DeviceQueue
 from ptrain.train import loop, session
 from ptrain.train.options import Options
 from tests.models_poisoned import TENSOR

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ptrain.errors import SpecError
 from ptrain.report.record import Check
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import Document, load
 from ptrain.spec.spec import Spec

@@ -9,7 +9,7 @@ import torch
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.verification.capture import drive
 from tests.faults.catalogue import FAULTS

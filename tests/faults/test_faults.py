@@ -10,7 +10,7 @@ import pytest
 
 from ptrain.interpreter.program import interpret
 from ptrain.report.finding import Certainty, Subject
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.train.exchange import Exchange
 from ptrain.verification.preconditions import consistency
 from tests.faults.alarms import EXPERTS, SEEDS, STRATEGIES, calm, layouts

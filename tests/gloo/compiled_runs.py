@@ -17,7 +17,7 @@ from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
 from ptrain.models import compiled
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch, seed_dropout
 

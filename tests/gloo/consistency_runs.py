@@ -19,7 +19,7 @@ from ptrain.meters import holdings
 from ptrain.meters.replicas import ReplicaMeter, random_state_digest
 from ptrain.meters.traffic import CollectiveLedger
 from ptrain.report.finding import Mismatch, Moment, RootCause
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import session

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
-from ptrain.rooms.room import PendingResult
+from ptrain.runtime.interface import PendingResult
 
 FAULTY_STEP = 4
 FAULTY_RANK = 1
@@ -71,7 +71,7 @@ def _scaled_gradients(program: Program, local: LocalBatch, scale: float) -> Iter
 @contextmanager
 def _without_reductions(local: LocalBatch) -> Iterator[LocalBatch]:
     """all_reduce and reduce_scatter do nothing but keep the rank's own part."""
-    import ptrain.rooms.comm as comm
+    import ptrain.runtime.comm as comm
 
     def keep(shard, whole, group=None, *_, **__):  # type: ignore[no-untyped-def]
         shard.copy_(whole.view(group.size(), -1)[group.rank()])

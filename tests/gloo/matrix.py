@@ -13,7 +13,7 @@ from benchmarks._machine import header, save
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.simulation.execute import simulate
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec

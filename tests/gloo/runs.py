@@ -17,7 +17,7 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
 from ptrain.meters.routing import Placed, RoutingMeter, sum_histograms
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.probe import set_up

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.models.ledger import has_tier, set_tier
-from ptrain.rooms.queue import DeviceQueue
+from ptrain.runtime.queue import DeviceQueue
 from ptrain.spec.placement import Tier
 from ptrain.train import loop
 

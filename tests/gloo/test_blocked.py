@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.axes.data.run.apply import handing_over
 from ptrain.meters.blocked import WaitMeter
-from ptrain.rooms.comm import TagRegistry
+from ptrain.runtime.comm import TagRegistry
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

@@ -16,7 +16,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import corpus
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train import checkpoint, manifest
 from ptrain.train.checkpoint import METADATA, IndexReader, resume

@@ -16,7 +16,7 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import Split
 from ptrain.interpreter.program import interpret
 from ptrain.models.objective import can_fuse
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.train.loop import local_batch

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.meters.traffic import CollectiveCount, CollectiveCounter
-from ptrain.rooms.world import flight_recorder_size
+from ptrain.runtime.world import flight_recorder_size
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

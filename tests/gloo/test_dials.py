@@ -16,7 +16,7 @@ from ptrain.cost import Collective, Phase, State
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import Split
 from ptrain.interpreter.program import interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of

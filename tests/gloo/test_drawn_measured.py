@@ -17,7 +17,7 @@ from ptrain.errors import PtrainError
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.report.record import Check, compare
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train.probe import FIRST_STEADY, set_up

@@ -10,7 +10,7 @@ import torch
 from ptrain.interpreter import look
 from ptrain.interpreter.program import interpret
 from ptrain.models.meta import NeedsValuesError
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.ranks import Ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ptrain.interpreter.program import interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.train import exchange
 from ptrain.train.exchange import Exchange
 from tests.ranks import Ranks

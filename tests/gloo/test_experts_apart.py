@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange

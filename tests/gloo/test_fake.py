@@ -12,7 +12,7 @@ from ptrain.data.sampler import LocalBatch, batch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.rooms.world import fake_world
+from ptrain.runtime.world import fake_world
 from ptrain.spec.spec import Spec
 from tests.gloo.cases import named
 from tests.ranks import Ranks

@@ -12,7 +12,7 @@ import torch
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint

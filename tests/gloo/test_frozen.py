@@ -16,7 +16,7 @@ from ptrain.convert.export import Adapters, export
 from ptrain.convert.saved import SavedModel
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.simulation.execute import simulate
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import ReferenceTraining

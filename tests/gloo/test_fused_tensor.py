@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.interpreter.look import build_module
 from ptrain.interpreter.program import interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import spec_of
 from tests.gloo.tensor_runs import MATRIX

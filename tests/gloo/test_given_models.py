@@ -13,7 +13,7 @@ from torch import nn
 import ptrain
 from ptrain.data.sampler import positions
 from ptrain.errors import SpecError
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from tests.models_external import pairs
 from tests.ranks import Ranks

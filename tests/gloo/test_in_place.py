@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ptrain.cost import Collective, State, Traffic
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.rooms import comm
-from ptrain.rooms.comm import (
+from ptrain.runtime import comm
+from ptrain.runtime.comm import (
     IN_PLACE_BYTES,
     TaggedAllGather,
     TagRegistry,

@@ -18,7 +18,7 @@ from ptrain.errors import TrainingStopped
 from ptrain.internals import process_groups
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters import holdings
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train import session
 from ptrain.train.finite import Guard

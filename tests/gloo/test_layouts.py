@@ -18,7 +18,7 @@ from ptrain.interpreter.look import build_module
 from ptrain.interpreter.program import Program, interpret, require_equal_models
 from ptrain.models.initialize import initialize
 from ptrain.plan.lower import lower
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.precision import INITIAL_SCALE, LAYOUTS
 from ptrain.spec.spec import Spec

@@ -23,7 +23,7 @@ from ptrain.errors import RankFailed
 from ptrain.interpreter.program import interpret
 from ptrain.models.transformer import Block
 from ptrain.plan.lower import built_in_facts
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch

@@ -20,7 +20,7 @@ from ptrain.axes.pipeline.stage_facts import count_in_flight
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 from tests.gloo.pipeline_cases import SCHEDULES, layers_of, spec_of

@@ -18,7 +18,7 @@ from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build_model
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange

@@ -22,7 +22,7 @@ from ptrain.models.ledger import storage_of
 from ptrain.models.meta import NeedsValuesError
 from ptrain.models.pretrained import PretrainedFolder, weights_of
 from ptrain.models.published_config import StoredPiece
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml

@@ -16,7 +16,7 @@ from ptrain.cost import State
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import RoleFinder, RoleRow
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.world import World
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.world import World
 from ptrain.steps.step import CreateMesh
 from tests.ranks import Ranks
 from tests.unit.both_rooms import notes_of_ghosts, notes_of_tensors

@@ -12,7 +12,7 @@ from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.report.record import compare
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load

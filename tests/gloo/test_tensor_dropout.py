@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import seed_dropout
 from tests.gloo.runs import Report, train

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ptrain.axes.tensor.cost import cut_dims
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.ledger import local_tensor
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint

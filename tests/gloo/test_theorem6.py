@@ -21,7 +21,7 @@ from ptrain.interpreter.program import Program, interpret, prepare_construction
 from ptrain.meters.measure import measure
 from ptrain.models.ledger import local_tensor
 from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import ExecutedStep

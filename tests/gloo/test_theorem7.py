@@ -20,7 +20,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import Measurement, measure
 from ptrain.meters.traffic import group_of
 from ptrain.plan.composition import are_consecutive, are_within, have_one_of_each, theorem_7
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch
 from tests.gloo.pipeline_cases import SIZES, spec_of

@@ -10,7 +10,7 @@ import pytest
 from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
 from ptrain.interpreter.program import interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.matrix import run

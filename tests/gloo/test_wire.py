@@ -13,8 +13,8 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.wire import TOLERANCE, wire_rows
 from ptrain.meters.measure import WireMeter, join_estimates
 from ptrain.report.record import compare, record
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.world import World
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec

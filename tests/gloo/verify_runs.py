@@ -10,7 +10,7 @@ import torch
 
 from ptrain.interpreter.program import Program
 from ptrain.report.record import Check
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.options import VerifyOptions

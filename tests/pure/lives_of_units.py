@@ -10,7 +10,7 @@ from ptrain.derivation.flat import Flat
 from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts
-from ptrain.rooms.ghost import Ghost
+from ptrain.runtime.ghost import Ghost
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits

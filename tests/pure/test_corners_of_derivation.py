@@ -15,7 +15,7 @@ from ptrain.derivation.ghosts.wrapping import clip_bytes, micro_batches
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
-from ptrain.rooms.ghost import GhostRuntime
+from ptrain.runtime.ghost import GhostRuntime
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis, Tier

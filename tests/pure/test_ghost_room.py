@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from ptrain.cost import Collective, State
-from ptrain.rooms.ghost import GhostRuntime
-from ptrain.rooms.room import Shape
+from ptrain.runtime.ghost import GhostRuntime
+from ptrain.runtime.interface import Shape
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType

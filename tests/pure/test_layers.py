@@ -28,7 +28,7 @@ LAYERS = (
     r"ptrain\.facts(\..*)?",
     r"ptrain\.rates(\..*)?",
     r"ptrain\.steps(\..*)?",
-    r"ptrain\.rooms\.(room|ghost)",
+    r"ptrain\.runtime\.(interface|ghost)",
     r"ptrain\.optimizers\.(update|ghost)",
     r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(context|data|expert|pipeline|tensor)\.(?!run)\w+"
     r"|ptrain\.activations(\.rules)?|ptrain\.plan(\..*)?|ptrain\.algebra(\..*)?",
@@ -39,7 +39,7 @@ LAYERS = (
     r"ptrain\.internals(\..*)?",
     r"ptrain\.models(\..*)?",
     r"ptrain\.data(\..*)?",
-    r"ptrain\.rooms(\..*)?",
+    r"ptrain\.runtime(\..*)?",
     r"ptrain\.optimizers(\..*)?",
     r"ptrain\.(axes\.\w+|activations)\.run(\..*)?",
     r"ptrain\.interpreter(\..*)?",
@@ -62,7 +62,7 @@ PURE_PACKAGES = {"yaml", "ptrain"}
 # a pipeline's chunks in flight are read by a search, too, and stand in its axis.
 CLOSED_FORM = r"tests\.oracles\..*|ptrain\.axes\.pipeline\.cost"
 FIRST_OPINION = (
-    r"ptrain\.(derivation|rooms|interpreter|optimizers)\b.*"
+    r"ptrain\.(derivation|runtime|interpreter|optimizers)\b.*"
     r"|ptrain\.axes\.data\.(cuts|theta|gradients|route|update|units|run\b.*)"
     r"|ptrain\.axes\.pipeline\.(instructions|simulate|orders|catalogue|holdings)"
     r"|ptrain\.axes\.(context|expert|tensor)\.cost"
@@ -96,12 +96,12 @@ LAZY = {
 # The world reads the environment; a launcher hands it on to the ranks it starts; an entry sees in
 # it whether the current folder was put on the import path by name; the cache, where it is to be.
 ENVIRONMENT = {
-    "ptrain.rooms.world",
+    "ptrain.runtime.world",
     "ptrain.train.environment",
     "ptrain.import_path",
     "ptrain.facts.cache",
     "ptrain.report.screen",  # COLUMNS, NO_COLOR and TERM
-    "ptrain.rooms.pretence",  # of the process that it starts
+    "ptrain.runtime.simulated_gpu",  # of the process that it starts
     "ptrain.processor",  # whether ranks may share a GPU
 }
 
@@ -261,7 +261,7 @@ def test_what_runs_knows_nothing_of_what_predicts():
     """The program, its loop and all that they are made of. The command that trains states what was
     predicted beside what was measured; it derives, and hands the loop nothing of that."""
     runs = re.compile(
-        r"ptrain\.(models|data|rooms|optimizers|interpreter|train\.(loop|finite|checkpoint))(\..*)?"
+        r"ptrain\.(models|data|runtime|optimizers|interpreter|train\.(loop|finite|checkpoint))(\..*)?"
         r"|ptrain\.(axes\.\w+|activations)\.run(\..*)?"
     )
     predicts = re.compile(r"ptrain\.(derivation|selection)(\..*)?")
@@ -273,7 +273,7 @@ def test_what_runs_knows_nothing_of_what_predicts():
 
 def test_models_know_no_parallelism():
     """Neither an axis nor how activations are kept; nor does what every axis stands on."""
-    below = re.compile(r"ptrain\.(models|data|rooms|optimizers)(\..*)?")
+    below = re.compile(r"ptrain\.(models|data|runtime|optimizers)(\..*)?")
     parallel = re.compile(r"ptrain\.(axes|activations|algebra|derivation|selection)(\..*)?")
     starts = [module for module in MODULES if below.fullmatch(module)]
     assert "ptrain.models.transformer" in starts

@@ -12,8 +12,8 @@ from ptrain.cost import Phase, State
 from ptrain.derivation.flat import Flat
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
-from ptrain.rooms.ghost import Ghost, GhostRuntime, Storage
-from ptrain.rooms.room import Axes, PendingResult
+from ptrain.runtime.ghost import Ghost, GhostRuntime, Storage
+from ptrain.runtime.interface import Axes, PendingResult
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec

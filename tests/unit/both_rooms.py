@@ -17,10 +17,10 @@ import torch
 from ptrain.cost import Collective, State
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import Ledger, tier_of
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.ghost import Ghost, GhostRuntime
-from ptrain.rooms.room import Axes, Shape, T, TensorRuntime
-from ptrain.rooms.torch import TorchRuntime
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.ghost import Ghost, GhostRuntime
+from ptrain.runtime.interface import Axes, Shape, T, TensorRuntime
+from ptrain.runtime.torch import TorchRuntime
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 

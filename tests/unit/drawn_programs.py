@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, Generic
 
 from ptrain.cost import State
-from ptrain.rooms.room import PendingResult, T
+from ptrain.runtime.interface import PendingResult, T
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType

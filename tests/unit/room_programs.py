@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ptrain.cost import State
-from ptrain.rooms.room import PendingResult
+from ptrain.runtime.interface import PendingResult
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType

@@ -11,7 +11,7 @@ import torch
 from ptrain.calibration import bench as bench_module
 from ptrain.calibration.bench import Bench, Work
 from ptrain.calibration.session import _ends_first
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 
 
 class Clocks:

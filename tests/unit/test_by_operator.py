@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ptrain.optimizers.build import ROWS, build_optimizer, initial_state, reference_optimizer
-from ptrain.rooms.world import fake_tensors
+from ptrain.runtime.world import fake_tensors
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType

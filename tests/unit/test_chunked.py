@@ -19,7 +19,7 @@ from ptrain.models.cross_entropy import IGNORED, token_loss_sum
 from ptrain.models.facts import head_of
 from ptrain.models.initialize import build_model
 from ptrain.models.objective import LossInHead, can_fuse
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.steps.step import ChunkedLoss

@@ -17,7 +17,7 @@ from ptrain.data.sampler import batch
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.execute import OF_PIECES, OF_RANK, execute
 from ptrain.interpreter.program import Program, prepare_construction
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.steps.step import Clip, Keep, Plan, Step
 

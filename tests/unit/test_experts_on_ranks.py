@@ -16,7 +16,7 @@ from ptrain.axes.expert.run.apply import JourneyFactory, JourneyOverRanks
 from ptrain.models.moe import MoE
 from ptrain.models.trace import Recording, StorageAllocated, StorageFreed
 from ptrain.models.work import OperatorSizes, RecordedCollective
-from ptrain.rooms.world import fake_world
+from ptrain.runtime.world import fake_world
 from ptrain.spec.model import ModelShape
 from ptrain.spec.rates import OperatorKind
 from ptrain.traces.record import Recorder

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ptrain.errors import PtrainError, SpecError
 from ptrain.models.initialize import build_model
-from ptrain.rooms.world import fake_tensors
+from ptrain.runtime.world import fake_tensors
 from ptrain.spec.model import ExternalModel
 
 SEQUENCE = 8

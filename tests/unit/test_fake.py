@@ -9,7 +9,7 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.rooms.world import fake_tensors, fake_world
+from ptrain.runtime.world import fake_tensors, fake_world
 from ptrain.spec.load import load
 
 ODD = [

@@ -12,7 +12,7 @@ from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.rooms.world import fake_tensors, fake_world
+from ptrain.runtime.world import fake_tensors, fake_world
 from ptrain.spec.load import load
 from tests.gloo.cases import ODD
 

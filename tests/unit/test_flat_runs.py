@@ -11,8 +11,8 @@ import torch
 
 from ptrain.axes.data.cuts import ShardLayout
 from ptrain.axes.data.theta import Parameters
-from ptrain.rooms.comm import TagRegistry
-from ptrain.rooms.torch import TorchRuntime
+from ptrain.runtime.comm import TagRegistry
+from ptrain.runtime.torch import TorchRuntime
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis
 

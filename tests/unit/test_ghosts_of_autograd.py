@@ -19,8 +19,8 @@ from ptrain.derivation.flat import GhostMembers
 from ptrain.optimizers.build import TorchOptimizerFactory
 from ptrain.optimizers.ghost import GhostOptimizerFactory
 from ptrain.optimizers.update import moment_names
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.world import World
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.world import World
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Axis, Tier

@@ -31,7 +31,7 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import SILENT, TrafficMeter
 from ptrain.models.ledger import local_tensor
-from ptrain.rooms.world import fake_world
+from ptrain.runtime.world import fake_world
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import FP32, ZERO16

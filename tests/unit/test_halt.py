@@ -7,8 +7,8 @@ import torch
 
 from ptrain.algebra.legality import require_runnable
 from ptrain.interpreter.program import Program, interpret
-from ptrain.rooms.queue import DeviceQueue
-from ptrain.rooms.world import World
+from ptrain.runtime.queue import DeviceQueue
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train.interrupt import Interrupts
 from ptrain.train.look import DeviceSums, StepFigures

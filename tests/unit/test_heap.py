@@ -10,7 +10,7 @@ import pytest
 
 _FAULTS = """
 import ctypes, resource
-from ptrain.rooms.queue import keep_freed_memory
+from ptrain.runtime.queue import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -23,7 +23,7 @@ from ptrain.models.external import target_fault
 from ptrain.models.initialize import ModuleWeights
 from ptrain.models.meta import NeedsValuesError, build_on_meta
 from ptrain.models.window import full_window, narrow_to_window, split_window
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.function import UserFunction
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

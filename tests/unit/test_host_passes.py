@@ -10,7 +10,7 @@ from ptrain.calibration import host
 from ptrain.calibration.bench import Bench
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.work import sizes_of
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.rates import Hook, OperatorKind
 
 CPU = torch.device("cpu")

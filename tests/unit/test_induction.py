@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptrain.interpreter.program import interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import ptrain.internals
 from ptrain.internals import fsdp2
 from ptrain.internals.part import FIRST, LAST, PrivatePart
-from ptrain.rooms.world import fake_world
+from ptrain.runtime.world import fake_world
 from ptrain.version import TESTED_TORCH
 
 SUBSYSTEMS = sorted(

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
-from ptrain.rooms.world import fake_world
+from ptrain.runtime.world import fake_world
 from ptrain.spec.load import load
 from ptrain.train.loop import local_batch
 

@@ -11,9 +11,9 @@ import torch
 
 from ptrain.algebra.legality import require_runnable
 from ptrain.interpreter.loss import LossScale
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.queue import DeviceQueue
-from ptrain.rooms.world import World
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.queue import DeviceQueue
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec

@@ -19,8 +19,8 @@ from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.initialize import build_model, initialize
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.rooms.comm import TagRegistry
-from ptrain.rooms.torch import Tiers
+from ptrain.runtime.comm import TagRegistry
+from ptrain.runtime.torch import Tiers
 from ptrain.spec.activations import (
     ATTENTION_ONLY,
     FULL,

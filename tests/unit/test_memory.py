@@ -15,7 +15,7 @@ from torch._prims.rng_prims import run_and_save_rng_state
 from ptrain.cost import Phase, State
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import set_tier
-from ptrain.rooms.comm import TagRegistry
+from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.placement import Tier
 
 

@@ -19,8 +19,8 @@ from ptrain.models.moe import (
     grouped_product,
     weight_router_losses,
 )
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.world import World
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.world import World
 from ptrain.spec.block import Activation, Router
 from ptrain.spec.model import ModelShape
 from ptrain.steps.step import BalanceExperts, CreateMesh

@@ -18,7 +18,7 @@ from ptrain.derivation.work import rank_operations
 from ptrain.interpreter.program import interpret
 from ptrain.models.objective import can_fuse
 from ptrain.plan.lower import built_in_facts, lower
-from ptrain.rooms.world import World, fake_world
+from ptrain.runtime.world import World, fake_world
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

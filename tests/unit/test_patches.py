@@ -17,9 +17,9 @@ from ptrain.cost import Estimate, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.installed import torch_minor
-from ptrain.rooms import patches
-from ptrain.rooms.patches import PATCHES, Chunks, patch_torch
-from ptrain.rooms.world import create_fake_mode, fake_tensors
+from ptrain.runtime import patches
+from ptrain.runtime.patches import PATCHES, Chunks, patch_torch
+from ptrain.runtime.world import create_fake_mode, fake_tensors
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import SimulatedRank, simulate
 from ptrain.spec.load import load

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange

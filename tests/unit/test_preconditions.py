@@ -12,7 +12,7 @@ from torch import Tensor
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.objective import StepBatch
 from ptrain.report.record import Check
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -19,7 +19,7 @@ from ptrain.convert.export import export
 from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.program import interpret
 from ptrain.models.initialize import build_model, initialize
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml

@@ -23,7 +23,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.models import initialize
 from ptrain.models.initialize import stored_rows
 from ptrain.models.window import full_window, narrow_to_window
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.verification.reference import ReferenceTraining
 from tests.published_folders import CLASSES, saved, tensors
 from tests.unit.test_pretrained import logits, run_of, spec_of, tokens

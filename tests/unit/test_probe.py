@@ -14,7 +14,7 @@ from ptrain.cost import State
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train.folder import RunFolder
 from ptrain.train.probe import Probe, first_steady

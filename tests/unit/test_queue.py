@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptrain.models.objective import sent_to
-from ptrain.rooms.queue import DeviceQueue
+from ptrain.runtime.queue import DeviceQueue
 
 GPU, PROCESSOR = torch.device("cuda", 0), torch.device("cpu")
 

@@ -15,7 +15,7 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import MemoryMeter
-from ptrain.rooms.world import World, fake_world
+from ptrain.runtime.world import World, fake_world
 from ptrain.spec.dials import GradientSync, Overlap, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Axis, Placement

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.ghost import Ghost
-from ptrain.rooms.room import TensorRuntime
-from ptrain.rooms.world import fake_world
+from ptrain.runtime.comm import Mesh
+from ptrain.runtime.ghost import Ghost
+from ptrain.runtime.interface import TensorRuntime
+from ptrain.runtime.world import fake_world
 from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh
 from tests.unit.both_rooms import (
@@ -94,7 +94,7 @@ def test_a_room_that_gives_a_buffer_back_late_is_noticed(mesh, tmp_path, monkeyp
         held.append(tensor)
         return cast(self, tensor, *arguments, **options)
 
-    monkeypatch.setattr("ptrain.rooms.ghost.GhostRuntime.cast", late)
+    monkeypatch.setattr("ptrain.runtime.ghost.GhostRuntime.cast", late)
     with pytest.raises(AssertionError, match="after statement"):
         require_alike(PROGRAMS["casting"], mesh, tmp_path)
 

@@ -13,7 +13,7 @@ from ptrain.axes.context.attention import all_spans
 from ptrain.axes.context.run import slices
 from ptrain.axes.context.run.slices import SampleSlices, take_spans
 from ptrain.models.moe import Balance, ExpertPlaces
-from ptrain.rooms.comm import TagRegistry
+from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.block import Router
 from ptrain.spec.placement import Axis
 from ptrain.steps.step import ContextParallel

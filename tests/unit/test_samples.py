@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptrain.data.sampler import LocalBatch
 from ptrain.report.finding import Subject
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange

@@ -17,8 +17,8 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.models.objective import can_fuse
 from ptrain.report.simulation import GARBAGE
-from ptrain.rooms import pretence
-from ptrain.rooms.comm import Tag
+from ptrain.runtime import simulated_gpu
+from ptrain.runtime.comm import Tag
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.choice import choose_ranks, rank_classes
 from ptrain.simulation.execute import SimulatedRank, rehearsal_device, simulate
@@ -328,7 +328,7 @@ OF_PRODUCTS = 64 * 2**20  # on an H100, as long as a process lives
 
 
 def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(pretence, "missing_requirement", lambda: "it stays in this process")
+    monkeypatch.setattr(simulated_gpu, "missing_requirement", lambda: "it stays in this process")
     assert main(["simulate", "zero3", *TINY, "cluster.preset=h100-8", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["simulation"]["ranks"]
     for amount in rank["reserved"].values():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
-from ptrain.rooms import patches
+from ptrain.runtime import patches
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

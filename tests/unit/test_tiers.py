@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ptrain.cost import State
 from ptrain.errors import SpecError
 from ptrain.models.ledger import tier_of
-from ptrain.rooms.comm import TagRegistry
-from ptrain.rooms.torch import Tiers, cast
+from ptrain.runtime.comm import TagRegistry
+from ptrain.runtime.torch import Tiers, cast
 from ptrain.spec.placement import Tier
 
 OFF_DEVICE = (Tier.HOST, Tier.FILE)

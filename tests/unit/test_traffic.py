@@ -7,7 +7,7 @@ import torch
 from ptrain.cost import Collective, Phase, State
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import set_tier
-from ptrain.rooms.comm import TagRegistry
+from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.placement import Tier
 
 

@@ -18,7 +18,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.program import interpret
 from ptrain.models.external import MapDataset
 from ptrain.models.objective import sample_batch
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import tensor_parts

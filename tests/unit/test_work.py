@@ -29,8 +29,8 @@ from ptrain.facts.model import (
 )
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.work import OperatorSizes, is_opaque, sizes_of
-from ptrain.rooms.comm import TagRegistry
-from ptrain.rooms.world import fake_world
+from ptrain.runtime.comm import TagRegistry
+from ptrain.runtime.world import fake_world
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType

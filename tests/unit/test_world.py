@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptrain.errors import SpecError
-from ptrain.rooms.world import World
+from ptrain.runtime.world import World
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def rank(monkeypatch):
     """A rank that a launcher started, up to its meeting with the others; returns what it chose."""
     started = {}
     monkeypatch.setattr(
-        "ptrain.rooms.world._create_default_group", lambda *args: started.update(b=args[1])
+        "ptrain.runtime.world._create_default_group", lambda *args: started.update(b=args[1])
     )
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 

@@ -41,8 +41,8 @@ from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.models.ledger import OfStorages, has_tier, storage_of
 from ptrain.models.transformer import Transformer
 from ptrain.models.watch import is_recomputing
-from ptrain.rooms.comm import TagRegistry
-from ptrain.rooms.torch import Tiers
+from ptrain.runtime.comm import TagRegistry
+from ptrain.runtime.torch import Tiers
 from ptrain.spec.activations import ActivationMode, Operators, Policy, Scope
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep

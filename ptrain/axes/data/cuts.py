@@ -14,7 +14,7 @@ from typing import Generic
 
 from ptrain.axes.data.cost import Run, in_memory, padded_flat, shard_ranges, shard_runs
 from ptrain.cost import State
-from ptrain.rooms.room import PendingResult, T, TensorRuntime
+from ptrain.runtime.interface import PendingResult, T, TensorRuntime
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier, exclude_axes
 

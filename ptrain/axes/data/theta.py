@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple
 from ptrain.axes.data.cost import Run
 from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.cost import State
-from ptrain.rooms.room import PendingResult, T, UnitParameters
+from ptrain.runtime.interface import PendingResult, T, UnitParameters
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.placement import Axis, Tier, exclude_axes
 from ptrain.spec.precision import Layout

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ptrain.axes.data.theta import Parameters, UnitTheta
 from ptrain.axes.data.update import Gradients, UnitState
 from ptrain.cost import State
-from ptrain.rooms.room import T
+from ptrain.runtime.interface import T
 from ptrain.spec.dials import GradientSync
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits

@@ -18,7 +18,7 @@ from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.axes.data.theta import Parameters, Route, RoutedSlot, TensorSlot
 from ptrain.cost import State
 from ptrain.optimizers.update import ResidentSlot, Slot
-from ptrain.rooms.room import PendingResult, T, UnitParameters
+from ptrain.runtime.interface import PendingResult, T, UnitParameters
 from ptrain.spec.placement import Tier, exclude_axes
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FlatUnits

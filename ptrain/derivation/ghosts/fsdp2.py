@@ -22,7 +22,7 @@ from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Local, Shapes
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
-from ptrain.rooms.room import Shape
+from ptrain.runtime.interface import Shape
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.placement import Axis, exclude_axes
 from ptrain.spec.rates import Hook, OperatorKind

@@ -22,7 +22,7 @@ from ptrain.derivation.ghosts.wrapping import (
 )
 from ptrain.derivation.tape import Account, Scene
 from ptrain.facts.model import UnitFacts
-from ptrain.rooms.room import Shape
+from ptrain.runtime.interface import Shape
 from ptrain.spec.spec import ranks_over
 from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete

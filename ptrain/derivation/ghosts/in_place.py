@@ -27,8 +27,8 @@ from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
 from ptrain.optimizers.update import ResidentSlot, Slot, TargetsUpdate, rule_of
-from ptrain.rooms.ghost import Ghost, GhostRuntime, Storage
-from ptrain.rooms.room import Shape
+from ptrain.runtime.ghost import Ghost, GhostRuntime, Storage
+from ptrain.runtime.interface import Shape
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout

@@ -32,7 +32,7 @@ from ptrain.derivation.ghosts.wrapping import (
 )
 from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.rooms.ghost import Ghost
+from ptrain.runtime.ghost import Ghost
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.steps.step import Plan

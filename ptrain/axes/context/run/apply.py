@@ -50,7 +50,7 @@ from ptrain.models.attention import SdpaCore, repeat_heads
 from ptrain.models.modes import dropout_rates
 from ptrain.models.objective import StepBatch
 from ptrain.models.transformer import Transformer
-from ptrain.rooms.comm import Mesh, TagRegistry
+from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.steps.step import ContextParallel
 

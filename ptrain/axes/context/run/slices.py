@@ -36,7 +36,7 @@ from ptrain.models.attention import DocumentMasks, added_mask, additive_mask, ar
 from ptrain.models.modes import DropoutCall, dropout_by
 from ptrain.models.moe import Balance, ExpertPlaces, SampleTokens, weight_router_losses
 from ptrain.models.objective import SampleBatch, StepBatch, TokenPair
-from ptrain.rooms.comm import TagRegistry, all_gather
+from ptrain.runtime.comm import TagRegistry, all_gather
 from ptrain.steps.step import ContextParallel
 
 

@@ -40,7 +40,7 @@ from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.ledger import local_tensor
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.watch import is_recomputing
-from ptrain.rooms.comm import Mesh, TaggedAllGather, TaggedReduceScatter, TagRegistry
+from ptrain.runtime.comm import Mesh, TaggedAllGather, TaggedReduceScatter, TagRegistry
 from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout

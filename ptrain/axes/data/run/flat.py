@@ -44,9 +44,9 @@ from ptrain.models.parting import when_left
 from ptrain.models.units import ROOT
 from ptrain.models.watch import is_recomputing
 from ptrain.optimizers.update import Scale
-from ptrain.rooms.comm import Mesh, TagRegistry
-from ptrain.rooms.room import OptimizerLeaf
-from ptrain.rooms.torch import TorchRuntime
+from ptrain.runtime.comm import Mesh, TagRegistry
+from ptrain.runtime.interface import OptimizerLeaf
+from ptrain.runtime.torch import TorchRuntime
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import Layout

@@ -37,8 +37,8 @@ from ptrain.cost import State
 from ptrain.internals import zero_redundancy
 from ptrain.optimizers.build import TorchLeaf, build_optimizer, initial_state
 from ptrain.optimizers.update import Scale, Slot
-from ptrain.rooms.comm import TagRegistry
-from ptrain.rooms.torch import TorchRuntime
+from ptrain.runtime.comm import TagRegistry
+from ptrain.runtime.torch import TorchRuntime
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import Layout

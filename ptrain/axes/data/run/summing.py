@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.cost import State
-from ptrain.rooms.comm import TagRegistry
+from ptrain.runtime.comm import TagRegistry
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 

@@ -17,7 +17,7 @@ from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local_tensor
 from ptrain.models.window import Window, full_window, narrow_to_window
 from ptrain.optimizers.update import ResidentSlot, Slot, Target
-from ptrain.rooms.torch import is_same_memory
+from ptrain.runtime.torch import is_same_memory
 from ptrain.spec.placement import EXPERT_AXES, Axis
 
 Named = dict[str, torch.Tensor]

@@ -35,7 +35,7 @@ from ptrain.internals.functional_collectives import (
     wait_for,
 )
 from ptrain.models.moe import NUMBER, Journey, MoE, RoutedRows, route_rows
-from ptrain.rooms.comm import Mesh
+from ptrain.runtime.comm import Mesh
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Choices
 from ptrain.steps.experts import ExpertParallel, Loads

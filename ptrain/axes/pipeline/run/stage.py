@@ -42,7 +42,7 @@ from ptrain.errors import PtrainError, RankFailed
 from ptrain.facts.stages import Chain
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import SampleBatch, StepBatch
-from ptrain.rooms.comm import Mesh, TagRegistry
+from ptrain.runtime.comm import Mesh, TagRegistry
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline, Plan
 from ptrain.timeline import Kind

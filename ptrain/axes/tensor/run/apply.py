@@ -72,7 +72,7 @@ from ptrain.models.objective import LossInHead
 from ptrain.models.parting import standing_alone
 from ptrain.models.watch import with_first
 from ptrain.models.window import Window
-from ptrain.rooms.comm import TagRegistry
+from ptrain.runtime.comm import TagRegistry
 from ptrain.spec.role import COLUMNS, ROWS, Role, matches_pattern
 from ptrain.steps.step import ChunkedLoss, Parallelize
 from ptrain.units import grouped

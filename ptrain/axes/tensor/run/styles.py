@@ -34,7 +34,7 @@ from ptrain.internals.autograd import Hooks, innermost_saved_tensor_hooks
 from ptrain.models.compiled import ReadThrough
 from ptrain.models.moe import weight_router_losses
 from ptrain.models.watch import with_first
-from ptrain.rooms.comm import TagRegistry
+from ptrain.runtime.comm import TagRegistry
 
 
 class _ParameterTransform(ParallelStyle):

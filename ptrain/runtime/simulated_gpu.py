@@ -77,7 +77,7 @@ def missing_requirement() -> str | None:
     return None
 
 
-def run_with_simulated_gpu(words: Sequence[str], sm: int) -> int:
+def run_python(words: Sequence[str], sm: int) -> int:
     """Run `python WORDS` with a simulated GPU, and return its exit code.
 
     SIGTERM is passed on to the process. Call `lacking` first.

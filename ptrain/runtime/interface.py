@@ -1,8 +1,8 @@
 """The runtime interface `TensorRuntime`: allocation, copies between memory tiers, collectives.
 
 The code that updates parameters and shards units (`axes.data`, `optimizers.update`) is generic in
-the type of tensor. On torch tensors it trains (`rooms.torch`); on ghosts it predicts
-(`rooms.ghost`). In both, a tensor's memory is freed when its last reference goes.
+the type of tensor. On torch tensors it trains (`runtime.torch`); on ghosts it predicts
+(`runtime.ghost`). In both, a tensor's memory is freed when its last reference goes.
 """
 
 from __future__ import annotations

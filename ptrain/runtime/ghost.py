@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ptrain.cost import Collective, State
-from ptrain.rooms.room import Axes, PendingResult, Shape, Work
+from ptrain.runtime.interface import Axes, PendingResult, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType

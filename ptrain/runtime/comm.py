@@ -35,8 +35,8 @@ from ptrain.internals.process_groups import (
     reduce_scatter_single,
 )
 from ptrain.models.ledger import OfStorages
-from ptrain.rooms.room import PendingResult
-from ptrain.rooms.world import World, set_timeout
+from ptrain.runtime.interface import PendingResult
+from ptrain.runtime.world import World, set_timeout
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis
 from ptrain.steps.step import CreateMesh

@@ -22,8 +22,8 @@ from ptrain.cost import State
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.ledger import has_tier, set_tier, tier_of
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
-from ptrain.rooms.comm import Mesh, TagRegistry, all_gather, all_reduce, reduce_scatter
-from ptrain.rooms.room import Axes, PendingResult, Shape, Work
+from ptrain.runtime.comm import Mesh, TagRegistry, all_gather, all_reduce, reduce_scatter
+from ptrain.runtime.interface import Axes, PendingResult, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.extras import unusable_folder_error
 from ptrain.spec.placement import Axis, Tier
