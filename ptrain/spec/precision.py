@@ -185,7 +185,8 @@ def custom_layout(
     return next(named, written)
 
 
-# The initial loss scale and its changes: the defaults of torch.amp.GradScaler.
+# The initial loss scale and its changes: the defaults of torch.amp.GradScaler
+# (torch/amp/grad_scaler.py).
 INITIAL_SCALE = 2.0**16
 SCALE_GROWTH = 2.0
 SCALE_BACKOFF = 0.5
