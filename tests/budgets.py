@@ -24,9 +24,9 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51770,
+    "ptrain": 52020,
     "ptrain/activations": 390,
-    "ptrain/algebra": 240,
+    "ptrain/algebra": 280,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1180,
     "ptrain/axes/data": 2270,
@@ -38,27 +38,27 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1780,
     "ptrain/convert": 430,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5140,
-    "ptrain/facts": 800,
-    "ptrain/internals": 440,
+    "ptrain/derivation": 5150,
+    "ptrain/facts": 830,
+    "ptrain/internals": 450,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1480,
-    "ptrain/models": 5000,
+    "ptrain/models": 5080,
     "ptrain/optimizers": 500,
-    "ptrain/plan": 480,
-    "ptrain/rates": 360,
-    "ptrain/report": 2480,
+    "ptrain/plan": 500,
+    "ptrain/rates": 370,
+    "ptrain/report": 2490,
     "ptrain/rooms": 980,
     "ptrain/selection": 2890,
     "ptrain/simulation": 1050,
-    "ptrain/spec": 4110,
+    "ptrain/spec": 4120,
     "ptrain/steps": 460,
-    "ptrain/traces": 2220,
+    "ptrain/traces": 2230,
     "ptrain/train": 3140,
-    "ptrain/verification": 6100,
+    "ptrain/verification": 6120,
 }
-ONE_IMPORTER = 52  # modules that exactly one other imports
-SMALL_MODULES = 46  # modules with fewer lines than SMALL
+ONE_IMPORTER = 54  # modules that exactly one other imports
+SMALL_MODULES = 48  # modules with fewer lines than SMALL
 # end
 
 

@@ -24,7 +24,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import table_of
 from ptrain.spec.placement import DATA_AXES, Axis, Tier
-from ptrain.spec.precision import DType
+from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.spec import Spec
 
 _MODEL_AXES = (Axis.TP, Axis.PP)
@@ -94,6 +94,8 @@ def step_family(spec: Spec) -> str:
     if not spec.is_for_cuda:
         return "" if has_experts else "CPU"
     is_dense = isinstance(spec.model, ModelShape) and not has_experts
+    if spec.precision.matmul is not Matmul.NONE:
+        return ""
     if not is_dense or spec.precision.effective.parameters is not DType.BF16:
         return ""
     modes = (factor.placement[state] for factor in spec.factors for state in PLACED)

@@ -41,7 +41,7 @@ from ptrain.rooms.world import World
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
-from ptrain.spec.precision import DType
+from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
@@ -146,7 +146,8 @@ class RoutingLog:
 
 def emulated_line(spec: Spec, device: torch.device) -> str:
     """Return a line if this CPU emulates the dtype of the model's computation, else ""."""
-    dtype = spec.precision.effective.parameters
+    own = spec.precision
+    dtype = own.effective.parameters if own.matmul is Matmul.NONE else DType.FP8
     if device.type != "cpu" or is_native(dtype):
         return ""
     return f"precision  {dtype} is emulated on this CPU and slow"
@@ -163,6 +164,8 @@ def is_native(dtype: DType) -> bool:
             return _cpu_supports("_is_amx_fp16_supported")
         case DType.FP32 | DType.FP64:
             return True
+        case DType.FP8:
+            return False
 
 
 def _cpu_supports(query: str) -> bool:
