@@ -103,7 +103,7 @@ def peaks(case: Case, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
             simulated = simulate(spec, rehearse=is_real, every_block=is_real)
     except SpecError as error:
         return {"unknown": str(error).splitlines()[0]}
-    by_rule = steady_reserved(simulated.allocated(spec), expands=False)
+    by_rule = steady_reserved(simulated.allocated_step(spec), expands=False)
     held = torch.cuda.max_memory_reserved() if on_gpu else by_rule and by_rule.device_bytes
     return {
         "lives": {str(peak.phase): peak.device_bytes for peak in simulated.estimate.peak},
@@ -129,9 +129,8 @@ def parts(device: str) -> dict[str, str]:
     if device != "cpu":
         found["Triton"] = OK if find_spec("triton") else "missing"
     found["a compiled program"] = _compiled_program(device)
-    found["fakes of CUDA's libraries"] = (
-        OK if device == "cpu" else simulated_gpu.missing_requirement() or OK
-    )
+    lacks = None if device == "cpu" else simulated_gpu.missing_requirement()
+    found["fakes of CUDA's libraries"] = lacks or OK
     return found
 
 

@@ -24,9 +24,9 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51460,
+    "ptrain": 51710,
     "ptrain/activations": 390,
-    "ptrain/algebra": 240,
+    "ptrain/algebra": 280,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1180,
     "ptrain/axes/data": 2270,
@@ -38,27 +38,27 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1770,
     "ptrain/convert": 430,
     "ptrain/data": 1060,
-    "ptrain/derivation": 4960,
-    "ptrain/facts": 790,
-    "ptrain/internals": 440,
+    "ptrain/derivation": 4980,
+    "ptrain/facts": 820,
+    "ptrain/internals": 450,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1480,
-    "ptrain/models": 5000,
+    "ptrain/models": 5080,
     "ptrain/optimizers": 510,
-    "ptrain/plan": 480,
-    "ptrain/rates": 360,
+    "ptrain/plan": 500,
+    "ptrain/rates": 370,
     "ptrain/report": 2470,
     "ptrain/runtime": 1000,
     "ptrain/selection": 2850,
     "ptrain/simulation": 1040,
-    "ptrain/spec": 4110,
+    "ptrain/spec": 4130,
     "ptrain/steps": 460,
-    "ptrain/traces": 2150,
+    "ptrain/traces": 2160,
     "ptrain/train": 3140,
-    "ptrain/verification": 6100,
+    "ptrain/verification": 6120,
 }
-ONE_IMPORTER = 48  # modules that exactly one other imports
-SMALL_MODULES = 44  # modules with fewer lines than SMALL
+ONE_IMPORTER = 50  # modules that exactly one other imports
+SMALL_MODULES = 46  # modules with fewer lines than SMALL
 # end
 
 

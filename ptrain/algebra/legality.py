@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from ptrain.activations import rules as activations
+from ptrain.algebra import products
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.expert.rules import EXPERT
@@ -303,6 +304,7 @@ SPEC_RULES = (
     *TENSOR_DIALS,
     *PIPELINE_DIALS,
     *activations.RULES,
+    *products.RULES,
 )
 RULES: tuple[TupleRule | SpecRule, ...] = (
     *dict.fromkeys(rule for room in ROOMS for rule in room.tuples),  # two rooms may share one
@@ -311,6 +313,7 @@ RULES: tuple[TupleRule | SpecRule, ...] = (
 UNSUPPORTED_RULES: tuple[SpecRule, ...] = (
     *(rule for room in ROOMS for rule in room.unsupported),
     *activations.NOT_YET,
+    *products.NOT_YET,
 )
 LEGALITY_CHECKS: tuple[FaultsOf, ...] = (
     *(partial(_tuple_faults, room) for room in ROOMS),

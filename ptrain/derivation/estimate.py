@@ -59,7 +59,7 @@ from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.names import load_table
 from ptrain.spec.placement import DATA_AXES, Axis, Tier
-from ptrain.spec.precision import DType
+from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -71,6 +71,10 @@ _HOW_TO_TRACE = (
 _NOT_TRACED_BY_STAGE = f"these facts have no trace of the stages' activations: {_HOW_TO_TRACE}"
 _NOT_TRACED = f"these facts have no trace of the model's activations: {_HOW_TO_TRACE}"
 _NOT_PLAYED = "its step depends on the activations of the model, which are unknown"
+_FP8_TIME = (
+    "fp8 products take half the time of bf16 products, the ratio of peaks in data sheets: the "
+    "cluster has no rate for them"
+)
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
 PROGRAMS_OF_GPUS = "compiled programs of GPUs are not predicted yet, which Triton makes"
 _PROVEN = ("2.13",)  # versions of torch whose programs were seen to allocate what was predicted
@@ -320,7 +324,10 @@ def exact_estimate(
         stands_for = None if is_all else fullest_of(schedule, stages)
         flight = in_flight(spec, schedule, stages, memory, timing, stands_for, limit)
         memory = memory.and_then(flight.memory)
-        estimate = replace(estimate, memory=memory, peak=flight.peaks, step=flight.step)
+        step = flight.step
+        if step and _is_fp8_derived(spec):
+            step = step._replace(assumed=(*step.assumed, _FP8_TIME))
+        estimate = replace(estimate, memory=memory, peak=flight.peaks, step=step)
     else:
         reason = _NOT_TRACED if plan.pipeline is None else _NOT_TRACED_BY_STAGE
         estimate = replace(estimate, undefined=_undefined_figures(spec, facts, reason))
@@ -337,6 +344,13 @@ def exact_estimate(
         accounts=own if len(own) > 1 else (),
         account_of=account_of if len(own) > 1 else (),
     )
+
+
+def _is_fp8_derived(spec: Spec) -> bool:
+    """Return True if the times of fp8 products are derived from measured bf16 products."""
+    rates = spec.cluster.rates if spec.cluster else None
+    is_measured = rates is not None and any(row.key[0] is DType.FP8 for row in rates.products)
+    return spec.precision.matmul is not Matmul.NONE and not is_measured
 
 
 def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:
@@ -510,6 +524,8 @@ def step_family(spec: Spec) -> str:
     if not spec.is_for_cuda:
         return "" if has_experts else "CPU"
     is_dense = isinstance(spec.model, ModelShape) and not has_experts
+    if spec.precision.matmul is not Matmul.NONE:
+        return ""
     if not is_dense or spec.precision.effective_layout.parameters is not DType.BF16:
         return ""
     modes = (factor.placement[state] for factor in spec.factors for state in PLACED)

@@ -38,7 +38,7 @@ from ptrain.installed import counted_torch
 from ptrain.spec.block import Bias
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Axis, Tier
-from ptrain.spec.precision import DType
+from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 from ptrain.version import REFERENCE_TORCH
@@ -237,6 +237,7 @@ _NOT_CONFIRMED = (
     "the saved tensors of dropout follow from kernel signatures and are confirmed only on an "
     "H100 (sm 90), for unsharded built-in models"
 )
+_FP8 = "the workspaces of fp8 products have not been measured on a GPU"
 _H100 = 90  # compute capability
 
 
@@ -251,6 +252,8 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     why = _unknown_kernel_reason(spec, facts)
     if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
+    if not why and spec.is_for_cuda and spec.precision.matmul is not Matmul.NONE:
+        return of_offloaded | {"peak": _FP8}
     if not why:
         return of_offloaded
     # If such activations leave a GPU, the sizes of copies differ too.

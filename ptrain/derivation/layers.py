@@ -40,6 +40,7 @@ from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
+from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, Timeline
 
@@ -372,6 +373,8 @@ def is_tabulated(spec: Spec) -> bool:
     if not isinstance(shape, ModelShape) or shape.tabulated is None:
         return False
     if spec.compile is not Compiled.NONE:  # what torch fuses and saves is up to its version
+        return False
+    if spec.precision.matmul is not Matmul.NONE:
         return False
     # each sample of several has one target: a loss need not copy what it copies in the tables
     is_column = spec.batch.sequence == 1 and spec.batch.micro > 1

@@ -298,17 +298,12 @@ class _Operators:
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
         self._roles, self._modules = step.roles, module_roles(step.roles)
         self._weights = self._by_role(facts)
+        weights = self._weights[Role.ROW].items()
         # sharded operators on token shards, regardless of the tokens between sub-blocks
-        self.of_slices = [
-            shape[0] for name, shape in self._weights[Role.ROW].items() if self._is_of_slices(name)
-        ]
+        self.of_slices = [shape[0] for name, shape in weights if self._is_of_slices(name)]
         trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
         stopped = {name for name in facts.stops if name not in trained}  # outputs without gradients
-        of_rows = {
-            name: shape[0]
-            for name, shape in self._weights[Role.ROW].items()
-            if not self._is_of_slices(name)
-        }
+        of_rows = {name: shape[0] for name, shape in weights if not self._is_of_slices(name)}
         rows = [*of_rows.values()]
         has_gradient = [width for name, width in of_rows.items() if name not in stopped]
         of_tables = self._weights[Role.VOCABULARY]

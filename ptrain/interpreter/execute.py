@@ -31,6 +31,7 @@ from ptrain.interpreter.construction import Construction, ExpertBalancer, ModelP
 from ptrain.interpreter.look import ModuleFiller
 from ptrain.interpreter.loss import Clipping, Enter, Loss, LossScale, SequentialRunner, StepLoss
 from ptrain.models.compiled import compile_blocks
+from ptrain.models.float8 import use_float8
 from ptrain.models.moe import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
@@ -50,6 +51,7 @@ from ptrain.steps.step import (
     Keep,
     Parallelize,
     Pipeline,
+    Quantize,
     Step,
     Update,
 )
@@ -160,6 +162,11 @@ def _keep_less(step: Keep, piece: ModelPart, rank: Construction) -> None:
     )
     tiers = Tiers(rank.world.device, rank.mesh.registry, step.path)
     apply_modes(piece.module, step, tiers, is_compiled=piece.plan.compiled is not None)
+
+
+def _quantize(step: Quantize, piece: ModelPart, rank: Construction) -> None:
+    _require(piece.wrapped is None, step, "units are already wrapped, with other linear layers")
+    use_float8(piece.module, step.linears, step.recipe)
 
 
 def _compile(step: Compile, piece: ModelPart, rank: Construction) -> None:
@@ -275,6 +282,7 @@ OF_PIECES: dict[type[PlanStep], Callable[[Any, ModelPart, Construction], None]] 
     Parallelize: _cut_operators,
     ContextParallel: _slice_tokens,
     ExpertParallel: _give_experts,
+    Quantize: _quantize,
     Keep: _keep_less,
     Compile: _compile,
     LocalGradients: _wrap_units,

@@ -143,6 +143,7 @@ _DTYPES = {
     torch.bfloat16: DType.BF16,
     torch.float16: DType.FP16,
 }
+SCALED = ("_scaled_mm", "scaled_mm")  # torch's and ours: products of fp8 factors
 VIEW = OperatorSizes(OperatorKind.VIEW, _WIDE, ())  # no kernel runs
 _Moved = tuple[int, DType | None]  # bytes, and the dtype of what they hold
 
@@ -157,6 +158,8 @@ def matrix_products(name: str, args: Any, result: Any = None) -> list[tuple[int,
         left, right = args[1:3] if "add" in name else args[:2]
         *matrices, rows, inner = left.shape
         return [(matrices[0] if matrices else 1, rows, inner, right.shape[-1])]
+    if name in SCALED:
+        return [(1, *args[0].shape, args[1].shape[-1])]
     if name == "_grouped_mm":
         return [_grouped_product(args[0], args[1], args[2] if len(args) > 2 else None)]
     if name == "convolution":
@@ -236,7 +239,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
     if is_free(function._schema.name):
         return [VIEW]
     if of_products := matrix_products(name, args, result):
-        dtype = _dtype_of(next(tensors_of(args)))
+        dtype = DType.FP8 if name in SCALED else _dtype_of(next(tensors_of(args)))
         return [OperatorSizes(OperatorKind.PRODUCT, dtype, dims) for dims in of_products]
     if name.startswith(_ATTENTION) and "attention" in name:
         return [_attention_sizes(function, name, args, kwargs)]

@@ -29,6 +29,7 @@ from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.cost import State
 from ptrain.errors import SpecError, refused
+from ptrain.facts.float8 import products_of
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_layers, expert_modules, roles_of
 from ptrain.facts.parameters import facts as facts_of
@@ -36,6 +37,7 @@ from ptrain.facts.stages import Stage
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Tier
+from ptrain.spec.precision import Matmul
 from ptrain.spec.role import Fusions, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import (
@@ -47,6 +49,7 @@ from ptrain.steps.step import (
     Parallelize,
     Pipeline,
     Plan,
+    Quantize,
     Update,
     balance_of,
     chunked_loss,
@@ -126,6 +129,7 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
         tensor,  # Theorem 6.2: operators are cut before units are wrapped
         context_of(spec),  # attention over cp is of the heads that tp leaves
         own,
+        _make_quantize(spec),  # what blocks keep and recompute includes the fp8 products
         _make_keep(spec, facts.blocks),  # what wraps do before a block runs is then done once
         _make_compile(spec),  # recomputation is part of the program, hooks of wraps are not
         wrap,
@@ -257,6 +261,17 @@ def _make_keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     named = zip(blocks, spec.activations.block_modes(len(blocks)), strict=True)
     kept = tuple((name, mode) for name, mode in named if not mode.is_plain)
     return Keep(blocks=kept, path=spec.offload.path)
+
+
+def _make_quantize(spec: Spec) -> Quantize | None:
+    if spec.precision.matmul is Matmul.NONE or not isinstance(spec.model, ModelShape):
+        return None
+    products = products_of(spec.model)
+    return Quantize(
+        recipe=spec.precision.matmul,
+        linears=products.scaled,
+        left_out=tuple(products.left_out.items()),
+    )
 
 
 def _make_compile(spec: Spec) -> Compile | None:

@@ -45,6 +45,7 @@ from ptrain.steps.step import (
     Parallelize,
     Pipeline,
     Plan,
+    Quantize,
     Step,
     Update,
 )
@@ -373,6 +374,30 @@ def keep_text(step: Keep) -> str:
     return "; ".join([*texts, *files])
 
 
+def _quantize_text(step: Quantize) -> str:
+    """`multiply in fp8-rowwise: attention.query, … of blocks 0-3; left out: the head (head)`."""
+    texts = [_of_blocks(step.linears)]
+    for reason, names in step.left_out:
+        texts.append(f"left out, {reason}: {_of_blocks(names)}")
+    return f"multiply by factors in {step.recipe}: {'; '.join(texts)}"
+
+
+def _of_blocks(names: Sequence[str]) -> str:
+    """`attention.query, attention.key of blocks 0-3; embed`."""
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        is_within = parts[0] == "blocks"
+        block = ".".join(parts[:2]) if is_within else ""
+        blocks.setdefault(block, []).append(".".join(parts[2:]) if is_within else name)
+    alike = grouped((tuple(inner), block) for block, inner in blocks.items())
+    texts = [
+        ", ".join(inner) + (f" of {_blocks_text(of)}" if of != [""] else "")
+        for inner, of in alike.items()
+    ]
+    return "; ".join(texts)
+
+
 def _compile_text(step: Compile) -> str:
     return (
         f"compile the forward pass of {_blocks_text(step.blocks)}, one program per distinct block"
@@ -466,6 +491,7 @@ _TEXTS: Mapping[type[PlanStep], Callable[[Any], str]] = {
     ContextParallel: step_text,
     ExpertParallel: expert_text,
     Keep: keep_text,
+    Quantize: _quantize_text,
     Compile: _compile_text,
     ChunkedLoss: loss_text,
     LocalGradients: _local_text,

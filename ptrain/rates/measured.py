@@ -17,7 +17,7 @@ from typing import Any
 
 from ptrain.cost import Collective
 from ptrain.facts.model import Operator
-from ptrain.rates.pace import LinkRate, Pace, UnknownRate, link_seconds
+from ptrain.rates.pace import Figures, LinkRate, Pace, UnknownRate, link_seconds, with_fp8
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout
@@ -255,7 +255,7 @@ class MeasuredPace:
         }
         self.hooks = {key[0]: taken for key, taken in _column_figures(rates.hooks, column)}
         self.products = self._product_surfaces(
-            _group_by_first(_column_figures(rates.products, column), 1)
+            _group_by_first(with_fp8(_column_figures(rates.products, column), cluster), 1)
         )
         self.attention = self._attention_surfaces(
             _group_by_first(_column_figures(rates.attention, column), 2)
@@ -323,8 +323,9 @@ class MeasuredPace:
         self, rows: Mapping[tuple[Any, ...], Mapping[Shape, float]]
     ) -> dict[tuple[Any, ...], Surface]:
         """Return the surface of matrix products for each dtype."""
-        # The shortest product of any dtype is taken as the time of a dispatch.
-        least = min((min(points.values()) for points in rows.values()), default=0.0)
+        # The shortest product of any other dtype than fp8 is taken as the time of a dispatch.
+        wide = (points for (dtype,), points in rows.items() if dtype is not DType.FP8)
+        least = min((min(points.values()) for points in wide), default=0.0)
         return {
             (dtype,): Surface(
                 points,
@@ -555,9 +556,6 @@ def _link_rates(rates: Rates, cluster: Cluster) -> dict[LinkTier, LinkRate]:
         call, hop, share = (figure or 0.0 for figure in figures)
         links[tier] = LinkRate(call=call, hop=hop, bandwidth=share * bandwidths[tier])
     return links
-
-
-Figures = list[tuple[tuple[Any, ...], float]]
 
 
 def _column_figures(rows: Iterable[RateRow], column: int) -> Figures:

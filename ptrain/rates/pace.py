@@ -11,13 +11,14 @@ several nodes use as many network cards as they have ranks on a node.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ptrain.cost import Collective
 from ptrain.facts.model import Operator, PassWork
 from ptrain.spec.activations import ActivationMode
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import Tier
-from ptrain.spec.precision import Layout
+from ptrain.spec.precision import FP8_CAPABILITY, DType, Layout
 from ptrain.spec.rates import Hook, LinkTier, OperatorKind
 from ptrain.timeline import Kind
 
@@ -130,6 +131,25 @@ def _transfer_seconds(
     cards = card * (ranks // nodes)
     within = links.get(LinkTier.WITHIN)
     return bus_bytes / (min(cards, within.bandwidth) if within and ranks > nodes else cards)
+
+
+# The ratio of the dense peaks in the data sheets of the L4, L40S, RTX 4090, H100, H200, B200, B300.
+_FP8_OVER_BF16 = 2.0
+Figures = list[tuple[tuple[Any, ...], float]]
+
+
+def with_fp8(products: Figures, cluster: Cluster) -> Figures:
+    """Return the seconds of products by dtype and dimensions, with fp8 products derived from bf16
+    ones if the GPUs have fp8 products of which none was measured."""
+    has_fp8 = cluster.kind == "cuda" and (cluster.sm or 0) >= FP8_CAPABILITY
+    if not has_fp8 or any(dtype is DType.FP8 for (dtype, *_), _ in products):
+        return products
+    derived = (
+        ((DType.FP8, *dimensions), taken / _FP8_OVER_BF16)
+        for (dtype, *dimensions), taken in products
+        if dtype is DType.BF16
+    )
+    return [*products, *derived]
 
 
 class UnknownRate(Exception):

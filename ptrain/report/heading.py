@@ -13,6 +13,7 @@ from ptrain.report.screen import command_line
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import Axis
+from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
 from ptrain.units import format_count
 
@@ -91,8 +92,11 @@ def _flow_yaml(value: object) -> str:
 
 
 def precision(spec: Spec) -> str:
-    """Return the name of the precision layout, with a remark if all dtypes are float64."""
-    return spec.precision.layout.name + (" in fp64" if spec.precision.compute_fp64 else "")
+    """Return the name of the precision layout, with remarks: all dtypes are float64, products have
+    fp8 factors."""
+    own = spec.precision
+    products = f", {own.matmul} products" if own.matmul is not Matmul.NONE else ""
+    return own.layout.name + (" in fp64" if own.compute_fp64 else "") + products
 
 
 def batch(spec: Spec) -> str:

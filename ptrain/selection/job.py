@@ -24,7 +24,7 @@ from ptrain.facts.parameters import facts
 from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.selection.where import Where
 from ptrain.spec.activations import ActivationMode
-from ptrain.spec.extras import require_eager
+from ptrain.spec.extras import require_eager, require_listed_operators
 from ptrain.spec.keys import Offload, data_axis_dials
 from ptrain.spec.leaf import find_similar
 from ptrain.spec.load import load, read_expanded_tree
@@ -399,6 +399,7 @@ def searched_job(
         job = _of_spec(source, words, where)
     base = job.base
     require_eager(base, "select")
+    require_listed_operators(base, "select")
     if base.cluster is None:
         raise refused(
             "--cluster",

@@ -25,7 +25,7 @@ from ptrain.errors import Fault, refused
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.selection.fit import fit
 from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode, Policy
-from ptrain.spec.extras import require_eager
+from ptrain.spec.extras import require_eager, require_listed_operators
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
@@ -238,6 +238,7 @@ def with_largest_micro(spec: Spec) -> Spec:
             _MICRO, "not supported yet: auto for a model whose peaks need a trace", _NUMBER
         )
     require_eager(spec, "predict with batch.micro=auto")
+    require_listed_operators(spec, "predict with batch.micro=auto")
     if spec.activations.budget is not None:
         raise refused(
             _MICRO,

@@ -13,6 +13,7 @@ from ptrain.spec.dials import Compiled
 from ptrain.spec.function import UserFunction
 from ptrain.spec.model import HuggingFaceModel, ModelSpec
 from ptrain.spec.placement import Tier
+from ptrain.spec.precision import Matmul
 from ptrain.spec.spec import Spec
 
 
@@ -39,6 +40,16 @@ def require_eager(spec: Spec, command: str) -> None:
             "compile",
             f"not supported yet: ptrain {command} with compile={spec.compile}",
             "Use `compile=none`; `ptrain predict` derives compiled blocks.",
+        )
+
+
+def require_listed_operators(spec: Spec, command: str) -> None:
+    """Raises SpecError for fp8 products, of which `command` has no table of operators."""
+    if spec.precision.matmul is not Matmul.NONE:
+        raise refused(
+            "precision.matmul",
+            f"not supported yet: ptrain {command} with precision.matmul={spec.precision.matmul}",
+            "Use `precision.matmul=none`; `ptrain predict` derives fp8 products.",
         )
 
 

@@ -26,6 +26,7 @@ class DType(MeantWord):
     FP32 = "fp32", "4 bytes"
     BF16 = "bf16", "2 bytes"
     FP16 = "fp16", "2 bytes, with loss scaling"
+    FP8 = "fp8", "1 byte, for factors of matrix products only"
 
     @property
     def itemsize(self) -> int:
@@ -34,7 +35,24 @@ class DType(MeantWord):
 
 
 _DTYPES = words_of((DType.FP32, DType.BF16, DType.FP16, DType.FP64))
-_ITEMSIZES = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2}
+_ITEMSIZES = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2, DType.FP8: 1}
+
+
+FP8_CAPABILITY = 89  # the first compute capability with matrix units for fp8: Ada, then Hopper
+
+
+class Matmul(MeantWord):
+    """The factors of the matrix products of linear layers, with torchao's names of recipes."""
+
+    NONE = "none", "the dtype of the parameters"
+    TENSORWISE = (
+        "fp8-tensorwise",
+        "fp8 with one scale per tensor: inputs and weights e4m3, gradients e5m2",
+    )
+    ROWWISE = (
+        "fp8-rowwise",
+        "fp8 with a scale per row and per column, rounded down to a power of two: all e4m3",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +142,12 @@ LAYOUTS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """A layout, optionally with every dtype replaced by float64 for equality tests. `compute_fp64`
-    keeps the layout's structure: its master copies and casts."""
+    keeps the layout's structure: its master copies and casts. `matmul` keeps fp8 factors, whose
+    products are then summed in float64."""
 
     layout: Layout = FP32
     compute_fp64: bool = False
+    matmul: Matmul = Matmul.NONE
 
     @property
     def effective_layout(self) -> Layout:
@@ -185,7 +205,8 @@ def custom_layout(
     return next(named, written)
 
 
-# The initial loss scale and its changes: the defaults of torch.amp.GradScaler.
+# The initial loss scale and its changes: the defaults of torch.amp.GradScaler
+# (torch/amp/grad_scaler.py).
 INITIAL_SCALE = 2.0**16
 SCALE_GROWTH = 2.0
 SCALE_BACKOFF = 0.5
@@ -254,3 +275,18 @@ class PrecisionRaw:
         ),
     ] = None
     moments: Annotated[DType | None, _dtype_choice("Dtype of the optimizer moments.")] = None
+    matmul: Annotated[
+        Matmul,
+        Choice(
+            "Dtype of the factors in the matrix products of linear layers within blocks, with "
+            "dynamic scales.",
+            words_of(Matmul),
+            slips={
+                "fp8": "fp8-tensorwise",
+                "float8": "fp8-tensorwise",
+                "tensorwise": "fp8-tensorwise",
+                "rowwise": "fp8-rowwise",
+            },
+            read=Matmul,
+        ),
+    ] = Matmul.NONE

@@ -417,7 +417,7 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
         has_master=raw.master is None or isinstance(raw.master, DType),
         moments=raw.moments,
     )
-    return Precision(layout=layout, compute_fp64=raw.compute is not None)
+    return Precision(layout=layout, compute_fp64=raw.compute is not None, matmul=raw.matmul)
 
 
 def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:

@@ -23,8 +23,8 @@ import yaml
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.leaf import Route
 
-MAX_BYTES = 2**20
-MAX_DEPTH = 32
+MAX_BYTES = 2**20  # a spec has a few kB; a larger file is not one
+MAX_DEPTH = 32  # a spec has a few levels; the builder recurses once per level
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels", "specs are flat"
 
 COMMAND_LINE = "command line: "  # prefix of the source of an override

@@ -35,7 +35,7 @@ from ptrain.spec.placement import (
     Mode,
     Tier,
 )
-from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
+from ptrain.spec.precision import CUSTOM, LAYOUTS, Matmul, Precision
 from ptrain.spec.spec import ActivationSpec, LossSpec, Spec
 
 _NAMED = {policy: name for name, policy in NAMED_POLICIES.items()}
@@ -203,6 +203,8 @@ def _precision_section(precision: Precision) -> dict[str, object]:
     layout with the same `keeps_both`."""
     layout = precision.layout
     compute = {"compute": "fp64"} if precision.compute_fp64 else {}
+    if precision.matmul is not Matmul.NONE:
+        compute["matmul"] = precision.matmul.value
     if layout.name != CUSTOM:
         return {"layout": layout.name, **compute}
     base = next(known for known in LAYOUTS.values() if known.keeps_both is layout.keeps_both)

@@ -16,7 +16,7 @@ from ptrain.spec.activations import ActivationMode
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, ScheduleName
 from ptrain.spec.placement import SAMPLE_AXES, Axis
-from ptrain.spec.precision import Layout
+from ptrain.spec.precision import Layout, Matmul
 from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel, Loads
@@ -279,6 +279,21 @@ class Keep(PlanStep):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize(PlanStep):
+    """The matrix products of linear layers take fp8 factors.
+
+    Attributes:
+        recipe: The dtypes and scales of the factors.
+        linears: The names of these layers.
+        left_out: The names of the other layers with matrices, by the reason.
+    """
+
+    recipe: Matmul
+    linears: tuple[str, ...]
+    left_out: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compile(PlanStep):
     """torch.compile of the forward pass of each of `blocks` (module names), recomputation included.
     Hooks of later wraps stay outside the compiled program."""
@@ -362,7 +377,7 @@ class Update(PlanStep):
 
 
 Cut = Pipeline | Parallelize | ContextParallel | ExpertParallel
-OfBlocks = Keep | Compile
+OfBlocks = Quantize | Keep | Compile
 Step = (
     CreateMesh | Cut | OfBlocks | Wrap | ChunkedLoss | Accumulate | Clip | Update | BalanceExperts
 )
@@ -399,6 +414,7 @@ class Plan(PlanAxes, Worded):
     context: ContextParallel | None = field(init=False, compare=False)
     experts: ExpertParallel | None = field(init=False, compare=False)
     pipeline: Pipeline | None = field(init=False, compare=False)
+    quantize: Quantize | None = field(init=False, compare=False)
     keep: Keep | None = field(init=False, compare=False)
     compiled: Compile | None = field(init=False, compare=False)
     loss: ChunkedLoss | None = field(init=False, compare=False)
@@ -448,6 +464,7 @@ _NAMES: dict[type[PlanStep], str] = {
     Parallelize: "tensor",
     ContextParallel: "context",
     ExpertParallel: "experts",
+    Quantize: "quantize",
     Keep: "keep",
     Compile: "compiled",
     **dict.fromkeys((LocalGradients, Replicate, FullyShard, FlatUnits), "wrap"),

@@ -43,6 +43,7 @@ from ptrain.models.contract import (
 )
 from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.facts import head_of, untraced_facts
+from ptrain.models.float8 import use_float8
 from ptrain.models.initialize import (
     accept_module,
     build_model,
@@ -470,6 +471,8 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     samples = sample_batch(spec)
     plan = lower(spec, known)
     is_whole = not spec.is_cut_over((*CUTTING_AXES, Axis.PP))
+    if is_whole and plan.quantize is not None:
+        use_float8(model, plan.quantize.linears, plan.quantize.recipe)
     if is_whole:
         apply_modes_for_trace(model, plan.keep, is_compiled=plan.compiled is not None)
     if is_whole and plan.compiled is not None:

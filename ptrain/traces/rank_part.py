@@ -41,6 +41,7 @@ from ptrain.facts.model import AttentionFacts, RowsSize, RowsTimeline, StorageEv
 from ptrain.facts.stages import Chain, Stage, is_within
 from ptrain.interpreter.loss import Loss
 from ptrain.models.compiled import compile_blocks
+from ptrain.models.float8 import use_float8
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
 from ptrain.models.trace import Event, Extent, Recording, list_recomputed_collectives, to_timeline
 from ptrain.models.units import ROOT
@@ -49,7 +50,7 @@ from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import ChunkedLoss, Compile, ContextParallel, Keep, Parallelize
+from ptrain.steps.step import ChunkedLoss, Compile, ContextParallel, Keep, Parallelize, Quantize
 from ptrain.timeline import Boundary, Complete, Item, Mark, Timeline
 from ptrain.traces.layer_works import work_of
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
@@ -363,6 +364,7 @@ class RankPart:
     slices: int = 1
     keep: Keep | None = None
     compiled: Compile | None = None
+    quantize: Quantize | None = None
     loss: ChunkedLoss | None = None
     head: str = ROOT
     spec: Spec | None = None  # whose samples and loss they are, where these are not ours
@@ -469,6 +471,8 @@ class RankPart:
             self.context.apply(module)
         if self.experts is not None:
             self.experts(module)
+        if self.quantize is not None:
+            use_float8(module, self.quantize.linears, self.quantize.recipe)
         apply_modes_for_trace(module, self.keep, is_compiled=self.compiled is not None)
         if self.compiled is not None:
             compile_blocks(module, self.compiled.blocks)

@@ -361,6 +361,8 @@ class Marker:
 
     def _begin(self, unit: int) -> None:
         if not self._begun:
+            # Runs when all of backward has finished, like the final callback of FSDP2
+            # (_fsdp_state.py, `_register_root_post_backward_final_callback`).
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if unit not in self._begun:
             self._begun.add(unit)

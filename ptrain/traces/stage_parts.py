@@ -195,6 +195,7 @@ def rank_part(
         slices=plan.boundary_slices,
         keep=plan.keep,
         compiled=plan.compiled,
+        quantize=plan.quantize,
         loss=plan.loss,
         head=head_of(module, spec) if plan.loss else ROOT,
         spec=spec,

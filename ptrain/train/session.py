@@ -40,7 +40,7 @@ from ptrain.runtime.world import World
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
-from ptrain.spec.precision import DType
+from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
@@ -145,7 +145,8 @@ class RoutingLog:
 
 def emulated_line(spec: Spec, device: torch.device) -> str:
     """Return a line if this CPU emulates the dtype of the model's computation, else ""."""
-    dtype = spec.precision.effective_layout.parameters
+    own = spec.precision
+    dtype = own.effective_layout.parameters if own.matmul is Matmul.NONE else DType.FP8
     if device.type != "cpu" or is_native(dtype):
         return ""
     return f"precision  {dtype} is emulated on this CPU and slow"
@@ -162,6 +163,8 @@ def is_native(dtype: DType) -> bool:
             return _cpu_supports("_is_amx_fp16_supported")
         case DType.FP32 | DType.FP64:
             return True
+        case DType.FP8:
+            return False
 
 
 def _cpu_supports(query: str) -> bool:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import Split, batch
+from ptrain.facts.float8 import products_of
+from ptrain.models.float8 import use_float8
 from ptrain.models.initialize import build_model, cast_module, initialize, read_module_weights
 from ptrain.models.modes import seed_of_step
 from ptrain.models.moe import Gate, scale_losses, weight_router_losses
@@ -27,7 +29,13 @@ from ptrain.optimizers.build import initial_state, reference_optimizer
 from ptrain.optimizers.update import rule_of
 from ptrain.spec.model import ModelShape
 from ptrain.spec.optimizers import OPTIMIZERS
-from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
+from ptrain.spec.precision import (
+    INITIAL_SCALE,
+    SCALE_BACKOFF,
+    SCALE_GROWTH,
+    SCALE_INTERVAL,
+    Matmul,
+)
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
 
@@ -353,6 +361,8 @@ def _module(spec: Spec) -> nn.Module:
     else:
         read_module_weights(module, spec.model.pretrained)
     cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    if isinstance(spec.model, ModelShape) and spec.precision.matmul is not Matmul.NONE:
+        use_float8(module, products_of(spec.model).scaled, spec.precision.matmul)
     weight_router_losses(module, 1.0 / spec.batch.global_samples)
     return module
 

@@ -46,7 +46,7 @@ from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.modes import DisabledDropout, fork_generators, reseed, switched_off
 from ptrain.spec.model import ModelShape
-from ptrain.spec.precision import DType
+from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.jobs.draws import DrawMode
@@ -97,6 +97,8 @@ def is_banded(spec: Spec) -> bool:
         layout.moments,
     )
     coarse = any(dtype not in _FIXED for dtype in dtypes)
+    if spec.precision.matmul is not Matmul.NONE:  # a rounding may move a factor by an fp8 step
+        return layout.parameters is not DType.FP64
     return coarse or (
         spec.optimizer.properties.enlarges_rounding and layout.update_dtype is not DType.FP64
     )
@@ -215,6 +217,7 @@ class PermutedSums(OperatorMode):
             aten.bmm.default: self._product,
             aten.addmm.default: partial(self._product, add=torch.addmm),
             aten.baddbmm.default: partial(self._product, add=torch.baddbmm),
+            torch.ops.ptrain.scaled_mm.default: self._scaled_product,
             aten.sum.dim_IntList: self._sum,
             aten.mean.dim: self._mean,
             aten.embedding_dense_backward.default: self._rows,
@@ -244,6 +247,14 @@ class PermutedSums(OperatorMode):
         total = add(*added, first, its, **scales) if add else first @ its
         for columns, rows in others:
             total.add_(columns @ rows, alpha=scales.get("alpha", 1))
+        return total
+
+    def _scaled_product(self, left: Tensor, right: Tensor, *scales: Any) -> Tensor:
+        """Add the groups' products, each rounded to the dtype of the result."""
+        operator = torch.ops.ptrain.scaled_mm
+        total, *others = (operator(*pair, *scales) for pair in self._factors(left, right))
+        for other in others:
+            total.add_(other)
         return total
 
     def _factors(self, left: Tensor, right: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
@@ -335,7 +346,8 @@ class Ask:
             *filter(None, [spec.loss.user_function]),
         )
         plain = [asdict(part) for part in parts]
-        fields = [type(spec.model).__name__, *plain, spec.train.seed, self.steps, self.seed]
+        drawn = spec.train.seed, self.steps, self.seed
+        fields = [type(spec.model).__name__, *plain, spec.precision.matmul, *drawn]
         return hashlib.sha256(json.dumps(fields, default=str).encode()).hexdigest()[:32]
 
 

@@ -70,6 +70,11 @@ def run_pair(eager: Spec, compiled_spec: Spec, backend: str) -> Pair:
         return Pair(eager=plain, compiled=_steps(compiled_spec, world))
 
 
+def run_steps(spec: Spec) -> Steps:
+    """Train a spec on this rank of the pool."""
+    return _steps(spec, World.join(spec.timeout))
+
+
 def _steps(spec: Spec, world: World) -> Steps:
     counters.clear()
     program = interpret(spec, world=world)

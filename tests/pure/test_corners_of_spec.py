@@ -362,6 +362,8 @@ NAMED = {
     "a block is recomputed once": INTEGRITY,
     "attention supports the model's dropout": "Definition 1",
     "attention has a backward pass": INTEGRITY,
+    "fp8 products are aligned": "Definition 1",
+    "GPUs multiply fp8": "Definition 5",
 }
 WAITING = """replicas are outside shards;
     muon does not support experts; flash attention accepts no mask;
@@ -376,7 +378,7 @@ WAITING = """replicas are outside shards;
     muon needs the full model; offloaded activations are used once;
     attention is a separate module; a budget's peaks are predicted;
     recomputed units are gathered; the naive plan keeps saved activations;
-    a block is one program"""
+    a block is one program; an fp8 scale is of a full matrix"""
 
 
 def test_every_rule_has_its_name_and_the_theorem_that_it_guards():

@@ -68,7 +68,7 @@ SETS = {
     Axis: "pp dp_replicate dp_shard cp ep tp",
     Distribution: "R S S* M",
     Tier: "device host file",
-    DType: "fp64 fp32 bf16 fp16",
+    DType: "fp64 fp32 bf16 fp16 fp8",
     dials.GradientSync: "every last",
     dials.ReduceScatterVia: "native all_to_all",
     dials.UnitKind: "block sub-block blocks model",
@@ -155,7 +155,7 @@ def test_every_layout_has_the_dtypes_that_its_name_promises():
 
 def test_elements_have_their_bytes_and_loss_scales_the_figures_of_torch():
     assert {each.value: each.itemsize for each in DType} == {
-        "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2,
+        "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1,
     }  # fmt: skip
     scales = (INITIAL_SCALE, SCALE_GROWTH, SCALE_BACKOFF, SCALE_INTERVAL)
     assert scales == (65536.0, 2.0, 0.5, 2000)

@@ -48,7 +48,14 @@ from ptrain.steps.step import Keep
 
 # Operators by class; a trailing * matches any suffix.
 _NAMES = {
-    Operators.MATMUL: ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    Operators.MATMUL: (
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_scaled_mm",
+        "ptrain::scaled_mm",  # the same on CPUs
+    ),
     Operators.ATTENTION: (
         "aten::_scaled_dot_product_*",
         "aten::_flash_attention_forward",

@@ -326,7 +326,8 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
 
 
 def _position_faults(spec: Spec) -> Iterator[Fault]:
-    """Yield a fault if a rank's tokens are two ranges, which learned positions do not support.
+    """Yield a fault for learned positions with sequence parallelism, if a rank's tokens are two
+    ranges.
 
     With an odd number of neighbours, the middle one has the end of an early chunk and the beginning
     of a late one. All others have one range.

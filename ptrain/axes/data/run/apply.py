@@ -148,6 +148,7 @@ class ReplicatedWrap(ParameterWrap):
         """Return True if the buckets contain all gradients."""
         if sum(map(torch.numel, self._buckets)) != sum(map(torch.numel, self._trained)):
             return False
+        # `_cdata` is the address of the StorageImpl, which all views of a bucket share.
         storages = {bucket.untyped_storage()._cdata for bucket in self._buckets}
         return all(
             parameter.grad is not None and parameter.grad.untyped_storage()._cdata in storages

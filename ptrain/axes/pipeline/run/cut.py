@@ -360,6 +360,7 @@ def contiguous_output(output: torch.Tensor) -> torch.Tensor:
     A contiguous output is not copied.
     """
     output = output.contiguous()
+    # `stage_backward_input` (torch/distributed/pipelining/_backward.py) ends with `t.detach_()`.
     return _WithoutView.apply(output) if output._is_view() else output
 
 

@@ -204,6 +204,7 @@ class Regather:
         """Record that `gathered` was all-gathered from `part`."""
         self._source = _GatherSource(self.device_mesh, self.dim)
         self._part = part.detach()
+        # The address of the StorageImpl: autograd saves views of it, not `gathered` itself.
         self._key = gathered.to_local().untyped_storage()._cdata
 
     def leave(self) -> None:

@@ -1,0 +1,165 @@
+"""Linear layers whose matrix products take fp8 factors with dynamic scales, as in torchao.
+
+y = x·Wᵀ has three products: the output, the gradient of x (g·W) and the gradient of W (gᵀ·x). Each
+factor is multiplied by a scale that brings its largest absolute value to the largest fp8 number,
+and cast. The product is divided by both scales. With a scale per tensor, x and W are e4m3 and g is
+e5m2, which has a larger range. With a scale per row of the left factor and per column of the right
+factor, all are e4m3 and scales are rounded down to powers of two, so that scaling is exact.
+
+Backward keeps x and W in their dtype and casts them again: other operators keep x too, a wrapper
+frees and gathers W, and scales per row differ between the three products.
+
+CUDA devices multiply by `torch._scaled_mm`. On CPUs the operator `ptrain::scaled_mm` has the same
+arguments and result: it sums products of the fp8 values in fp32 (fp64 for an fp64 result), then
+scales the sum. torch's own CPU operator depends on the version and the processor: some versions
+take one scale per tensor only, none returns fp64, and oneDNN replaces it on processors with AMX.
+
+Legend of shape suffixes: M tokens, K inputs and N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ptrain.internals.scaled_products import scaled_mm
+from ptrain.spec.precision import Matmul
+
+_EPS = 1e-12  # torchao's smallest absolute maximum, below which scales do not grow
+_EXPONENT = -(2**23)  # int32 mask of the sign and exponent of an fp32 number
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@torch.library.custom_op("ptrain::scaled_mm", mutates_args=())
+def multiply_scaled(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    wide = torch.promote_types(out_dtype, torch.float32)
+    product = _widen(left, wide) @ _widen(right, wide)
+    return product.mul_(left_scale).mul_(right_scale).to(out_dtype)
+
+
+@multiply_scaled.register_fake
+def _empty(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1], dtype=out_dtype)
+
+
+def _widen(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of an fp8 matrix in a wider dtype.
+
+    They are looked up among the 256 values of fp8: torch 2.13 casts fp8 on CPUs one element at a
+    time, which takes ten times as long.
+    """
+    table = torch.arange(2**8, dtype=torch.uint8, device=x.device).view(x.dtype).to(dtype)
+    return table.index_select(0, x.view(torch.uint8).flatten().int()).view(x.shape)
+
+
+class _Factor(NamedTuple):
+    """An fp8 copy of a matrix, and the fp32 factors that restore its values."""
+
+    values: Tensor
+    inverse: Tensor
+
+    @property
+    def transposed(self) -> _Factor:
+        return _Factor(self.values.t(), self.inverse.t())
+
+
+def _quantized(x: Tensor, dtype: torch.dtype, dim: int | None) -> _Factor:
+    """Scale a matrix and cast it to fp8.
+
+    Args:
+        x: The matrix.
+        dtype: The fp8 dtype.
+        dim: The dimension that the product sums over: each index of the other dimension has its
+            scale. None: the matrix has one scale.
+    """
+    # One pass over x, without a copy of its absolute values.
+    least, most = torch.aminmax(x, dim=dim, keepdim=dim is not None)
+    largest = torch.maximum(-least, most)
+    scale = (torch.finfo(dtype).max / largest.double().clamp(min=_EPS)).float()
+    if dim is not None:
+        scale = scale.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
+    # A factor with dimensions promotes a 16-bit matrix to fp32; a 0-d factor would not.
+    factors = scale.view(-1, 1) if dim is None else scale
+    return _Factor((x * factors).to(dtype), scale.reciprocal())
+
+
+def _product(left: _Factor, right: _Factor, dtype: torch.dtype, *, is_fast: bool) -> Tensor:
+    """Return the product of two matrices. The kernels need the left one stored by rows and the
+    right one stored by columns."""
+    by_rows, by_columns = left.values.contiguous(), right.values.t().contiguous().t()
+    factors = by_rows, by_columns, left.inverse, right.inverse, dtype
+    product: Tensor
+    if by_rows.is_cuda and dtype is not torch.float64:
+        product = scaled_mm(*factors, is_fast=is_fast)
+    else:
+        product = multiply_scaled(*factors)
+    return product
+
+
+class _Linear(torch.autograd.Function):
+    """x·Wᵀ with fp8 factors.
+
+    The sums of the output are the fast ones of the tensor cores, which keep fewer bits. With a
+    scale per row the gradients' are too: CUDA's kernel is slow otherwise.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, recipe: Matmul) -> Tensor:
+        ctx.save_for_backward(x_MK, weight_NK)
+        ctx.recipe = recipe
+        along = recipe is Matmul.ROWWISE
+        left = _quantized(x_MK, _E4M3, 1 if along else None)
+        right = _quantized(weight_NK.t(), _E4M3, 0 if along else None)
+        return _product(left, right, x_MK.dtype, is_fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_MK, weight_NK = ctx.saved_tensors
+        along = ctx.recipe is Matmul.ROWWISE
+        dtype, columns = (_E4M3, 0) if along else (_E5M2, None)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        of_x = of_weight = None
+        left = _quantized(gradient_MN, dtype, 1 if along else None)
+        if needs_x:
+            right = _quantized(weight_NK, _E4M3, columns)
+            of_x = _product(left, right, gradient_MN.dtype, is_fast=along)
+            del right
+        if needs_weight:
+            left = _quantized(gradient_MN, dtype, columns) if along else left
+            right = _quantized(x_MK, _E4M3, columns)
+            of_weight = _product(left.transposed, right, gradient_MN.dtype, is_fast=along)
+        return of_x, of_weight, None
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer with fp8 products; its parameters keep their dtype."""
+
+    recipe: Matmul
+
+    def forward(self, x: Tensor) -> Tensor:
+        y_MN: Tensor = _Linear.apply(x.flatten(0, -2), self.weight, self.recipe)
+        y = y_MN.unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+def use_float8(module: nn.Module, names: Iterable[str], recipe: Matmul) -> None:
+    """Give linear layers fp8 products, in place.
+
+    Args:
+        module: A model or the part of a pipeline stage.
+        names: The paths of linear layers; paths that the module lacks are skipped.
+        recipe: The dtypes and scales of the factors.
+    """
+    known = dict(module.named_modules())
+    for name in names:
+        if (linear := known.get(name)) is not None:
+            # The module stays the same object, as in torch's fully_shard: hooks and names remain.
+            linear.__class__ = Float8Linear
+            linear.recipe = recipe

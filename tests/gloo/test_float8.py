@@ -1,0 +1,117 @@
+"""Products with fp8 factors on ranks: bytes are what is predicted, traffic is that without fp8, and
+gradients, losses and states are those of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ptrain.rooms.world import World
+
+from ptrain.algebra.legality import require
+from ptrain.cost import Estimate
+from ptrain.derivation.estimate import derive
+from ptrain.interpreter.program import interpret
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
+from ptrain.train import checkpoint
+from ptrain.train.exchange import Exchange
+from ptrain.verification.reference import ReferenceTraining
+from tests.gloo.compiled_runs import Steps, run_pair, run_steps
+from tests.gloo.test_checkpoint import step, whole
+from tests.gloo.test_compile import SMALL, traffic
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+TRUE_DTYPES = [*SMALL[:-1], "precision.layout=zero16"]
+RECIPES = ("fp8-tensorwise", "fp8-rowwise")
+M = "activations=M"
+ROWS = {
+    "ddp": ("ddp",),
+    "zero1": ("zero1",),
+    "zero3": ("zero3",),
+    "fsdp-mixed": ("fsdp-mixed",),
+    "pp": ("pp-1f1b",),
+    "recomputed": ("ddp", M),
+    "recomputed in part": ("zero3", M, "recompute=selective"),
+    "recomputed, pp": ("pp-1f1b", M),
+    "biases": ("ddp", "model.bias=all"),
+    "parameters off the device": ("fsdp-offload",),
+}
+BY_DEFAULT = ("recomputed in part", "fp8-rowwise"), ("pp", "fp8-tensorwise")
+CASES = [
+    pytest.param(row, recipe, marks=() if (row, recipe) in BY_DEFAULT else pytest.mark.nightly)
+    for row in ROWS
+    for recipe in RECIPES
+]
+
+
+def spec_of(row: str, recipe: str, base: list[str]) -> Spec:
+    name, *overrides = ROWS[row]
+    return require(load(name, [*base, *overrides, f"precision.matmul={recipe}"]))
+
+
+def sent(estimate: Estimate) -> dict[object, tuple[int, int]]:
+    return {key: figures for key, figures in traffic(estimate).items() if any(figures)}
+
+
+@pytest.mark.parametrize(("row", "recipe"), CASES)
+def test_bytes_are_predicted_and_traffic_is_that_without_fp8(ranks: Ranks, row, recipe):
+    spec = spec_of(row, recipe, TRUE_DTYPES)
+    exact = derive(spec, facts_of(spec)).exact
+    plain = spec_of(row, "none", TRUE_DTYPES)
+    assert traffic(exact) == traffic(derive(plain, facts_of(plain)).exact)
+    steps: list[Steps] = ranks.run(spec.world_size, run_steps, spec, timeout=300.0)
+    for rank, measured in enumerate(own.measured for own in steps):
+        for peak in measured.peak:
+            (own,) = (p for p in exact.peak if (p.rank, p.phase) == (rank, peak.phase))
+            assert own.device_bytes == peak.device_bytes, f"{peak.phase} of rank {rank}"
+
+
+@pytest.mark.parametrize(("row", "recipe"), CASES)
+def test_in_fp64_losses_are_those_of_one_device(ranks: Ranks, row, recipe):
+    spec = spec_of(row, recipe, SMALL)
+    steps: list[Steps] = ranks.run(spec.world_size, run_steps, spec, timeout=300.0)
+    device = ReferenceTraining(spec)
+    for number, shares in enumerate(zip(*(own.losses for own in steps), strict=True)):
+        accumulated = device.accumulate(number)
+        assert sum(shares) == pytest.approx(accumulated.loss, rel=1e-12), f"step {number}"
+        device.updater.update(accumulated.sums, 1e-3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_blocks_have_the_gradients_of_eager_ones(ranks: Ranks, recipe):
+    eager = spec_of("zero3", recipe, SMALL)
+    compiled = require(load("zero3", [*SMALL, f"precision.matmul={recipe}", "compile=block"]))
+    pairs = ranks.run(eager.world_size, run_pair, eager, compiled, "aot_eager", timeout=600.0)
+    for pair in pairs:
+        assert pair.difference <= 1e-12 and pair.without_gradient == 0
+        assert pair.compiled.programs == (1, 1) and pair.compiled.breaks == 0
+        assert sent(pair.compiled.measured) == sent(pair.eager.measured)
+
+
+def run_resumed(spec: Spec, folder: str) -> bool:
+    """Return whether a step after loading a checkpoint changes the state as the step after saving
+    it did, to the bit."""
+    exchange = Exchange(World.join(spec.timeout))
+    saved, loaded = (interpret(spec, world=exchange.world) for _ in range(2))
+    step(saved, 0)
+    path = checkpoint.save(saved, Path(folder), 1, exchange)
+    step(saved, 1)
+    _, found, _ = checkpoint.newest([path], exchange)
+    assert found is not None, "the checkpoint is whole"
+    checkpoint.load(loaded, path, found, exchange)
+    step(loaded, 1)
+    states = whole(saved), whole(loaded)
+    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_training_continues_to_the_bit(ranks: Ranks, tmp_path: Path, recipe):
+    spec = spec_of("zero3", recipe, TRUE_DTYPES)
+    assert all(ranks.run(spec.world_size, run_resumed, spec, str(tmp_path)))
