@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ptrain.rooms.world import World
 
 from ptrain.algebra.legality import require
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
+from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
