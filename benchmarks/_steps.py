@@ -22,7 +22,7 @@ STOCK_BUCKET_MB = 25  # of DistributedDataParallel, torch 2.11 to 2.15
 def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]:
     """Return ptrain's next step: its sampler, its program, its counter; on the ranks that are
     there, or of a world of fake ones, which count nothing."""
-    from ptrain.data.corpus import corpus
+    from ptrain.data.corpus import open_corpus
     from ptrain.interpreter.program import interpret
     from ptrain.meters.traffic import Counter
     from ptrain.rooms.world import World
@@ -30,7 +30,7 @@ def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]
     from ptrain.train.schedule import learning_rate
 
     program = interpret(spec, world=world or World.join(spec.timeout))
-    source, steps = corpus(spec.data), iter(range(10**9))
+    source, steps = open_corpus(spec.data), iter(range(10**9))
     counter = None if world else Counter()
 
     def step() -> float:
@@ -56,12 +56,12 @@ def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
     but drawn beforehand. Of several micro-batches all, where one group has all samples."""
     import torch
 
-    from ptrain.data.corpus import corpus, sample
+    from ptrain.data.corpus import open_corpus, stream_sample
 
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     tokens = torch.from_numpy(source.train.astype("int64"))
     windows, length = source.num_samples(spec.batch.sequence), spec.batch.sequence
-    drawn = [sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
+    drawn = [stream_sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
     own = spec.batch.micro * spec.batch.accumulate
     assert groups == 1 or spec.batch.accumulate == 1, "else its samples are no stretch"
 

@@ -11,14 +11,14 @@ if __name__ == "__main__":
     leave_current_folder()
 
 # imported after the import path is set, since it may load the user's modules
-from ptrain.train.rank_start import begin
+from ptrain.train.rank_start import begin_rank
 
 if __name__ == "__main__":
-    begin()
+    begin_rank()
 
 from ptrain.calibration.session import run
 from ptrain.calibration.write import parse
-from ptrain.train.rank_exit import live
+from ptrain.train.rank_exit import run_rank
 
 if __name__ == "__main__":
-    live(lambda: run(parse(sys.argv[1:])))
+    run_rank(lambda: run(parse(sys.argv[1:])))
