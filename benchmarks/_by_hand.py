@@ -136,10 +136,10 @@ def _fully_sharded(model: nn.Module, spec: Spec) -> nn.Module:
 def built(spec: Spec) -> nn.Module:
     """The spec's model in fp32, the same on every rank. It begins as ptrain's masters do: with the
     numbers that its parameters have in the dtype that they are used in."""
-    from ptrain.models.initialize import build, initialize
+    from ptrain.models.initialize import build_model, initialize
     from ptrain.models.numerics import TORCH_DTYPES
 
-    model = build(spec.model, sequence=spec.batch.sequence)
+    model = build_model(spec.model, sequence=spec.batch.sequence)
     initialize(model, spec.train.seed)
     used = TORCH_DTYPES[spec.precision.layout.parameters]
     for parameter in model.parameters():

@@ -96,7 +96,7 @@ class View:
     @property
     def theta(self) -> int:
         """|Θ| in bytes."""
-        return self.facts.numel * self.spec.precision.effective.parameters.itemsize
+        return self.facts.numel * self.spec.precision.effective_layout.parameters.itemsize
 
     @property
     def shape(self) -> ModelShape:

@@ -36,13 +36,14 @@ def reduction(before: View, after: View) -> float:
 
 def count(view: View) -> float:
     """P, from the bytes that an unsharded run holds."""
-    return view.found.parameters / view.spec.precision.effective.parameters.itemsize
+    return view.found.parameters / view.spec.precision.effective_layout.parameters.itemsize
 
 
 def embeddings(view: View) -> float:
     """The share of the parameters that stands outside the blocks."""
     outside = sum(unit.numel for unit in view.facts.units if not unit.name)
-    return outside * view.spec.precision.effective.parameters.itemsize / view.found.parameters
+    itemsize = view.spec.precision.effective_layout.parameters.itemsize
+    return outside * itemsize / view.found.parameters
 
 
 def gathered_at_the_peak(keeping: View, resharding: View) -> float:

@@ -10,16 +10,16 @@ from itertools import permutations, product
 from _claims import PARTS, Claim, Said, claim
 from _script import table_head, table_row
 
-from ptrain.algebra.legality import require
-from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.algebra.legality import require_runnable
+from ptrain.axes.pipeline.catalogue import make_schedule
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.axes.pipeline.simulate import Simulation, simulate
-from ptrain.axes.pipeline.stage_facts import held
+from ptrain.axes.pipeline.stage_facts import count_in_flight
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.derivation.interconnect import link
+from ptrain.derivation.interconnect import axis_link
 from ptrain.plan.composition import Condition, theorem_6, theorem_7
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
@@ -63,7 +63,7 @@ def _spec(mesh: dict[str, int]) -> Spec:
         "batch": {"accumulate": 8, "micro": 1, "sequence": 32},
         "optimizer": {"clip": 1.0},
     }
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 Made = list[tuple[Spec, Derivation]]
@@ -113,11 +113,11 @@ def _disjoint() -> Said:
     """Parameters of a pipeline's ranks together, against the model's."""
     found = []
     for tied in (False, True):
-        spec = require(
+        spec = require_runnable(
             load("pp-1f1b", ["model.preset=gpt-tiny", f"model.tied={str(tied).lower()}"])
         )
-        exact, whole = derive(spec).exact, own_facts(spec).numel
-        itemsize = spec.precision.effective.parameters.itemsize
+        exact, whole = derive(spec).exact, built_in_facts(spec).numel
+        itemsize = spec.precision.effective_layout.parameters.itemsize
         held = sum(exact.bytes_of(State.PARAMETERS, rank) for rank in range(spec.world_size))
         found.append((held // itemsize - whole, whole))
     (untied, _), (more, whole) = found
@@ -127,8 +127,8 @@ def _disjoint() -> Said:
 
 def _hops() -> Said:
     """Of an 8B model on tp over two nodes: calls and hops against the layers' number."""
-    spec = require(load("8b-tp", ["cluster.devices_per_node=4", "cluster.devices=8"]))
-    found = link(spec, derive(spec).exact.traffic, Axis.TP)
+    spec = require_runnable(load("8b-tp", ["cluster.devices_per_node=4", "cluster.devices=8"]))
+    found = axis_link(spec, derive(spec).exact.traffic, Axis.TP)
     layers, times = spec.model.layers, spec.batch.accumulate  # type: ignore[union-attr]
     assert found is not None
     text = (
@@ -165,7 +165,7 @@ def _size_of_1f1b() -> Said:
 def _waits(name: ScheduleName, microbatches: int) -> tuple[Simulation, float]:
     """Simulated on 8 ranks; and (P - 1)/m."""
     size = PipelineShape(ranks=8, microbatches=microbatches)
-    return simulate(schedule(name, size)), (size.ranks - 1) / microbatches
+    return simulate(make_schedule(name, size)), (size.ranks - 1) / microbatches
 
 
 def _are_equal(found: float, claimed: float) -> bool:
@@ -174,14 +174,14 @@ def _are_equal(found: float, claimed: float) -> bool:
 
 def most_held(made: Schedule) -> int:
     """Return the most micro-batches that the first rank holds at once."""
-    return max(sum(counts.values()) for counts in held(made, 0))
+    return max(sum(counts.values()) for counts in count_in_flight(made, 0))
 
 
 def _in_flight() -> Said:
     """1F1B holds as many micro-batches as stages, AFAB all of them."""
     most = {}
     for name, microbatches in product((ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B), (8, 32)):
-        made = schedule(name, PipelineShape(ranks=8, microbatches=microbatches))
+        made = make_schedule(name, PipelineShape(ranks=8, microbatches=microbatches))
         most[name, microbatches] = most_held(made)
     text = ", ".join(f"{name} of {times}: {number}" for (name, times), number in most.items())
     return list(most.values()) == [8, 32, 8, 8], text

@@ -11,8 +11,8 @@ from _paper_composition import part
 from _paper_digest import exact
 from _paper_seconds import HIDDEN
 
-from ptrain.algebra.legality import require
-from ptrain.axes.context.attention import balance, blocks_of, context_of
+from ptrain.algebra.legality import require_runnable
+from ptrain.axes.context.attention import blocks_of, context_of, relative_scores
 from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.clock import messages_of
 from ptrain.facts.model import InnerCollective, Operator
@@ -42,7 +42,7 @@ def words(attention: str, tokens: int = TOKENS, states: str = "R,R,R") -> tuple[
 
 
 def planned(*overrides: str) -> tuple[Spec, ContextParallel]:
-    spec = require(load("8b-zero3", overrides))
+    spec = require_runnable(load("8b-zero3", overrides))
     step = context_of(spec)
     assert step is not None, "the sequence is cut"
     return spec, step
@@ -102,7 +102,7 @@ def _beside(tokens: int) -> tuple[float, dict[str, tuple[float, float]]]:
 
 
 def _uneven() -> Said:
-    of_ring, of_zigzag = (balance(planned(*words(name))[1]) for name in ("ring", "zigzag"))
+    of_ring, of_zigzag = (relative_scores(planned(*words(name))[1]) for name in ("ring", "zigzag"))
     text = (
         f"scores over their mean: contiguous {float(min(of_ring)):.3g} on the first rank to "
         f"{float(max(of_ring)):.4g} on the last, zigzag {float(max(of_zigzag)):.4g} on all"

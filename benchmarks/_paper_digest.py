@@ -9,7 +9,7 @@ from functools import cache
 from _claims import Said, claim
 from _paper_composition import part
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.spec.load import load
@@ -27,7 +27,7 @@ _ZERO3_TP4 = ("70b-zero3-tp4",)
 @cache
 def exact(name: str, *overrides: str) -> Estimate:
     """The column `exact` of a named spec."""
-    return derive(require(load(name, overrides))).exact
+    return derive(require_runnable(load(name, overrides))).exact
 
 
 def replicas(ranks: int) -> Estimate:

@@ -11,11 +11,11 @@ from _claims import Said, claim
 from _paper_composition import part
 from _paper_digest import exact
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.axes.expert.rules import EXPERT
 from ptrain.cost import PLACED, Collective, Estimate, Phase, State, Traffic
 from ptrain.facts.model import Operator
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.rates.measured import pace_of
 from ptrain.rates.pace import Pace
 from ptrain.spec.job import OptimizerSpec
@@ -53,7 +53,7 @@ def predicted(ranks: int, *more: str, capacity: float | None = CAPACITY) -> Esti
 
 
 def planned(*overrides: str) -> tuple[Spec, ModelShape]:
-    spec = require(load("8b-zero3", list(overrides)))
+    spec = require_runnable(load("8b-zero3", list(overrides)))
     assert isinstance(spec.model, ModelShape), "a built-in model"
     return spec, spec.model
 
@@ -109,7 +109,9 @@ def _only_experts() -> Said:
 def _redundant() -> Said:
     """Tokens of a rank's step, and parameters that are not experts', by their placement."""
     spec, _ = planned(*words(RANKS))
-    rest = sum(unit.numel for unit in own_facts(spec).units if not _is_of_experts(unit.modules))
+    rest = sum(
+        unit.numel for unit in built_in_facts(spec).units if not _is_of_experts(unit.modules)
+    )
     held = {
         label: predicted(RANKS, f"placement={{ep: {modes}}}").bytes_of(State.PARAMETERS)
         for label, modes in (("copies", "ddp"), ("shards", "zero3"))
@@ -151,7 +153,7 @@ def _large_and_cheap() -> Said:
     for experts in (8, 64):
         _, shape = planned(*words(RANKS, f"model.experts={experts}"))
         spec, _ = planned(*words(RANKS, f"model.experts={experts}"))
-        figures.append((own_facts(spec).numel, experts * shape.capacity(TOKENS)))
+        figures.append((built_in_facts(spec).numel, experts * shape.capacity(TOKENS)))
     (few, rows), (many, more) = figures
     text = f"{many / few:.3g}× the parameters, {more / rows:.3g}× the rows through experts"
     return many > 4 * few and more <= 1.01 * rows, text
@@ -216,7 +218,7 @@ def _exchange(
     """Seconds in which all places of a layer go by one collective over so many ranks."""
     assert shape.experts is not None, "a model with experts"
     places = shape.experts * shape.capacity(TOKENS) * spec.batch.micro
-    payload = places * shape.hidden * spec.precision.effective.parameters.itemsize
+    payload = places * shape.hidden * spec.precision.effective_layout.parameters.itemsize
     nodes = max(1, ranks // RANKS)
     return pace.collective_seconds(collective, ranks=ranks, nodes=nodes, payload=payload)
 
@@ -246,7 +248,7 @@ def _extension() -> Said:
         for modes in product(MODES, repeat=len(PLACED))
     ]
     stateless = OptimizerSpec(name="sgd")
-    rest = sum(not [*EXPERT.broken(placement, stateless)] for placement in tuples)
+    rest = sum(not [*EXPERT.broken_rules(placement, stateless)] for placement in tuples)
     experts = sum(fault_of_experts(placement) is None for placement in tuples)
     fixed, free = (
         sorted(exact("ep", f"model.capacity_factor={factor}").assumed)

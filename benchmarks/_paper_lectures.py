@@ -9,8 +9,8 @@ from _paper_context import section as long_sequences
 from _paper_digest import NEAR, exact, is_near, states
 from _paper_experts import section as experts
 
-from ptrain.algebra.legality import require
-from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.algebra.legality import require_runnable
+from ptrain.axes.pipeline.catalogue import make_schedule
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import Simulation, simulate
 from ptrain.cost import Collective, Estimate, Phase, State
@@ -53,7 +53,7 @@ def _states_of_7b5() -> Said:
 
 def _sums_of_a_layer() -> Said:
     """Of an 8B model on tp 8: calls of a layer and micro-batch, and what each carries."""
-    spec = require(load("8b-tp"))
+    spec = require_runnable(load("8b-tp"))
     layers, times = spec.model.layers, spec.batch.accumulate  # type: ignore[union-attr]
     rows = [row for row in exact("8b-tp").traffic if row.key.state is State.ACTIVATIONS]
     sums = [row for row in rows if row.key.collective is Collective.ALL_REDUCE]
@@ -159,7 +159,7 @@ def _one_reduction() -> Said:
 
 def _idle(name: ScheduleName, ranks: int, microbatches: int, stages: int = 1) -> Simulation:
     size = PipelineShape(ranks=ranks, microbatches=microbatches, stages_per_rank=stages)
-    return simulate(schedule(name, size))
+    return simulate(make_schedule(name, size))
 
 
 def _idle_of_eight_stages() -> Said:
@@ -200,7 +200,7 @@ def _near_zero() -> Said:
 
 def _caps_activations() -> Said:
     held = {
-        name: most_held(schedule(name, PipelineShape(ranks=RANKS, microbatches=32)))
+        name: most_held(make_schedule(name, PipelineShape(ranks=RANKS, microbatches=32)))
         for name in (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
     }
     words = ("batch.global=128",)  # 32 micro-batches on 4 stages

@@ -24,14 +24,14 @@ def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]
     there, or of a world of fake ones, which count nothing."""
     from ptrain.data.corpus import open_corpus
     from ptrain.interpreter.program import interpret
-    from ptrain.meters.traffic import Counter
+    from ptrain.meters.traffic import CollectiveCounter
     from ptrain.rooms.world import World
     from ptrain.train.loop import local_batch
     from ptrain.train.schedule import learning_rate
 
     program = interpret(spec, world=world or World.join(spec.timeout))
     source, steps = open_corpus(spec.data), iter(range(10**9))
-    counter = None if world else Counter()
+    counter = None if world else CollectiveCounter()
 
     def step() -> float:
         number = next(steps)
@@ -95,10 +95,10 @@ def bucket_cap_mb(spec: Spec) -> float | None:
 
 def legal(strategy: str, overrides: Sequence[str]) -> Spec:
     """Return a legal spec."""
-    from ptrain.algebra.legality import require
+    from ptrain.algebra.legality import require_runnable
     from ptrain.spec.load import load
 
-    return require(load(strategy, overrides))
+    return require_runnable(load(strategy, overrides))
 
 
 def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:

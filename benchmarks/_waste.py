@@ -34,12 +34,20 @@ GATHERS = {"gather": 2, "start_gather": 2, "all_gather": 2}
 SCATTERS = {"reduce_scatter": 2, "start_reduce_scatter": 2}
 COLLECTIVES = SENDS | GATHERS | SCATTERS
 STARTED = ("start_gather", "start_reduce_scatter")  # begun: a `wait` gives what they make
-ALLOCATIONS = ("new", "zeros", "like", "zeros_like", "scalar_like")
-COPIES = ("cast", "move", "permuted")
-DTYPE_PLACES = {"new": 1, "zeros": 1, "zeros_like": 1, "scalar_like": 1, "cast": 1, "kept": 1}
+ALLOCATIONS = ("new", "new_empty", "zeros", "empty_like", "zeros_like", "scalar_like")
+COPIES = ("cast", "copy_to_tier", "permute")
+DTYPE_PLACES = {
+    "new": 1,
+    "new_empty": 1,
+    "zeros": 1,
+    "zeros_like": 1,
+    "scalar_like": 1,
+    "cast": 1,
+    "kept": 1,
+}
 GROUP_WORDS = ("axes", "over", "group")  # keywords that name the group
 LESS = "without"  # of axes: these but for those
-RELEASES = ("drop", "release", "forget_working", "_close", "free", "empty")
+RELEASES = ("drop", "release", "forget_working", "_close", "free", "free_storage")
 NOTHING = "nothing"  # an empty tensor, put where a full one was
 TRAINING_STATES = ("PARAMETERS", "OPTIMIZER", "GRADIENTS", "ACTIVATIONS")
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete, ast.Expr, ast.Return)
@@ -248,7 +256,7 @@ def _pairs(statement: ast.stmt) -> Iterator[tuple[Steps, ast.expr, ast.expr]]:
 
 def _overwritten(statement: ast.stmt) -> Iterator[str]:
     """The names that a statement gives to what it makes of the very things of those names: in
-    `held = room.move(held, ...)` it is `held`."""
+    `held = room.copy_to_tier(held, ...)` it is `held`."""
     for _, target, value in _pairs(statement):
         if isinstance(target, ast.Name | ast.Attribute):
             name = ast.unparse(target)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.spec.load import load
@@ -25,7 +25,7 @@ def specs() -> Iterator[Spec]:
     """Every strategy, then the legal ones of those drawn."""
     written = (load(path).spec for path in sorted(STRATEGIES.glob("*.yaml")))
     for spec in (*written, *(drawn(seed) for seed in range(NUMBER))):
-        if not check(spec) and not executed(spec):
+        if not check(spec) and not find_unsupported(spec):
             yield spec
 
 

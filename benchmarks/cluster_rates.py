@@ -20,7 +20,7 @@ from ptrain.derivation.work import model_work
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import MeasuredPace
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Leaf, keys
+from ptrain.spec.leaf import Leaf, section_keys
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import Hook, OperatorKind, Rates
@@ -228,7 +228,7 @@ def _work(key: str, row: list[Any]) -> tuple[str, float, float]:
             return dtype, 2.0 * matrices * rows * inner * columns, matrices * size
         case "attention":
             kind, dtype, *shape, _ = row
-            products = 2 if kind == "attention" else 5  # causal: of half the keys
+            products = 2 if kind == "attention" else 5  # causal: of half the section_keys
             return dtype, products * math.prod(shape), 0.0
         case "updates":
             rule, dtype, elements, *_ = row
@@ -293,7 +293,7 @@ def errors(page: str) -> Iterator[tuple[str, float]]:
 def _pace(tables: Tables) -> MeasuredPace:
     rows: dict[str, Any] = {}
     for key, table in tables.items():
-        leaf = keys(Rates)[key][1]
+        leaf = section_keys(Rates)[key][1]
         assert isinstance(leaf, Leaf), "a table"
         rows[key] = leaf.take(table)
     cluster = Cluster(kind="cuda", devices=1, device_memory=1, intra_node_bandwidth=1.0)

@@ -14,7 +14,7 @@ from _script import Script, table_row
 
 from ptrain.rooms import pretence
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import Tier
 
 SCRIPT = Script("cuda_kernels")
@@ -66,7 +66,7 @@ def differences(mine: Measured, cpu: Measured) -> str:
 def named() -> Iterator[str]:
     """Yield the named specs for GPUs that claim their peak."""
     for folder in ("node", "paper"):
-        for name in sorted(listing(folder)):
+        for name in sorted(list_files(folder)):
             spec = load(name).spec
             is_offloaded = any(kept.tier is Tier.HOST for kept in spec.activations.modes)
             if spec.is_for_cuda and not is_offloaded:
@@ -131,7 +131,7 @@ def main() -> int:
     parser = SCRIPT.parser()
     parser.add_argument("--only", choices=PARTS, help="one part of it; default: all")
     args = parser.parse_args()
-    if why := pretence.lacking():
+    if why := pretence.missing_requirement():
         print(f"CUDA's kernels cannot be asked: {why}", file=sys.stderr)
         return 2
     lines = SCRIPT.head()

@@ -19,7 +19,7 @@ from _script import Script, table_head, table_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptrain.cost import Phase
-from ptrain.derivation.allocator import reserved
+from ptrain.derivation.allocator import steady_reserved
 from ptrain.rooms import pretence
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
@@ -91,7 +91,7 @@ def peaks(case: Case, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     simulated = simulate(spec, rehearse=is_real, every_block=is_real)
-    by_rule = reserved(simulated.allocated(spec), expands=False)
+    by_rule = steady_reserved(simulated.allocated(spec), expands=False)
     held = torch.cuda.max_memory_reserved() if on_gpu else by_rule and by_rule.device_bytes
     return {
         "lives": {str(peak.phase): peak.device_bytes for peak in simulated.estimate.peak},
@@ -116,9 +116,13 @@ def on_fakes(name: str, sm: int, *, is_dry: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "fakes.json")
         words = [__file__, "fakes", name, "--out", str(path), *["--dry"] * is_dry]
-        if not is_dry and (why := pretence.lacking()):
+        if not is_dry and (why := pretence.missing_requirement()):
             raise SystemExit(f"fakes cannot be asked: {why}")
-        if subprocess.call([sys.executable, *words]) if is_dry else pretence.run(words, sm):
+        if (
+            subprocess.call([sys.executable, *words])
+            if is_dry
+            else pretence.run_with_simulated_gpu(words, sm)
+        ):
             raise SystemExit(f"{name}: the process on fakes failed")
         said: dict[str, Any] = json.loads(path.read_text())
         return said
@@ -157,7 +161,7 @@ def peak_lines(slice_: dict[str, Any], failed: list[str]) -> list[str]:
         said = "–" if excess is None else f"{excess:+.1%}"
         lines.append(table_row(case, "", "", "", "", f"{held or 0:,}", said))
         if excess is None or abs(excess) > RESERVED_BOUND:
-            failed.append(f"{case}: reserved by rule {said}")
+            failed.append(f"{case}: steady_reserved by rule {said}")
     return lines
 
 

@@ -15,7 +15,7 @@ from _steps import legal, paired, program_steps, replicated, samples
 from torch import nn
 from torch.distributed import GradBucket
 
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.rooms.world import World, fake_world
 from ptrain.spec.spec import Spec
 
@@ -49,7 +49,7 @@ def spec_of(strategy: str, model: str, tokens: tuple[int, int], device: str) -> 
 
 def by_hand(spec: Spec, strategy: str, device: torch.device) -> Step:
     """Return the next step of DDP with AdamW, or with its states cut by torch's own class."""
-    model = build(spec.model, sequence=spec.batch.sequence)
+    model = build_model(spec.model, sequence=spec.batch.sequence)
     initialize(model, spec.train.seed)
     model = model.to(device=device, dtype=torch.bfloat16)
     wrapped = replicated(_Widened(model), spec)

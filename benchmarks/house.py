@@ -145,7 +145,6 @@ class House:
             Row("– files with such a place", str(len({file for file, _ in places})), "0"),
             Row("pairs of rooms that import each other", str(len(tree.mutual_imports())), "0"),
             Row("class names that stand twice", str(len(tree.repeated_classes())), "≤ 15"),
-            Row("modules with names that say nothing", str(len(tree.filler_names())), "0"),
             Row("lines of ptrain/", f"{num_source:,}", "≤ 43,000"),
             Row("lines of tests/", f"{num_tests:,}"),
             Row("test : source", f"{num_tests / num_source:.2f}"),

@@ -171,18 +171,18 @@ class Reading:
         """What is read within it counts."""
         from ptrain.models.pretrained import PretrainedFolder
 
-        read: Any = PretrainedFolder.read
+        read: Any = PretrainedFolder.read_piece
 
         def counted(folder: PretrainedFolder, *given: Any) -> None:
             before = folder.bytes_read
             read(folder, *given)
             self.size += folder.bytes_read - before
 
-        PretrainedFolder.read = counted
+        PretrainedFolder.read_piece = counted
         try:
             yield
         finally:
-            PretrainedFolder.read = read
+            PretrainedFolder.read_piece = read
 
 
 def load_rank(case: Case) -> Loaded:

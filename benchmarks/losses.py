@@ -18,9 +18,9 @@ import torch
 from _machine import processor, result_path, version
 from _script import Script, table_head, table_row
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import Axis
 from tests.gloo.runs import train
 from tests.ranks import Ranks
@@ -47,7 +47,7 @@ def overrides_of(name: str) -> list[str]:
 def trained(pool: Ranks, name: str, overrides: Sequence[str]) -> Row:
     """Return what `STEPS` steps of a strategy gave: hexadecimal losses and norms by step, and the
     digest of the parameters after them."""
-    spec = require(load(name, list(overrides)))
+    spec = require_runnable(load(name, list(overrides)))
     reports = pool.run(spec.world_size, train, spec, STEPS, timeout=MOST_SECONDS)
     trajectory = reports[0].trajectory
     assert trajectory is not None, "rank 0 has one"
@@ -126,10 +126,10 @@ def check(page: Path) -> int:
         print("not the page's machine, on which alone bits repeat: " + "; ".join(others))
     rows = kept["strategies"]
     changed = [
-        f"{name}: no longer a strategy" for name in rows if name not in listing("strategies")
+        f"{name}: no longer a strategy" for name in rows if name not in list_files("strategies")
     ]
-    changed += [f"{name}: not on the page" for name in listing("strategies") if name not in rows]
-    overrides = {name: rows[name]["overrides"] for name in rows if name in listing("strategies")}
+    changed += [f"{name}: not on the page" for name in list_files("strategies") if name not in rows]
+    overrides = {name: rows[name]["overrides"] for name in rows if name in list_files("strategies")}
     for name, row, _ in of_strategies(overrides):
         changed += differences(name, rows[name], row)
     print("\n".join(changed or [f"{len(overrides)} strategies give the same bits"]))
@@ -165,7 +165,7 @@ def main() -> int:
     strategies: dict[str, Row] = {}
     failed = []
     for name, result, seconds in of_strategies(
-        {name: overrides_of(name) for name in listing("strategies")}
+        {name: overrides_of(name) for name in list_files("strategies")}
     ):
         strategies[name] = result
         lines.append(line(name, result, seconds))

@@ -29,9 +29,9 @@ from _paper_lectures import section as lectures
 from _paper_seconds import section as seconds
 from _script import table_head, table_row
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.report.record import PEAK_TOLERANCE
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -61,7 +61,7 @@ class Found:
 
 
 def spec_of(source: Source, *, small: bool) -> Spec:
-    return require(load(source.name, overrides_of(source, small=small)))
+    return require_runnable(load(source.name, overrides_of(source, small=small)))
 
 
 def overrides_of(source: Source, *, small: bool) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def derived(source: Source, small: bool) -> tuple[Spec, Derivation]:
 
 def view(source: Source, column: str, *, small: bool) -> View:
     spec, derivation = derived(source, small)
-    return View(spec, own_facts(spec), Figures.of(getattr(derivation, column)))
+    return View(spec, built_in_facts(spec), Figures.of(getattr(derivation, column)))
 
 
 def find(case: Case, measured: Measured) -> Found:

@@ -19,8 +19,7 @@ from _script import Script, table_head, table_row
 from _steps import spearman
 
 from ptrain.cost import Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.estimate import Derivation, derive
-from ptrain.derivation.throughput import step_family, throughput
+from ptrain.derivation.estimate import Derivation, derive, predict_throughput, step_family
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
 
@@ -124,7 +123,7 @@ class Judged:
         assert self.derivation is not None
         seconds = self.tokens / self.published
         step = StepTime((TimeRow(key=TimeKey(Spent.COMPUTE, Phase.FORWARD), seconds=seconds),))
-        known = throughput(self.derivation.spec, self.derivation.facts, step)
+        known = predict_throughput(self.derivation.spec, self.derivation.facts, step)
         return (known and known.mfu_full) or 0.0
 
 

@@ -12,7 +12,7 @@ from _machine import ROOT
 from _predictions import Data, changes, predictions
 from _script import Script
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from tests.adversary.covering_specs import drawn
@@ -42,7 +42,7 @@ def predicted(name: str) -> Data:
 
 def predicted_of_drawn(written: Mapping[str, Any]) -> Data:
     """Return the predictions of a spec of the snapshot, as it is written there."""
-    return predictions(require(load(dict(written))))
+    return predictions(require_runnable(load(dict(written))))
 
 
 def frozen() -> Data:

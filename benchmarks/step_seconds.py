@@ -20,7 +20,7 @@ from _pace import Machine
 from _script import Script, table_head, table_row
 from _steps import spearman
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.cli.predict import load_facts
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
@@ -117,7 +117,7 @@ def _of_ranks(words: tuple[str, ...], count: int, samples: int) -> tuple[str, ..
     for more in ((), *longer, *once, *(a + b for a in longer for b in once)):
         with suppress(PtrainError):
             spec = load(words[0], [*words[1:], *more]).spec
-            if spec.world_size == count and not check(spec) and not executed(spec):
+            if spec.world_size == count and not check(spec) and not find_unsupported(spec):
                 return (*words, *more)
     return None
 

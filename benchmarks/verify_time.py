@@ -12,7 +12,7 @@ from typing import Any
 from _script import Script, table
 from start_up import seconds
 
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 
 EXAMPLE, STEPS = "tp-sp", 20
 LIMITS = {"--quick": 30.0, "--full": 100.0}  # wall seconds of the example
@@ -60,7 +60,7 @@ def main() -> int:
     args = parser.parse_args()
     head = SCRIPT.head()
     results: dict[str, Took] = json.loads(args.work.read_text()) if args.work.exists() else {}
-    names = sorted(dict.fromkeys((EXAMPLE, *listing("strategies"))))
+    names = sorted(dict.fromkeys((EXAMPLE, *list_files("strategies"))))
     for name in args.only or names:
         for depth in LIMITS:
             if f"{name} {depth}" not in results:

@@ -234,7 +234,7 @@ def _become_rank(words: Sequence[str]) -> None:
     import torch
 
     from ptrain.rooms.world import World
-    from ptrain.train.rank_exit import run_rank
+    from ptrain.train.rank_exit import run_and_exit
     from ptrain.verification.jobs.job import LoopVerdict
 
     def run() -> int:
@@ -248,7 +248,7 @@ def _become_rank(words: Sequence[str]) -> None:
             write_json(Path(folder) / f"rank{world.rank}.json", returned)
         return 0
 
-    run_rank(run)
+    run_and_exit(run)
 
 
 def _import_function(target: str) -> Any:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.spec.model import Family, ModelShape
 
 
@@ -198,4 +198,4 @@ def ours(family: str = "llama") -> nn.Module:
     shape = ModelShape(
         family=Family(family), layers=2, hidden=32, heads=4, kv_heads=4, ffn=40, vocab=260
     )
-    return build(shape, sequence=16)
+    return build_model(shape, sequence=16)

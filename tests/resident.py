@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ptrain.cost import State
-from ptrain.meters.memory import Metered
+from ptrain.meters.memory import MeteredProgram
 from ptrain.models.ledger import storage_of, tier_of
 from ptrain.spec.placement import Tier
 
 
-def resident(program: Metered) -> dict[State, dict[Tier, int]]:
+def resident(program: MeteredProgram) -> dict[State, dict[Tier, int]]:
     """Return bytes by state and tier of the unique storages that the program declares; a storage
     counts once, for the first state that names it."""
     seen: set[int] = set()

@@ -1,45 +1,25 @@
-"""What the committed tables say that forward leaves for backward, tensor by tensor. Predictions
-read the timelines, in which these are summed."""
+"""The bytes that forward leaves for backward, from a timeline or a recording."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.blocks import variant
-from ptrain.derivation.tables import Monomial, Place, Setting, content, sizes
-from ptrain.spec.activations import Kept
+from ptrain.derivation.tables import Setting, evaluate_table
 from ptrain.timeline import Item, Repeated, Run, Timeline
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """One tensor that forward leaves for backward: by which operator, and how large."""
-
-    part: str  # before (the blocks), block, after
-    operator: str
-    size: Monomial
+if TYPE_CHECKING:  # tests of the pure half read timelines only, without torch
+    from ptrain.models.trace import Recording, StorageAllocated
 
 
-def saved(setting: Setting) -> tuple[Saved, ...]:
-    """Return the polynomials behind a timeline's saved bytes, operator by operator; those of a
-    block count once per layer. One sample alone saves less, so that the batch matters beyond its
-    factor."""
-    written = sizes(TablePart.PASSES, setting)
+def saved_storages(recording: Recording) -> tuple[StorageAllocated, ...]:
+    """Return the allocations of forward that are alive at its end, in order."""
+    from ptrain.models.trace import StorageAllocated, StorageFreed
+
+    dead = {event.id for event in recording.forward if isinstance(event, StorageFreed)}
     return tuple(
-        Saved(part=part, operator=operator, size=written[index])
-        for part, tensors in content(TablePart.PASSES, setting)[Place.ALONE]["saved"].items()
-        for operator, index in tensors
+        e for e in recording.forward if isinstance(e, StorageAllocated) and e.id not in dead
     )
-
-
-def saved_of_block(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
-    """Return what forward leaves on the device for backward, as pairs of operator and monomial."""
-    written = sizes(TablePart.BLOCK, setting)
-    attention = setting.shape.attention.value
-    listed = content(TablePart.BLOCK, setting)[attention][variant(kept)]["saved"]
-    parts = content(TablePart.BLOCK, setting)["parts"]
-    return tuple((operator, written[index]) for operator, index in parts[listed])
 
 
 def saved_bytes(timeline: Timeline) -> int:
@@ -59,5 +39,5 @@ def _net(item: Item) -> int:
 
 def torch_version(setting: Setting) -> str:
     """Return the version of torch that was traced."""
-    version: str = content(TablePart.PASSES, setting)["torch"]
+    version: str = evaluate_table(TablePart.PASSES, setting).content["torch"]
     return version

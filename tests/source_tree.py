@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ AXES, TORCH_HALF = "axes", "run"
 USERS = {"ptrain", "ptrain.__main__", "ptrain.testing"}  # entries: they are in no room
 
 _Node = TypeVar("_Node", bound=ast.AST)
-FILLERS = {"found", "told", "asked", "made", "each"}  # of a variable or a function
 
 
 class SourceTree:
@@ -182,21 +181,3 @@ class SourceTree:
             for node in self.nodes(path, ast.ClassDef):
                 homes.setdefault(node.name, set()).add(module)
         return {name: sorted(homes[name]) for name in sorted(homes) if len(homes[name]) > 1}
-
-    def filler_names(self) -> dict[str, list[str]]:
-        """By module the variables, parameters and functions whose names say nothing of what they
-        hold or do."""
-        fillers = {
-            module: sorted(set(_fillers(self.nodes(path, ast.Name, ast.arg, ast.FunctionDef))))
-            for module, path in self.modules.items()
-        }
-        return {module: names for module, names in fillers.items() if names}
-
-
-def _fillers(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in FILLERS:
-                yield name
-            case ast.FunctionDef(name=name) if name.lstrip("_") in FILLERS:
-                yield name

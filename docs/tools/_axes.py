@@ -8,7 +8,7 @@ from typing import Any
 from _script import table
 from _tables import on_ranks
 
-from ptrain.algebra.legality import check, executed, require
+from ptrain.algebra.legality import check, find_unsupported, require_runnable
 from ptrain.cost import Collective, Estimate, Phase, State, busiest
 from ptrain.derivation.estimate import derive
 from ptrain.report.table import memory_text, traffic_text
@@ -75,7 +75,7 @@ def data_options() -> str:
     def rows() -> Iterator[Sequence[str]]:
         for name, changes in CHANGES.items():
             for change in changes:
-                exact = derive(require(load(name, [change] if change else []))).exact
+                exact = derive(require_runnable(load(name, [change] if change else []))).exact
                 assert exact.step is not None, "the cluster has rates"
                 calls = sum(row.calls for row in busiest(exact.traffic))
                 numbers = (
@@ -158,7 +158,7 @@ def _verdict(option: Option, axis: str, placement: str, keys: dict[str, Any]) ->
     loaded = load(spec).spec
     if check(loaded):
         return "no"
-    return "not yet" if executed(loaded) else "yes"
+    return "not yet" if find_unsupported(loaded) else "yes"
 
 
 def _merged(*parts: dict[str, Any]) -> dict[str, Any]:

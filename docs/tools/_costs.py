@@ -10,11 +10,11 @@ from pathlib import Path
 from _machine import ROOT
 from _script import table
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.parameters import facts
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.report.table import memory_text, traffic_text
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
@@ -69,7 +69,7 @@ def activation_costs() -> str:
 def _costs(title: str, cases: Iterator[tuple[str, Sequence[str], str]]) -> str:
     def rows() -> Iterator[Sequence[str]]:
         for written, (name, *overrides), about in cases:
-            exact = derive(require(load(name, overrides))).exact
+            exact = derive(require_runnable(load(name, overrides))).exact
             peak = "unknown" if "peak" in exact.unclaimed else memory_text(exact.peak_bytes())
             step = format_seconds(exact.step.seconds) if exact.step else "unknown"
             sent = traffic_text(exact.sent_bytes())
@@ -90,7 +90,7 @@ def _traffic(spec: Spec) -> Iterator[Sequence[str]]:
     assert isinstance(spec.model, ModelShape), "a built-in model"
     known, exact = facts(spec.model, spec.batch.sequence), derive(spec).exact
     ranks, times, units = spec.world_size, spec.batch.accumulate, len(known.units)
-    itemsize = spec.precision.effective.parameters.itemsize
+    itemsize = spec.precision.effective_layout.parameters.itemsize
     payload = itemsize * known.numel
     once = (ranks - 1) * payload // ranks
     yield "parameters P", "–", format_count(known.numel)
@@ -165,7 +165,7 @@ def _memory(spec: Spec) -> Iterator[Sequence[str]]:
     others = (
         sum(exact.bytes_of(state) for state in State) - logits - sums + 2 * tokens * model.vocab
     )
-    *_, last, root = (2 * sum(t.numel for t in unit.tensors) for unit in own_facts(spec).units)
+    *_, last, root = (2 * sum(t.numel for t in unit.tensors) for unit in built_in_facts(spec).units)
     forward, backward = others + root + last - 4, others + 2 * root + 4
     assert (peaks[Phase.FORWARD], peaks[Phase.BACKWARD]) == (forward, backward), peaks
     row = (

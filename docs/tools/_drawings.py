@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ptrain.algebra.legality import require
-from ptrain.axes.tensor.cost import slices
+from ptrain.algebra.legality import require_runnable
+from ptrain.axes.tensor.cost import shard_sizes
 from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet, place_colour
 from ptrain.derivation.estimate import derive
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
-from ptrain.spec.role import COLUMNS, ROWS, Role, fits
+from ptrain.spec.role import COLUMNS, ROWS, Role, matches_pattern
 from ptrain.spec.spec import ranks_over
-from ptrain.steps.experts import even
+from ptrain.steps.experts import even_rows
 
 EDGE, TITLE, TEXT, SMALL, GAP = 14.0, 12.0, 9.0, 8.0, 22.0
 SCALE = 0.55  # points a feature
@@ -27,7 +27,7 @@ HIGH, BAND, NAME = 30.0, 150.0, 60.0  # a rank's row, a group of experts in it, 
 
 def tensor_sheet() -> Sheet:
     """Return a block's weights, in shares of the ranks of tp: inputs downwards, outputs right."""
-    spec = require(load("tp"))
+    spec = require_runnable(load("tp"))
     plan = derive(spec).plan
     assert plan.tensor is not None
     degree = spec.degree(Axis.TP)
@@ -53,13 +53,15 @@ Weights = list[tuple[str, Role, tuple[int, int]]]
 
 def spec_weights() -> dict[str, Weights]:
     """Return name, role and shape of a block's matrices that tp shards, by sub-block."""
-    spec = require(load("tp"))
+    spec = require_runnable(load("tp"))
     tensor = derive(spec).plan.tensor
     assert tensor is not None
     found: dict[str, Weights] = {}
-    for tensor_facts in own_facts(spec).units[0].tensors:
+    for tensor_facts in built_in_facts(spec).units[0].tensors:
         module, _, _ = tensor_facts.name.rpartition(".")
-        role = next((role for pattern, role in tensor.roles if fits(pattern, module)), None)
+        role = next(
+            (role for pattern, role in tensor.roles if matches_pattern(pattern, module)), None
+        )
         if role in (*COLUMNS, *ROWS) and role is not None:
             _, _, sub_block, name = module.split(".")
             outputs, inputs = tensor_facts.shape
@@ -80,7 +82,7 @@ def _add_sub_block(sheet: Sheet, weights: Weights, degree: int) -> None:
         wide, high = SCALE * outputs, SCALE * inputs
         is_row = role in ROWS
         sheet.texts.append(Label(text=name, x=x, y=top - SMALL, size=SMALL))
-        sizes = slices(inputs if is_row else outputs, degree)
+        sizes = shard_sizes(inputs if is_row else outputs, degree)
         for rank, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
             first, length = SCALE * (end - size), SCALE * size
             box = (x, top + first, wide, length) if is_row else (x + first, top, length, high)
@@ -97,11 +99,11 @@ def _add_sub_block(sheet: Sheet, weights: Weights, degree: int) -> None:
 
 def expert_sheet() -> Sheet:
     """Return where the rows of a micro-batch are: at their rank, at their experts, and back."""
-    spec = require(load("ep", ["model.capacity_factor=null"]))
+    spec = require_runnable(load("ep", ["model.capacity_factor=null"]))
     step = derive(spec).plan.experts
     assert step is not None
     ranks = ranks_over(spec, step.axes)
-    rows = even(spec, step).sent // step.number  # to each expert
+    rows = even_rows(spec, step).num_sent // step.number  # to each expert
     sheet = Sheet(title="expert parallelism", width=EDGE + NAME + BAND * step.number + EDGE)
     sheet.height = EDGE
     sheet.write([_title(f"{step.number} experts over {ranks} ranks of ep")])

@@ -12,7 +12,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.report.predict import sent_bytes
 from ptrain.report.table import largest_bytes, memory_text, traffic_text
 from ptrain.spec.activations import belongs_to_rank
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -36,7 +36,7 @@ def strategies() -> str:
 
 def _about(name: str) -> str:
     """Return the comment of a strategy's file, which describes it."""
-    lines = listing("strategies")[name].read_text(encoding="utf-8").splitlines()
+    lines = list_files("strategies")[name].read_text(encoding="utf-8").splitlines()
     comments = (line[2:] for line in lines if line.startswith("# ") and "yaml-" not in line)
     return next(comments).replace("*", r"\*")
 

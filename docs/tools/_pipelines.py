@@ -8,21 +8,21 @@ from collections.abc import Iterator, Sequence
 
 from _script import table
 
-from ptrain.algebra.legality import require
-from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule
+from ptrain.algebra.legality import require_runnable
+from ptrain.axes.pipeline.catalogue import SCHEDULES, make_schedule
 from ptrain.axes.pipeline.cost import ClosedForm, Relation
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import simulate
-from ptrain.axes.pipeline.stage_facts import held, transfers
+from ptrain.axes.pipeline.stage_facts import count_in_flight, list_transfers
 from ptrain.cost import Collective, Traffic, busiest
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.interconnect import link
+from ptrain.derivation.interconnect import axis_link
 from ptrain.plan.composition import are_consecutive, theorem_7
 from ptrain.report.table import memory_text, traffic_text
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, groups
+from ptrain.spec.spec import Spec, rank_groups
 
 SIZES = ((4, 8), (8, 32))  # ranks, micro-batches
 UNIT = StageCost()  # a forward as long as either half of a backward
@@ -55,15 +55,20 @@ def schedules() -> str:
 
 def _schedule_row(name: ScheduleName) -> Sequence[str]:
     sizes = [_pipeline(name, ranks, times) for ranks, times in SIZES]
-    made = [simulate(schedule(name, size)) for size in sizes]
+    made = [simulate(make_schedule(name, size)) for size in sizes]
     form = SCHEDULES[name].cost.bubble(sizes[0], UNIT, 0)
-    first = schedule(name, sizes[0])
+    first = make_schedule(name, sizes[0])
     most = [
-        max(sum(counts.values()) for counts in held(first, rank)) / sizes[0].stages_per_rank
+        max(sum(counts.values()) for counts in count_in_flight(first, rank))
+        / sizes[0].stages_per_rank
         for rank in (0, first.ranks - 1)
     ]
     sent = max(
-        sum(e.calls for e in transfers(first) if (e.rank, e.collective) == (rank, Collective.SEND))
+        sum(
+            e.calls
+            for e in list_transfers(first)
+            if (e.rank, e.collective) == (rank, Collective.SEND)
+        )
         for rank in range(first.ranks)
     )
     return (
@@ -92,11 +97,11 @@ def orders() -> str:
 
     def rows() -> Iterator[Sequence[str]]:
         for mesh in MESHES:
-            spec = require(load(LARGE, [f"mesh={mesh}"]))
+            spec = require_runnable(load(LARGE, [f"mesh={mesh}"]))
             derivation = derive(spec)
             condition, *_ = theorem_7(spec, derivation.plan)
             others = tuple(f.axis for f in spec.factors if f.axis is not Axis.PP)
-            placed = "adjacent" if are_consecutive(groups(spec, others)) else "apart"
+            placed = "adjacent" if are_consecutive(rank_groups(spec, others)) else "apart"
             order = condition.name.partition(".")[0]
             traffic = derivation.exact.traffic
             yield (f"`{mesh}`", order, placed, *(_carried(spec, traffic, axis) for axis in axes))
@@ -105,7 +110,7 @@ def orders() -> str:
 
 
 def _carried(spec: Spec, traffic: Sequence[Traffic], axis: Axis) -> str:
-    found = link(spec, traffic, axis)
+    found = axis_link(spec, traffic, axis)
     assert found is not None, "a spec with a cluster and this axis"
     where = f"over {found.nodes} nodes" if found.nodes > 1 else "in one node"
     seconds = found.latency_seconds + found.transfer_seconds
@@ -119,7 +124,7 @@ def policies() -> str:
     def rows() -> Iterator[Sequence[str]]:
         for written in POLICIES:
             sync = [f"sync={written}"] if written else []
-            spec = require(load("pp-zero3", [DEEP, *sync]))
+            spec = require_runnable(load("pp-zero3", [DEEP, *sync]))
             derivation = derive(spec)
             plan, exact = derivation.plan, derivation.exact
             assert plan.pipeline is not None

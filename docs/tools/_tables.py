@@ -16,14 +16,14 @@ from typing import Any
 from _machine import ROOT
 from _script import table
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.table import memory_text
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES, Axis
-from ptrain.spec.schema import KeyRow, reference
+from ptrain.spec.schema import KeyRow, iter_key_rows
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import read
 
@@ -45,7 +45,7 @@ def on_ranks(name: str) -> Spec:
     data_degree = degree ** sum(factor.axis in DATA_AXES for factor in factors)
     times = MICROBATCHES if any(factor.axis is Axis.PP for factor in factors) else 1
     batch = [f"batch.global={SAMPLES}", f"batch.micro={SAMPLES // data_degree // times}"]
-    return require(load(name, [f"mesh={{{mesh}}}", *MODEL, *batch]))
+    return require_runnable(load(name, [f"mesh={{{mesh}}}", *MODEL, *batch]))
 
 
 def tuples(spec: Spec) -> str:
@@ -165,7 +165,7 @@ def _data(path: Path) -> Mapping[str, Any]:
 
 def keys() -> str:
     """Return the table of all keys: allowed values, default, meaning and an example of each."""
-    return table(["key", "values", "default", "meaning", "example"], map(_key_row, reference()))
+    return table(["key", "values", "default", "meaning", "example"], map(_key_row, iter_key_rows()))
 
 
 def _key_row(row: KeyRow) -> Sequence[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
-from ptrain.spec.activations import Kept, Scope
+from ptrain.spec.activations import ActivationMode, Scope
 from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Axis, Distribution, R, Tier
@@ -21,33 +21,33 @@ from ptrain.spec.spec import Spec
 _ONCE = "Theorem 3, gradient integrity"
 
 
-def modes(spec: Spec) -> tuple[Kept, ...]:
+def block_modes(spec: Spec) -> tuple[ActivationMode, ...]:
     """Those that blocks of the spec have, each once."""
     said = spec.activations
     return tuple(dict.fromkeys(kept for kept in said.modes if not kept.is_plain))
 
 
-def _place(spec: Spec) -> str:
+def _activations_key(spec: Spec) -> str:
     """Return the key that says how the rank keeps activations: a data axis's tuple may."""
     own = (factor for factor in data_factors(spec) if factor.placement.activations != R)
     axis = next((factor.axis for factor in own), None)
     return f"placement.{axis}.activations" if axis else "activations"
 
 
-def recomputes(spec: Spec) -> bool:
+def has_recomputation(spec: Spec) -> bool:
     """Return whether some block is M."""
-    return any(kept.policy is not None for kept in modes(spec))
+    return any(kept.policy is not None for kept in block_modes(spec))
 
 
-def offloads(spec: Spec) -> bool:
+def has_offload(spec: Spec) -> bool:
     """Return whether something that blocks save, or their inputs, lies off the device."""
-    return any(kept.tier is not Tier.DEVICE for kept in modes(spec))
+    return any(kept.tier is not Tier.DEVICE for kept in block_modes(spec))
 
 
-def blocks_outside(spec: Spec, num_blocks: int) -> Iterator[Fault]:
+def missing_block_faults(spec: Spec, num_blocks: int) -> Iterator[Fault]:
     """Ranges of blocks that the model does not have; `lower` asks it of models that are not built
     in, whose blocks nobody knows before."""
-    if not num_blocks and modes(spec):
+    if not num_blocks and block_modes(spec):
         yield Fault(
             place="activations",
             finding="modes by block need blocks, and none were found in the model",
@@ -57,7 +57,7 @@ def blocks_outside(spec: Spec, num_blocks: int) -> Iterator[Fault]:
     for first, last, _ in spec.activations.by_block:
         if max(first, last or 0) < num_blocks:
             continue
-        shown = f"block {first}" if first == last else f"blocks {first}-{_or_end(last)}"
+        shown = f"block {first}" if first == last else f"blocks {first}-{_range_end_text(last)}"
         end = num_blocks - 1
         yield Fault(
             place="activations",
@@ -66,17 +66,17 @@ def blocks_outside(spec: Spec, num_blocks: int) -> Iterator[Fault]:
         )
 
 
-def _or_end(last: int | None) -> str:
+def _range_end_text(last: int | None) -> str:
     return "" if last is None else str(last)
 
 
-def _blocks(spec: Spec) -> Iterator[Fault]:
+def _block_range_faults(spec: Spec) -> Iterator[Fault]:
     if isinstance(spec.model, ModelShape):
-        yield from blocks_outside(spec, spec.model.layers)
+        yield from missing_block_faults(spec, spec.model.layers)
 
 
-def _whole_backward(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.PP) != 1 and spec.pipeline.is_in_halves and recomputes(spec):
+def _split_backward_faults(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.PP) != 1 and spec.pipeline.is_in_halves and has_recomputation(spec):
         yield Fault(
             place="pipeline.schedule",
             finding=(
@@ -85,12 +85,12 @@ def _whole_backward(spec: Spec) -> Iterator[Fault]:
             ),
             remedy=(
                 "Use a schedule with full backward passes, `pipeline.schedule=1f1b` or "
-                f"`pipeline.schedule=interleaved`, or `{_place(spec)}=R`."
+                f"`pipeline.schedule=interleaved`, or `{_activations_key(spec)}=R`."
             ),
         )
 
 
-def _no_dropout_in_flex(spec: Spec) -> Iterator[Fault]:
+def _flex_dropout_faults(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
     if (
         isinstance(shape, ModelShape)
@@ -104,7 +104,7 @@ def _no_dropout_in_flex(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _flex_on_a_processor(spec: Spec) -> Iterator[Fault]:
+def _flex_cpu_faults(spec: Spec) -> Iterator[Fault]:
     model = spec.model
     is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX
     if is_flex and spec.device == "cpu":
@@ -115,10 +115,10 @@ def _flex_on_a_processor(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _offloaded_halves(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves or not offloads(spec):
+def _offloaded_split_backward_faults(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves or not has_offload(spec):
         return
-    if recomputes(spec):  # refused for good
+    if has_recomputation(spec):  # refused for good
         return
     yield Fault(
         place="pipeline.schedule",
@@ -128,14 +128,14 @@ def _offloaded_halves(spec: Spec) -> Iterator[Fault]:
         ),
         remedy=(
             "Use a schedule with full backward passes, `pipeline.schedule=1f1b` or "
-            f"`pipeline.schedule=interleaved`, or `{_place(spec)}=R`."
+            f"`pipeline.schedule=interleaved`, or `{_activations_key(spec)}=R`."
         ),
     )
 
 
-def _core_of_others(spec: Spec) -> Iterator[Fault]:
+def _custom_attention_faults(spec: Spec) -> Iterator[Fault]:
     if not isinstance(spec.model, ModelShape) and any(
-        kept.policy and kept.policy.scope is Scope.ATTENTION for kept in modes(spec)
+        kept.policy and kept.policy.scope is Scope.ATTENTION for kept in block_modes(spec)
     ):
         yield Fault(
             place="recompute",
@@ -147,7 +147,7 @@ def _core_of_others(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _budget_of_others(spec: Spec) -> Iterator[Fault]:
+def _custom_budget_faults(spec: Spec) -> Iterator[Fault]:
     if not isinstance(spec.model, ModelShape) and spec.activations.is_open:
         yield Fault(
             place="recompute.budget",
@@ -162,8 +162,8 @@ def _budget_of_others(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _parts_of_blocks(spec: Spec) -> Iterator[Fault]:
-    if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec) and recomputes(spec):
+def _sub_block_unit_faults(spec: Spec) -> Iterator[Fault]:
+    if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec) and has_recomputation(spec):
         yield Fault(
             place="unit",
             finding=(
@@ -174,19 +174,19 @@ def _parts_of_blocks(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _naive_blocks(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.TP) > 1 and spec.tensor.is_naive and modes(spec):
+def _naive_plan_faults(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.TP) > 1 and spec.tensor.is_naive and block_modes(spec):
         yield Fault(
             place="tensor.plan",
             finding="not supported yet: naive with recomputed or offloaded activations",
-            remedy=f"Use `tensor.plan=paired`, or `{_place(spec)}=R`.",
+            remedy=f"Use `tensor.plan=paired`, or `{_activations_key(spec)}=R`.",
         )
 
 
-def _compiled_blocks(spec: Spec) -> Iterator[Fault]:
+def _compile_faults(spec: Spec) -> Iterator[Fault]:
     if spec.compile is Compiled.NONE:
         return
-    for place, finding, remedy in _not_compiled(spec):
+    for place, finding, remedy in _compile_obstacles(spec):
         yield Fault(
             place=place,
             finding=f"not supported yet with compile=block: {finding}",
@@ -194,7 +194,7 @@ def _compiled_blocks(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _not_compiled(spec: Spec) -> Iterator[tuple[str, str, str]]:
+def _compile_obstacles(spec: Spec) -> Iterator[tuple[str, str, str]]:
     """Yield place, finding and remedy of what torch does not compile as one program, or compiles
     into one that sends or saves something else than the plan says."""
     shape = spec.model
@@ -209,48 +209,52 @@ def _not_compiled(spec: Spec) -> Iterator[tuple[str, str, str]]:
     if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec):
         finding = "units within a block, whose hooks would be in the program"
         yield "unit", finding, "Use `unit=block`"
-    if offloads(spec):
+    if has_offload(spec):
         finding = "offloaded activations: what a program saves is moved after its end"
-        yield _place(spec), finding, f"Use `{_place(spec)}=R` or `{_place(spec)}=M`"
-    if any(kept.policy and kept.policy.scope is Scope.ATTENTION for kept in modes(spec)):
+        yield (
+            _activations_key(spec),
+            finding,
+            f"Use `{_activations_key(spec)}=R` or `{_activations_key(spec)}=M`",
+        )
+    if any(kept.policy and kept.policy.scope is Scope.ATTENTION for kept in block_modes(spec)):
         finding = "policy attention, with which torch makes a program for every layer"
         yield "recompute", finding, "Use `recompute=full` or `recompute=selective`"
     if spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves:
         finding = f"{spec.pipeline.schedule}, which splits the backward pass of a block"
         yield "pipeline.schedule", finding, "Use `pipeline.schedule=1f1b`"
-    yield from _not_compiled_over_tp(spec, shape)
+    yield from _tensor_compile_obstacles(spec, shape)
 
 
-def _not_compiled_over_tp(spec: Spec, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
+def _tensor_compile_obstacles(spec: Spec, shape: ModelShape) -> Iterator[tuple[str, str, str]]:
     factor = next((f for f in spec.factors if f.axis is Axis.TP and f.degree > 1), None)
     if factor is None:
         return
     if factor.placement.activations.distribution is Distribution.GATHERED:
         finding = "inputs that are saved as shards (S*), by hooks within a block"
         yield "placement.tp.activations", finding, "Use `placement.tp.activations=S`"
-    if shape.drops:
+    if shape.has_dropout:
         finding = "dropout over tp, whose generators are switched within a block"
         yield "model.dropout", finding, "Use `model.dropout=0`"
-    if recomputes(spec):
+    if has_recomputation(spec):
         finding = "recomputed blocks over tp, whose saved tensors torch does not take apart"
-        yield _place(spec), finding, f"Use `{_place(spec)}=R`"
+        yield _activations_key(spec), finding, f"Use `{_activations_key(spec)}=R`"
 
 
-def _rule(name: str, theorem: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
+def _make_rule(name: str, theorem: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
     return SpecRule(name=name, theorem=theorem, faults=faults)
 
 
 RULES = (
-    _rule("blocks exist in the model", "Definition 1", _blocks),
-    _rule("a block is recomputed once", _ONCE, _whole_backward),
-    _rule("attention supports the model's dropout", "Definition 1", _no_dropout_in_flex),
-    _rule("attention has a backward pass", _ONCE, _flex_on_a_processor),
+    _make_rule("blocks exist in the model", "Definition 1", _block_range_faults),
+    _make_rule("a block is recomputed once", _ONCE, _split_backward_faults),
+    _make_rule("attention supports the model's dropout", "Definition 1", _flex_dropout_faults),
+    _make_rule("attention has a backward pass", _ONCE, _flex_cpu_faults),
 )
 NOT_YET = (
-    _rule("offloaded activations are used once", "", _offloaded_halves),
-    _rule("attention is a separate module", "", _core_of_others),
-    _rule("a budget's peaks are predicted", "", _budget_of_others),
-    _rule("recomputed units are gathered", "", _parts_of_blocks),
-    _rule("the naive plan keeps saved activations", "", _naive_blocks),
-    _rule("a block is one program", "", _compiled_blocks),
+    _make_rule("offloaded activations are used once", "", _offloaded_split_backward_faults),
+    _make_rule("attention is a separate module", "", _custom_attention_faults),
+    _make_rule("a budget's peaks are predicted", "", _custom_budget_faults),
+    _make_rule("recomputed units are gathered", "", _sub_block_unit_faults),
+    _make_rule("the naive plan keeps saved activations", "", _naive_plan_faults),
+    _make_rule("a block is one program", "", _compile_faults),
 )

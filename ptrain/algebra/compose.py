@@ -20,28 +20,28 @@ from ptrain.units import ceil_div
 class Share:
     """The share of one state on a rank: one of `parts` shards, with `copies` replicas each.
 
-    `parts * copies` is the number of ranks. A `gathered` share is all-gathered unit by unit for
-    use; a `materialized` one stores nothing between uses.
+    `parts * copies` is the number of ranks. An `is_gathered` share is all-gathered unit by unit for
+    use; an `is_materialized` one stores nothing between uses.
     """
 
     parts: int = 1
     copies: int = 1
-    gathered: bool = False
-    materialized: bool = False
+    is_gathered: bool = False
+    is_materialized: bool = False
     tier: Tier = Tier.DEVICE
 
-    def at_rest(self, size: int) -> int:
+    def stored_bytes(self, size: int) -> int:
         """Return the bytes stored between uses on any tier (Theorem 1 without s_unit)."""
-        return 0 if self.materialized else ceil_div(size, self.parts)
+        return 0 if self.is_materialized else ceil_div(size, self.parts)
 
-    def on(self, tier: Tier, size: int) -> int:
+    def bytes_on_tier(self, tier: Tier, size: int) -> int:
         """Return the bytes stored between uses on `tier`."""
-        return self.at_rest(size) if tier is self.tier else 0
+        return self.stored_bytes(size) if tier is self.tier else 0
 
     @property
     def needs_unit(self) -> bool:
         """True if Theorem 1 adds s_unit, the memory of one full unit."""
-        return self.gathered or self.materialized
+        return self.is_gathered or self.is_materialized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,11 @@ class Product:
 IDENTITY = Product()
 
 
-def product(factors: Iterable[Factor]) -> Product:
+def compose_factors(factors: Iterable[Factor]) -> Product:
     """Compose all factors of a mesh, given outermost first as in a spec."""
-    return reduce(compose, (lift(factor) for factor in reversed(tuple(factors))), IDENTITY)
+    return reduce(
+        compose, (factor_product(factor) for factor in reversed(tuple(factors))), IDENTITY
+    )
 
 
 def compose(inner: Product, outer: Product) -> Product:
@@ -73,7 +75,7 @@ def compose(inner: Product, outer: Product) -> Product:
     return Product(ranks=inner.ranks * outer.ranks, **shares)
 
 
-def lift(factor: Factor) -> Product:
+def factor_product(factor: Factor) -> Product:
     """Return one factor as a product."""
     if factor.degree == 1:
         return IDENTITY
@@ -85,8 +87,8 @@ def _compose_shares(inner: Share, outer: Share) -> Share:
     return Share(
         parts=inner.parts * outer.parts,
         copies=inner.copies * outer.copies,
-        gathered=inner.gathered or outer.gathered,
-        materialized=inner.materialized or outer.materialized,
+        is_gathered=inner.is_gathered or outer.is_gathered,
+        is_materialized=inner.is_materialized or outer.is_materialized,
         tier=max(inner.tier, outer.tier, key=TIER_DISTANCE.__getitem__),
     )
 
@@ -98,8 +100,8 @@ def _make_share(mode: Mode, degree: int) -> Share:
         case Distribution.SHARDED:
             return Share(parts=degree, tier=mode.tier)
         case Distribution.GATHERED:
-            return Share(parts=degree, gathered=True, tier=mode.tier)
+            return Share(parts=degree, is_gathered=True, tier=mode.tier)
         case Distribution.MATERIALIZED:
-            return Share(copies=degree, materialized=True)
+            return Share(copies=degree, is_materialized=True)
         case _:
             assert_never(mode.distribution)

@@ -1,7 +1,8 @@
-"""Which products are legal: RULES, a table collected from the axes' rooms and from the spec itself.
+"""Legality of a spec: RULES, a table collected from the axes' packages and from the spec.
 
-`check` says what breaks a theorem (with the nearest spec that does not); `executed` says what is
-legal and does not run yet. The two are apart, so that legality can be counted.
+`check` returns the violations of theorems, with the nearest legal spec. `find_unsupported` returns
+the parts that are legal but not supported yet. The two are separate, so that legal specs can be
+counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.batch import token_multiple
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.misfits import misfits
+from ptrain.spec.misfits import find_misfits
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.placement import Factor
 from ptrain.spec.spec import Spec
@@ -30,12 +31,12 @@ from ptrain.spec.spec import Spec
 ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, EXPERT, TENSOR, PIPELINE)
 BYTE_VOCAB = 259  # 256 bytes and three specials
 # takes every tuple that some optimizer takes: on one rank, where nothing is cut, any may be tried
-_UNDEMANDING = OptimizerSpec(name="sgd")
+_ANY_TUPLE_OPTIMIZER = OptimizerSpec(name="sgd")
 FaultsOf = Callable[[Spec], Iterable[Fault]]
 
 
-class Located(Protocol):
-    """A spec that was read from somewhere, and where its faults stand there (`spec.load`)."""
+class LocatedSpec(Protocol):
+    """A spec that can locate faults in its source (`spec.load.Document`)."""
 
     @property
     def spec(self) -> Spec: ...
@@ -44,39 +45,46 @@ class Located(Protocol):
 
 
 def check(spec: Spec) -> tuple[Fault, ...]:
-    """Every way in which `spec` is illegal."""
-    return tuple(_faults(spec))
+    """Return a fault for every violated rule."""
+    return tuple(_iter_faults(spec))
 
 
-def executed(spec: Spec) -> tuple[Fault, ...]:
-    """Everything in `spec` that is legal and not executed yet."""
-    return tuple(_not_executed(spec))
+def find_unsupported(spec: Spec) -> tuple[Fault, ...]:
+    """Return a fault for every part of `spec` that is legal but not supported yet."""
+    return tuple(_iter_unsupported(spec))
 
 
 def is_sound(spec: Spec) -> bool:
-    """Return whether `spec` is legal and executed, which the first fault decides."""
-    return obeys(spec, (*CHECKED, *EXECUTED))
+    """Return True if `spec` is legal and supported. Stops at the first fault."""
+    return breaks_none(spec, (*LEGALITY_CHECKS, *SUPPORT_CHECKS))
 
 
-def obeys(spec: Spec, rules: Iterable[FaultsOf]) -> bool:
-    """Return whether none of these rules finds a fault."""
+def breaks_none(spec: Spec, rules: Iterable[FaultsOf]) -> bool:
+    """Return True if none of these rules yields a fault."""
     for faults in rules:
         for _ in faults(spec):
             return False
     return True
 
 
-def _faults(spec: Spec) -> Iterator[Fault]:
-    return (fault for faults in CHECKED for fault in faults(spec))
+def _iter_faults(spec: Spec) -> Iterator[Fault]:
+    return (fault for faults in LEGALITY_CHECKS for fault in faults(spec))
 
 
-def _not_executed(spec: Spec) -> Iterator[Fault]:
-    return (fault for faults in EXECUTED for fault in faults(spec))
+def _iter_unsupported(spec: Spec) -> Iterator[Fault]:
+    return (fault for faults in SUPPORT_CHECKS for fault in faults(spec))
 
 
-def require(document: Located) -> Spec:
-    """The document's spec, if it is legal and runs; raises SpecError with every located fault."""
-    faults = (*check(document.spec), *executed(document.spec))
+def require_runnable(document: LocatedSpec) -> Spec:
+    """Return the spec of a document that is legal and supported.
+
+    Args:
+        document: A loaded spec.
+
+    Raises:
+        SpecError: Every fault, located in the source.
+    """
+    faults = (*check(document.spec), *find_unsupported(document.spec))
     if faults:
         raise SpecError(*(document.locate(fault) for fault in faults))
     return document.spec
@@ -84,14 +92,16 @@ def require(document: Located) -> Spec:
 
 def _tuple_faults(room: AxisRules, spec: Spec) -> Iterator[Fault]:
     for factor in room.factors(spec):
-        yield from _broken(room, factor, spec.optimizer)
+        yield from _broken_rule_faults(room, factor, spec.optimizer)
     for factor in room.trivial_factors(spec):
-        yield from _broken(room, factor, _UNDEMANDING)
+        yield from _broken_rule_faults(room, factor, _ANY_TUPLE_OPTIMIZER)
 
 
-def _broken(room: AxisRules, factor: Factor, optimizer: OptimizerSpec) -> Iterator[Fault]:
-    nearest = room.nearest(factor.placement, optimizer)
-    for rule in room.broken(factor.placement, optimizer):
+def _broken_rule_faults(
+    room: AxisRules, factor: Factor, optimizer: OptimizerSpec
+) -> Iterator[Fault]:
+    nearest = room.nearest_legal(factor.placement, optimizer)
+    for rule in room.broken_rules(factor.placement, optimizer):
         yield Fault(
             place=f"placement.{factor.axis}",
             finding=f"({factor.placement}) on {factor.axis}: {rule.message} [{rule.theorem}]",
@@ -101,7 +111,7 @@ def _broken(room: AxisRules, factor: Factor, optimizer: OptimizerSpec) -> Iterat
 
 def _shape_faults(spec: Spec) -> Iterator[Fault]:
     if isinstance(spec.model, ModelShape):
-        yield from misfits(spec.model)
+        yield from find_misfits(spec.model)
 
 
 def _fused_faults(spec: Spec) -> Iterator[Fault]:
@@ -162,7 +172,11 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _ignored_faults(spec: Spec) -> Iterator[Fault]:
-    """A mean over the targets of a micro-batch that count is no addend of the global batch's."""
+    """Yield a fault if the loss is a mean per micro-batch, but micro-batches have different numbers
+    of counted targets.
+
+    A mean over one micro-batch's targets is then no summand of the global mean.
+    """
     function, data = spec.loss.user_function, spec.data
     if function is None or data.function is not None or not spec.ignores_targets:
         return
@@ -184,9 +198,11 @@ def _ignored_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _padding_faults(spec: Spec) -> Iterator[Fault]:
-    """Tokens that are added behind a sample change nothing in front of them, where each attends to
-    those before it."""
-    if not spec.batch.pads:
+    """Yield a fault if padding has no effect or may change the loss.
+
+    Padding after a sample changes nothing before it only if attention is causal.
+    """
+    if not spec.batch.allows_padding:
         return
     if token_multiple(spec.factors, None) == 1 and spec.world_size > 1:
         yield Fault(
@@ -292,12 +308,12 @@ RULES: tuple[TupleRule | SpecRule, ...] = (
     *dict.fromkeys(rule for room in ROOMS for rule in room.tuples),  # two rooms may share one
     *SPEC_RULES,
 )
-NOT_YET: tuple[SpecRule, ...] = (
-    *(rule for room in ROOMS for rule in room.not_yet),
+UNSUPPORTED_RULES: tuple[SpecRule, ...] = (
+    *(rule for room in ROOMS for rule in room.unsupported),
     *activations.NOT_YET,
 )
-CHECKED: tuple[FaultsOf, ...] = (
+LEGALITY_CHECKS: tuple[FaultsOf, ...] = (
     *(partial(_tuple_faults, room) for room in ROOMS),
     *(rule.faults for rule in SPEC_RULES),
 )
-EXECUTED: tuple[FaultsOf, ...] = tuple(rule.faults for rule in NOT_YET)
+SUPPORT_CHECKS: tuple[FaultsOf, ...] = tuple(rule.faults for rule in UNSUPPORTED_RULES)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, NoReturn
 
-from ptrain.algebra.legality import CHECKED, EXECUTED, FaultsOf, obeys
+from ptrain.algebra.legality import LEGALITY_CHECKS, SUPPORT_CHECKS, FaultsOf, breaks_none
 from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec
 
@@ -30,20 +30,20 @@ class OpenSpec:
     rules: tuple[FaultsOf, ...] | None
 
     @classmethod
-    def of(cls, spec: Spec, names: Iterable[str]) -> OpenSpec:
+    def with_open_fields(cls, spec: Spec, names: Iterable[str]) -> OpenSpec:
         """Return the open spec in which the fields `names` are undecided.
 
         Args:
             spec: The spec that provides all other fields.
             names: Names of fields such as `unit`, or of batch fields such as `batch.accumulate`.
         """
-        spec = spec.but(cluster=None)
+        spec = spec.with_fields(cluster=None)
         return cls(spec, _find_open_rules(spec, frozenset(names)))
 
     def is_sound(self, **changes: Any) -> bool:
         """Return True if the spec with these values for its undecided fields is legal and
         can run."""
-        return self.rules is not None and obeys(self.spec.but(**changes), self.rules)
+        return self.rules is not None and breaks_none(self.spec.with_fields(**changes), self.rules)
 
 
 class Memo:
@@ -80,11 +80,11 @@ class Memo:
         return answer[0]
 
 
-def memos(rules: Iterable[FaultsOf], names: Iterable[str]) -> list[Memo]:
+def make_memos(rules: Iterable[FaultsOf], names: Iterable[str]) -> list[Memo]:
     """Return a memo per rule: the claim that specs which differ in these fields do not break it."""
 
     def claim(faults: FaultsOf) -> Callable[[Spec], bool]:
-        return lambda spec: obeys(spec, (faults,))
+        return lambda spec: breaks_none(spec, (faults,))
 
     return [Memo(claim(faults), names) for faults in rules]
 
@@ -95,9 +95,9 @@ def _find_open_rules(spec: Spec, names: frozenset[str]) -> tuple[FaultsOf, ...] 
     A rule that reads no undecided field has the same result for all values of these fields.
     """
     silent, looking = _hide_fields(spec, names), []
-    for faults in (*CHECKED, *EXECUTED):
+    for faults in (*LEGALITY_CHECKS, *SUPPORT_CHECKS):
         try:
-            if not obeys(silent, (faults,)):
+            if not breaks_none(silent, (faults,)):
                 return None
         except _WithheldError:
             looking.append(faults)

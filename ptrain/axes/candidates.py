@@ -11,17 +11,17 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.batch import Batch
 from ptrain.spec.placement import DATA_AXES, Axis, Factor, Placement, Tier
 from ptrain.spec.spec import Spec
 
 # An option: the tuples of some axes, and fields of a spec with their values.
-Way = tuple[tuple[Placement, ...], tuple[tuple[str, Any], ...]]
+AxisOption = tuple[tuple[Placement, ...], tuple[tuple[str, Any], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class FixedChoices:
     """The parts of a candidate that the spec sets, so that no room chooses them.
 
     Attributes:
@@ -34,10 +34,10 @@ class Written:
     degrees: tuple[tuple[Axis, int], ...] = ()
     tuples: tuple[tuple[Axis, Placement], ...] = ()
     values: tuple[tuple[str, Any], ...] = ()
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[ActivationMode, ...] = ()
 
     @property
-    def texts(self) -> tuple[str, ...]:
+    def overrides(self) -> tuple[str, ...]:
         """The tuples and fields that are set, in spec syntax."""
         placed = (f"placement.{axis}={placement}" for axis, placement in self.tuples)
         return (*placed, *(f"{path}={_value_text(value)}" for path, value in self.values))
@@ -56,25 +56,25 @@ class Written:
         return values.get(path, replace(offered, **inner) if inner else offered)
 
     @property
-    def away(self) -> Tier:
+    def offload_tier(self) -> Tier:
         """The tier to which a search offloads."""
         tier: Tier = self.value("offload.tier", Tier.HOST)
         return tier
 
-    def says(self, path: str) -> bool:
+    def sets_field(self, path: str) -> bool:
         """Return True if the spec sets a field whose dotted name starts with `path`."""
         return any(written.startswith(path) for written, _ in self.values)
 
-    def sizes(self, axis: Axis, devices: int, offered: Iterable[int]) -> tuple[int, ...]:
+    def degrees_to_try(self, axis: Axis, devices: int, offered: Iterable[int]) -> tuple[int, ...]:
         """Return the degrees to try for an axis: the one set if it divides the devices, or
         `offered`."""
         if (degree := self.degree(axis)) is None:
             return tuple(offered)
         return (degree,) if devices % degree == 0 else ()
 
-    def held(
-        self, axes: tuple[Axis, ...], ways: Iterable[Way], also: Iterable[str] = ()
-    ) -> tuple[Way, ...]:
+    def agreeing_options(
+        self, axes: tuple[Axis, ...], ways: Iterable[AxisOption], also: Iterable[str] = ()
+    ) -> tuple[AxisOption, ...]:
         """Return the options on these axes that agree with the spec.
 
         If none agrees, all options are returned with the spec's tuples and values in place of
@@ -94,7 +94,7 @@ class Written:
             for placements, changes in dict.fromkeys(agreeing or held)
         )
 
-    def _apply_written(self, axes: tuple[Axis, ...], way: Way) -> Way:
+    def _apply_written(self, axes: tuple[Axis, ...], way: AxisOption) -> AxisOption:
         tuples, (placements, changes) = dict(self.tuples), way
         return (
             tuple(tuples.get(axis, p) for axis, p in zip(axes, placements, strict=True)),
@@ -106,37 +106,37 @@ def _value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-NOTHING = Written()
+NOTHING_FIXED = FixedChoices()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisChoice:
     """A choice for some axes: their factors, and `changes` of other fields of the spec.
 
-    If `follows`, the factors place parameters, optimizer state and gradients like the innermost
-    data axis, whatever its degree.
+    If `follows_data_axis`, the factors place parameters, optimizer state and gradients like the
+    innermost data axis, whatever its degree.
     """
 
     factors: tuple[Factor, ...] = ()
     changes: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
-    follows: bool = False
+    follows_data_axis: bool = False
 
     def degree(self, axis: Axis) -> int:
         """Return the number of ranks along an axis; 1 if the choice does not have it."""
         return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
 
     @property
-    def shared(self) -> int:
+    def num_sharing_ranks(self) -> int:
         """The number of further ranks over which the data axis's states are sharded; 1 unless
-        `follows`."""
-        return prod(factor.degree for factor in self.factors) if self.follows else 1
+        `follows_data_axis`."""
+        return prod(factor.degree for factor in self.factors) if self.follows_data_axis else 1
 
-    def following(self, states: Placement) -> Iterator[Factor]:
-        """Yield the factors; if the choice `follows`, with the placement `states` except for
+    def placed_factors(self, states: Placement) -> Iterator[Factor]:
+        """Yield the factors; if `follows_data_axis`, with the placement `states` except for
         activations."""
         for factor in self.factors:
             own = replace(states, activations=factor.placement.activations)
-            yield factor._replace(placement=own) if self.follows else factor
+            yield factor._replace(placement=own) if self.follows_data_axis else factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,15 +151,15 @@ class AxisSpace:
     """
 
     axes: tuple[Axis, ...]
-    sizes: Callable[[Spec, int, Written], Iterable[int]]
-    choices: Callable[[Spec, int, Written], Iterable[AxisChoice]]
+    sizes: Callable[[Spec, int, FixedChoices], Iterable[int]]
+    choices: Callable[[Spec, int, FixedChoices], Iterable[AxisChoice]]
     tuples: Mapping[Axis, tuple[Placement, ...]]
 
 
-def of_one_axis(
+def single_axis_space(
     axis: Axis,
-    sizes: Callable[[Spec, int, Written], Iterable[int]],
-    ways: Callable[[Spec, int], Iterable[Way]],
+    sizes: Callable[[Spec, int, FixedChoices], Iterable[int]],
+    ways: Callable[[Spec, int], Iterable[AxisOption]],
     tuples: tuple[Placement, ...],
     *,
     follows: bool = False,
@@ -174,14 +174,14 @@ def of_one_axis(
         follows: True to place states like the innermost data axis, unless the spec sets the tuple.
     """
 
-    def choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
+    def choices(spec: Spec, ranks: int, written: FixedChoices) -> Iterator[AxisChoice]:
         if ranks == 1:
             yield AxisChoice()
             return
         is_led = follows and axis not in dict(written.tuples)
-        for (placement,), changes in written.held((axis,), ways(spec, ranks)):
+        for (placement,), changes in written.agreeing_options((axis,), ways(spec, ranks)):
             factor = Factor(axis=axis, degree=ranks, placement=placement)
-            yield AxisChoice(factors=(factor,), changes=changes, follows=is_led)
+            yield AxisChoice(factors=(factor,), changes=changes, follows_data_axis=is_led)
 
     return AxisSpace(axes=(axis,), sizes=sizes, choices=choices, tuples={axis: tuples})
 
@@ -189,7 +189,7 @@ def of_one_axis(
 _ORDER = {axis: place for place, axis in enumerate(Axis)}
 
 
-def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None) -> Spec:
+def apply_choices(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None) -> Spec:
     """Return the spec with one choice per room, axes in the order of `Axis`, outermost first.
 
     Args:
@@ -200,13 +200,15 @@ def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None
     factors: list[Factor] = []
     changes: dict[str, Any] = {"batch": batch or spec.batch}
     choices = tuple(choices)
-    states = _data_placement(choices) if any(choice.follows for choice in choices) else None
+    states = (
+        _data_placement(choices) if any(choice.follows_data_axis for choice in choices) else None
+    )
     for choice in choices:
-        own = choice.factors if states is None else choice.following(states)
+        own = choice.factors if states is None else choice.placed_factors(states)
         factors += [factor for factor in own if factor.degree > 1]
         changes |= choice.changes
     factors.sort(key=lambda factor: _ORDER[factor.axis])
-    return spec.but(factors=tuple(factors), trivial_factors=(), **changes)
+    return spec.with_fields(factors=tuple(factors), trivial_factors=(), **changes)
 
 
 def _data_placement(choices: Iterable[AxisChoice]) -> Placement | None:

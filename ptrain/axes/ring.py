@@ -66,7 +66,7 @@ class Calls(NamedTuple):
     times: int = 1
     via: str | None = None
 
-    def over(self, group: Group, payload: int) -> Traffic:
+    def traffic(self, group: Group, payload: int) -> Traffic:
         """Return the traffic of the calls on one rank of `group`, with `payload` bytes per full
         tensor."""
         return Traffic(

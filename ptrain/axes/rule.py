@@ -18,9 +18,9 @@ class TupleRule(NamedTuple):
 
     name: str
     theorem: str
-    broken: Callable[[Placement, OptimizerSpec], bool]
+    is_broken: Callable[[Placement, OptimizerSpec], bool]
     message: str
-    nearest: Callable[[Placement], Placement]
+    repair: Callable[[Placement], Placement]
 
 
 class SpecRule(NamedTuple):
@@ -37,18 +37,18 @@ class AxisRules(NamedTuple):
     axes: tuple[Axis, ...]
     tuples: tuple[TupleRule, ...]
     specs: tuple[SpecRule, ...] = ()
-    not_yet: tuple[SpecRule, ...] = ()
+    unsupported: tuple[SpecRule, ...] = ()
 
-    def broken(self, placement: Placement, optimizer: OptimizerSpec) -> Iterator[TupleRule]:
+    def broken_rules(self, placement: Placement, optimizer: OptimizerSpec) -> Iterator[TupleRule]:
         """Return the rules that this tuple breaks on these axes."""
-        return (rule for rule in self.tuples if rule.broken(placement, optimizer))
+        return (rule for rule in self.tuples if rule.is_broken(placement, optimizer))
 
-    def nearest(self, placement: Placement, optimizer: OptimizerSpec) -> Placement:
+    def nearest_legal(self, placement: Placement, optimizer: OptimizerSpec) -> Placement:
         """Return the tuple after the repairs of all broken rules; a legal tuple is returned
         unchanged."""
         for rule in self.tuples:
-            if rule.broken(placement, optimizer):
-                placement = rule.nearest(placement)
+            if rule.is_broken(placement, optimizer):
+                placement = rule.repair(placement)
         return placement
 
     def factors(self, spec: Spec) -> Iterator[Factor]:

@@ -16,9 +16,9 @@ from ptrain.train.rank_start import begin_rank
 if __name__ == "__main__":
     begin_rank()
 
-from ptrain.calibration.session import run
-from ptrain.calibration.write import parse
-from ptrain.train.rank_exit import run_rank
+from ptrain.calibration.session import run_rank
+from ptrain.calibration.write import parse_options
+from ptrain.train.rank_exit import run_and_exit
 
 if __name__ == "__main__":
-    run_rank(lambda: run(parse(sys.argv[1:])))
+    run_and_exit(lambda: run_rank(parse_options(sys.argv[1:])))

@@ -50,40 +50,42 @@ class Points:
         late: Numbers of a layer's passes before a collective.
     """
 
-    sides: dict[DType, tuple[int, ...]]
+    side_lengths: dict[DType, tuple[int, ...]]
     flops: dict[DType, float]
-    also: tuple[ProductShape, ...]
+    extra_products: tuple[ProductShape, ...]
     attention: tuple[AttentionShape, ...]
     sizes: tuple[int, ...]
     updates: tuple[tuple[int, int], ...]
-    sent: tuple[int, ...]
-    copied: tuple[int, ...]
-    most_of_others: int = 2**40  # bytes
+    collective_sizes: tuple[int, ...]
+    copy_sizes: tuple[int, ...]
+    other_dtypes_max_bytes: int = 2**40  # bytes
     units: int = 8
     rounds: int = 9
-    late: tuple[int, ...] = (1, 4, 16)
+    late_passes: tuple[int, ...] = (1, 4, 16)
 
     def operator_sizes(self) -> list[tuple[int, DType]]:
         """Return bytes and dtype of the memory-bound operators, smallest first."""
-        first = next(iter(self.sides))
+        first = next(iter(self.side_lengths))
         return [
             (size, dtype)
             for size in self.sizes
-            for dtype in self.sides
-            if dtype is first or size <= self.most_of_others
+            for dtype in self.side_lengths
+            if dtype is first or size <= self.other_dtypes_max_bytes
         ]
 
-    def products(self) -> list[tuple[DType, ProductShape]]:
+    def list_products(self) -> list[tuple[DType, ProductShape]]:
         """Return dtype and shape of the products, smallest first.
 
         The largest are left out if time is short.
         """
-        shapes = [(dtype, shape) for dtype in self.sides for shape in self._products_of(dtype)]
-        return sorted(shapes, key=lambda known: operations(known[1]))
+        shapes = [
+            (dtype, shape) for dtype in self.side_lengths for shape in self._products_of(dtype)
+        ]
+        return sorted(shapes, key=lambda known: count_flops(known[1]))
 
     def _products_of(self, dtype: DType) -> Iterator[ProductShape]:
         """Yield the products of a dtype."""
-        sides = self.sides[dtype]
+        sides = self.side_lengths[dtype]
         yield _TINY
         yield from (
             (1, *shape)
@@ -91,17 +93,19 @@ class Points:
             if 2 * shape[0] * shape[1] * shape[2] <= self.flops[dtype]
         )
         yield from (
-            shape for shape in self.also if operations(shape) <= _ALSO_FACTOR * self.flops[dtype]
+            shape
+            for shape in self.extra_products
+            if count_flops(shape) <= _ALSO_FACTOR * self.flops[dtype]
         )
 
 
-def factors_of(shape: ProductShape) -> int:
+def count_factor_elements(shape: ProductShape) -> int:
     """Return the number of elements in both factors of a product."""
     matrices, rows, inner, columns = shape
     return matrices * (rows * inner + inner * columns)
 
 
-def operations(shape: ProductShape) -> int:
+def count_flops(shape: ProductShape) -> int:
     """Return the number of floating-point operations of a product."""
     matrices, rows, inner, columns = shape
     return 2 * matrices * rows * inner * columns
@@ -109,9 +113,9 @@ def operations(shape: ProductShape) -> int:
 
 # Dtypes as in `rates.measured.CALIBRATED`.
 PROCESSORS = Points(
-    sides={DType.FP32: (64, 128, 256, 512, 960, 1920), DType.BF16: (64, 256, 1024)},
+    side_lengths={DType.FP32: (64, 128, 256, 512, 960, 1920), DType.BF16: (64, 256, 1024)},
     flops={DType.FP32: 5.4e8, DType.BF16: 1.4e8},
-    also=(
+    extra_products=(
         (1, 1024, 1024, 1024),
         (1, 512, 512, 4096),
         (1, 4096, 512, 512),
@@ -134,14 +138,14 @@ PROCESSORS = Points(
     ),
     sizes=(256, 4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 24 * MIB, 40 * MIB),
     updates=((64, 1), (16_384, 1), (10**6, 1), (4096, 64), (10**6, 64), (8 * 10**6, 8)),
-    sent=(64, 4 * KIB, 64 * KIB, MIB, 16 * MIB),
-    copied=(64, 64 * KIB, 8 * MIB),
-    most_of_others=4 * MIB,
+    collective_sizes=(64, 4 * KIB, 64 * KIB, MIB, 16 * MIB),
+    copy_sizes=(64, 64 * KIB, 8 * MIB),
+    other_dtypes_max_bytes=4 * MIB,
 )
 GPUS = Points(
-    sides=dict.fromkeys((DType.BF16, DType.FP32), (256, 1024, 4096, 16384)),
+    side_lengths=dict.fromkeys((DType.BF16, DType.FP32), (256, 1024, 4096, 16384)),
     flops={DType.FP32: 3e11, DType.BF16: 2.2e12},
-    also=(
+    extra_products=(
         (128, 1024, 64, 1024),
         (128, 1024, 1024, 64),
         (32, 4096, 128, 4096),
@@ -152,21 +156,21 @@ GPUS = Points(
     attention=((8, 12, 1024, 64), (1, 32, 4096, 128), (1, 32, 8192, 128), (16, 8, 256, 64)),
     sizes=(KIB, 256 * KIB, 4 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB),
     updates=((1024, 1), (10**6, 1), (16 * 10**6, 1), (10**6, 256), (256 * 10**6, 64)),
-    sent=(KIB, 64 * KIB, MIB, 16 * MIB, 128 * MIB, 1024 * MIB),
-    copied=(64 * KIB, 4 * MIB, 256 * MIB),
+    collective_sizes=(KIB, 64 * KIB, MIB, 16 * MIB, 128 * MIB, 1024 * MIB),
+    copy_sizes=(64 * KIB, 4 * MIB, 256 * MIB),
 )
 BRIEF = Points(
-    sides={DType.FP32: (16, 64)},
+    side_lengths={DType.FP32: (16, 64)},
     flops={DType.FP32: 1e6},
-    also=((4, 16, 16, 16),),
+    extra_products=((4, 16, 16, 16),),
     attention=((2, 2, 16, 16),),
     sizes=(256, 64 * KIB),
     updates=((64, 1), (4096, 8)),
-    sent=(64, 64 * KIB),
-    copied=(4 * KIB,),
+    collective_sizes=(64, 64 * KIB),
+    copy_sizes=(4 * KIB,),
     units=2,
     rounds=3,
-    late=(1,),
+    late_passes=(1,),
 )
 
 
@@ -196,7 +200,7 @@ class _ComputeInPasses(torch.autograd.Function):  # type: ignore[misc]  # torch 
         return gradient
 
 
-class Between(nn.Module):  # type: ignore[misc]  # torch is untyped here
+class ComputingIdentity(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """A module that returns its input and computes for a while in forward and in backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -251,18 +255,18 @@ class Bench:
 
         Required measurements are then repeated as few times as possible.
         """
-        return bool(self.agreed(self._is_over))
+        return bool(self.broadcast_value(self._is_over))
 
     @property
     def _is_over(self) -> bool:
         """True if the current table's time is over, by this rank's clock."""
         return time.monotonic() - self._began > self.limit
 
-    def begin(self, table: str, until: float) -> None:
+    def begin_table(self, table: str, until: float) -> None:
         """Begin a table, whose time is over at the share `until` of the full time."""
         self.table, self.limit = table, until * self.deadline
 
-    def in_time(self, points: Iterable[Point], *, least: int = 2) -> Iterator[Point]:
+    def iter_in_time(self, points: Iterable[Point], *, least: int = 2) -> Iterator[Point]:
         """Yield points until the table's time is over, at least `least`, the smallest first."""
         for number, point in enumerate(points):
             if number >= least and self.is_late:
@@ -270,7 +274,7 @@ class Bench:
                 return
             yield point
 
-    def rounds(self, number: int) -> Iterator[int]:
+    def iter_rounds(self, number: int) -> Iterator[int]:
         """Yield the round numbers of one measurement.
 
         There are `number` times `patience`, fewer if time is short.
@@ -282,19 +286,19 @@ class Bench:
 
     def seconds(self, work: Work, *, parts: int = 1) -> float:
         """Return the median seconds of one of the `parts` equal parts of `work`."""
-        estimate = self.agreed(
+        estimate = self.broadcast_value(
             self._seconds_per_call(work, 1)
         )  # includes the setup of a first call
         # the first call of short work was mostly setup, so time it again
         if estimate < _SECONDS:
-            estimate = self.agreed(self._seconds_per_call(work, 1))
+            estimate = self.broadcast_value(self._seconds_per_call(work, 1))
         calls = round(min(max(1, _SECONDS / max(estimate, 1e-9)), _MAX_CALLS))
         is_long = calls * estimate * _ROUNDS > _LONG and calls == 1
         # A negative number means the fewest rounds: one broadcast carries both decisions of rank 0.
-        number = int(self.agreed(-calls if is_long or self._is_over else calls))
+        number = int(self.broadcast_value(-calls if is_long or self._is_over else calls))
         rounds = FEWEST if number < 0 else _ROUNDS
         samples = [self._seconds_per_call(work, abs(number)) for _ in range(rounds)]
-        return self.noted(samples) / parts
+        return self.record_median(samples) / parts
 
     def issuing_seconds(self, work: Work) -> float:
         """Return the median seconds in which the host issues a call without waiting for the device.
@@ -302,11 +306,11 @@ class Bench:
         Each call begins with an empty queue, so that the queue never fills up.
         """
         self._seconds_per_call(work, FEWEST)
-        return self.noted([self._time_issue(work) for _ in range(_ISSUES)])
+        return self.record_median([self._time_issue(work) for _ in range(_ISSUES)])
 
     def _time_issue(self, work: Work) -> float:
         """Return the seconds of one call after the queue has become empty."""
-        self.settle()
+        self.synchronize_device()
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
@@ -334,11 +338,11 @@ class Bench:
             return self.seconds(work, parts=parts)
         began = time.perf_counter()
         work()
-        window = self.agreed(max(_SHARED_SECONDS, time.perf_counter() - began))
-        self.together()
+        window = self.broadcast_value(max(_SHARED_SECONDS, time.perf_counter() - began))
+        self.synchronize_ranks()
         began = time.perf_counter()
         ends = [began + number * window for number in range(1, FEWEST + 1)]
-        return self.noted([self._seconds_per_call_until(end, work) for end in ends]) / parts
+        return self.record_median([self._seconds_per_call_until(end, work) for end in ends]) / parts
 
     def meeting_seconds(self, work: Work, *, parts: int = 1, between: Work | None = None) -> float:
         """Return the seconds of one part of a collective `work`.
@@ -359,13 +363,13 @@ class Bench:
         if self.device.type == "cuda":
             return self.seconds(work, parts=parts)
         if self.is_shared:
-            return self.seconds_beside(lambda: nullcontext(work), parts=parts, between=between)
+            return self.added_seconds(lambda: nullcontext(work), parts=parts, between=between)
         between = between or self._compute_between
         calls = self._num_meetings(work, between)
         means = [self._mean_after_computing(work, calls, between) for _ in range(_ROUNDS)]
-        return self.noted(means) / parts
+        return self.record_median(means) / parts
 
-    def seconds_beside(
+    def added_seconds(
         self,
         works: Callable[[], AbstractContextManager[Work]],
         *,
@@ -390,7 +394,7 @@ class Bench:
             calls = self._num_meetings(work, between)
         more = []
         for _ in range(_ROUNDS):
-            self.together()
+            self.synchronize_ranks()
             own, began = 0.0, time.perf_counter()
             with works() as work:
                 for _ in range(calls):
@@ -399,7 +403,7 @@ class Bench:
                     own += time.thread_time() - before
                     work()
             more.append((time.perf_counter() - began - self.turns * own) / calls)
-        return self.noted(more) / parts
+        return self.record_median(more) / parts
 
     def _compute_between(self) -> None:
         compute(self.device)
@@ -421,9 +425,9 @@ class Bench:
         seconds = _MEETING_SECONDS * self.patience
         calls = min(max(round(seconds / (_ROUNDS * estimate)), FEWEST), most)
         # one rank's clock decides: all ranks must make equally many calls
-        return int(self.agreed(calls))
+        return int(self.broadcast_value(calls))
 
-    def noted(self, samples: list[float]) -> float:
+    def record_median(self, samples: list[float]) -> float:
         """Return the median of the rounds, and record their spread."""
         median = statistics.median(samples)
         low, _, high = statistics.quantiles(samples, n=4)
@@ -431,18 +435,18 @@ class Bench:
         self.spreads.setdefault(self.table, []).append(spread)
         return median
 
-    def together(self) -> None:
+    def synchronize_ranks(self) -> None:
         """Wait until the device is idle and all ranks are here."""
-        self.settle()
+        self.synchronize_device()
         if self.world.size > 1:
             dist.barrier()
 
-    def settle(self) -> None:
+    def synchronize_device(self) -> None:
         """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def agreed(self, value: float) -> float:
+    def broadcast_value(self, value: float) -> float:
         """Return rank 0's value on all ranks."""
         if self.world.size == 1:
             return value
@@ -460,11 +464,11 @@ class Bench:
 
     def _seconds_per_call(self, work: Work, calls: int) -> float:
         """Return the mean seconds of `calls` calls that all ranks begin together."""
-        self.together()
+        self.synchronize_ranks()
         began = time.perf_counter()
         for _ in range(calls):
             work()
-        self.settle()
+        self.synchronize_device()
         return (time.perf_counter() - began) / calls
 
 
@@ -489,7 +493,7 @@ class Benchmark:
     least: int = 1
     rows: Callable[[Bench, Any], Rows]
 
-    def measured(self, bench: Bench, points: Points) -> Rows:
+    def measure_rows(self, bench: Bench, points: Points) -> Rows:
         """Yield the rows of as many points as there is time for."""
-        for point in bench.in_time(self.points(bench, points), least=self.least):
+        for point in bench.iter_in_time(self.points(bench, points), least=self.least):
             yield from self.rows(bench, point)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptrain.activations.run.apply import keep
+from ptrain.activations.run.apply import apply_modes
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import ParameterWrap, WrappedModel
 from ptrain.axes.pipeline.run.cut import part_of
@@ -32,24 +32,24 @@ from ptrain.axes.pipeline.run.stage import BoundaryTensor, LocalStage, PassCallb
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.axes.tensor.run.apply import parallelize
-from ptrain.calibration.bench import Bench, Between, Points, Rows
+from ptrain.calibration.bench import Bench, ComputingIdentity, Points, Rows
 from ptrain.cost import Collective, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import LayerWork, ModelFacts, Operator, PassWork
 from ptrain.facts.stages import Units
-from ptrain.meters.blocked import Stopwatch
+from ptrain.meters.blocked import WaitMeter
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import SampleBatch, TokenPair
 from ptrain.models.units import ROOT, blocks_of
 from ptrain.models.work import sizes_of
-from ptrain.plan.lower import lower, own_facts
-from ptrain.rates.pace import around
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.plan.lower import built_in_facts, lower
+from ptrain.rates.pace import operator_hook
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.rooms.torch import Tiers
-from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, ActivationMode
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis, Tier
@@ -88,7 +88,7 @@ def pipeline_pass(bench: Bench, rounds: int) -> float:
         work()
     differences = [
         _host_seconds_of(bench, passes) - _host_seconds_of(bench, plain)
-        for _ in bench.rounds(rounds)
+        for _ in bench.iter_rounds(rounds)
     ]
     return statistics.median(differences) / _PASSES
 
@@ -120,14 +120,14 @@ def _stages_spec(layers: int) -> Spec:
 def _build_model(spec: Spec) -> nn.Module:
     """Build and initialize the model of a spec."""
     assert isinstance(spec.model, ModelShape), "only built-in models"
-    model = build(spec.model, sequence=_TOKENS)
+    model = build_model(spec.model, sequence=_TOKENS)
     initialize(model, seed=0)
     return model
 
 
 def _build_runner(spec: Spec, device: torch.device) -> StageRunner:
     """Build the runner of the middle stage."""
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     stages, chain = stages_of(spec, facts), chain_of(spec, facts)
     part = part_of(_build_model(spec), stages, _MIDDLE, chain).to(device)
 
@@ -144,9 +144,9 @@ def _build_runner(spec: Spec, device: torch.device) -> StageRunner:
         BoundaryTensor((_HOOK_SAMPLES, _TOKENS, _FEATURES), torch.float32, device),
         PassCallbacks(
             forward=forward,
-            given=lambda _: nullcontext(),
+            batch_context=lambda _: nullcontext(),
             loss=unused,
-            evaluated=unused,
+            evaluation_loss=unused,
             seed=unused,
             enter=lambda *_: None,
         ),
@@ -155,10 +155,10 @@ def _build_runner(spec: Spec, device: torch.device) -> StageRunner:
 
 def _host_seconds_of(bench: Bench, work: Callable[[], None]) -> float:
     """Return the host seconds of one call that all ranks begin together."""
-    bench.together()
+    bench.synchronize_ranks()
     began = bench.host_seconds()
     work()
-    bench.settle()
+    bench.synchronize_device()
     return bench.host_seconds() - began
 
 
@@ -175,7 +175,7 @@ _DATA = {  # axis and tuple: options, hook of gathers, hook of reductions
 }
 
 
-def hooks(bench: Bench, points: Points) -> Rows:
+def measure_hooks(bench: Bench, points: Points) -> Rows:
     """Yield the seconds of each hook of a wrapper.
 
     A single rank has the pipeline pass only, since it communicates with no one.
@@ -211,7 +211,7 @@ def _build_stack(bench: Bench, units: int) -> nn.Sequential:
     """Build a stack of units with as many parameters as a block, as narrow as possible."""
     torch.manual_seed(0)
     layers = (
-        nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)), Between())
+        nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)), ComputingIdentity())
         for _ in range(units)
     )
     return nn.Sequential(*layers).to(bench.device)
@@ -289,12 +289,12 @@ def _median_excess(
     """
     differences: dict[Phase, list[float]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
     groups, rank = mesh.axes_by_group(), bench.world.rank
-    for _ in bench.rounds(rounds):
+    for _ in bench.iter_rounds(rounds):
         first, second = (
             _time_halves(
                 bench,
                 model,
-                stopwatch=None if bench.is_shared else Stopwatch(groups, rank=rank),
+                stopwatch=None if bench.is_shared else WaitMeter(groups, rank=rank),
             )
             for model in models
         )
@@ -308,7 +308,7 @@ def _time_halves(
     wrapped: WrappedModel,
     *,
     tell: Callable[[Phase], object] = lambda _: None,
-    stopwatch: Stopwatch | None = None,
+    stopwatch: WaitMeter | None = None,
 ) -> Halves:
     """Return the host seconds of one forward and one backward pass.
 
@@ -320,7 +320,7 @@ def _time_halves(
         waited = stopwatch.rows() if stopwatch else ()
         return bench.host_seconds() - sum(row.seconds for row in waited)
 
-    bench.together()
+    bench.synchronize_ranks()
     with stopwatch or nullcontext():
         began = now()
         with wrapped.micro_batch(is_last=True):
@@ -336,7 +336,7 @@ def _time_halves(
     with torch.no_grad():
         wrapped.finish_update()
         wrapped.clear_gradients()
-    bench.settle()
+    bench.synchronize_device()
     return {Phase.FORWARD: between - began, Phase.BACKWARD: ended - between}
 
 
@@ -352,7 +352,7 @@ class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.gate = nn.Linear(_WIDTH, width, bias=False)
         self.up = nn.Linear(_WIDTH, width, bias=False)
         self.down = nn.Linear(width, _WIDTH, bias=False)
-        self.between = Between()
+        self.between = ComputingIdentity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
@@ -420,7 +420,7 @@ class _OperatorRecorder(OperatorMode):
         super().__init__()
         self.calls: list[Callable[[], object]] = []
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         ran = sizes_of(function, args, kwargs, result)
@@ -428,13 +428,13 @@ class _OperatorRecorder(OperatorMode):
             self.calls.append(partial(function, *args, **kwargs))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def again(self) -> None:
+    def run_again(self) -> None:
         """Call the recorded operators again."""
         for call in self.calls:
             call()
 
 
-def host(bench: Bench, _: Points) -> Rows:
+def measure_host_passes(bench: Bench, _: Points) -> Rows:
     """Yield the seconds per operator of each hook, the mean of both model families."""
     seconds_of = issuing_seconds if bench.device.type == "cuda" else excess_seconds
     seconds = grouped(
@@ -468,7 +468,11 @@ def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[Hos
     }
     spec = load(written).spec
     yield from _plain_passes(spec, device)
-    for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
+    for kept in (
+        ActivationMode(policy=FULL),
+        ActivationMode(policy=SELECTIVE),
+        ActivationMode(tier=Tier.HOST),
+    ):
         yield _kept_pass(spec, kept, device)
 
 
@@ -512,11 +516,11 @@ def _plain_passes(spec: Spec, device: torch.device) -> Iterator[HostPass]:
             operators=_num_operators(spec, PLAIN, part),
             before=before,
             work=work,
-            computing=_record_operators(before, work).again,
+            computing=_record_operators(before, work).run_again,
         )
 
 
-def _kept_pass(spec: Spec, kept: Kept, device: torch.device) -> HostPass:
+def _kept_pass(spec: Spec, kept: ActivationMode, device: torch.device) -> HostPass:
     """Return forward and backward of layers whose activations are recomputed or offloaded.
 
     The copies of offloading are in the table of copies by their bytes, so `computing` calls the
@@ -529,14 +533,14 @@ def _kept_pass(spec: Spec, kept: Kept, device: torch.device) -> HostPass:
 
     plain, model = _build_layers(spec, device), _build_layers(spec, device)
     blocks = tuple((name, kept) for name in blocks_of(model))
-    keep(model, Keep(blocks=blocks), Tiers(device, Registry()))
+    apply_modes(model, Keep(blocks=blocks), Tiers(device, TagRegistry()))
     counted = model if kept.tier is Tier.DEVICE else plain
     return HostPass(
-        hook=around(kept, Kind.FORWARD),
+        hook=operator_hook(kept, Kind.FORWARD),
         operators=_num_operators(spec, kept, lambda layer: layer.forward + layer.backward),
         before=_no_preparation,
         work=passes(model),
-        computing=_record_operators(_no_preparation, passes(counted)).again,
+        computing=_record_operators(_no_preparation, passes(counted)).run_again,
     )
 
 
@@ -544,9 +548,9 @@ def _no_preparation() -> None:
     """Prepare nothing."""
 
 
-def _num_operators(spec: Spec, kept: Kept, part: Callable[[LayerWork], PassWork]) -> int:
+def _num_operators(spec: Spec, kept: ActivationMode, part: Callable[[LayerWork], PassWork]) -> int:
     """Return the number of operators that a clock counts in a part of all layers' work."""
-    derivation = derive(spec.but(activations=ActivationSpec(default=kept)), is_timed=False)
+    derivation = derive(spec.with_fields(activations=ActivationSpec(default=kept)), is_timed=False)
     work = model_work(derivation.spec, derivation.plan, derivation.facts)
     assert work is not None, "only built-in models have layers in tables"
     items = (item for layer in work.layers for item in part(layer))

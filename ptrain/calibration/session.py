@@ -38,15 +38,15 @@ from ptrain.calibration.bench import (
     Rows,
     Work,
     compute,
-    factors_of,
+    count_factor_elements,
 )
-from ptrain.calibration.host import hooks, host
+from ptrain.calibration.host import measure_hooks, measure_host_passes
 from ptrain.calibration.write import (
     SECONDS,
     CalibrationOptions,
     MeasuredPart,
     base_of,
-    conclude,
+    report_rates,
     require_writable,
 )
 from ptrain.codec import encode
@@ -54,12 +54,12 @@ from ptrain.cost import Collective, State
 from ptrain.interpreter.loss import global_norm, scale_down
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
-from ptrain.optimizers.build import TorchRules
+from ptrain.optimizers.build import TorchOptimizerFactory
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.processor import cores
-from ptrain.rooms.comm import Mesh, Registry, all_gather, all_reduce, reduce_scatter
+from ptrain.rooms.comm import Mesh, TagRegistry, all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.queue import keep_freed_memory
-from ptrain.rooms.torch import Tiers, TorchRoom
+from ptrain.rooms.torch import Tiers, TorchRuntime
 from ptrain.rooms.world import World
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.job import OptimizerSpec
@@ -76,15 +76,15 @@ _BYTES = 64 * 2**10  # of the full tensor
 _MAX_SHARED_POINTS = 2  # passes measured if ranks share cores
 
 
-def lateness(bench: Bench, points: Points) -> Rows:
+def measure_lateness(bench: Bench, points: Points) -> Rows:
     """Yield the delay of an all-gather of 64 KiB by computation; it represents every collective."""
     if bench.world.size == 1 or bench.device.type == "cuda":
         return
-    group, registry = dist.group.WORLD, Registry()
+    group, registry = dist.group.WORLD, TagRegistry()
     assert group is not None, "several ranks"
     shard = torch.zeros(_BYTES // 4 // bench.world.size, device=bench.device)
     whole = torch.zeros(shard.numel() * bench.world.size, device=bench.device)
-    layer = Layer(bench.device)
+    layer = RepeatedLayer(bench.device)
 
     def gather() -> None:
         all_gather(whole, shard, group, registry)
@@ -94,8 +94,8 @@ def lateness(bench: Bench, points: Points) -> Rows:
     of_layer = bench.busy_seconds(layer)
     # If ranks share cores, the delay is a small part of the time of many passes, and lost in its
     # spread.
-    passes = points.late[:_MAX_SHARED_POINTS] if bench.is_shared else points.late
-    for times in bench.in_time(passes, least=1):
+    passes = points.late_passes[:_MAX_SHARED_POINTS] if bench.is_shared else points.late_passes
+    for times in bench.iter_in_time(passes, least=1):
         late = bench.meeting_seconds(gather, between=partial(layer, times)) - first
         yield _lateness_row(bench, times * of_layer, late)
 
@@ -105,10 +105,10 @@ def _lateness_row(bench: Bench, computed: float, late: float) -> tuple[tuple[int
 
     Negative delays are kept: a mean of values cut off at zero would be too high.
     """
-    return (round(1e6 * bench.agreed(computed)),), bench.agreed(late)
+    return (round(1e6 * bench.broadcast_value(computed)),), bench.broadcast_value(late)
 
 
-class Layer:
+class RepeatedLayer:
     """A layer's forward and backward passes, as a step has them between two collectives."""
 
     def __init__(self, device: torch.device) -> None:
@@ -129,7 +129,7 @@ _ROUTES = {
 }
 
 
-def copies(bench: Bench, point: tuple[int, Tier]) -> Rows:
+def measure_copies(bench: Bench, point: tuple[int, Tier]) -> Rows:
     """Yield the seconds of copies to a tier and back.
 
     Files are in the system's temporary folder and in the page cache as far as the kernel keeps
@@ -137,14 +137,14 @@ def copies(bench: Bench, point: tuple[int, Tier]) -> Rows:
     """
     size, tier = point
     here = torch.zeros(size // 4, device=bench.device)
-    stored = Tiers(bench.device, Registry()).move(here, tier, State.OPTIMIZER)
+    stored = Tiers(bench.device, TagRegistry()).copy_to_tier(here, tier, State.OPTIMIZER)
     there, back = _ROUTES[tier]
     for copy, target, source in ((there, stored, here), (back, here, stored)):
         yield (copy, size), bench.seconds(partial(target.copy_, source, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class PeerGroup:
     """A group of this rank; the groups of one size partition all ranks.
 
     Attributes:
@@ -158,7 +158,7 @@ class Peers:
     nodes: int
 
 
-def peers_of(world_size: int, ranks_per_node: int, rank: int) -> Iterator[Peers]:
+def peers_of(world_size: int, ranks_per_node: int, rank: int) -> Iterator[PeerGroup]:
     """Yield this rank's groups.
 
     Within a node, there is one group of each size that divides the ranks of a node. Over several
@@ -173,12 +173,12 @@ def peers_of(world_size: int, ranks_per_node: int, rank: int) -> Iterator[Peers]
     divisors = (size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0)
     for size in divisors:
         lines = [list(range(first, first + size)) for first in range(0, world_size, size)]
-        yield Peers(_create_groups(lines, rank), size, 1)
+        yield PeerGroup(_create_groups(lines, rank), size, 1)
     if nodes > 1:
         lines = [list(range(first, world_size, ranks_per_node)) for first in range(ranks_per_node)]
-        yield Peers(_create_groups(lines, rank), nodes, nodes)
+        yield PeerGroup(_create_groups(lines, rank), nodes, nodes)
         if ranks_per_node > 1:
-            yield Peers(_create_groups([list(range(world_size))], rank), world_size, nodes)
+            yield PeerGroup(_create_groups([list(range(world_size))], rank), world_size, nodes)
 
 
 def _create_groups(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
@@ -187,7 +187,7 @@ def _create_groups(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
     return next(group for group, line in zip(groups, lines, strict=True) if rank in line)
 
 
-def collectives(peers: list[Peers], bench: Bench, size: int) -> Rows:
+def measure_collectives(peers: list[PeerGroup], bench: Bench, size: int) -> Rows:
     """Yield the seconds of every group's collectives, and of messages between two neighbours."""
     for known in peers:
         whole = max(1, size // 4 // known.ranks) * known.ranks
@@ -197,7 +197,7 @@ def collectives(peers: list[Peers], bench: Bench, size: int) -> Rows:
         if known is _smallest_group(peers, known.nodes):
             # on a GPU a ring call is a send and a receive in one queue, so half of it is a message
             one_by_one = bench.device.type == "cuda"
-            taken = bench.seconds_beside(
+            taken = bench.added_seconds(
                 partial(_open_messages, known, whole, bench.device), parts=2 if one_by_one else 1
             )
             yield (Collective.SEND, 2, known.nodes, 4 * whole), taken
@@ -213,16 +213,16 @@ def _ends_first(sizes: Sequence[int]) -> Iterator[int]:
     yield from reversed(sizes[1:])
 
 
-def _smallest_group(peers: list[Peers], nodes: int) -> Peers:
+def _smallest_group(peers: list[PeerGroup], nodes: int) -> PeerGroup:
     """Return the smallest group on so many nodes: a pair if the number of ranks is even."""
     return min((known for known in peers if known.nodes == nodes), key=lambda known: known.ranks)
 
 
 def _collective_works(
-    peers: Peers, numel: int, device: torch.device
+    peers: PeerGroup, numel: int, device: torch.device
 ) -> Iterator[tuple[Collective, Callable[[], object]]]:
     """Yield the collectives on a full tensor of `numel` elements."""
-    group, registry = peers.group, Registry()
+    group, registry = peers.group, TagRegistry()
     whole, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
     shard = torch.zeros(numel // peers.ranks, device=device)
     yield Collective.ALL_REDUCE, lambda: all_reduce(whole, group)
@@ -236,7 +236,7 @@ def _collective_works(
 
 
 @contextmanager
-def _open_messages(peers: Peers, numel: int, device: torch.device) -> Iterator[Work]:
+def _open_messages(peers: PeerGroup, numel: int, device: torch.device) -> Iterator[Work]:
     """Open the messages of pipeline stages, which compute while messages are under way.
 
     Each call sends a message to the next rank, and waits for the message that the previous call
@@ -275,11 +275,11 @@ def _open_messages(peers: Peers, numel: int, device: torch.device) -> Iterator[W
 _VALUE = 0.01  # of parameters and gradients; the time does not depend on it
 
 
-def updates(bench: Bench, point: tuple[tuple[int, int], Layout]) -> Rows:
+def measure_updates(bench: Bench, point: tuple[tuple[int, int], Layout]) -> Rows:
     """Yield the seconds of the update of every rule, and of clipping."""
     (elements, tensors), layout = point
     for name, work in _updates_work(layout, elements, tensors, bench.device):
-        yield (name, layout.updated, elements, tensors), bench.busy_seconds(work)
+        yield (name, layout.update_dtype, elements, tensors), bench.busy_seconds(work)
 
 
 def _single_dtype_layouts(points: Points) -> Iterator[Layout]:
@@ -289,7 +289,7 @@ def _single_dtype_layouts(points: Points) -> Iterator[Layout]:
     """
     for layout in LAYOUTS.values():
         is_one = layout.parameters is layout.gradients is layout.moments and not layout.master
-        if is_one and layout.parameters in points.sides:
+        if is_one and layout.parameters in points.side_lengths:
             yield layout
 
 
@@ -297,7 +297,7 @@ def _updates_work(
     layout: Layout, elements: int, tensors: int, device: torch.device
 ) -> Iterator[tuple[str, Work]]:
     """Yield the updates and the clipping of `elements` elements in `tensors` tensors."""
-    dtype, own = TORCH_DTYPES[layout.updated], elements // tensors
+    dtype, own = TORCH_DTYPES[layout.update_dtype], elements // tensors
     mesh = Mesh(CreateMesh(axes=(), degrees=()), World(device=device))
     for rule in FUSED:
         model = nn.ParameterList(
@@ -309,8 +309,8 @@ def _updates_work(
             ParameterWrap(model, ((ROOT,),)).targets(),
             OptimizerSpec(name=rule),
             layout,
-            TorchRoom(mesh, mesh.registry),
-            TorchRules(),
+            TorchRuntime(mesh, mesh.registry),
+            TorchOptimizerFactory(),
         )
         yield rule, lambda update=update: update.step(1e-9)  # type: ignore[misc]
     step = Clip(max_norm=1.0, axes=())
@@ -336,23 +336,23 @@ def _product_points(
     bench: Bench, points: Points
 ) -> Iterator[tuple[DType, ProductShape, torch.Tensor]]:
     """Yield dtype and shape of each product, and a tensor that its factors are taken from."""
-    shapes = points.products()
-    most = max(_COLD_ELEMENTS, *(factors_of(shape) for _, shape in shapes))
+    shapes = points.list_products()
+    most = max(_COLD_ELEMENTS, *(count_factor_elements(shape) for _, shape in shapes))
     numbers = {
         dtype: torch.randn(most, dtype=TORCH_DTYPES[dtype], device=bench.device)
-        for dtype in points.sides
+        for dtype in points.side_lengths
     }
     yield from ((dtype, shape, numbers[dtype]) for dtype, shape in shapes)
 
 
-def products(bench: Bench, point: tuple[DType, ProductShape, torch.Tensor]) -> Rows:
+def measure_products(bench: Bench, point: tuple[DType, ProductShape, torch.Tensor]) -> Rows:
     """Yield the seconds of a product, the mean of its three layouts in a step.
 
     These are the forward product and the gradients of input and weight. Each call takes its factors
     from another place of the tensor.
     """
     dtype, shape, numbers = point
-    size = factors_of(shape)
+    size = count_factor_elements(shape)
     places = range(0, numbers.numel() - size + 1, size)[:_PLACES]
     layouts = [_factor_layouts(shape, numbers[place : place + size]) for place in places]
     works = [tuple(partial(torch.matmul, *pair) for pair in pairs) for pairs in layouts]
@@ -373,7 +373,7 @@ def _factor_layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors
     return (left, turned_right), (left, right), (turned_left, right)
 
 
-def attention(bench: Bench, point: tuple[AttentionShape, DType]) -> Rows:
+def measure_attention(bench: Bench, point: tuple[AttentionShape, DType]) -> Rows:
     """Yield the seconds of forward and of backward of causal attention."""
     shape, dtype = point
     samples, heads, tokens, features = shape
@@ -400,7 +400,7 @@ def attention(bench: Bench, point: tuple[AttentionShape, DType]) -> Rows:
         yield row, bench.busy_seconds(_rotate_places([(work,)], _COLD_ELEMENTS // query.numel()))
 
 
-def memory_bound(bench: Bench, point: tuple[int, DType]) -> Rows:
+def measure_memory_bound(bench: Bench, point: tuple[int, DType]) -> Rows:
     """Yield the seconds of each kind of operator by the bytes that it reads and writes."""
     size, dtype = point
     num_places = min(_PLACES, max(1, _COLD_BYTES // size))
@@ -465,48 +465,48 @@ def _memory_bound_works(size: int, dtype: torch.dtype, device: torch.device) -> 
 # because their fewest points take longest: when they came first, tables of computation got only
 # their smallest points on a slow machine.
 _BENCHES = {
-    "host": Benchmark(table="hooks", share=0.04, rows=host),
+    "host": Benchmark(table="hooks", share=0.04, rows=measure_host_passes),
     "updates": Benchmark(
         table="updates",
         share=0.04,
         points=lambda _, points: product(points.updates, [*_single_dtype_layouts(points)]),
         least=8,  # with two layouts, four of each; some have several tensors
-        rows=updates,
+        rows=measure_updates,
     ),
     "copies": Benchmark(
         table="copies",
         share=0.01,
-        points=lambda _, points: product(points.copied, _ROUTES),
+        points=lambda _, points: product(points.copy_sizes, _ROUTES),
         least=4,
-        rows=copies,
+        rows=measure_copies,
     ),
     "operators": Benchmark(
         table="operators",
         share=0.15,
         points=lambda _, points: points.operator_sizes(),
         least=6,  # three sizes of each dtype: bytes, not dispatch, decide the time of the third
-        rows=memory_bound,
+        rows=measure_memory_bound,
     ),
     "attention": Benchmark(
         table="attention",
         share=0.08,
-        points=lambda _, points: product(points.attention, points.sides),
+        points=lambda _, points: product(points.attention, points.side_lengths),
         least=4,
-        rows=attention,
+        rows=measure_attention,
     ),
     "products": Benchmark(
         table="products",
         share=0.2,
         points=_product_points,
         least=8,  # all dtypes together: a roofline needs two of each at least
-        rows=products,
+        rows=measure_products,
     ),
-    "hooks": Benchmark(table="hooks", share=0.13, rows=hooks),
-    "lateness": Benchmark(table="lateness", share=0.06, rows=lateness),
+    "hooks": Benchmark(table="hooks", share=0.13, rows=measure_hooks),
+    "lateness": Benchmark(table="lateness", share=0.06, rows=measure_lateness),
 }
 
 
-def run(options: CalibrationOptions) -> int:
+def run_rank(options: CalibrationOptions) -> int:
     """Measure as one rank, and write or print the result; return the exit code."""
     world = World.join(device=options.device)
     if world.device.type == "cpu":
@@ -515,17 +515,17 @@ def run(options: CalibrationOptions) -> int:
     if options.part is None and world.is_first:
         require_writable(options)
         base_of(options)
-    part = measured(world, environment.num_ranks_of_node() or world.size, options)
+    part = measure_tables(world, environment.num_ranks_of_node() or world.size, options)
     world.close()
     if part is None:
         return 0
     if options.part is not None:
         write_json(options.part, encode(part))
         return 0
-    return conclude([part], options)
+    return report_rates([part], options)
 
 
-def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredPart | None:
+def measure_tables(world: World, local: int, options: CalibrationOptions) -> MeasuredPart | None:
     """Measure all tables with the other ranks of this world, `local` of them on this node.
 
     The largest points come last, since they are left out if time is short.
@@ -544,15 +544,15 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
         benches["collectives"] = Benchmark(
             table="collectives",
             share=0.35,
-            points=lambda _, points: _ends_first(points.sent),
+            points=lambda _, points: _ends_first(points.collective_sizes),
             least=3,
-            rows=partial(collectives, peers),
+            rows=partial(measure_collectives, peers),
         )
     tables: dict[str, dict[tuple[Any, ...], float]] = {}
     shares = [known.share for known in benches.values()]
     for (name, known), until in zip(benches.items(), accumulate(shares), strict=True):
-        bench.begin(name, until / sum(shares))
-        for key, taken in known.measured(bench, points):
+        bench.begin_table(name, until / sum(shares))
+        for key, taken in known.measure_rows(bench, points):
             plain = tuple(str(cell) if isinstance(cell, str) else cell for cell in key)
             # differences can be zero or negative, but rates must be positive
             tables.setdefault(known.table, {})[plain] = max(taken, 1e-9)

@@ -28,11 +28,11 @@ from ptrain.installed import versions
 from ptrain.processor import cores, gpus, physical_memory
 from ptrain.rates.pace import bus_factor
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Leaf, keys
+from ptrain.spec.leaf import Leaf, section_keys
 from ptrain.spec.load import load
 from ptrain.spec.rates import CALIBRATED, Rates
 from ptrain.spec.text import read
-from ptrain.spec.write import section, to_yaml
+from ptrain.spec.write import section_mapping, to_yaml
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder, write_text
 from ptrain.train.launch import launch_ranks
@@ -89,7 +89,7 @@ def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
     )
 
 
-def parse(argv: Sequence[str]) -> CalibrationOptions:
+def parse_options(argv: Sequence[str]) -> CalibrationOptions:
     """Parse the arguments of `ptrain calibrate`."""
     parser = argparse.ArgumentParser(prog="ptrain calibrate", allow_abbrev=False)
     add_arguments(parser, "calibrate")
@@ -172,13 +172,13 @@ def busy_cores() -> float:
     """
     if not _STAT.exists():
         return os.getloadavg()[0]
-    before = _ticks()
+    before = _read_cpu_ticks()
     time.sleep(_LOOK)
-    busy, idle = (after - first for after, first in zip(_ticks(), before, strict=True))
+    busy, idle = (after - first for after, first in zip(_read_cpu_ticks(), before, strict=True))
     return cores() * busy / max(1, busy + idle)
 
 
-def _ticks() -> tuple[int, int]:
+def _read_cpu_ticks() -> tuple[int, int]:
     """Return the busy and idle ticks of all cores; waiting for a disk counts as idle."""
     # user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user
     first = _STAT.read_text(encoding="ascii").splitlines()[0].split()[1:9]
@@ -235,7 +235,7 @@ def require_writable(options: CalibrationOptions) -> None:
 def _rates_source(path: Path) -> str:
     """Return the source of a file's rates, "" if it is not a cluster file."""
     try:
-        return str(read(path).at(("rates", "source")))
+        return str(read(path).value_at(("rates", "source")))
     except SpecError:
         return ""
 
@@ -245,7 +245,7 @@ def _describe_existing(path: Path) -> str:
     if not path.exists():
         return ""
     try:
-        date = read(path).at(("rates", "date"))
+        date = read(path).value_at(("rates", "date"))
     except SpecError:
         date = None
     return f"the rates of {date} in" if date else "the content of"
@@ -268,7 +268,7 @@ def base_of(options: CalibrationOptions) -> Cluster | None:
     return load(mapping).spec.cluster
 
 
-def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
+def report_rates(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     """Print the rates, and write them unless the measurements differ too much; return 0.
 
     Raises:
@@ -283,9 +283,9 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     is_written = widest <= MOST_SPREAD or options.force
     replaced = f"replaced {dated}" if (dated := _describe_existing(options.out)) else "wrote"
     if is_written:
-        write(cluster, options.out)
+        write_cluster(cluster, options.out)
     if options.json:
-        print(json.dumps(section(cluster.rates)))
+        print(json.dumps(section_mapping(cluster.rates)))
     else:
         print(*_table_lines(parts, cluster.rates), sep="\n")
     if not is_written:
@@ -300,7 +300,7 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     return 0
 
 
-def write(cluster: Cluster, path: Path) -> None:
+def write_cluster(cluster: Cluster, path: Path) -> None:
     """Write a cluster file.
 
     Raises:
@@ -308,7 +308,7 @@ def write(cluster: Cluster, path: Path) -> None:
     """
     head = "# Measured by `ptrain calibrate`.\n"
     try:
-        write_text(path, head + to_yaml(section(cluster)))
+        write_text(path, head + to_yaml(section_mapping(cluster)))
     except OSError as error:
         raise refused("--out", f"{path} is not writable: {error.strerror}") from None
 
@@ -342,9 +342,9 @@ def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rate
     }
     checked: dict[str, Any] = {}
     for key, value in written.items():
-        leaf = keys(Rates)[key][1]
+        leaf = section_keys(Rates)[key][1]
         assert isinstance(leaf, Leaf), "the value is a table or a string"
-        checked[key] = leaf.take(value)
+        checked[key] = leaf.parse(value)
     return Rates(**checked)
 
 
@@ -424,7 +424,7 @@ def _table_lines(parts: Sequence[MeasuredPart], rates: Rates) -> Iterable[str]:
         yield (
             "the largest points of some tables were not measured for lack of time; raise --seconds"
         )
-    for key, rows in section(rates).items():
+    for key, rows in section_mapping(rates).items():
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             yield f"\n{key}"
             number = len(parts)
@@ -451,7 +451,7 @@ def calibrate(options: CalibrationOptions) -> int:
     if base is not None and options.device == "auto" and base.kind is not None:
         options = replace(options, device=base.kind)
     if not options.force:
-        _require_quiet()
+        _require_idle_machine()
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # kept with its logs if `launch` raises
     parts: list[MeasuredPart] = []
     numbers = options.ranks or _default_ranks(options)
@@ -461,7 +461,7 @@ def calibrate(options: CalibrationOptions) -> int:
         (part.parent / "logs").mkdir(mode=0o700, parents=True)
         code = launch_ranks(
             to_argv(
-                replace(options, part=part, until=_until(numbers[place:], until), cluster=None)
+                replace(options, part=part, until=_next_end(numbers[place:], until), cluster=None)
             ),
             num_ranks=number,
             folder=RunFolder(part.parent),
@@ -472,7 +472,7 @@ def calibrate(options: CalibrationOptions) -> int:
             return code
         parts.append(decode(json.loads(part.read_text(encoding="utf-8")), MeasuredPart))
     shutil.rmtree(folder)
-    return conclude(parts, options)
+    return report_rates(parts, options)
 
 
 def _default_ranks(options: CalibrationOptions) -> tuple[int, ...]:
@@ -481,7 +481,7 @@ def _default_ranks(options: CalibrationOptions) -> tuple[int, ...]:
     return (number,) if number else _PROCESSORS
 
 
-def _until(numbers: tuple[int, ...], end: float) -> float:
+def _next_end(numbers: tuple[int, ...], end: float) -> float:
     """Return the end time of the first of the remaining numbers of ranks.
 
     A single rank has no collectives, and ranks that share cores need longer for the same points.
@@ -492,7 +492,7 @@ def _until(numbers: tuple[int, ...], end: float) -> float:
     return now + (end - now) * weights[0] / sum(weights) - _ENDING
 
 
-def _require_quiet() -> None:
+def _require_idle_machine() -> None:
     """Require that other processes use at most `_BUSY` of the cores.
 
     Raises:

@@ -327,7 +327,7 @@ def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind
         sheet.texts.append(Label(text=str(time), x=x, y=top + 10, size=SMALL, align="center"))
     sheet.height += 10 + SMALL
     cost = StageCost()
-    units = ", ".join(f"{kind} = {cost.of(kind):g}" for kind in kinds)
+    units = ", ".join(f"{kind} = {cost.duration(kind):g}" for kind in kinds)
     sheet.write(
         [Label(text=f"time in units of one forward pass ({units})", x=scale.left, y=0, size=HEAD)]
     )

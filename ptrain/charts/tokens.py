@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from ptrain.axes.context.attention import MetBlock, Span, all_spans, blocks_of, source_at
+from ptrain.axes.context.attention import ScoreBlock, Span, all_spans, blocks_of, source_at
 from ptrain.axes.context.draw import balance_text, kind_text
 from ptrain.charts.sheet import (
     EDGE,
@@ -177,7 +177,7 @@ def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
 
 
 def _block_rectangles(
-    block: MetBlock, left: float, top: float, unit: float, colour: str
+    block: ScoreBlock, left: float, top: float, unit: float, colour: str
 ) -> Iterator[Rectangle]:
     """Yield the rectangles of a block: one, or steps along the diagonal if the block is causal.
 
@@ -208,7 +208,7 @@ def _block_rectangles(
 
 
 def _hop_label(
-    block: MetBlock, left: float, top: float, unit: float, colour: str
+    block: ScoreBlock, left: float, top: float, unit: float, colour: str
 ) -> Iterator[Label]:
     """Yield the number of a block's hop, if it fits."""
     size, text = SMALL, str(block.hop)
@@ -249,7 +249,7 @@ def _add_hops(sheet: Sheet, step: ContextParallel, left: float) -> None:
     hops = 1 if step.gathers else step.ring
     row = min(_ROW, max(_LEAST_ROW, _TALLEST / step.ring))
     scores = [
-        summed((block.source, block.scores) for block in blocks_of(step, place))
+        summed((block.source, block.num_scores) for block in blocks_of(step, place))
         for place in range(step.ring)
     ]
     most = max(number for by_source in scores for number in by_source.values())

@@ -11,7 +11,7 @@ from typing import NoReturn
 from ptrain.cli.main import VERBS
 from ptrain.commands import COMMANDS, add_arguments
 from ptrain.errors import PtrainError
-from ptrain.spec.names import names
+from ptrain.spec.names import load_names
 
 # Options of launchers and other tools that set the number of ranks.
 _RANKS = {"nproc", "nproc_per_node", "num_processes", "num_gpus", "gpus", "ranks", "world_size"}
@@ -107,22 +107,22 @@ def _suggest_option(verb: str, word: str, following: str) -> str:
         following: The next argument, which may be the option's value.
     """
     from ptrain.spec.check import for_foreign, of_any_section
-    from ptrain.spec.schema import reference
-    from ptrain.spec.slips import NEAR, close
+    from ptrain.spec.schema import iter_key_rows
+    from ptrain.spec.slips import NEAR, closest_word
 
     name, _, value = word.partition("=")
     key = name.lstrip("-").replace("-", "_")
     value = value or ("" if following.startswith("-") else following)
     options = tuple(option_names(verb))
     # A nearly exact option comes before keys: `--step` means --steps, not a key named step.
-    if near := close(name, options, cutoff=_ALMOST):
+    if near := closest_word(name, options, cutoff=_ALMOST):
         return f"Did you mean `{near}`?"
     with_keys = "key=value" in " ".join(COMMANDS[verb].usage)
     if with_keys and key in _RANKS:
         number = value if value.isdecimal() else "N"
         return f"The number of ranks is the mesh: use `mesh.dp_shard={number}`."
     if with_keys:
-        keys = [row.place for row in reference() if not row.is_section]
+        keys = [row.place for row in iter_key_rows() if not row.is_section]
         meant = [place for place in keys if place in (f"{key}.preset", key)]
         meant = meant or [place for place in keys if place.rpartition(".")[2] == key]
         if meant:
@@ -134,7 +134,7 @@ def _suggest_option(verb: str, word: str, following: str) -> str:
             return answer
         if answer := of_any_section(key):
             return f"{answer[0].upper()}{answer[1:]}"
-    if near := close(name, options, cutoff=NEAR):
+    if near := closest_word(name, options, cutoff=NEAR):
         return f"Did you mean `{near}`?"
     if others := [f"`ptrain {other}`" for other in COMMANDS if name in option_names(other)]:
         return f"{name} is an option of {', '.join(others)}."
@@ -160,5 +160,5 @@ def print_json(record: Mapping[str, object] | Sequence[Mapping[str, object]]) ->
 
 def missing_spec(command: str) -> PtrainError:
     """Return the error of a command without a SPEC."""
-    text = f"ptrain {command}: SPEC is missing. Try `ptrain {command} {names().default}`."
+    text = f"ptrain {command}: SPEC is missing. Try `ptrain {command} {load_names().default}`."
     return PtrainError(f"{text} `ptrain specs` lists all names.")

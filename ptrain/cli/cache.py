@@ -24,7 +24,7 @@ def run(args: Namespace) -> int:
         else:
             print("The cache is off (PTRAIN_CACHE=off).")
         return 0
-    files = cache.files()
+    files = cache.cached_files()
     try:
         size = sum(path.stat().st_size for path in files)
         for path in files if args.clear else ():
@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(
             {
-                "folder": str(cache.folder()),
+                "folder": str(cache.cache_folder()),
                 "traces": len(files),
                 "bytes": size,
                 "cleared": args.clear,
@@ -45,5 +45,5 @@ def run(args: Namespace) -> int:
     else:
         what = "removed" if args.clear else "kept"
         number = f"{len(files)} trace{'s' * (len(files) != 1)}"
-        print(f"{cache.folder()}: {number}, {format_bytes(size)}, {what}")
+        print(f"{cache.cache_folder()}: {number}, {format_bytes(size)}, {what}")
     return 0

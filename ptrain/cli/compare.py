@@ -26,7 +26,7 @@ from ptrain.report.comparison import (
 from ptrain.report.recorded import RecordedTraining, read_trainings
 from ptrain.report.screen import next_line, print_screen
 from ptrain.spec.load import split_arguments
-from ptrain.spec.names import SPEC_FOLDERS, listing
+from ptrain.spec.names import SPEC_FOLDERS, list_files
 from ptrain.train.folder import RunFolder
 
 _SPECS = (".yaml", ".yml")
@@ -87,7 +87,7 @@ def _records_file(source: str) -> Path | None:
         summary = RunFolder(path).summary
         if summary.is_file():
             return summary
-        if source not in listing(*SPEC_FOLDERS):
+        if source not in list_files(*SPEC_FOLDERS):
             raise refused(
                 source,
                 f"the folder has no {summary.name}, so it is not a finished run",
@@ -97,7 +97,7 @@ def _records_file(source: str) -> Path | None:
     if path.suffix == ".json" and not path.is_file():
         raise refused(source, "no such file", f"Name {_SIDES}.")
     # A built-in spec's name wins over a file of the same name.
-    is_spec = path.suffix in _SPECS or source in listing(*SPEC_FOLDERS)
+    is_spec = path.suffix in _SPECS or source in list_files(*SPEC_FOLDERS)
     # A pipe of the shell, `<(ptrain predict … --json)`, exists but is not a file.
     return path if path.exists() and not is_spec else None
 

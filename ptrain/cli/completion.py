@@ -15,7 +15,7 @@ from typing import Any
 from ptrain.cli.arguments import option_names
 from ptrain.cli.main import VERBS
 from ptrain.commands import COMMANDS
-from ptrain.spec.names import SPEC_FOLDERS, listing, root
+from ptrain.spec.names import SPEC_FOLDERS, list_files, specs_folder
 
 Rule = tuple[Sequence[str], Sequence[str]]  # patterns, words
 
@@ -115,13 +115,15 @@ def _fish_clause(rule: Rule) -> str:
 def _completion_rules() -> Iterator[Rule]:
     """Yield the rules, the most specific first."""
     specs, models, clusters = (
-        list(listing(*folders)) for folders in (SPEC_FOLDERS, ("models",), ("clusters",))
+        list(list_files(*folders)) for folders in (SPEC_FOLDERS, ("models",), ("clusters",))
     )
     pairs = dict(
-        keys_of_schema(json.loads((root() / "ptrain.schema.json").read_text(encoding="utf-8")))
+        keys_of_schema(
+            json.loads((specs_folder() / "ptrain.schema.json").read_text(encoding="utf-8"))
+        )
     )
     pairs |= {"model.preset": models, "cluster.preset": clusters}
-    pairs |= {key: [*listing("strategies")] for key in pairs if _is_placement(key)}
+    pairs |= {key: [*list_files("strategies")] for key in pairs if _is_placement(key)}
     keys = [f"{key}=" for key in pairs]
     values = [f"{key}={word}" for key, words in pairs.items() for word in words]
     # The first matching pattern wins, so options with values come before the rules of commands.

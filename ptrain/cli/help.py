@@ -29,8 +29,8 @@ from rich.theme import Theme
 from ptrain.cli.arguments import CommandParser
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
-from ptrain.spec.names import SPEC_FOLDERS, listing
-from ptrain.spec.schema import reference
+from ptrain.spec.names import SPEC_FOLDERS, list_files
+from ptrain.spec.schema import iter_key_rows
 
 # In reading order. README links to each page.
 PAGES = (
@@ -176,14 +176,16 @@ def _topic_text(word: str) -> str:
         parts.append(f"Next: ptrain {topic} --help")
     if not section:
         if not (hits or rows):
-            raise PtrainError(_unknown_topic(word, (*topics, *(row.place for row in reference()))))
+            raise PtrainError(
+                _unknown_topic(word, (*topics, *(row.place for row in iter_key_rows())))
+            )
         size = max(map(len, hits), default=0)
         room = width - size - 4
         lines = [
             f"  {name:<{size}}  {textwrap.shorten(line, room, placeholder=' …')}"
             for name, line in hits.items()
         ]
-        is_spec = word in listing(*SPEC_FOLDERS)
+        is_spec = word in list_files(*SPEC_FOLDERS)
         command = f"specs show {word}" if is_spec else f"help {next(iter(hits), '')}"
         parts += ["\n".join(lines), f"Next: ptrain {command}"] if hits else []
     return "\n\n".join(parts)

@@ -164,9 +164,9 @@ def _require_torch() -> None:
 
 def _unknown_command(word: str) -> str:
     """Return the message for an unknown command, with a suggestion."""
-    from ptrain.spec.leaf import nearest
+    from ptrain.spec.leaf import find_similar
 
-    meant = _OTHER_WORDS.get(word) or nearest(word, tuple(VERBS))
+    meant = _OTHER_WORDS.get(word) or find_similar(word, tuple(VERBS))
     hint = f"Did you mean `{meant}`?" if meant else "`ptrain --help` lists the commands."
     if word.startswith("-"):
         hint = f"Options follow the command: `ptrain COMMAND {word}`."

@@ -20,8 +20,8 @@ from ptrain.cli.predict import load_facts
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import refused
 from ptrain.plan.composition import all_conditions
-from ptrain.plan.lower import own_facts
-from ptrain.plan.show import show as plan_text
+from ptrain.plan.lower import built_in_facts
+from ptrain.plan.show import format_plan as plan_text
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import batch_lines
@@ -114,5 +114,5 @@ def _derive_source(
     """
     spec = resolve_auto(load(source, overrides))
     is_of_shape = isinstance(spec.model, ModelShape) and spec.data.function is None
-    facts = own_facts(spec) if is_of_shape else load_facts(spec, allow_import=allow_import)
+    facts = built_in_facts(spec) if is_of_shape else load_facts(spec, allow_import=allow_import)
     return spec, derive(spec, facts, is_timed=False)

@@ -16,8 +16,7 @@ import ptrain
 from ptrain.axes.context.draw import balance_rows
 from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.codec import encode
-from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
-from ptrain.derivation.throughput import step_tokens
+from ptrain.derivation.estimate import Derivation, derive, facts_from_shape, step_tokens
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
@@ -32,8 +31,8 @@ from ptrain.report.predict import (
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.selection.preflight import Variant
 from ptrain.selection.recompute import resolve_auto, useless_modes
-from ptrain.spec.load import load, split_arguments, sweeps
-from ptrain.spec.names import listing
+from ptrain.spec.load import expand_sweeps, load, split_arguments
+from ptrain.spec.names import list_files
 from ptrain.spec.spec import Spec
 
 # The job of a model name: FSDP2 with bf16 mixed precision, no recomputation, and about
@@ -53,16 +52,16 @@ def _simulate_reserved(
         return ReservedMemory(
             lines=("", f"{label}: nothing is reserved: not for GPUs"), record=None
         )
-    from ptrain.derivation.workspaces import workspaces
+    from ptrain.derivation.kernels import workspaces
     from ptrain.installed import require_torch
 
     require_torch()
     from ptrain.report.reserved import reserved_lines
-    from ptrain.simulation.choice import chosen
+    from ptrain.simulation.choice import choose_ranks
     from ptrain.simulation.execute import simulate
 
-    rank = chosen(spec, derivation.exact)[-1]  # the last one has the highest predicted peak
-    segments = simulate(spec, rank, allow_import=allow_import).reserved(spec)
+    rank = choose_ranks(spec, derivation.exact)[-1]  # the last one has the highest predicted peak
+    segments = simulate(spec, rank, allow_import=allow_import).reserved_memory(spec)
     internal = workspaces(spec)
     description = (
         f"{label}: rank {rank} of {spec.world_size}, the first of those predicted to need most, "
@@ -81,7 +80,7 @@ def _simulate_reserved(
 def run(args: Namespace) -> int:
     """Print one spec's figures, the differences of two, or a row for each of several; return 0."""
     sources, overrides, model = _resolve_sources(args)
-    is_sweep = len(list(sweeps(overrides))) > 1
+    is_sweep = len(list(expand_sweeps(overrides))) > 1
     is_table = bool(args.csv or args.chart or args.sort)
     if args.timeline and is_table:
         raise refused(
@@ -141,7 +140,7 @@ def run(args: Namespace) -> int:
 def _is_model(source: str, args: Namespace) -> bool:
     """Return True if a word names a model. Files are read only if `--cluster` is given."""
     if args.cluster is None:
-        return source in listing("models")
+        return source in list_files("models")
     from ptrain.selection.job import is_model
 
     return is_model(source)
@@ -214,9 +213,9 @@ def load_facts(
     """
     if (facts := facts_from_shape(spec)) is not None:
         return facts
-    from ptrain.facts.cache import kept
+    from ptrain.facts.cache import read_or_cache
 
-    return kept(
+    return read_or_cache(
         spec,
         lambda: ptrain.read_facts(
             spec,

@@ -20,7 +20,7 @@ from ptrain.cli.predict import load_facts
 from ptrain.cli.progress import show_progress
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.report.reasons import advice_lines, advice_record, parse_thresholds
 from ptrain.report.screen import next_line, print_screen
 from ptrain.report.selection import TOP, as_csv, as_record, as_spec, placement_text, selection_text
@@ -129,7 +129,9 @@ def _ask_algorithm1(selection: PlacementRanking, args: Namespace) -> Answer:
     """Return the answer of the paper's Algorithm 1 for the job that was searched."""
     base = selection.job.base
     assert base.cluster is not None, "a job that is searched for has a cluster"
-    required = requirements(own_facts(selection.job.sized), base.cluster, selection.job.devices)
+    required = requirements(
+        built_in_facts(selection.job.sized), base.cluster, selection.job.devices
+    )
     return algorithm1(required, parse_thresholds(args.thresholds))
 
 

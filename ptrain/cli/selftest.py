@@ -24,16 +24,16 @@ from statistics import median
 from typing import Any
 
 from ptrain.cli.progress import show_progress
-from ptrain.derivation.throughput import step_tokens, token_operations
+from ptrain.derivation.estimate import step_tokens, token_operations
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.installed import require_torch, versions
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.processor import cores, shares_gpus
 from ptrain.report.screen import next_line, print_screen
 from ptrain.report.table import Importance, TableColumn, name_column, render_table
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import listing, names
+from ptrain.spec.names import list_files, load_names
 from ptrain.spec.spec import Spec
 from ptrain.train.notebook import Run, load_trainable, run_command
 from ptrain.train.notebook import run as train
@@ -209,7 +209,7 @@ def run(args: Namespace) -> int:
             f"Use `--ranks {available}`, or set PTRAIN_SHARE_GPUS=1 to let ranks share a GPU.",
         )
     specs, left_out = _select_specs(
-        ranks, device, names().kinds if args.brief else listing(*_FOLDERS)
+        ranks, device, load_names().kinds if args.brief else list_files(*_FOLDERS)
     )
     page = Page(
         path=args.out or Path(f"selftest_{datetime.now(UTC):%Y-%m-%d_%H%M}.md"),
@@ -321,7 +321,7 @@ def _test_spec(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> SpecR
         holds=holds,
         seconds=time.monotonic() - start,
         difference=loss_difference,
-        limit=_LIMITS[spec.precision.effective.parameters.itemsize],
+        limit=_LIMITS[spec.precision.effective_layout.parameters.itemsize],
         error=error,
     )
 
@@ -387,7 +387,7 @@ def size_spec(size: Sequence[str], ranks: int, cluster: Path | str) -> Spec:
         f"batch.global={samples}", f"mesh.dp_shard={ranks}", "precision.layout=fsdp-mixed",
         f"cluster={{preset: {cluster}}}", "device=cuda",
     )  # fmt: skip
-    return load(names().default, words).spec
+    return load(load_names().default, words).spec
 
 
 def _size_row(size: Sequence[str], ranks: int, cluster: Path, folder: Path) -> tuple[str, ...]:
@@ -405,7 +405,7 @@ def _size_row(size: Sequence[str], ranks: int, cluster: Path, folder: Path) -> t
     spec = size_spec(size, ranks, cluster)
     ran = _train_in_new_folder(spec, folder)
     seconds = median(line["seconds"] for line in ran.metrics[_SETTLED:])
-    facts, shape = own_facts(spec), spec.model
+    facts, shape = built_in_facts(spec), spec.model
     assert isinstance(shape, ModelShape), "presets are built-in models"
     tokens = (step_tokens(spec, facts) or 0) / seconds / ranks
     operations = token_operations(shape, facts, spec.batch.sequence, is_causal=False)

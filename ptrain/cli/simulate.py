@@ -21,7 +21,7 @@ from ptrain.cli.progress import show_progress
 from ptrain.codec import encode
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.derivation.workspaces import workspaces
+from ptrain.derivation.kernels import workspaces
 from ptrain.errors import refused
 from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
@@ -32,10 +32,10 @@ from ptrain.report.simulation import GARBAGE, RankReport, simulation_screen
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
 from ptrain.selection.recompute import resolve_auto
-from ptrain.simulation.choice import chosen, classes, require_ranks
-from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
+from ptrain.simulation.choice import choose_ranks, rank_classes, require_ranks
+from ptrain.simulation.execute import SimulatedRank, rehearsal_device, simulate
 from ptrain.spec.batch import batch_lines
-from ptrain.spec.load import load, split_arguments, sweeps
+from ptrain.spec.load import expand_sweeps, load, split_arguments
 from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
 
@@ -51,20 +51,27 @@ def run(args: Namespace) -> int:
     if not sources:
         raise missing_spec("simulate")
     specs = [
-        resolve_auto(load(source, choice)) for source in sources for choice in sweeps(overrides)
+        resolve_auto(load(source, choice))
+        for source in sources
+        for choice in expand_sweeps(overrides)
     ]
     if chart and len(specs) > 1:
         raise refused("--chart", f"draws one spec; got {len(specs)}", "Name one spec.")
     for spec in specs:
         require_ranks(spec, args.rank)
-    lacking = pretence.lacking() or "specs for several kinds of GPU, or from a pipe: one file each"
+    lacking = (
+        pretence.missing_requirement()
+        or "specs for several kinds of GPU, or from a pipe: one file each"
+    )
     are_files = all(Path(source).is_file() or not Path(source).exists() for source in sources)
     # A new process pretends to have the GPUs, so that torch selects CUDA's kernels. It reads the
     # specs again, which is not possible for a pipe.
     if not args.rehearse and are_files and (sm := _gpu_capability(specs)):
         try:
-            return pretence.run(["-m", "ptrain", "simulate", *_typed_arguments(args)], sm)
-        except pretence.Uncompiled as error:
+            return pretence.run_with_simulated_gpu(
+                ["-m", "ptrain", "simulate", *_typed_arguments(args)], sm
+            )
+        except pretence.StubsNotCompiled as error:
             lacking = str(error)
     records = []
     for spec in specs:
@@ -90,7 +97,7 @@ def _gpu_capability(specs: list[Spec]) -> int | None:
     """
     for_gpus = [spec for spec in specs if spec.is_for_cuda]
     capabilities = {spec.sm for spec in for_gpus}
-    if len(capabilities) != 1 or pretence.is_on() or pretence.lacking():
+    if len(capabilities) != 1 or pretence.is_on() or pretence.missing_requirement():
         return None
     return capabilities.pop()
 
@@ -107,7 +114,7 @@ def _typed_arguments(args: Namespace) -> list[str]:
     return [*args.arguments, *ranks, *chart, *(name for name, is_on in flags.items() if is_on)]
 
 
-def _kernels_sentence(spec: Spec, simulated: Simulated, lacking: str) -> str:
+def _kernels_sentence(spec: Spec, simulated: SimulatedRank, lacking: str) -> str:
     """Return a sentence on the kernels that were simulated; empty for a spec that is not for GPUs.
 
     Args:
@@ -119,7 +126,7 @@ def _kernels_sentence(spec: Spec, simulated: Simulated, lacking: str) -> str:
         return ""
     if pretence.is_on():
         attention = ", ".join(simulated.run.attention) or "attention operator by operator"
-        sm, torch = pretence.capability(), torch_minor()
+        sm, torch = pretence.compute_capability(), torch_minor()
         confirmed_by = "an H100" if (sm, torch) == _CONFIRMED else "no GPU"
         return f"CUDA's for sm {sm} and torch {torch}, which {confirmed_by} confirmed: {attention}"
     if spec.sm is None:
@@ -160,11 +167,11 @@ def _simulate_ranks(
         is_quiet=args.json,
     )
     derivation = derive(spec, facts)
-    equal_ranks = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
+    equal_ranks = {rank: ranks for ranks in rank_classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
         lines = batch_lines(spec.batch, spec.data_degree)
         print_screen(heading(spec, facts.numel), *lines)
-    ranks = chosen(spec, derivation.exact, args.rank)
+    ranks = choose_ranks(spec, derivation.exact, args.rank)
     for number, rank in enumerate(ranks):
         with show_progress(f"simulating rank {rank} of {spec.world_size}") as step:
             step(number, len(ranks))
@@ -181,11 +188,11 @@ def _simulate_ranks(
             alike=equal_ranks[rank],
             exact=derivation.exact.of_rank(rank),
             simulated=simulated.estimate,
-            course=simulated.course,
+            course=simulated.memory_history,
             seconds=simulated.seconds,
             replayed=simulated.replayed,
             kernels=_kernels_sentence(spec, simulated, lacking) if not args.rehearse else "",
-            reserved=simulated.reserved(spec) if not args.rehearse else {},
+            reserved=simulated.reserved_memory(spec) if not args.rehearse else {},
             workspaces=workspaces(spec) if not args.rehearse else (),
         )
         if not args.json:

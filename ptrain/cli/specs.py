@@ -15,7 +15,7 @@ from ptrain.report.printed import minimal_spec
 from ptrain.report.screen import next_line, print_screen, screen_width
 from ptrain.report.table import Importance, TableColumn, name_column, render_table
 from ptrain.spec.load import expand, load
-from ptrain.spec.names import SPEC_FOLDERS, listing, names
+from ptrain.spec.names import SPEC_FOLDERS, list_files, load_names
 from ptrain.spec.text import read
 
 Row = dict[str, object]
@@ -46,7 +46,7 @@ def _list_specs(*, as_json: bool) -> None:
     """Print all built-in specs, models, clusters and aliases."""
     rows = [_spec_row(folder, path) for folder in SPEC_FOLDERS for path in _folder_files(folder)]
     rows += [_preset_row(folder, path) for folder in _PRESETS for path in _folder_files(folder)]
-    all_names = names()
+    all_names = load_names()
     if as_json:
         print(json.dumps({"specs": rows, "aliases": all_names.aliases}))
         return
@@ -61,7 +61,7 @@ def _list_specs(*, as_json: bool) -> None:
 
 def _folder_files(folder: str) -> list[Path]:
     """Return the files of a folder of specs or presets."""
-    return list(listing(folder).values())
+    return list(list_files(folder).values())
 
 
 def _spec_row(folder: str, path: Path) -> Row:
@@ -110,7 +110,7 @@ def _placement_text(row: Row) -> str:
 
 def _show_spec(name: str, overrides: list[str], *, as_json: bool) -> None:
     """Print one spec or preset. A preset without overrides is printed as its file."""
-    preset = listing(*_PRESETS).get(name)
+    preset = list_files(*_PRESETS).get(name)
     if preset and not overrides:
         print(
             json.dumps(read(preset).root)

@@ -24,7 +24,7 @@ from ptrain.report.predict import Prediction, require_cuda
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.report.step_time import critical_path
 from ptrain.report.sweep import SweepPoint, as_csv, fastest_that_fits, sort_points, sweep_table
-from ptrain.spec.load import followers, sweeps
+from ptrain.spec.load import expand_sweeps, find_mesh_followers
 
 _OPTION = "--timeline"
 _LISTS = "ptrain specs"
@@ -60,7 +60,7 @@ def run_sweep(
         SpecError: With the faults of all points, if no point is valid.
     """
     chart = chart_file(args.chart)
-    choices = len(list(sweeps(overrides))) * len(sources)
+    choices = len(list(expand_sweeps(overrides))) * len(sources)
     points: list[SweepPoint] = []
     with show_progress("predicting") as step:
         for source in sources:
@@ -100,7 +100,7 @@ def _predict_points(
         predict: Predicts one point.
         is_named: Labels contain the source, because there are several.
     """
-    choices = list(sweeps(overrides))
+    choices = list(expand_sweeps(overrides))
     if len(choices) == 1:
         prediction = predict(source, choices[0])
         yield SweepPoint(label=prediction.label, prediction=prediction)
@@ -109,7 +109,7 @@ def _predict_points(
         swept = tuple(override for override in choice if override not in overrides)
         point = SweepPoint(label=" ".join([source] * is_named + [*swept]), overrides=swept)
         try:
-            follows = followers(source, choice)
+            follows = find_mesh_followers(source, choice)
             words = (*choice, *(follower.override for follower in follows))
             prediction = predict(source, words, label=point.label)
         except PtrainError as error:

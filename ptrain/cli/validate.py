@@ -13,8 +13,8 @@ from ptrain.cli.progress import show_progress
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.report.screen import command_line, next_line, print_screen
-from ptrain.spec.load import split_arguments, sweeps
-from ptrain.spec.names import names
+from ptrain.spec.load import expand_sweeps, split_arguments
+from ptrain.spec.names import load_names
 from ptrain.train.notebook import Run, load_trainable
 from ptrain.train.notebook import run as train
 from ptrain.train.options import require_profiled_steps
@@ -37,8 +37,8 @@ def run(args: Namespace) -> int:
     sources, overrides = split_arguments(args.arguments)
     jobs = [
         (source, choice)
-        for source in sources or [names().default]
-        for choice in sweeps([*_SHORT_RUN, *overrides])
+        for source in sources or [load_names().default]
+        for choice in expand_sweeps([*_SHORT_RUN, *overrides])
     ]
     for source, choice in jobs:
         _require_steady_step(source, choice)

@@ -19,13 +19,13 @@ from typing import Any
 from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed
 from ptrain.installed import require_torch
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_file_tier, require_leave, require_transformers
-from ptrain.spec.load import load, split_arguments, sweeps
+from ptrain.spec.load import expand_sweeps, load, split_arguments
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import names
+from ptrain.spec.names import load_names
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.train import environment
@@ -58,8 +58,8 @@ def run(args: Namespace) -> int:
     sources, overrides = split_arguments(args.arguments)
     jobs = [
         _load_checked(source, choice, allow_import=args.allow_import)
-        for source in sources or [names().default]
-        for choice in sweeps(overrides)
+        for source in sources or [load_names().default]
+        for choice in expand_sweeps(overrides)
     ]
     # mkdtemp creates it with mode 0700. It stays, with its logs, if a rank fails.
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))
@@ -107,7 +107,7 @@ def _load_checked(source: str, overrides: tuple[str, ...], *, allow_import: bool
     require_transformers(spec.model)
     require_file_tier(spec)
     if isinstance(spec.model, ModelShape):
-        _require_reference_memory(spec, own_facts(spec).numel)
+        _require_reference_memory(spec, built_in_facts(spec).numel)
     return TitledSpec(title=" ".join([source, *overrides]), spec=spec)
 
 

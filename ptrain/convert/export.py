@@ -30,12 +30,18 @@ from ptrain.convert.saved import SavedModel, token_origin
 from ptrain.errors import PtrainError, SpecError, library, refused
 from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.models.initialize import StoredParts, holds_buffers, kept_buffers, stored_rows
-from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder, config_of_class, unreal
-from ptrain.models.published_config import StoredTensor, stored
+from ptrain.models.pretrained import (
+    INDEX,
+    WHOLE,
+    PretrainedFolder,
+    build_meta_module,
+    config_of_class,
+)
+from ptrain.models.published_config import StoredTensor, stored_tensor
 from ptrain.report.heading import model_name
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
-from ptrain.spec.published import config_of, kinds, read_config
+from ptrain.spec.published import config_of, load_kinds, read_config
 from ptrain.spec.resolve_sections import ARCHITECTURES, CONFIG, shape_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import keys_of_shape
@@ -168,7 +174,7 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
     before = _pretrained_config(model)
     first = str(before.get("model_type", ""))
     shape, keys = _canonical_shape(model), keys_of_shape(model)
-    for kind in sorted(kinds(), key=lambda name: name != first):
+    for kind in sorted(load_kinds(), key=lambda name: name != first):
         config = {**before, **config_of(kind, keys)}
         if _is_same(config, shape):
             size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
@@ -179,7 +185,7 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
     raise refused(
         "model",
         "no class of Transformers known to ptrain matches this model",
-        f"Supported: models like {', '.join(kinds())}.",
+        f"Supported: models like {', '.join(load_kinds())}.",
     )
 
 
@@ -260,7 +266,7 @@ def export_form(saved: SavedModel, *, allow_import: bool) -> FileForm:
             return FileForm(
                 architecture=published.config[ARCHITECTURES][0],
                 config=published.config,
-                stored=partial(stored, published.kind, shape=shape),
+                stored=partial(stored_tensor, published.kind, shape=shape),
                 unsaid=published.unsaid,
                 rows=dict.fromkeys(OF_VOCABULARY, shape.vocab),
             )
@@ -301,7 +307,7 @@ def _pretrained_buffers(
 
 def _class_form(model: HuggingFaceModel, saved: SavedModel) -> FileForm:
     """Return the form of a class of Transformers."""
-    module, config = unreal(model), config_of_class(model)
+    module, config = build_meta_module(model), config_of_class(model)
     rows = stored_rows(module)
     saved.require_folder(needed=holds_buffers(module))
     return FileForm(
@@ -485,7 +491,7 @@ def _published_tensors(
     parts: dict[str, dict[int, torch.Tensor]] = {}
     dims: dict[str, int] = {}
     for name, of_files in group:
-        for theirs, tensor in of_files.write(tensors[name]).items():
+        for theirs, tensor in of_files.to_file_tensors(tensors[name]).items():
             if of_files.section is None:
                 written[theirs] = tensor.contiguous()
             else:

@@ -22,7 +22,7 @@ from ptrain.data.chat_rows import ChatTemplate
 from ptrain.data.tokenized import TokenOrigin, read_origin
 from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, tokenizer_file
 from ptrain.errors import refused
-from ptrain.models.initialize import build, cast, holds_buffers, kept_buffers
+from ptrain.models.initialize import build_model, cast_module, holds_buffers, kept_buffers
 from ptrain.rooms.world import World
 from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
@@ -78,7 +78,7 @@ class SavedModel:
         """
         spec = self.spec
         model = replace(spec.model, pretrained=None)  # all parameters are in the checkpoint
-        module = build(
+        module = build_model(
             model, sequence=spec.batch.sequence, allow_import=allow_import, seed=spec.train.seed
         )
         if isinstance(spec.model, ModelShape):
@@ -140,7 +140,7 @@ def _spec_of(run: Path) -> tuple[Spec, Path | None]:
             f"{display_path(run)} is not a run folder: it has no {resolved.name}",
             "Use a run folder, such as `runs/latest`.",
         )
-    begun = read(resolved).at(("model", "pretrained"))
+    begun = read(resolved).value_at(("model", "pretrained"))
     gone = None if begun is None or Path(str(begun)).exists() else Path(str(begun))
     return load(str(resolved), ["model.pretrained=null"] if gone else []).spec, gone
 
@@ -287,7 +287,7 @@ class TextGenerator:
 def _build_model(saved: SavedModel, *, allow_import: bool) -> nn.Module:
     """Build the model in fp32."""
     module, _ = saved.build(allow_import=allow_import)
-    cast(module, torch.float32)
+    cast_module(module, torch.float32)
     return module
 
 

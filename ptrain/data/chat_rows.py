@@ -41,7 +41,7 @@ from ptrain.data.tokenized import (
 )
 from ptrain.data.vocabulary import FILE, INPUT, START, TARGET, mask_path, vocabulary_size
 from ptrain.errors import Fault, PtrainError, library, refused
-from ptrain.models.boundary import boundary
+from ptrain.models.boundary import convert_exceptions
 
 ANSWERS = "assistant"  # the role whose messages are targets
 _TOOLS = "tools"
@@ -194,7 +194,7 @@ class ChatTemplate:
             )
         self.folder, self.path = folder, folder / FILE
         transformers.utils.logging.set_verbosity_error()
-        with boundary(lambda error: _folder_fault(folder, error)):
+        with convert_exceptions(lambda error: _folder_fault(folder, error)):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 # Neither downloads nor runs code of the folder.
                 str(folder),
@@ -229,7 +229,7 @@ class ChatTemplate:
         ends = [n for n, message in enumerate(chat.messages, 1) if message["role"] == ANSWERS]
         if not ends or ends[-1] == 1:  # a first message answers none
             return []
-        with boundary(lambda error: _render_fault(chat, error)):
+        with convert_exceptions(lambda error: _render_fault(chat, error)):
             if self._marks_answers:
                 return [self._encode_marked(chat)]
             texts = [*self._answer_spans(chat, [number for number in ends if number > 1])]
@@ -238,7 +238,7 @@ class ChatTemplate:
     def question_tokens(self, text: str) -> list[int]:
         """Return the tokens of a chat with this user message, up to the start of the answer."""
         chat = Chat(messages=[{"role": "user", "content": text}], tools=None, place="PROMPT")
-        with boundary(lambda error: _render_fault(chat, error)):
+        with convert_exceptions(lambda error: _render_fault(chat, error)):
             rendered = self._render_messages(chat, 1, is_ready=True)
             tokens: list[int] = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return tokens

@@ -34,7 +34,7 @@ from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.external import dataset_of
 from ptrain.models.objective import in_dtype_of
 from ptrain.spec.function import UserFunction
-from ptrain.spec.job import DataSource, DataSpec, quotas
+from ptrain.spec.job import DataSource, DataSpec, cycle_quotas
 from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 
@@ -223,7 +223,7 @@ class Corpus:
 
     def rows(self, places: Sequence[int], spec: Spec, split: Split) -> tuple[Tensor, Tensor | None]:
         """Return tokens and labels [places, window + 1]; no labels if all tokens are targets."""
-        tokens, window = self.split(split), spec.batch.window
+        tokens, window = self.split(split), spec.batch.unpadded_tokens
         rows = np.stack([_sample_tokens(tokens, place, window) for place in places], dtype=np.int64)
         self._require_vocab(spec, int(rows.max()))
         ids, labels = torch.from_numpy(rows), None
@@ -238,7 +238,7 @@ class Corpus:
 
     def _target_flags(self, place: int, spec: Spec, split: Split) -> NDArray[np.bool_]:
         """Return for each token of a sample [sequence + 1] whether it counts as a target."""
-        sequence, ignored = spec.batch.window, spec.data.ignored or ()
+        sequence, ignored = spec.batch.unpadded_tokens, spec.data.ignored or ()
         counts = np.ones(sequence + 1, dtype=np.bool_)
         if self.masks is not None:
             mask = self.masks[split is not Split.TRAIN]
@@ -446,7 +446,7 @@ class Mixture:
         self, places: Sequence[int], spec: Spec, split: Split
     ) -> list[tuple[Corpus, int]]:
         """Return for each place its file and the place in this file."""
-        edges = self._sample_offsets(spec.batch.window, split)
+        edges = self._sample_offsets(spec.batch.unpadded_tokens, split)
         numbers = [bisect_right(edges, place) - 1 for place in places]
         both = zip(numbers, places, strict=True)
         return [(self.files[number], place - edges[number]) for number, place in both]
@@ -505,7 +505,7 @@ def _open_tokens(data: DataSpec) -> Corpus | Mixture:
         opened = partial(_open_file, place="data.sources", has_ignored=data.ignored is not None)
         files = call_all([partial(opened, source) for source in data.sources])
         weights = [source.weight for source in data.sources]
-        return Mixture(files=tuple(files), quotas=quotas(weights))
+        return Mixture(files=tuple(files), quotas=cycle_quotas(weights))
     if data.tokenizer != "bytes":
         raise refused(
             "data.tokenizer",

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ptrain.errors import SpecError, refused
-from ptrain.models.boundary import kind_of
+from ptrain.models.boundary import describe_value
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.objective import (
     SampleBatch,
@@ -204,7 +204,7 @@ class DatasetBatch:
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
         """Yield views of `micro` samples each."""
         for start in range(0, self.samples.rows, micro):
-            yield self.samples.between(start, start + micro)
+            yield self.samples.slice_rows(start, start + micro)
 
     def shape_for(self, rows: int, sequence: int) -> list[int]:
         """Return the expected shape of the first tensor."""
@@ -243,7 +243,7 @@ def read_batch(
     Raises:
         SpecError: The data cannot be read.
     """
-    sequence = spec.batch.window
+    sequence = spec.batch.unpadded_tokens
     windows = source.num_samples(sequence, split)
     # Held-out batches are the same in each evaluation, so `offset` does not shift them.
     first = step * spec.batch.global_samples + (offset if split is Split.TRAIN else 0)
@@ -275,10 +275,10 @@ def shard_batch(samples: Any, spec: Spec, data_index: int) -> StepBatch:
         SpecError: The batch does not have the type and shape that the spec requires.
     """
     ids = tuple(batch_positions(spec, data_index=data_index, data_degree=spec.data_degree))
-    size, sequence = spec.batch.global_samples, spec.batch.window
+    size, sequence = spec.batch.global_samples, spec.batch.unpadded_tokens
     if spec.data.function is not None:
         _require_samples(samples, size)
-        share = in_dtype_of(spec, SampleBatch(samples).of(list(ids)).data)
+        share = in_dtype_of(spec, SampleBatch(samples).select_rows(list(ids)).data)
         return DatasetBatch(samples=share, global_samples=size, sample_ids=ids)
     tokens, *others = samples if isinstance(samples, tuple) else (samples,)
     for tensor in (tokens, *others):
@@ -319,7 +319,7 @@ def _require_samples(samples: Any, size: int) -> None:
     for path, leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (size,):
             place = f"{keystr(path)}: " if path else ""
-            raise _batch_error(f"{place}{kind_of(leaf)}", wanted)
+            raise _batch_error(f"{place}{describe_value(leaf)}", wanted)
 
 
 def _batch_error(finding: str, wanted: str) -> SpecError:
@@ -335,7 +335,7 @@ def blank_batch(spec: Spec) -> StepBatch:
     if spec.data.function is not None:
         samples = sample_batch(spec, rows=rows)
         return DatasetBatch(samples=samples, global_samples=size, sample_ids=())
-    tokens = torch.zeros(rows, spec.batch.window + 1, dtype=torch.int64)
+    tokens = torch.zeros(rows, spec.batch.unpadded_tokens + 1, dtype=torch.int64)
     labels = tokens.clone() if spec.ignores_targets else None  # as the batches of a run have
     return local_batch(tokens, labels, (), spec.batch)
 
@@ -367,7 +367,7 @@ def require_trainable_data(source: SampleSource, spec: Spec, logits: int | None 
         spec: The spec.
         logits: The number of logits per token. None: unknown.
     """
-    source.num_samples(spec.batch.window, Split.TRAIN)
+    source.num_samples(spec.batch.unpadded_tokens, Split.TRAIN)
     if spec.eval.every:
-        source.num_samples(spec.batch.window, Split.HELD_OUT)
+        source.num_samples(spec.batch.unpadded_tokens, Split.HELD_OUT)
     source.require_known(spec, logits)

@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike, NDArray
 from ptrain.codec import decode, encode
 from ptrain.data.vocabulary import FILE, Vocabulary
 from ptrain.errors import Fault, PtrainError, library, refused
-from ptrain.models.boundary import boundary
+from ptrain.models.boundary import convert_exceptions
 from ptrain.spec.leaf import describe
 from ptrain.spec.model import ModelShape, ModelSpec
 
@@ -149,7 +149,7 @@ def _read_parquet(
     """Yield the place and the row of each row of a Parquet file."""
     pyarrow = library("pyarrow.parquet", str(path), "reading Parquet needs pyarrow")
     number = 0
-    with boundary(lambda error: _parquet_fault(path, error)):
+    with convert_exceptions(lambda error: _parquet_fault(path, error)):
         file: Any = pyarrow.parquet.ParquetFile(path)
         columns = file.schema_arrow.names
     if set(fields).isdisjoint(columns):
@@ -160,7 +160,7 @@ def _read_parquet(
         )
     batches = file.iter_batches(columns=[field for field in (*fields, *others) if field in columns])
     while True:
-        with boundary(lambda error: _parquet_fault(path, error)):
+        with convert_exceptions(lambda error: _parquet_fault(path, error)):
             batch = next(batches, None)
             values = [] if batch is None else batch.to_pylist()
         if batch is None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptrain.errors import Fault, library, refused
-from ptrain.models.boundary import boundary
+from ptrain.models.boundary import convert_exceptions
 
 BOS, EOS, PAD = 256, 257, 258
 VOCAB = 259
@@ -166,7 +166,7 @@ class FileVocabulary:
         tokenizers = library("tokenizers", _PLACE, use)
         path = tokenizer_file(path)
         self.path: Path | None = path
-        with boundary(
+        with convert_exceptions(
             lambda error: _tokenizer_fault(path, error)
         ):  # the library raises plain Exceptions
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))

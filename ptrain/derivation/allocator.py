@@ -75,7 +75,7 @@ class Reserved:
     beyond: dict[str, int]
 
 
-def reserved(step: AllocatedStep, *, expands: bool) -> Reserved | None:
+def steady_reserved(step: AllocatedStep, *, expands: bool) -> Reserved | None:
     """Return the memory that the allocator reserves after repeated steps.
 
     The first step allocates the moments. Steps are repeated until the reserved bytes stay equal.
@@ -92,13 +92,13 @@ def reserved(step: AllocatedStep, *, expands: bool) -> Reserved | None:
     for event in (*step.resident, *forward, *step.moments, *update):
         allocator.run(event)
     for _ in range(_MOST_STEPS):
-        before = allocator.reserved.total()
-        allocator.settle((*step.resident, *step.moments))
+        before = allocator.reserved_by_stream.total()
+        allocator.end_step((*step.resident, *step.moments))
         for event in step.events:
             allocator.run(event)
-        if allocator.reserved.total() == before:
+        if allocator.reserved_by_stream.total() == before:
             living = allocator.at_peak.total()
-            beyond = Counter(allocator.reserved)
+            beyond = Counter(allocator.reserved_by_stream)
             beyond.subtract(allocator.at_peak)
             return Reserved(
                 device_bytes=before, living=living, gap=allocator.gap, beyond=dict(beyond)
@@ -135,7 +135,7 @@ class CachingAllocator:
             where = self._pools.get((COMPUTING, False))
             self.gap = max(where.free, default=(0, 0))[0] if where else 0
 
-    def settle(self, resident: Sequence[AllocatorEvent]) -> None:
+    def end_step(self, resident: Sequence[AllocatorEvent]) -> None:
         """End a step: free all blocks except `resident`, then allocate the missing `resident`
         blocks."""
         there = {event.key for event in resident}
@@ -146,7 +146,7 @@ class CachingAllocator:
                 self.run(event)
 
     @property
-    def reserved(self) -> Counter[str]:
+    def reserved_by_stream(self) -> Counter[str]:
         """Reserved bytes by stream."""
         sums: Counter[str] = Counter()
         for (stream, _), pool in self._pools.items():

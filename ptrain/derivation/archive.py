@@ -33,7 +33,7 @@ class TablePart(StrEnum):
 Table = dict[str, Any]
 
 
-def table(part: TablePart, name: str) -> Table:
+def read_table(part: TablePart, name: str) -> Table:
     """Return a full table by way. Raises KeyError if the archive has no table of this name."""
     return {way: read(part, name, way) for way in _lines(part, name)}
 
@@ -55,14 +55,14 @@ def _lines(part: TablePart, name: str) -> dict[str, str]:
 
 
 @cache
-def names(part: TablePart) -> set[str]:
+def table_names(part: TablePart) -> set[str]:
     """Return the names of all tables of a part."""
     return {name for of, name in _list_members() if of == part}
 
 
-def tables() -> dict[tuple[TablePart, str], Table]:
+def read_tables() -> dict[tuple[TablePart, str], Table]:
     """Return all tables of the archive by part and name."""
-    return {(part, name): table(part, name) for part, name in _list_members()}
+    return {(part, name): read_table(part, name) for part, name in _list_members()}
 
 
 def write(tables: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> None:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from ptrain.axes.context.attention import ContextPart
 from ptrain.cost import Collective
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.tables import EvaluatedWork, Setting, content, table
+from ptrain.derivation.tables import EvaluatedWork, Setting, evaluate_table
 from ptrain.facts.model import InnerCollective
-from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, ActivationMode
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
@@ -29,11 +29,11 @@ from ptrain.timeline import Mark, Run
 # The activation modes that have tables. HOST represents every tier other than the device.
 VARIANTS = (
     ("plain", PLAIN),
-    ("full", Kept(policy=FULL)),
-    ("selective", Kept(policy=SELECTIVE)),
-    ("attention", Kept(policy=ATTENTION_ONLY)),
-    ("offload", Kept(tier=Tier.HOST)),
-    ("full-offload", Kept(policy=FULL, tier=Tier.HOST)),
+    ("full", ActivationMode(policy=FULL)),
+    ("selective", ActivationMode(policy=SELECTIVE)),
+    ("attention", ActivationMode(policy=ATTENTION_ONLY)),
+    ("offload", ActivationMode(tier=Tier.HOST)),
+    ("full-offload", ActivationMode(policy=FULL, tier=Tier.HOST)),
 )
 
 # The modes that have tables over cp.
@@ -70,12 +70,14 @@ class BlockPasses:
     def _parts(self) -> dict[bool, BlockPart]:
         return {}
 
-    def part(self, *, is_forward: bool) -> BlockPart:
+    def split_pass(self, *, is_forward: bool) -> BlockPart:
         """Return the forward or the backward pass, split into parts. The result is cached."""
         if is_forward not in self._parts:
             items = self.forward if is_forward else self.backward
             _, within, after = _split_at_block(items, *_BOUNDARIES[is_forward])
-            self._parts[is_forward] = BlockPart(within, _memory_gaps(within), _net_bytes(after))
+            # gradients that autograd keeps count where they complete
+            nets = (item.net for item in after if isinstance(item, Run))
+            self._parts[is_forward] = BlockPart(within, _memory_gaps(within), sum(nets))
         return self._parts[is_forward]
 
 
@@ -93,7 +95,7 @@ class BlockPart(NamedTuple):
     after: int
 
 
-def is_known(shape: ModelShape, kept: Kept) -> bool:
+def is_known(shape: ModelShape, kept: ActivationMode) -> bool:
     """Return True if a table has the allocations of such a block. Other blocks are traced."""
     has_table = shape.tabulated is not None and shape.attention is not Attention.FLEX
     return has_table and _on_host(kept) in _NAMES
@@ -112,14 +114,14 @@ def are_known(spec: Spec) -> bool:
     return all(mode.is_plain or _is_moved_known(spec, shape, mode) for mode in kept)
 
 
-def _is_moved_known(spec: Spec, shape: ModelShape, kept: Kept) -> bool:
+def _is_moved_known(spec: Spec, shape: ModelShape, kept: ActivationMode) -> bool:
     """Return True if a table has the copies and collectives that a block's mode adds. Over cp a
     block keeps other tensors; if it moves them to another tier, only its input is certain."""
     is_certain = kept.tier is Tier.DEVICE or kept.policy == FULL or not spec.has_token_slices
     return is_certain and is_known(shape, kept)
 
 
-def is_known_over_context(shape: ModelShape, kept: Kept) -> bool:
+def is_known_over_context(shape: ModelShape, kept: ActivationMode) -> bool:
     """Return True if a table has the allocations of such a block with context parallelism.
 
     Only llama blocks with fused attention have such tables.
@@ -128,29 +130,30 @@ def is_known_over_context(shape: ModelShape, kept: Kept) -> bool:
     return is_llama and any(kept == known for _, known in OVER_CONTEXT)
 
 
-def is_as_usual(shape: ModelShape, kept: Sequence[Kept]) -> bool:
+def is_as_usual(shape: ModelShape, kept: Sequence[ActivationMode]) -> bool:
     """Return True if the tables of full models and stages describe all blocks."""
     is_usual = shape.tabulated is not None and shape.attention is Attention.SDPA
     return is_usual and all(mode.is_plain for mode in kept)
 
 
-def variant(kept: Kept) -> str:
+def mode_name(kept: ActivationMode) -> str:
     """Return the name of a mode in the tables. Raises KeyError for a mode without a table."""
     return _NAMES[_on_host(kept)]
 
 
-def _on_host(kept: Kept) -> Kept:
+def _on_host(kept: ActivationMode) -> ActivationMode:
     """Return the mode with the host in place of any tier that is not the device."""
-    return kept if kept.tier is Tier.DEVICE else Kept(policy=kept.policy, tier=Tier.HOST)
+    return kept if kept.tier is Tier.DEVICE else ActivationMode(policy=kept.policy, tier=Tier.HOST)
 
 
 @cache
-def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
+def block_passes(setting: Setting, kept: ActivationMode, attention: Attention) -> BlockPasses:
     """Return the passes of one block. Raises KeyError if no table has them."""
     if setting.context is not None:
         return _context_block(setting, setting.context, kept)
-    evaluated = table(TablePart.BLOCK, setting)
-    parts, entry = evaluated.content["parts"], _table_entry(setting, kept, attention)
+    evaluated = evaluate_table(TablePart.BLOCK, setting)
+    parts = evaluated.content["parts"]
+    entry = evaluated.content[attention.value][mode_name(kept)]
     return BlockPasses(
         forward=tuple(evaluated.events(entry["forward"])),
         backward=tuple(evaluated.events(entry["backward"])),
@@ -161,13 +164,13 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
 
 
 def _repeated_collectives(
-    setting: Setting, kept: Kept, attention: Attention
+    setting: Setting, kept: ActivationMode, attention: Attention
 ) -> Iterator[tuple[Collective, int]]:
     """Yield the collectives that backward has in addition to a plain block's backward."""
     own, plain = (
         Counter(
             item
-            for item in work(setting).operators(of["backward"])
+            for item in block_work(setting).operators(of["backward"])
             if isinstance(item, InnerCollective)
         )
         for of in _pass_numbers(setting, kept, attention)
@@ -176,13 +179,13 @@ def _repeated_collectives(
         yield from [(sent.collective, sent.payload)] * times
 
 
-def _context_block(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasses:
+def _context_block(setting: Setting, part: ContextPart, kept: ActivationMode) -> BlockPasses:
     """Return the passes of a block that attends to the tokens of other ranks.
 
     The communication of cp is not included: `axes.context.cost` counts it.
     """
-    evaluated = table(TablePart.CONTEXT, setting)
-    entry = evaluated.content[variant(kept)]
+    evaluated = evaluate_table(TablePart.CONTEXT, setting)
+    entry = evaluated.content[mode_name(kept)]
     own = entry["places"][part.name]
     forward, backward = (
         tuple(
@@ -197,27 +200,24 @@ def _context_block(setting: Setting, part: ContextPart, kept: Kept) -> BlockPass
     )
 
 
-def _table_entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]:
-    entry: dict[str, Any] = content(TablePart.BLOCK, setting)[attention.value][variant(kept)]
-    return entry
-
-
 @cache
-def work(setting: Setting) -> EvaluatedWork:
+def block_work(setting: Setting) -> EvaluatedWork:
     """Return the compute and communication of the blocks of a setting."""
     return EvaluatedWork(TablePart.BLOCK, setting, setting.values)
 
 
-def _pass_numbers(setting: Setting, kept: Kept, attention: Attention) -> tuple[dict[str, int], ...]:
+def _pass_numbers(
+    setting: Setting, kept: ActivationMode, attention: Attention
+) -> tuple[dict[str, int], ...]:
     """Return the pass numbers of a block with this policy and of a plain block.
 
     The tier has no effect, because copies between tiers are not operators.
     """
-    ways = work(setting).table.content[attention.value]
-    return ways[variant(Kept(policy=kept.policy))], ways[variant(PLAIN)]
+    ways = block_work(setting).table.content[attention.value]
+    return ways[mode_name(ActivationMode(policy=kept.policy))], ways[mode_name(PLAIN)]
 
 
-def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
+def block_operations(setting: Setting, kept: ActivationMode, scores: int) -> dict[str, int]:
     """Return the floating-point operations of one block's matrix products.
 
     Args:
@@ -232,13 +232,13 @@ def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
     setting = setting.without_context
     own, plain = _pass_numbers(setting, kept, setting.shape.attention)
     forward, backward, all_of_it = (
-        work(setting).flops(number, scores)
+        block_work(setting).flops(number, scores)
         for number in (own["forward"], plain["backward"], own["backward"])
     )
     return {"forward": forward, "backward": backward, "again": all_of_it - backward}
 
 
-def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
+def moved_storages(setting: Setting, kept: Sequence[ActivationMode]) -> tuple[tuple[str, int], ...]:
     """Return the (tier, bytes) of every storage that the blocks' forward passes move off the
     device."""
     setting = setting.without_context  # over cp only the input moves (`_is_moved_known`)
@@ -246,23 +246,25 @@ def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]
         (mode.tier.value, size)
         for mode in kept
         if mode.tier is not Tier.DEVICE
-        for size in block(setting, mode, setting.shape.attention).moved
+        for size in block_passes(setting, mode, setting.shape.attention).moved
     )
 
 
-def repeated(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
+def repeated_collectives(
+    setting: Setting, kept: Sequence[ActivationMode]
+) -> tuple[tuple[str, int], ...]:
     """Return the (collective, bytes of the full tensor) that the blocks' backward passes repeat
     over tp."""
     setting = setting.without_context  # `axes.context.cost` counts the traffic of cp
     return tuple(
         (collective.value, size)
         for mode in kept
-        for collective, size in block(setting, mode, setting.shape.attention).sent
+        for collective, size in block_passes(setting, mode, setting.shape.attention).sent
     )
 
 
 def part_with(
-    base: Sequence[Any], setting: Setting, kept: Kept, *, is_forward: bool, held: int
+    base: Sequence[Any], setting: Setting, kept: ActivationMode, *, is_forward: bool, held: int
 ) -> list[Any]:
     """Return the events of a pass with a plain block replaced by a block that is kept as `kept`.
 
@@ -274,10 +276,10 @@ def part_with(
         held: Bytes of the block's input, if another tensor keeps its storage alive all along. Else
             0.
     """
-    plain = block(setting.without_context, PLAIN, Attention.SDPA)
-    other = block(setting, kept, setting.shape.attention)
+    plain = block_passes(setting.without_context, PLAIN, Attention.SDPA)
+    other = block_passes(setting, kept, setting.shape.attention)
     before, of_base, after = _split_at_block(base, *_BOUNDARIES[is_forward])
-    of_plain, of_other = (version.part(is_forward=is_forward) for version in (plain, other))
+    of_plain, of_other = (version.split_pass(is_forward=is_forward) for version in (plain, other))
     then = of_other.after - of_plain.after
     freed = held * (int(other.frees_input) - int(plain.frees_input))  # else it is held
     more = then + (freed if is_forward else -freed)
@@ -347,11 +349,3 @@ def _split_at_block(
     """Split items into those before a block, the block with its boundaries, and the rest."""
     start, end = items.index((first, _BLOCK)), items.index((last, _BLOCK)) + 1
     return items[:start], items[start:end], items[end:]
-
-
-def _net_bytes(items: Sequence[Any]) -> int:
-    """Return the bytes that the items leave allocated.
-
-    Gradients that autograd keeps are not included: they are counted where they complete.
-    """
-    return sum(item.net for item in items if isinstance(item, Run))

@@ -89,11 +89,11 @@ class Messages(NamedTuple):
 
     moving: float
     waited: float
-    spare: float
+    slack: float
 
     def and_then(self, other: Messages) -> Messages:
         """Return the sum of two consecutive groups of messages."""
-        return Messages(self.moving + other.moving, self.waited + other.waited, self.spare)
+        return Messages(self.moving + other.moving, self.waited + other.waited, self.slack)
 
 
 class PassSeconds(NamedTuple):
@@ -182,7 +182,7 @@ def with_launches(rows: Sequence[TimeRow], seconds: float) -> tuple[TimeRow, ...
 
 def with_stragglers(rows: Sequence[TimeRow], network: Network) -> tuple[TimeRow, ...]:
     """Return the rows of a step with the delay that stragglers among many nodes add."""
-    seconds = network.straggling * sum(row.seconds for row in rows)
+    seconds = network.straggler_share * sum(row.seconds for row in rows)
     key = TimeKey(Spent.STRAGGLERS, Phase.UPDATE)
     return (*rows, TimeRow(key=key, seconds=seconds)) if seconds else tuple(rows)
 
@@ -224,7 +224,7 @@ class Clock:
         self._operators = TimedOperators(pace)
         self._passes: dict[tuple[int, float], tuple[PassWork, PassSeconds]] = {}
 
-    def another(self) -> Clock:
+    def for_other_rank(self) -> Clock:
         """Return a clock for another rank of the same machine, at the start of a step."""
         clock = Clock(self.pace, self.network, self.tensor_axis)
         clock._seconds_of, clock._passes = self._seconds_of, self._passes
@@ -233,7 +233,7 @@ class Clock:
 
     # -- the rank's own time
 
-    def spend(self, key: TimeKey, seconds: float) -> None:
+    def spend_seconds(self, key: TimeKey, seconds: float) -> None:
         """Attribute seconds of the rank's time to an activity or a wait."""
         if seconds <= 0:
             return
@@ -244,45 +244,45 @@ class Clock:
 
     def spend_until(self, key: TimeKey, moment: float) -> None:
         """Wait for a moment, unless it has passed."""
-        self.spend(key, moment - self.now)
+        self.spend_seconds(key, moment - self.now)
 
     def compute(self, work: PassSeconds, share: float = 1.0) -> None:
         """Compute a share of a layer's pass, including its collectives."""
         began, seconds = self.now, work.compute * share
-        self.spend(_key(Spent.COMPUTE, self.phase), seconds)
+        self.spend_seconds(_time_key(Spent.COMPUTE, self.phase), seconds)
         if self._slowdown:
             ends = [end for lane, end in self.free.items() if isinstance(lane, tuple)]  # of groups
             if (under_way := max(ends, default=0.0) - began) > 0:
                 self._interfere(seconds, under_way)
         for sent, messages in work.messages:
-            self._overlap(_key(Spent.COLLECTIVES, self.phase, *sent), began, messages, share)
+            self._overlap(_time_key(Spent.COLLECTIVES, self.phase, *sent), began, messages, share)
         for sent, seconds in work.sums:
-            key = _key(Spent.COLLECTIVES, self.phase, *sent)
+            key = _time_key(Spent.COLLECTIVES, self.phase, *sent)
             self.spend_until(key, self._occupy(key.axes, key, seconds * share, None))
         if work.on_host:
             self._on_host(work.on_host * share)
         if work.sums or work.messages:
-            self.meet()
+            self.note_meeting()
 
     def _interfere(self, computed: float, under_way: float) -> None:
         """Add the slowdown of compute while a collective runs, for at most as long as it runs."""
         longer = min(computed * self._slowdown, under_way * self._slowdown / (1 + self._slowdown))
-        self.spend(_key(Spent.INTERFERENCE, self.phase), longer)
+        self.spend_seconds(_time_key(Spent.INTERFERENCE, self.phase), longer)
 
-    def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
+    def run_operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """Run an operator that reads and writes `size` bytes."""
         seconds = self._operator_seconds(Operator(kind, dtype, (size,))) if size else 0.0
-        self.spend(_key(spent, self.phase), seconds)
+        self.spend_seconds(_time_key(spent, self.phase), seconds)
 
-    def update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
+    def run_update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
         """Run the optimizer's update on tensors of these shapes. Muon is timed as operators, matrix
         by matrix."""
         if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
                 seconds = self._cached(
-                    (optimizer, shape, layout.updated), self._muon, shape, layout
+                    (optimizer, shape, layout.update_dtype), self._muon, shape, layout
                 )
-                self.spend(_key(Spent.UPDATE, self.phase), seconds)
+                self.spend_seconds(_time_key(Spent.UPDATE, self.phase), seconds)
             return
         numels = [math.prod(shape) for shape in shapes]
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
@@ -290,7 +290,7 @@ class Clock:
             seconds = self.pace.update_seconds(
                 optimizer, layout, elements=elements, tensors=tensors
             )
-            self.spend(_key(Spent.UPDATE, self.phase), seconds)
+            self.spend_seconds(_time_key(Spent.UPDATE, self.phase), seconds)
 
     def update_on_host(self, optimizer: str, dtype: DType, shapes: Sequence[Shape]) -> None:
         """Update on the host, which reads parameters, gradients and moments and writes all except
@@ -303,32 +303,32 @@ class Clock:
 
     def use_host(self, size: int) -> None:
         """Let the host read and write `size` bytes for the update."""
-        self.spend(_key(Spent.UPDATE, self.phase), self.network.host_seconds(size))
+        self.spend_seconds(_time_key(Spent.UPDATE, self.phase), self.network.host_seconds(size))
 
     def _muon(self, shape: Shape, layout: Layout) -> float:
-        return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.updated)))
+        return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.update_dtype)))
 
-    def clip(self, layout: Layout, numels: Sequence[int]) -> None:
+    def run_clipping(self, layout: Layout, numels: Sequence[int]) -> None:
         """Compute the norm of gradients with these numbers of elements, and scale them."""
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
         if elements:
             seconds = self.pace.clip_seconds(layout, elements=elements, tensors=tensors)
-            self.spend(_key(Spent.UPDATE, self.phase), seconds)
+            self.spend_seconds(_time_key(Spent.UPDATE, self.phase), seconds)
 
-    def hook(self, hook: Hook) -> None:
+    def run_hook(self, hook: Hook) -> None:
         """Run a hook of a wrapper on the host."""
         self._on_host(self._cached(hook, self.pace.hook_seconds, hook))
 
     def _on_host(self, seconds: float) -> None:
         if not self.pace.overlaps:
-            self.spend(_key(Spent.WRAPPERS, self.phase), seconds)
+            self.spend_seconds(_time_key(Spent.WRAPPERS, self.phase), seconds)
         elif seconds:
-            key = _key(Spent.LAUNCHES, self.phase)
+            key = _time_key(Spent.LAUNCHES, self.phase)
             self.moving[key] = self.moving.get(key, 0.0) + seconds
 
     # -- communication and copies
 
-    def send(
+    def send_payload(
         self,
         collective: Collective,
         axes: Sequence[Axis],
@@ -340,7 +340,7 @@ class Clock:
     ) -> Arrival:
         """Issue a collective over the group along `axes` (or `ranks` neighbours of it), of a full
         tensor of `payload` bytes. `via` is a collective that replaces it."""
-        names = self.network.ordered(axes)
+        names = self.network.axis_names(axes)
         key = TimeKey(Spent.COLLECTIVES, self.phase, names, collective)
         seconds = self._group_seconds(via or collective, names, ranks, payload)
         return self._issue_collective(names, key, seconds, since)
@@ -354,7 +354,7 @@ class Clock:
         )
         self._issue_collective(names, key, seconds, None).wait()
 
-    def agree(self) -> None:
+    def agree_on_loss(self) -> None:
         """Let all ranks agree on the loss before the update (`train.finite`). This is timed only
         for CPU ranks on several nodes, as a small all-reduce. Within a node it goes over sockets in
         about 0.1 ms."""
@@ -397,10 +397,10 @@ class Clock:
         if self.pace.overlaps or not seconds:
             return self._issue(lane, key, seconds, since)
         arrival = self._issue(lane, key, seconds + self.pace.late_seconds(self.since_met), since)
-        self.meet()
+        self.note_meeting()
         return arrival
 
-    def meet(self, since: float = 0.0) -> None:
+    def note_meeting(self, since: float = 0.0) -> None:
         """Note that ranks synchronized `since` seconds ago, in a collective or by a message of the
         schedule. This has no effect on devices that overlap communication."""
         if not self.pace.overlaps:
@@ -418,7 +418,7 @@ class Clock:
         """Occupy a lane for some seconds and return the time at which the activity ends."""
         self.moving[key] = self.moving.get(key, 0.0) + seconds
         if not self.pace.overlaps:
-            self.spend(key, seconds)
+            self.spend_seconds(key, seconds)
             return self.now
         ready = self.now if since is None else since
         start = max(ready, self.free.get(lane, 0.0))
@@ -435,12 +435,12 @@ class Clock:
         `spare`."""
         held_up = max(0.0, self.free.get(key.axes, 0.0) - began)
         moving = share * messages.moving
-        late = max(0.0, held_up - share * messages.spare)
+        late = max(0.0, held_up - share * messages.slack)
         self.moving[key] = self.moving.get(key, 0.0) + moving
         if self.spans is not None and self.pace.overlaps:
             start = began + held_up
             self.spans.append(LaneSpan(key.axes, key, start, start + moving))
-        self.spend(key, min(moving, share * messages.waited + late))
+        self.spend_seconds(key, min(moving, share * messages.waited + late))
         self.free[key.axes] = max(self.free.get(key.axes, 0.0), self.now)
 
     # -- repetition
@@ -448,17 +448,17 @@ class Clock:
     def repeat(self, times: int, act: Callable[[], None]) -> None:
         """Count the time of `act` `times` times, but execute it once. A lane that falls behind in
         one repetition falls behind by the same amount in each."""
-        before = self.moment()
+        before = self.snapshot()
         act()
         if times > 1:
-            self.add(self.since(before), times - 1)
+            self.add(self.seconds_since(before), times - 1)
             for lane, end in self.free.items():
                 late = max(0.0, before.free.get(lane, 0.0) - before.now)
                 later = end - self.now - late
                 if later > 0:
                     self.free[lane] = end + (times - 1) * later
 
-    def moment(self) -> ClockState:
+    def snapshot(self) -> ClockState:
         """Return a snapshot of the clock."""
         return ClockState(
             self.now,
@@ -476,9 +476,11 @@ class Clock:
         if self.spans is not None:
             self.spans[:] = moment.spans
 
-    def since(self, moment: ClockState) -> tuple[Seconds, Seconds]:
+    def seconds_since(self, moment: ClockState) -> tuple[Seconds, Seconds]:
         """Return the rank's time and the time in transit since a snapshot."""
-        return _subtract(self.own, moment.own), _subtract(self.moving, moment.moving)
+        return _subtract_seconds(self.own, moment.own), _subtract_seconds(
+            self.moving, moment.moving
+        )
 
     def add(self, spent: tuple[Seconds, Seconds], times: int = 1) -> None:
         """Add `times` times the seconds that `since` returned."""
@@ -497,10 +499,10 @@ class Clock:
 
     def step_time(self) -> StepTime:
         """Return the time of the finished step."""
-        rows = with_stragglers(with_launches(self.rows(), self.launches), self.network)
-        return StepTime(rows=rows, assumed=self.assumed)
+        rows = with_stragglers(with_launches(self.time_rows(), self.launches), self.network)
+        return StepTime(rows=rows, assumed=self.assumptions)
 
-    def rows(self) -> tuple[TimeRow, ...]:
+    def time_rows(self) -> tuple[TimeRow, ...]:
         """Return the time up to now, as if the host had always been ahead of the device."""
         return tuple(
             TimeRow(key=key, seconds=self.own.get(key, 0.0), moving=self.moving.get(key, 0.0))
@@ -513,14 +515,14 @@ class Clock:
         return sum(taken for key, taken in self.moving.items() if key.spent is Spent.LAUNCHES)
 
     @property
-    def assumed(self) -> tuple[str, ...]:
+    def assumptions(self) -> tuple[str, ...]:
         """Sentences about effects that the machine's rates do not cover."""
         if not self.pace.overlaps:
             return ()
         is_cut, seconds = self.tensor_axis is not None, self.pace.hook_seconds
         noted = {
             _NEVER_BEHIND: not seconds(Hook.FORWARD_OPERATOR),
-            _MANY_NODES: self.network.straggling > 0 and self.network.nodes > _MOST_NODES,
+            _MANY_NODES: self.network.straggler_share > 0 and self.network.nodes > _MOST_NODES,
             _EXPOSED_SUMS: is_cut,
             _NO_DISPATCH: is_cut and not seconds(Hook.CUT_PRODUCT),
         }
@@ -587,12 +589,12 @@ class Clock:
 
 
 @cache  # a mesh has few keys, and many layers use them
-def _key(
+def _time_key(
     spent: Spent, phase: Phase, axis: str = "", collective: Collective | None = None
 ) -> TimeKey:
     return TimeKey(spent, phase, axes_named(axis) if axis else (), collective)
 
 
-def _subtract(after: Seconds, before: Seconds) -> Seconds:
+def _subtract_seconds(after: Seconds, before: Seconds) -> Seconds:
     more = {key: seconds - before.get(key, 0.0) for key, seconds in after.items()}
     return {key: seconds for key, seconds in more.items() if seconds}

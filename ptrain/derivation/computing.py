@@ -15,21 +15,20 @@ from functools import partial
 from typing import NamedTuple, assert_never
 
 from ptrain.cost import Collective
-from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Arrival, Clock, PassSeconds
 from ptrain.derivation.layers import Representatives
-from ptrain.derivation.tape import Marks, Tape
+from ptrain.derivation.tape import COPIES, Marks, Tape
 from ptrain.facts.model import (
     LayerWork,
     ModelWork,
     PassWork,
     TensorFacts,
     UnitFacts,
-    prefixes,
+    module_prefixes,
 )
 from ptrain.facts.stages import Stage
-from ptrain.rates.pace import UnknownRate, around
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.rates.pace import UnknownRate, operator_hook
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, boundaries
@@ -56,7 +55,7 @@ class PlayedWork:
 
     layers: Mapping[str, LayerWork]
     tensors: Mapping[str, Sequence[tuple[TensorFacts, int]]]
-    kept: Mapping[str, Kept]
+    kept: Mapping[str, ActivationMode]
     front: LayerWork | None = None
     behind: LayerWork | None = None
     moved: Mapping[str, Moved] = field(default_factory=dict)
@@ -86,7 +85,7 @@ def work_of_stage(
     """
     numbers = {name: number for number, name in enumerate(block_names(blocks, work))}
     names = [stage.layers[place] for place, _ in played.turns] if played else stage.layers
-    kept = spec.activations.of(len(work.layers))
+    kept = spec.activations.block_modes(len(work.layers))
     modes = {name: kept[numbers[name]] for name in stage.layers}
     return PlayedWork(
         kept=modes,
@@ -104,7 +103,7 @@ def block_names(blocks: Sequence[str], work: ModelWork) -> Sequence[str]:
 
 
 def _moved_by_layer(
-    modes: Mapping[str, Kept], moved: Sequence[tuple[str, int]]
+    modes: Mapping[str, ActivationMode], moved: Sequence[tuple[str, int]]
 ) -> dict[str, Moved]:
     """Return the (tier, bytes) that each layer moves.
 
@@ -189,7 +188,7 @@ class ActivationMoves:
         ]
 
 
-class Computing:
+class Computing(Marks):
     """A wrap together with the compute of the model, in one pass."""
 
     def __init__(self, wrap: Marks, clock: Clock, score: PassScore) -> None:
@@ -243,14 +242,14 @@ class Computing:
 def play_pass(items: Sequence[Item], tape: Tape, wrap: Marks, score: PassScore | None) -> None:
     """Simulate a pass on the tape, with the model's compute if there is a clock."""
     if score is None or tape.clock is None:
-        play(items, tape, wrap)
+        play_items(items, tape, wrap)
         return
     computing = Computing(wrap, tape.clock, score)
-    play(items, tape, computing)
+    play_items(items, tape, computing)
     computing.finish()
 
 
-def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
+def play_items(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
     """Simulate timeline items: memory on the tape, marks and gradients in the wrap."""
     at = {
         Mark.ENTER: wrap.enter,
@@ -267,12 +266,12 @@ def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
         elif isinstance(item, Boundary):
             at[item.mark](item.unit)
         elif isinstance(item, Repeated):
-            tape.repeat(item.times, partial(play, item.items, tape, wrap))
+            tape.repeat(item.times, partial(play_items, item.items, tape, wrap))
         else:
             assert_never(item)
 
 
-def score(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -> PassScore:
+def score_pass(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -> PassScore:
     """Return the compute of a pass, placed on its timeline.
 
     Args:
@@ -289,7 +288,7 @@ def score(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -
     present, unplaced = {boundary.unit for boundary in marks}, Shares()
     for name, tensors in layers.tensors.items():
         seconds = _layer_seconds(clock, layers.layers[name], kind, layers.kept[name])
-        for tensor, unit, share in _shares(tensors, completed):
+        for tensor, unit, share in _tensor_shares(tensors, completed):
             place = unplaced
             if tensor in completed:
                 place = at_gradient[tensor]
@@ -322,7 +321,7 @@ def _append_share(place: Shares, work: PassSeconds, share: float) -> None:
     place.append((work, share))
 
 
-def _shares(
+def _tensor_shares(
     tensors: Sequence[tuple[TensorFacts, int]], completed: Container[str]
 ) -> Iterator[tuple[str, int, float]]:
     """Yield (tensor, index of its unit, share) of a layer.
@@ -364,8 +363,10 @@ def _moved_at_units(
     return {unit: tuple(at[unit]) for unit in order if at.get(unit)}
 
 
-def _layer_seconds(clock: Clock, work: LayerWork, kind: Kind, kept: Kept = PLAIN) -> PassSeconds:
-    return clock.pass_seconds(_pass_work(work, kind), around(kept, kind))
+def _layer_seconds(
+    clock: Clock, work: LayerWork, kind: Kind, kept: ActivationMode = PLAIN
+) -> PassSeconds:
+    return clock.pass_seconds(_pass_work(work, kind), operator_hook(kept, kind))
 
 
 def _pass_work(work: LayerWork, kind: Kind) -> PassWork:
@@ -393,7 +394,7 @@ def _tensors_of(
     parts: dict[str, list[tuple[TensorFacts, int]]] = {name: [] for name in layers}
     for index, unit in enumerate(units):
         for tensor in unit.tensors:
-            layer = next((name for name in prefixes(tensor.name) if name in parts), None)
+            layer = next((name for name in module_prefixes(tensor.name) if name in parts), None)
             if layer is not None:
                 parts[layer].append((tensor, index))
     return parts

@@ -1,49 +1,65 @@
-"""`derive`: what a spec costs, by the paper (`paper`) and as it runs (`exact`), and its plan."""
+"""`derive`: what a spec costs, by the paper (`paper`) and as it runs (`exact`), and its plan.
+
+Model FLOPs utilization (MFU) follows from the time of a step. A token costs 6N + 12·L·d·s
+operations in forward and backward. N is the number of parameters without those that are only looked
+up (input embedding, positions), and with only the experts that a token visits. L is the number of
+layers, d the width of all heads (the mean of queries and values if they differ), s the sequence
+length. This counts attention scores in full (`full`); `causal` counts the half that a causal mask
+leaves, 6·L·d·s. Recomputation does not count.
+
+specs/step_times.yaml compares predictions with published results. For each family of specs it has
+the interval of the collected steps as multiples of their predictions, with the devices that ran
+them, and the best MFU of the collected steps by peak FLOP/s of the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import inf, isclose
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ptrain.axes.data.form import require_executed
-from ptrain.axes.expert.form import assumed
+from ptrain.axes.expert.form import routing_assumptions
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import ByRank, distinct, rows_by_rank
 from ptrain.cost import (
+    PLACED,
     Column,
     Estimate,
     Footprint,
     Peak,
     State,
+    StepTime,
     Traffic,
     TrafficKey,
 )
 from ptrain.derivation import blocks
 from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.in_flight import in_flight
-from ptrain.derivation.interconnect import warnings
+from ptrain.derivation.interconnect import placement_warnings
+from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.memory import startup_bytes
-from ptrain.derivation.notes import notes
-from ptrain.derivation.operations import operations
-from ptrain.derivation.paper import paper
+from ptrain.derivation.paper import notes, paper
 from ptrain.derivation.pipeline import accounts, fullest_of, resident, staged
-from ptrain.derivation.throughput import with_interval
-from ptrain.derivation.workspaces import kernel_warnings, unclaimed
+from ptrain.derivation.work import rank_operations
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.parameters import elements_met
 from ptrain.installed import torch_minor
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import UnknownRate
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.placement import CUTTING_AXES, Tier
+from ptrain.spec.names import load_table
+from ptrain.spec.placement import CUTTING_AXES, DATA_AXES, Axis, Tier
+from ptrain.spec.precision import DType
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -110,14 +126,14 @@ def derive(
         >>> ptrain.derive(ptrain.load("zero3").spec).exact.peak_bytes()
         20408040
     """
-    facts = own_facts(spec) if facts is None else facts
-    plan, estimate = _estimated(spec, facts, machine, _timed if is_timed else _exact)
+    facts = built_in_facts(spec) if facts is None else facts
+    plan, estimate = _estimate_legal(spec, facts, machine, _add_time if is_timed else _exact_memory)
     spec = plan.spec
     own = spec.model.ignored if isinstance(spec.model, ModelShape) else ()
     ignored = ", ".join(own or facts.ignored)
     estimate = replace(
         estimate,
-        operations=operations(spec, plan),
+        operations=rank_operations(spec, plan),
         warnings=(
             *estimate.warnings,
             *kernel_warnings(spec, estimate.unclaimed, estimate.undefined),
@@ -132,7 +148,9 @@ def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate
     who asks of many specs whether they fit: without traffic, operations, words and a step's time,
     and of the ranks of a pipeline others stand for those that are no fuller. Raises TooLarge
     once the peak is above `limit`."""
-    return _estimated(spec, facts, None, partial(_exact, limit=limit, of_memory=True))[1]
+    return _estimate_legal(spec, facts, None, partial(_exact_memory, limit=limit, of_memory=True))[
+        1
+    ]
 
 
 def exact_alone(
@@ -140,18 +158,18 @@ def exact_alone(
 ) -> Estimate:
     """Return of a legal spec's derivation what is exact, without operations and the paper's
     figures. Raises TooLarge once the peak is above `limit`."""
-    return _estimated(spec, facts, machine, partial(_timed, limit=limit))[1]
+    return _estimate_legal(spec, facts, machine, partial(_add_time, limit=limit))[1]
 
 
 def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
     """Return of a legal spec's derivation the time of a step alone; None where it is unknown."""
     with suppress(UnknownRate):
-        step = _estimated(spec, facts, None, partial(_with_step, of_memory=True))[1].step
+        step = _estimate_legal(spec, facts, None, partial(_with_step, of_memory=True))[1].step
         return step.seconds if step else None
     return None
 
 
-def _estimated(
+def _estimate_legal(
     spec: Spec, facts: ModelFacts, machine: Machine | None, of_step: _OfStep
 ) -> tuple[Plan, Estimate]:
     _require_gradients(spec, facts)
@@ -162,14 +180,14 @@ def _estimated(
     estimate = replace(
         estimate,
         unclaimed=unclaimed(spec, facts),
-        assumed=assumed(spec),
+        assumed=routing_assumptions(spec),
         startup_bytes=startup_bytes(spec, facts),
         builds_whole=bool(facts.built_whole),
     )
     return plan, estimate
 
 
-def _timed(
+def _add_time(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
@@ -182,7 +200,7 @@ def _timed(
     try:
         estimate = _with_step(spec, plan, facts, machine, limit=limit)
     except UnknownRate as unknown:
-        estimate, why = _exact(spec, plan, facts, None, limit=limit), str(unknown)
+        estimate, why = _exact_memory(spec, plan, facts, None, limit=limit), str(unknown)
     if estimate.step is None:
         return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
     return replace(estimate, step=with_interval(spec, estimate.step))
@@ -200,11 +218,11 @@ def _with_step(
     """As `exact` does. Raises UnknownRate where a rate is missing."""
     machine = machine_of(spec, plan, facts) if machine is None else machine
     if plan.loads is None:
-        return _exact(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
-    even = spec.but(routing=None), replace(plan, loads=None)
-    step = _exact(*even, facts, machine, of_memory=of_memory).step
+        return _exact_memory(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
+    even = spec.with_fields(routing=None), replace(plan, loads=None)
+    step = _exact_memory(*even, facts, machine, of_memory=of_memory).step
     step = step and step._replace(assumed=(*step.assumed, _EVEN_TIME))
-    estimate = _exact(spec, plan, facts, None, limit=limit, of_memory=of_memory)
+    estimate = _exact_memory(spec, plan, facts, None, limit=limit, of_memory=of_memory)
     return replace(estimate, step=step)
 
 
@@ -225,7 +243,7 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     )
 
 
-def _exact(
+def _exact_memory(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
@@ -236,9 +254,12 @@ def _exact(
 ) -> Estimate:
     """Where sizes depend on data, their bounds."""
     limit = inf if facts.others else limit  # of several peaks the least decides
-    estimate = exact(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
-    others = [exact(spec, plan, other, limit=limit, of_memory=of_memory) for other in facts.others]
-    return bounded(estimate, others, facts.by_data) if others else estimate
+    estimate = exact_estimate(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
+    others = [
+        exact_estimate(spec, plan, other, limit=limit, of_memory=of_memory)
+        for other in facts.others
+    ]
+    return with_bounds(estimate, others, facts.by_data) if others else estimate
 
 
 def facts_from_shape(spec: Spec) -> ModelFacts | None:
@@ -246,7 +267,7 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
     nothing is said of them. None where the model itself is to be read."""
     if not isinstance(spec.model, ModelShape) or spec.data.function is not None:
         return None
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     return facts if is_tabulated(spec) or not_traceable(spec, spec.model) else None
 
 
@@ -262,7 +283,7 @@ def not_traceable(spec: Spec, shape: ModelShape) -> str:
     return _NOT_ON_CPU if shape.attention is Attention.FLEX else ""
 
 
-def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
+def _undefined_figures(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     """Return by figure why nothing is said of it: of activations and peaks, and of traffic where it
     is not known what the modes of activations move and send again."""
     cause = facts.untraced
@@ -272,7 +293,7 @@ def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     return dict.fromkeys(figures, cause or reason)
 
 
-def exact(
+def exact_estimate(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
@@ -298,7 +319,7 @@ def exact(
         estimate = replace(estimate, memory=memory, peak=flight.peaks, step=flight.step)
     else:
         reason = _NOT_TRACED if plan.pipeline is None else _NOT_TRACED_BY_STAGE
-        estimate = replace(estimate, undefined=_untold(spec, facts, reason))
+        estimate = replace(estimate, undefined=_undefined_figures(spec, facts, reason))
     if of_memory:
         return estimate
     own, account_of = accounts(spec, plan, facts, stages, schedule)
@@ -308,7 +329,7 @@ def exact(
         estimate,
         traffic=traffic,
         notes=tuple(notes(stages[0].parts[0][0], facts, traffic, schedule)),
-        warnings=tuple(warnings(spec, traffic)),
+        warnings=tuple(placement_warnings(spec, traffic)),
         accounts=own if len(own) > 1 else (),
         account_of=account_of if len(own) > 1 else (),
     )
@@ -335,10 +356,10 @@ _OFF_DEVICE = attrgetter("state", "rank", "host_bytes", "file_bytes")
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)
 
 
-def bounded(estimate: Estimate, others: Sequence[Estimate], who: str) -> Estimate:
+def with_bounds(estimate: Estimate, others: Sequence[Estimate], who: str) -> Estimate:
     """Return `estimate` with bounds of what differs in `others`, the same step at other extents;
     `who` selects by data. Where what is sent or leaves the device differs, nothing is said."""
-    if any(_moved(other) != _moved(estimate) for other in others):
+    if any(_offload_key(other) != _offload_key(estimate) for other in others):
         why = f"{who}, and the selected elements are offloaded or communicated"
         undefined = dict.fromkeys(("activations", "peak", "traffic"), why)
         rows = tuple(row for row in estimate.memory if row.state not in _PASSING)
@@ -346,32 +367,32 @@ def bounded(estimate: Estimate, others: Sequence[Estimate], who: str) -> Estimat
     columns = (estimate, *others)
     return replace(
         estimate,
-        memory=_between([column.memory for column in columns]),
-        peak=_between([column.peak for column in columns]),
+        memory=_bound_rows([column.memory for column in columns]),
+        peak=_bound_rows([column.peak for column in columns]),
         by_data=dict.fromkeys(("activations", "peak"), f"{who}; {_EXTENTS}"),
     )
 
 
-def _moved(estimate: Estimate) -> object:
+def _offload_key(estimate: Estimate) -> object:
     off_device = set(map(_OFF_DEVICE, distinct(estimate.memory)))
     return set(estimate.traffic), estimate.account_of, off_device
 
 
-def _between(columns: Sequence[Sequence[RowT]]) -> Sequence[RowT]:
+def _bound_rows(columns: Sequence[Sequence[RowT]]) -> Sequence[RowT]:
     """Return each rank's rows, which all columns have in the same order, with their bounds."""
     by_rank = [column for column in columns if isinstance(column, ByRank)]
     if len(by_rank) < len(columns):
-        return [_bounds(rows) for rows in zip(*columns, strict=True)]
+        return [_bound_row(rows) for rows in zip(*columns, strict=True)]
     ranks = range(max((len(kind_of) for _, kind_of in by_rank[0].parts), default=0))
     return rows_by_rank(
         (tuple(column.kinds_of(rank) for column in by_rank) for rank in ranks),
         lambda kinds: [
-            _bounds(rows) for rows in zip(*map(ByRank.of_kinds, by_rank, kinds), strict=True)
+            _bound_row(rows) for rows in zip(*map(ByRank.of_kinds, by_rank, kinds), strict=True)
         ],
     )
 
 
-def _bounds(rows: Sequence[RowT]) -> RowT:
+def _bound_row(rows: Sequence[RowT]) -> RowT:
     sizes = [row.device_bytes for row in rows]
     lower = None if min(sizes) == max(sizes) else min(sizes)
     return replace(rows[0], device_bytes=max(sizes), lower_bytes=lower)
@@ -400,7 +421,9 @@ def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estima
     assumes; None where it assumes nothing of where tokens go."""
     if not derivation.exact.assumed:
         return None
-    exact = derive(derivation.spec.but(routing=histogram), derivation.facts, is_timed=False).exact
+    exact = derive(
+        derivation.spec.with_fields(routing=histogram), derivation.facts, is_timed=False
+    ).exact
     return replace(
         exact,
         column=Column.COUNTED,
@@ -412,3 +435,125 @@ def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estima
         step=derivation.exact.step,
         undefined={**derivation.exact.undefined, **exact.undefined},
     )
+
+
+_MODEL_AXES = (Axis.TP, Axis.PP)
+_ALIKE = 0.02  # relative tolerance of device memory: torch's value varies with the driver
+_OF_A_PARAMETER, _FULL, _CAUSAL = 6, 12, 6
+
+
+class Throughput(NamedTuple):
+    """Throughput of the full job. The MFUs are None if the cluster has no `flops`, or for models
+    that are not built in."""
+
+    tokens_per_second: float
+    mfu_full: float | None = None
+    mfu_causal: float | None = None
+
+
+def predict_throughput(spec: Spec, facts: ModelFacts, step: StepTime) -> Throughput | None:
+    """Return the throughput of a step. None if samples are not tokens, or if the step takes no
+    time."""
+    if (number := step_tokens(spec, facts)) is None or not step.seconds:
+        return None
+    tokens = number / step.seconds
+    flops = spec.cluster.flops * spec.world_size if spec.cluster else 0.0
+    if not flops or not isinstance(spec.model, ModelShape):
+        return Throughput(tokens_per_second=tokens)
+    full = token_operations(spec.model, facts, spec.batch.sequence, is_causal=False)
+    causal = full + (_CAUSAL - _FULL) * _score_width(spec.model, spec.batch.sequence)
+    return Throughput(
+        tokens_per_second=tokens,
+        mfu_full=tokens * full / flops,
+        mfu_causal=tokens * causal / flops,
+    )
+
+
+def step_tokens(spec: Spec, facts: ModelFacts) -> int | None:
+    """Return the tokens of a step on all ranks, or None if samples are not tokens."""
+    return spec.batch.tokens if facts.sample_bytes is None else None
+
+
+def token_operations(
+    shape: ModelShape, facts: ModelFacts, sequence: int, *, is_causal: bool
+) -> int:
+    """Return the floating-point operations of one token, forward and backward."""
+    elements = sum(
+        elements_met(shape, tensor.name, tensor.numel)
+        for tensor in facts.tensors
+        if not _is_looked_up(shape, tensor.name)
+    )
+    return _OF_A_PARAMETER * elements + (_CAUSAL if is_causal else _FULL) * _score_width(
+        shape, sequence
+    )
+
+
+def _score_width(shape: ModelShape, sequence: int) -> int:
+    """Return the sequence length times the width of the heads, summed over all layers."""
+    return shape.layers * ((shape.query_width + shape.value_width) // 2) * sequence
+
+
+def _is_looked_up(shape: ModelShape, name: str) -> bool:
+    """Return True if a tensor is only looked up: positions, or an untied embedding."""
+    module = name.split(".", maxsplit=1)[0]
+    return module == "positions" or (module == "embed" and not shape.tied)
+
+
+def step_family(spec: Spec) -> str:
+    """Return the family of specs whose step times are comparable. Empty if no published step
+    belongs to it."""
+    has_experts = isinstance(spec.model, ModelShape) and spec.model.experts is not None
+    if not spec.is_for_cuda:
+        return "" if has_experts else "CPU"
+    is_dense = isinstance(spec.model, ModelShape) and not has_experts
+    if not is_dense or spec.precision.effective_layout.parameters is not DType.BF16:
+        return ""
+    modes = (factor.placement[state] for factor in spec.factors for state in PLACED)
+    is_offloaded = any(mode.tier is not Tier.DEVICE for mode in modes)
+    axes = {factor.axis for factor in spec.factors if factor.degree > 1}
+    has_other_axes = bool(axes - {*DATA_AXES, *_MODEL_AXES})
+    if has_other_axes or is_offloaded or spec.activations.tiers != {Tier.DEVICE}:
+        return ""
+    return "GPU with tp or pp" if axes & {*_MODEL_AXES} else "GPU with data axes"
+
+
+def published_steps(spec: Spec) -> Mapping[str, Any] | None:
+    """Return the interval of the collected steps of a spec's family.
+
+    Returns:
+        The interval, with the family's name as `steps`. None if the family has no steps, or if none
+        of them ran on devices with the peak FLOP/s and memory of the spec's devices.
+    """
+    known = _published_rows("intervals").get(step_family(spec))
+    if known is None or not spec.is_for_cuda or spec.cluster is None:
+        return known
+    flops, memory = spec.cluster.flops, spec.cluster.device_memory
+    is_known = any(
+        flops == row["flops"] and isclose(memory, row["memory"], rel_tol=_ALIKE)
+        for row in known["devices"].values()
+    )
+    return known if is_known else None
+
+
+def with_interval(spec: Spec, step: StepTime) -> StepTime:
+    """Return a step with the interval in seconds that contains nearly all collected steps."""
+    known = published_steps(spec)
+    interval = (known["low"] * step.seconds, known["high"] * step.seconds) if known else None
+    return step._replace(interval=interval)
+
+
+def best_collected_mfu(cluster: Cluster | None) -> tuple[float, str, str] | None:
+    """Return the best MFU of the collected PyTorch steps, the device and the source.
+
+    Only devices with the peak FLOP/s of the cluster's devices count, with full attention scores.
+    The result is None if there are none.
+    """
+    for flops, row in _published_rows("best_mfu").items():
+        if cluster is not None and float(flops) == cluster.flops:
+            return row["mfu"], row["device"], row["source"]
+    return None
+
+
+def _published_rows(key: str) -> dict[Any, Any]:
+    rows: dict[Any, Any] = load_table("step_times.yaml")[key]
+    return rows

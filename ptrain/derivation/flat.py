@@ -12,18 +12,18 @@ from functools import lru_cache, partial
 from itertools import groupby, product
 from typing import Any
 
-from ptrain.axes.data.cost import runs, shard_runs, whole_runs
-from ptrain.axes.data.cuts import Axes, Cuts
+from ptrain.axes.data.cost import iter_runs, shard_runs, whole_runs
+from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.axes.data.theta import Parameters
-from ptrain.axes.data.units import ModelLife, U, UnitLife, UnitParts, buckets_of
+from ptrain.axes.data.units import ModelRuntime, U, UnitParts, UnitRuntime, buckets_of
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.cost import Collective, State
 from ptrain.derivation.ghosts import autograd
-from ptrain.derivation.tape import Scene
+from ptrain.derivation.tape import Scene, Wrap
 from ptrain.facts.model import TensorFacts, UnitFacts
-from ptrain.optimizers.ghost import GhostRules, GhostScale
+from ptrain.optimizers.ghost import GhostOptimizerFactory, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
-from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
+from ptrain.rooms.ghost import EventReceiver, Ghost, GhostRuntime, Storage
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import Clip, Plan
@@ -67,7 +67,7 @@ class NormedViews:
         self._cuts, self._axes = tuple(numbers), tuple(degrees)
         self._views: list[tuple[Views, ...]] = []
 
-    def kinds(self, degrees: Degrees) -> Sequence[int]:
+    def shard_kinds(self, degrees: Degrees) -> Sequence[int]:
         """Return a number for each shard over these axes, outermost first. Shards with equal views
         have equal numbers."""
         kinds, self._views = _number_views(self._cuts, degrees)
@@ -118,7 +118,7 @@ def _views_by_shard(cut: Cut, degrees: Degrees) -> list[Views]:
     for place in product(*(range(degree) for _, degree in degrees)):
         at = dict(zip((axis for axis, _ in degrees), place, strict=True))
         places = tuple([at.get(axis, 0) if axis in cutting else None for axis in axes])
-        all_views.append(_views(shard_runs(tensors, padded, own, places)))
+        all_views.append(_view_sizes(shard_runs(tensors, padded, own, places)))
     return all_views
 
 
@@ -133,14 +133,14 @@ def _views_in_order(tensors: Views, padded: int, shards: int) -> list[Views]:
         first, last = -(-start // size), end // size
         views[first:last] = [((size, is_cut),)] * (last - first)
     return [
-        _views(runs(tensors, padded, [(index * size, (index + 1) * size)]))
+        _view_sizes(iter_runs(tensors, padded, [(index * size, (index + 1) * size)]))
         if alone is None
         else alone
         for index, alone in enumerate(views)
     ]
 
 
-def _views(of_shard: Iterable[tuple[int, int, bool]]) -> Views:
+def _view_sizes(of_shard: Iterable[tuple[int, int, bool]]) -> Views:
     return tuple([(end - start, is_cut) for start, end, is_cut in of_shard])
 
 
@@ -159,7 +159,7 @@ _HOOKS = {
 class GhostMembers:
     """The tensors of a unit that share a buffer, with autograd's treatment of their gradients."""
 
-    def __init__(self, tensors: Sequence[TensorFacts], reader: Reader) -> None:
+    def __init__(self, tensors: Sequence[TensorFacts], reader: EventReceiver) -> None:
         self.names = [tensor.name for tensor in tensors]
         self.shapes = [tensor.shape for tensor in tensors]
         self.are_cut = [tensor.is_cut for tensor in tensors]
@@ -169,11 +169,11 @@ class GhostMembers:
         self._bound: dict[int, Ghost] = {}  # by tensor, the buffer of its gradient
         self._gradients: dict[int, Storage] = {}
 
-    def adopt(self, whole: Ghost) -> None:
+    def bind_views(self, whole: Ghost) -> None:
         """Make the parameters views of a full buffer."""
         self._values = whole
 
-    def write(self, index: int, whole: Ghost, *, is_bound: bool) -> None:
+    def write_gradient(self, index: int, whole: Ghost, *, is_bound: bool) -> None:
         """Copy a gradient into the buffer, or fill its place with zeros if there is none.
 
         With `is_bound`, the gradient becomes a view of the buffer.
@@ -181,40 +181,40 @@ class GhostMembers:
         gradient = self._gradients.pop(index, None)
         size = math.prod(self.shapes[index]) * whole.dtype.itemsize
         if gradient is None:
-            self._reader.computed(OperatorKind.POINTWISE, whole.dtype, size)
+            self._reader.record_operator(OperatorKind.POINTWISE, whole.dtype, size)
         else:
-            self._reader.computed(OperatorKind.COPY, whole.dtype, gradient.size + size)
+            self._reader.record_operator(OperatorKind.COPY, whole.dtype, gradient.size + size)
         self._bound.pop(index, None)
         if is_bound:
             self._bound[index] = whole
 
-    def collect(self, index: int, whole: Ghost) -> None:
+    def add_gradient(self, index: int, whole: Ghost) -> None:
         """Copy a gradient, if there is one, into the buffer."""
         if (gradient := self._gradients.pop(index, None)) is not None:
             size = gradient.size + math.prod(self.shapes[index]) * whole.dtype.itemsize
-            self._reader.computed(OperatorKind.COPY, whole.dtype, size)
+            self._reader.record_operator(OperatorKind.COPY, whole.dtype, size)
 
-    def unbind(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop all gradients."""
         self._bound.clear()
         self._gradients.clear()
 
-    def arrive(self, index: int, gradient: Complete) -> None:
+    def accept_gradient(self, index: int, gradient: Complete) -> None:
         """Accept a completed gradient: add it to the existing one, or keep it, copied if it is
         cloned."""
-        self._reader.allocated(autograd.added(gradient), Tier.DEVICE)
+        self._reader.record_allocation(autograd.added_bytes(gradient), Tier.DEVICE)
         if index in self._bound:
             dtype = self._bound[index].dtype
-            self._reader.computed(OperatorKind.POINTWISE, dtype, 3 * gradient.size)
+            self._reader.record_operator(OperatorKind.POINTWISE, dtype, 3 * gradient.size)
         elif index not in self._gradients:
             name, state = self.names[index], State.GRADIENTS
-            self._reader.allocated(gradient.beside, Tier.DEVICE)
+            self._reader.record_allocation(gradient.beside, Tier.DEVICE)
             kept = Storage(gradient.size, Tier.DEVICE, state, name, self._reader)
-            self._reader.allocated(-gradient.beside, Tier.DEVICE)
+            self._reader.record_allocation(-gradient.beside, Tier.DEVICE)
             self._gradients[index] = kept
 
 
-class RepeatedLife(ModelLife[Ghost]):
+class RepeatedUnits(ModelRuntime[Ghost]):
     """The units that are simulated, each counted for all the units it represents."""
 
     def __init__(
@@ -229,7 +229,7 @@ class RepeatedLife(ModelLife[Ghost]):
         self._repeat = repeat
         self._place: dict[object, int] = {unit: place for place, unit in enumerate(self.all)}
 
-    def do(self, units: Iterable[U], act: Callable[[U], None]) -> None:
+    def for_each(self, units: Iterable[U], act: Callable[[U], None]) -> None:
         """Run `act` on the units, counted for all the units they represent."""
         self._repeat(((self._place[unit], unit) for unit in units), act)
 
@@ -239,12 +239,12 @@ class RepeatedUpdate(TargetsUpdate[Ghost, Target[Ghost]]):
 
     repeat: Repeat
 
-    def do(self, act: Callable[[UpdateGroup[Ghost, Target[Ghost]]], None]) -> None:
+    def for_each_group(self, act: Callable[[UpdateGroup[Ghost, Target[Ghost]]], None]) -> None:
         assert self.is_by_unit, "a flat unit is updated by itself"
         self.repeat(enumerate(self.groups), act)
 
 
-class Flat:
+class Flat(Wrap):
     """A wrap of flat units, driven by the marks of a timeline.
 
     The storages that the units keep between steps are allocated before the tape reads.
@@ -269,15 +269,15 @@ class Flat:
         degrees = {axis: scene.spec.degree(axis) for axis in step.axes}
         scene.tape.is_reading = False
         scene.tape.hooks.update(_HOOKS)
-        self.room = GhostRoom(scene.tape, degrees, {})
+        self.room = GhostRuntime(scene.tape, degrees, {})
         buckets = [own for own in places_of(scene.plan, facts) if facts[own[0]].numel]
         self.used = [_join_units([facts[place] for place in bucket]) for bucket in buckets]
         self.times = [times[bucket[0]] for bucket in buckets]
         self.members = [GhostMembers(unit.trained, scene.tape) for unit in self.used]
-        self._cuts: dict[tuple[int, tuple[Axis, ...]], Cuts[Ghost]] = {}
+        self._cuts: dict[tuple[int, tuple[Axis, ...]], ShardLayout[Ghost]] = {}
         self.parts = [self._make_parts(*pair) for pair in zip(self.used, self.members, strict=True)]
         is_pipelined = scene.plan.pipeline is not None
-        self.units = RepeatedLife(self.parts, step, self._repeat, is_pipelined=is_pipelined)
+        self.units = RepeatedUnits(self.parts, step, self._repeat, is_pipelined=is_pipelined)
         self.update_of = self._make_update()
         numbers = {place: number for number, bucket in enumerate(buckets) for place in bucket}
         self._played = [numbers.get(place) for place in range(len(facts))]
@@ -313,11 +313,11 @@ class Flat:
             frozen = Parameters(kept, cuts, step.of_frozen, layout)
         return UnitParts(trained=trained, frozen=frozen, step=step, is_root=unit.is_root)
 
-    def _cuts_of(self, numel: int, step: FlatUnits) -> Cuts[Ghost]:
+    def _cuts_of(self, numel: int, step: FlatUnits) -> ShardLayout[Ghost]:
         """Return the shards of a buffer. Equal units share them."""
         kind = numel, cut_axes(step)
         if kind not in self._cuts:
-            self._cuts[kind] = Cuts(self.room, *kind, self.step.reduce_scatter)
+            self._cuts[kind] = ShardLayout(self.room, *kind, self.step.reduce_scatter)
         return self._cuts[kind]
 
     def _make_update(self) -> RepeatedUpdate:
@@ -327,7 +327,7 @@ class Flat:
             [ShardTarget(state) for state in own] for own in states
         ]
         hidden = [[False] * len(own) for own in states]
-        if not optimizer.row.is_elementwise:
+        if not optimizer.properties.is_elementwise:
             updates = [[TensorsUpdate(state) for state in own] for own in states]
             groups = [
                 [
@@ -338,7 +338,7 @@ class Flat:
                 for own in updates
             ]
             hidden = [[unit.is_hidden(tensor) for tensor in unit.trained] for unit in self.used]
-        rules = GhostRules(self.scene.tape, is_cpu=not self.scene.spec.is_for_cuda)
+        rules = GhostOptimizerFactory(self.scene.tape, is_cpu=not self.scene.spec.is_for_cuda)
         update = RepeatedUpdate(groups, optimizer, layout, self.room, rules, hidden)
         update.repeat = self._repeat
         if self.step.consumed:
@@ -363,8 +363,8 @@ class Flat:
     def begin_passes(self) -> None:
         self.units.begin_passes()
 
-    def settle(self) -> None:
-        self.units.settle()
+    def end_pass(self) -> None:
+        self.units.finish_reduction()
 
     def end_passes(self) -> None:
         self.units.end_passes()
@@ -395,10 +395,10 @@ class Flat:
 
     def complete(self, gradient: Complete) -> None:
         number, index = self._place[gradient.parameter]
-        self.members[number].arrive(index, gradient)
+        self.members[number].accept_gradient(index, gradient)
         unit = self.units.all[number]
-        if self.half is not Kind.WEIGHT and isinstance(unit, UnitLife):
-            unit.accumulated(index)
+        if self.half is not Kind.WEIGHT and isinstance(unit, UnitRuntime):
+            unit.handle_gradient(index)
 
     def after_backward(self, unit: int) -> None:
         """End a unit's backward. With the root's backward, end the micro-batch too, unless it is in
@@ -418,16 +418,13 @@ class Flat:
         yield from self.units.storages()
         yield from self.update_of.storages()
 
-    def gathered(self) -> int:
+    def gathered_bytes(self) -> int:
         return sum(
             times * part.whole.nbytes
             for unit, times in zip(self.units.all, self.times, strict=True)
             for part in unit.theta.parts
             if part.is_transient and part.is_gathered
         )
-
-    def lingering(self) -> int:
-        return 0
 
     def signature(self) -> Hashable:
         return self.units.signature(), self.is_last
@@ -439,7 +436,7 @@ class Flat:
         if self._is_by_view and self.tape.is_reading:
             self.views = NormedViews(self._normed_units())
             differing = self.scene.plan.differing_axes
-            self.kinds = self.views.kinds(
+            self.kinds = self.views.shard_kinds(
                 tuple((f.axis, f.degree) for f in self.scene.spec.factors if f.axis in differing)
             )
         if self.scene.plan.update.layout.scales_loss and self._on_device:
@@ -449,7 +446,7 @@ class Flat:
         """Return the kind of views in a shard. Everything else is equal in all shards."""
         return self.kinds[shard] if self._is_by_view and not self.step.consumed else 0
 
-    def clipped(self, shard: int) -> list[list[int]] | None:
+    def norm_groups(self, shard: int) -> list[list[int]] | None:
         """Return the elements of the gradients in each norm group, or None if they are not on the
         device.
 
@@ -505,7 +502,7 @@ def places_of(plan: Plan, units: Sequence[UnitFacts]) -> tuple[tuple[int, ...], 
     return buckets_of(plan, [(unit.modules, unit.trained_numel) for unit in units])
 
 
-def joined(plan: Plan, units: Sequence[UnitFacts]) -> list[UnitFacts]:
+def joined_units(plan: Plan, units: Sequence[UnitFacts]) -> list[UnitFacts]:
     """Return the units of a plan of flat units as they are reduced and updated."""
     return [_join_units([units[place] for place in bucket]) for bucket in places_of(plan, units)]
 

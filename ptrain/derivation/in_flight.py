@@ -12,32 +12,37 @@ from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
-from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send, training
+from ptrain.axes.pipeline.instructions import (
+    Instruction,
+    Message,
+    Receive,
+    Release,
+    Send,
+    training_instructions,
+)
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.cost import Footprint, Peak, Phase, State, StepTime, Traffic
 from ptrain.derivation import tensor
-from ptrain.derivation.activation_moves import activation_row
 from ptrain.derivation.clock import Clock, Seconds
 from ptrain.derivation.computing import PassScore, play_pass
-from ptrain.derivation.ghosts.clipping import clip, norm_bytes
-from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.layers import Representatives, passes, represent
-from ptrain.derivation.memory import always, least_above, peaks, sum_in_time
-from ptrain.derivation.pipeline import StageParts
-from ptrain.derivation.pipeline_time import (
+from ptrain.derivation.ghosts.wrapping import Wrapping, norm_bytes, time_clipping
+from ptrain.derivation.layers import Representatives, represent, stage_passes
+from ptrain.derivation.machine import (
     Gaps,
     RankTime,
     StepTiming,
     idle_gaps,
     step_time,
 )
-from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.facts.model import Passes, net
+from ptrain.derivation.memory import always, least_above, peaks, sum_in_time
+from ptrain.derivation.pipeline import StageParts
+from ptrain.derivation.tape import Scene, Tape, Wrap, activation_row
+from ptrain.facts.model import Passes, net_bytes
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook
-from ptrain.spec.spec import Spec, positions
+from ptrain.spec.spec import Spec, indices_in_groups
 from ptrain.steps.experts import ByLayer
 from ptrain.timeline import Kind, Run
 from ptrain.units import grouped
@@ -72,15 +77,11 @@ class Part:
     known: dict[Hashable, Did] = field(default_factory=dict)
     micro_batches: tuple[Passes, ...] = ()
 
-    def of(self, micro_batch: int) -> Passes:
-        """Return the passes of a micro-batch."""
-        return self.micro_batches[micro_batch] if self.micro_batches else self.passes
-
 
 Turns = Iterable[tuple[int, Sequence[Instruction]]]  # (consecutive repetitions, instructions)
 
 
-def turns(own: Sequence[Instruction], *, are_alike: bool) -> Turns:
+def group_turns(own: Sequence[Instruction], *, are_alike: bool) -> Turns:
     """Return a rank's instructions as (repetitions, instructions). If `are_alike`, micro-batches go
     forward and backward one at a time, and all but the first and the last equal the second."""
     if not are_alike or len(own) < 6:
@@ -108,7 +109,7 @@ def play_rank(
         for stage in rank.stages.values():
             stage.left -= times - 1
     assert not rank.saved and not rank.boundaries.size, "nothing is in flight when a step is over"
-    rank.end()
+    rank.finish()
     return rank
 
 
@@ -131,7 +132,9 @@ class _Stage:
     def net(self, kind: Kind, passes: Passes) -> int:
         """Return the bytes that a pass leaves allocated, without gradients."""
         if id(passes) not in self.nets:
-            self.nets[id(passes)] = {k: sum(map(net, items)) for k, items in passes.items.items()}
+            self.nets[id(passes)] = {
+                k: sum(map(net_bytes, items)) for k, items in passes.items.items()
+            }
         return self.nets[id(passes)][kind]
 
     def begin(self, *, is_last: bool) -> None:
@@ -144,7 +147,7 @@ class _Stage:
     def has_played(self) -> None:
         """Update the record of the wrap's state after a simulated pass."""
         self.turn, self.state = None, self.wrap.signature()
-        self.lingering, self.gathered = self.wrap.lingering(), self.wrap.gathered()
+        self.lingering, self.gathered = self.wrap.lingering_bytes(), self.wrap.gathered_bytes()
 
 
 class RankStep:
@@ -188,7 +191,7 @@ class RankStep:
         if clock := self.tape.clock:
             self.left = clock.seconds
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Wait for the work that the passes left."""
         clock = self.tape.clock
         self.passes = clock.seconds if clock else 0.0
@@ -223,7 +226,8 @@ class RankStep:
             self.tape.enter(Phase.FORWARD)
         else:
             self._begin_backward(stage, kind)
-        passes = stage.part.of(action.microbatch)
+        of_each = stage.part.micro_batches
+        passes = of_each[action.microbatch] if of_each else stage.part.passes
         gap = self.idle + (self.gaps.get(action, 0.0) if self.gaps else 0.0)
         self.idle = 0.0
         if self.tape.clock:
@@ -236,7 +240,7 @@ class RankStep:
         for tier, size in passes.moved:
             more = size if kind is Kind.FORWARD else -size
             self.moved[tier] = self.moved.get(tier, 0) + more
-        self.saved -= self.boundaries.passed(kind, action)
+        self.saved -= self.boundaries.end_pass(kind, action)
         if kind in (Kind.BACKWARD, Kind.WEIGHT):
             whole = stage.net(Kind.FORWARD, passes) + stage.net(Kind.BACKWARD, passes)
             loss = whole - passes.output - passes.hidden
@@ -276,28 +280,25 @@ class RankStep:
             Footprint(state=State.TRANSIENT, rank=0, device_bytes=self.gathered),
         )
 
-    def known(self, stage: _Stage, key: Hashable) -> Did | None:
-        """Return the recorded result of an equal pass, or None."""
-        return None if self.is_alone else stage.part.known.get(key)
-
     def _play_pass(self, stage: _Stage, kind: Kind, passes: Passes) -> tuple[float, float]:
         """Return the seconds of a pass, and the seconds it leaves to the next pass."""
         before, clock = stage.state, self.tape.clock
-        if (known := self.known(stage, (kind, id(passes), before))) is not None:
+        known = None if self.is_alone else stage.part.known.get((kind, id(passes), before))
+        if known is not None:
             self.tape.spike(known.run.rise)
             self.tape.add(known.run.net)
             if clock is not None:
                 clock.add(known.spent)
-                clock.meet(since=known.tail)
+                clock.note_meeting(since=known.tail)
                 if self.gaps:  # other lanes progress during the pass
                     clock.now += known.seconds
                     for lane in clock.free.keys() & {key.axes for key in known.spent[1]}:
                         clock.free[lane] += known.seconds
             return known.seconds, known.left
-        start = clock.moment() if clock else None
+        start = clock.snapshot() if clock else None
         if not self.is_alone:
             if clock is not None:
-                clock.meet()  # a message arrived, or the previous pass sent one
+                clock.note_meeting()  # a message arrived, or the previous pass sent one
             self.tape.hook(Hook.PIPELINE_PASS)
         peak, level = self.tape.peak, self.tape.level
         self.tape.peak = level
@@ -312,9 +313,9 @@ class RankStep:
             stage.wrap.end_half(kind)
         tail, now = (clock.since_met, clock.seconds) if clock else (0.0, 0.0)
         if not self.is_alone:
-            stage.wrap.settle()
+            stage.wrap.end_pass()
         left = clock.seconds - now if clock else 0.0
-        spent: tuple[Seconds, Seconds] = clock.since(start) if clock and start else ({}, {})
+        spent: tuple[Seconds, Seconds] = clock.seconds_since(start) if clock and start else ({}, {})
         seconds = sum(spent[0].values()) - left
         stage.has_played()
         if stage.state == before:
@@ -344,7 +345,7 @@ def _make_stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
     )
     stage = _Stage(
         part=part,
-        wrap=part.ghost.player(scene),
+        wrap=part.ghost.make_wrap(scene),
         left=own.plan.accumulate.micro_batches,
     )
     stage.has_played()
@@ -371,7 +372,7 @@ class _Boundaries:
             self.sizes.setdefault((Phase.FORWARD, stage - 1), hidden)
             self.sizes[Phase.BACKWARD, stage - 1] = hidden
 
-    def passed(self, kind: Kind, action: Action) -> int:
+    def end_pass(self, kind: Kind, action: Action) -> int:
         """End a pass and return the bytes that no longer count as the pass's. The pass made its
         output, or the gradient of its input, and its inputs are no longer needed. Between the
         halves of a backward pass the stage keeps input, output and the output's gradient; the input
@@ -460,13 +461,16 @@ def in_flight(
     """
     most = least_above(base, limit)
     played: dict[_Alike, RankStep] = {}
-    shards = positions(spec, stages[0].plan.differing_axes)
+    shards = indices_in_groups(spec, stages[0].plan.differing_axes)
     like: dict[Place, _Alike] = {}
-    instructions, part_of = training(schedule), cache(partial(_make_part, spec, stages, timing))
+    instructions, part_of = (
+        training_instructions(schedule),
+        cache(partial(_make_part, spec, stages, timing)),
+    )
     cutting, loads = stages[0].plan.cutting_axes, stages[0].plan.loads
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
-    places = list(zip(*(positions(spec, names) for names in axes), strict=True))
-    rows_of = {tokens: loads.of(tokens) if loads else None for *_, tokens in places}
+    places = list(zip(*(indices_in_groups(spec, names) for names in axes), strict=True))
+    rows_of = {tokens: loads.rows_by_layer(tokens) if loads else None for *_, tokens in places}
 
     def play(key: _Alike, rows: ByLayer | None, gaps: Gaps | None = None) -> RankStep:
         stand_in, firsts, _ = key
@@ -477,7 +481,7 @@ def in_flight(
         ]
         clock = timing.clock_of(firsts[0]) if timing else None
         are_alike = schedule.ranks == 1 and not of_rank[0].micro_batches
-        of_step = turns(instructions[stand_in], are_alike=are_alike)
+        of_step = group_turns(instructions[stand_in], are_alike=are_alike)
         rank = play_rank(spec, of_rank, of_step, schedule.stages - 1, clock, most, gaps)
         sums = [row for stage, at in pairs for row in stages[stage].tied(at)] if clock else []
         rank.update(sorted({*shards}), sums)
@@ -527,27 +531,27 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     shards = [*shards]
     kinds = zip(*(map(wrap.kind_of_shard, shards) for wrap in wraps), strict=True)
     alike = grouped(zip(kinds, shards, strict=True))
-    clipped = {shard: [wrap.clipped(shard) for wrap in wraps] for shard, *_ in alike.values()}
+    clipped = {shard: [wrap.norm_groups(shard) for wrap in wraps] for shard, *_ in alike.values()}
     clips = {shard: norm_bytes(scene, groups) for shard, groups in clipped.items()}
     before, reduced = tape.level, tape.peak
     is_alike = any(wrap.updates_alike for wrap in wraps)
     clock, peaks, most = tape.clock, dict[int, int](), -1.0
-    start = slowest = clock.moment() if clock else None
+    start = slowest = clock.snapshot() if clock else None
     for (shard, (at_once, stays)), all_of_kind in zip(clips.items(), alike.values(), strict=True):
         if not (peaks and is_alike):
             tape.level = tape.peak = before + stays
             if clock and start:  # all ranks start the update at the same time
                 clock.back_to(start)
-            clip(scene, clipped[shard])
+            time_clipping(scene, clipped[shard])
             if clock:
-                clock.agree()
+                clock.agree_on_loss()
             for wrap in wraps:
                 wrap.update(shard)
             for wrap in wraps:
                 wrap.finish_update()
             sum_in_time(scene.plan, tape, [wrap.scene.facts for wrap in wraps])
             if clock and clock.seconds > most:
-                most, slowest = clock.seconds, clock.moment()
+                most, slowest = clock.seconds, clock.snapshot()
         peaks |= dict.fromkeys(all_of_kind, max(reduced, before + at_once, tape.peak))
     if clock and slowest:
         clock.back_to(slowest)
@@ -566,7 +570,7 @@ def _make_part(
         reach = None if timing and timing.plays_all else ghost.reach
         played = represent(spec, ghost.wrapped.facts.units, taken.stage.layers, reach)
         cut = tensor.cut_of(spec, taken.plan, index)
-        known = passes(spec, taken.stage, len(stages), played, cut)
+        known = stage_passes(spec, taken.stage, len(stages), played, cut)
     units = played.units if played else ghost.wrapped.facts.units
     return Part(
         index=stage,

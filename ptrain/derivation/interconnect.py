@@ -20,7 +20,7 @@ from ptrain.cost import Collective, Phase, Traffic, busiest
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, groups
+from ptrain.spec.spec import Spec, rank_groups
 from ptrain.units import counted, format_bytes
 
 # The fraction of the host's memory bandwidth that an update reaches: DeepSpeed's CPU-Adam takes
@@ -60,7 +60,7 @@ class Network:
         return self.cluster.slowdown_beside_collectives if self.cluster else 0.0
 
     @property
-    def straggling(self) -> float:
+    def straggler_share(self) -> float:
         """The fraction by which this number of nodes makes a step longer."""
         per_doubling = self.cluster.slowdown_per_doubling if self.cluster else 0.0
         return per_doubling * log2(self.nodes)
@@ -74,7 +74,7 @@ class Network:
         """
         return host_seconds(self.cluster, size, min(self.world, self._per_node))
 
-    def ordered(self, axes: Sequence[Axis]) -> tuple[str, ...]:
+    def axis_names(self, axes: Sequence[Axis]) -> tuple[str, ...]:
         """Return the names of axes, in the order of the mesh."""
         if (key := tuple(axes)) not in self._names:
             self._names[key] = tuple(name for name, _ in self._degrees if name in key)
@@ -162,7 +162,7 @@ class Link(NamedTuple):
     transfer_seconds: float
 
 
-def link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
+def axis_link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
     """Return the link of an axis in the `exact` column's traffic.
 
     Only calls over this axis alone count. The result is None without a cluster, or if the axis has
@@ -189,17 +189,17 @@ def link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
     )
 
 
-def crossing(spec: Spec, traffic: Iterable[Traffic]) -> Link | None:
+def tp_link_across_nodes(spec: Spec, traffic: Iterable[Traffic]) -> Link | None:
     """Return the link of tp if its groups span nodes of the spec's cluster, else None."""
-    tp_link = link(spec, traffic, Axis.TP)
+    tp_link = axis_link(spec, traffic, Axis.TP)
     return tp_link if tp_link and tp_link.nodes > 1 else None
 
 
-def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
+def placement_warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
     """Yield a warning if tp is not the innermost axis, and one if its groups span nodes."""
     rows = tuple(traffic)
     yield from _warn_scattered(spec, rows)
-    tp_link, cluster = crossing(spec, rows), spec.cluster
+    tp_link, cluster = tp_link_across_nodes(spec, rows), spec.cluster
     if tp_link is None or cluster is None:
         return
     yield (
@@ -221,7 +221,7 @@ def _warn_scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
     names = [factor.axis for factor in spec.factors if factor.degree > 1]
     if Axis.TP not in names or names[-1] is Axis.TP:
         return
-    rows, first = _rows_over(traffic, Axis.TP), next(iter(groups(spec, (Axis.TP,))))
+    rows, first = _rows_over(traffic, Axis.TP), next(iter(rank_groups(spec, (Axis.TP,))))
     last = sorted(spec.factors, key=lambda factor: factor.axis is Axis.TP)
     mesh = ", ".join(f"{factor.axis}: {factor.degree}" for factor in last)
     text = (
@@ -230,8 +230,8 @@ def _warn_scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
         f"{format_bytes(sum(row.sent_bytes for row in rows))} between ranks. With tp last, "
         f"`mesh: {{{mesh}}}`, these ranks are neighbours"
     )
-    here = link(spec, traffic, Axis.TP)
-    there = link(replace(spec, factors=tuple(last)), traffic, Axis.TP)
+    here = axis_link(spec, traffic, Axis.TP)
+    there = axis_link(replace(spec, factors=tuple(last)), traffic, Axis.TP)
     if here and there and here.nodes > there.nodes:
         text += (
             f": a group then spans {counted(there.nodes, 'node')} instead of {here.nodes} and "

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ptrain.axes.context.attention import context_of, part_at
 from ptrain.derivation import archive, blocks, tables
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.attention import is_by_operators
+from ptrain.derivation.kernels import is_by_operators
 from ptrain.derivation.tables import (
     EvaluatedTable,
     LossHead,
@@ -31,12 +31,12 @@ from ptrain.derivation.tables import (
     Place,
     RankCut,
     Setting,
+    evaluate_table,
     setting_of,
-    table,
 )
-from ptrain.facts.model import Passes, UnitFacts, of_first_stage, of_later_stage
+from ptrain.facts.model import Passes, UnitFacts, passes_of_stage
 from ptrain.facts.stages import Stage
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.dials import Compiled, UnitKind
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
@@ -59,7 +59,7 @@ class Representatives(NamedTuple):
         return tuple(unit.modules for unit in self.units)
 
 
-def everyone(units: tuple[UnitFacts, ...], blocks: int) -> Representatives:
+def all_represented(units: tuple[UnitFacts, ...], blocks: int) -> Representatives:
     """Every unit of so many blocks by itself."""
     return Representatives(tuple((place, 1) for place in range(blocks)), units, (1,) * len(units))
 
@@ -69,10 +69,10 @@ def represent(
 ) -> Representatives:
     """Return who is played of a built-in model or stage with these `blocks`, first to last.
     `reach`: how many units next to a unit its wrap acts on; None where that is not bounded."""
-    kinds = alike(spec, blocks)
+    kinds = block_kinds(spec, blocks)
     if reach is None or kinds is None:
-        return everyone(units, len(blocks))
-    places = turns(kinds, reach + 1)
+        return all_represented(units, len(blocks))
+    places = played_places(kinds, reach + 1)
     times_of = {blocks[place]: times for place, times in places}
     gone = {*blocks} - times_of.keys()
     played = [(unit, ".".join(unit.modules[0].split(".")[:2])) for unit in units]
@@ -86,24 +86,24 @@ def represent(
 class BlockKind(NamedTuple):
     """What layers of a built-in model have in common that are alike."""
 
-    kept: Kept
+    kept: ActivationMode
     has_experts: bool
     is_local: bool
 
 
-def alike(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | None:
+def block_kinds(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | None:
     """Return the kind of each of these blocks, of which those of one kind do the same: of a
     built-in model, of whose blocks no unit has more than one. It is None where nobody says that
     they do."""
     is_within, shape = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK), spec.model
     if not isinstance(shape, ModelShape) or not is_within:
         return None
-    kept = spec.activations.of(shape.layers)
+    kept = spec.activations.block_modes(shape.layers)
     numbers = [int(block.rpartition(".")[2]) for block in blocks]
     return tuple(BlockKind(kept[n], shape.has_experts(n), shape.is_local(n)) for n in numbers)
 
 
-def turns(kinds: Sequence[Hashable], apart: int) -> Turns:
+def played_places(kinds: Sequence[Hashable], apart: int) -> Turns:
     """Return the places that are played: the first and the last `apart` of each row of equal kinds,
     and one for those between."""
     places: list[tuple[int, int]] = []
@@ -144,7 +144,7 @@ class LayerPasses(NamedTuple):
     setting: Setting
     place: Place
     numbers: Sequence[str]
-    kept: Sequence[Kept]
+    kept: Sequence[ActivationMode]
     held: int = 0
     head: LossHead | None = None
 
@@ -157,17 +157,17 @@ class LayerPasses(NamedTuple):
     @property
     def moved(self) -> Pairs:
         """What goes off the device in a micro-batch, as a timeline has it."""
-        return () if self.is_plain else blocks.moved(self.setting, self.kept)
+        return () if self.is_plain else blocks.moved_storages(self.setting, self.kept)
 
     @property
     def repeated(self) -> Pairs:
         """The collectives that backward runs again, as a timeline has them."""
-        return () if self.is_plain else blocks.repeated(self.setting, self.kept)
+        return () if self.is_plain else blocks.repeated_collectives(self.setting, self.kept)
 
     def passes(self, units: Units, turns: Turns) -> dict[Kind, tuple[Item, ...]]:
         """Return the items of each kind of pass, of these `units` and of the layers whose `turns`
         these are."""
-        evaluated = _evaluated(self.setting)
+        evaluated = _evaluated_table(self.setting)
         of_place, places = evaluated.content[self.place], places_of(units)
         is_whole = not self.is_plain or self.head is not None
         return {
@@ -180,7 +180,7 @@ class LayerPasses(NamedTuple):
         """Return the bytes of what a stage hands on."""
         if self.head is not None:
             return self.head.output
-        evaluated = _evaluated(self.setting)
+        evaluated = _evaluated_table(self.setting)
         number: int = evaluated.content[self.place]["output"]
         return evaluated.sizes[number]
 
@@ -199,7 +199,7 @@ class LayerPasses(NamedTuple):
         items: list[Item] = []
         for place, times in turns[::-1] if is_reversed else turns:
             part = begin if place == first_place else end if place == last_place else block
-            layer = _layer(
+            layer = _layer_items(
                 self.setting,
                 kind,
                 part if last else only,
@@ -207,27 +207,32 @@ class LayerPasses(NamedTuple):
                 0 if place else self.held,
                 self.head if place == last else None,
             )
-            append(items, instantiate(layer, self.numbers[place], places), times)
+            append_items(items, instantiate(layer, self.numbers[place], places), times)
         return items
 
 
 @lru_cache(maxsize=2**10)
-def _layer(
-    setting: Setting, kind: Kind, parts: Parts, kept: Kept | None, held: int, head: LossHead | None
+def _layer_items(
+    setting: Setting,
+    kind: Kind,
+    parts: Parts,
+    kept: ActivationMode | None,
+    held: int,
+    head: LossHead | None,
 ) -> Sequence[Any]:
     """What a layer does in a pass, where a plain one does these parts of the table: with a block
     that is `kept` so, and with the `head` of a loss in chunks."""
-    base: Sequence[Any] = _evaluated(setting).events(*parts)
+    base: Sequence[Any] = _evaluated_table(setting).events(*parts)
     if head is not None:
-        base = head.around(_PASSES[kind], base)
+        base = head.wrap_last_block(_PASSES[kind], base)
     if kept is None:
         return base
     return blocks.part_with(base, setting, kept, is_forward=kind is Kind.FORWARD, held=held)
 
 
 @cache
-def _evaluated(setting: Setting) -> EvaluatedTable:
-    return table(TablePart.PASSES, setting.without_context)
+def _evaluated_table(setting: Setting) -> EvaluatedTable:
+    return evaluate_table(TablePart.PASSES, setting.without_context)
 
 
 def places_of(units: Units) -> Places:
@@ -240,7 +245,7 @@ def places_of(units: Units) -> Places:
     return places
 
 
-def append(items: list[Item], more: Iterator[Item], times: int = 1) -> None:
+def append_items(items: list[Item], more: Iterator[Item], times: int = 1) -> None:
     """A run that goes on from one part into the next is one run, unless that is repeated."""
     if times > 1:
         items.append(Repeated(times, tuple(more)))
@@ -269,42 +274,45 @@ def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterato
 # -- stages
 
 
-def passes(spec: Spec, stage: Stage, stages: int, played: Representatives, cut: RankCut) -> Passes:
+def stage_passes(
+    spec: Spec, stage: Stage, stages: int, played: Representatives, cut: RankCut
+) -> Passes:
     """Return the passes of a built-in model's stage (of all of it, where that is the only one), of
     those units of it that are `played`; of one rank's part of it, where operators are `cut`."""
     ends = {0: Place.FIRST, stages - 1: Place.LAST}
     place = ends.get(stage.index, Place.MIDDLE) if stages > 1 else Place.ALONE
     numbers, kept = _layers_of(spec, stage)
-    return _passes(setting_of(spec, cut), place, numbers, kept, played.modules, played.turns)
+    return _setting_passes(
+        setting_of(spec, cut), place, numbers, kept, played.modules, played.turns
+    )
 
 
 @lru_cache(maxsize=2**7)
-def _passes(
+def _setting_passes(
     setting: Setting,
     place: Place,
     numbers: tuple[str, ...],
-    kept: tuple[Kept, ...],
+    kept: tuple[ActivationMode, ...],
     units: Units,
     turns: Turns,
 ) -> Passes:
     """Return them of these units and turns: what the data axes choose besides is nothing to them,
     so that a search asks for the same again."""
+    hidden = 0 if place in (Place.FIRST, Place.ALONE) else _hidden_bytes(setting)
     layers = LayerPasses(
         setting=setting,
         place=place,
         numbers=numbers,
         kept=kept,
-        held=0 if place in (Place.FIRST, Place.ALONE) else _hidden_bytes(setting),
-        head=_head(setting, place, len(numbers)),
+        held=hidden,
+        head=_loss_head(setting, place, len(numbers)),
     )
     items = layers.passes(units, turns)
     if place is Place.ALONE:
         of_stage = Passes(items=items, output=0, hidden=0)
-    elif place is Place.FIRST:
-        of_stage = of_first_stage(items, output=layers.output())
     else:
-        hidden = _hidden_bytes(setting)
-        of_stage = of_later_stage(items, output=layers.output(), hidden=hidden)
+        is_first, output = place is Place.FIRST, layers.output()
+        of_stage = passes_of_stage(items, is_first=is_first, output=output, hidden=hidden)
     return of_stage._replace(moved=layers.moved, repeated=layers.repeated)
 
 
@@ -316,10 +324,10 @@ def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, P
     return layers.moved, layers.repeated
 
 
-def _layers_of(spec: Spec, stage: Stage) -> tuple[tuple[str, ...], tuple[Kept, ...]]:
+def _layers_of(spec: Spec, stage: Stage) -> tuple[tuple[str, ...], tuple[ActivationMode, ...]]:
     """Return the numbers of a stage's layers, and how their activations are kept."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
-    kept = spec.activations.of(spec.model.layers)
+    kept = spec.activations.block_modes(spec.model.layers)
     numbers = tuple([layer.rpartition(".")[2] for layer in stage.layers])
     return numbers, tuple([kept[int(number)] for number in numbers])
 
@@ -331,20 +339,20 @@ def _hidden_bytes(setting: Setting) -> int:
     return setting.batch * tokens * setting.shape.hidden * setting.compute.itemsize
 
 
-def _head(setting: Setting, place: Place, layers: int) -> LossHead | None:
+def _loss_head(setting: Setting, place: Place, layers: int) -> LossHead | None:
     """What a loss in chunks does behind a model's layers, None of whole logits. The tables of a
     last stage are of one layer, whose input is the schedule's: that of the last of several goes
     with its forward pass, where nothing saves it."""
     head = tables.head_of(setting, place) if place in (Place.LAST, Place.ALONE) else None
     if head is None or place is Place.ALONE or layers == 1:
         return head
-    if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
+    if not blocks.block_passes(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
     return head._replace(forward=(Run(0, -_hidden_bytes(setting)), *head.forward))
 
 
-def timeline(
-    setting: Setting, played: Representatives | None = None, kept: tuple[Kept, ...] = ()
+def model_timeline(
+    setting: Setting, played: Representatives | None = None, kept: tuple[ActivationMode, ...] = ()
 ) -> Timeline:
     """Return the timeline of one micro-batch of a whole model, of its units that are `played` (by
     default one block each and the root). `kept`: how the blocks' activations are, by default
@@ -355,7 +363,7 @@ def timeline(
     if played is not None:
         units, turns = played.modules, played.turns
     kept = kept or (PLAIN,) * len(numbers)
-    return _passes(setting, Place.ALONE, numbers, kept, units, turns).timeline
+    return _setting_passes(setting, Place.ALONE, numbers, kept, units, turns).timeline
 
 
 def is_tabulated(spec: Spec) -> bool:
@@ -375,7 +383,7 @@ def is_tabulated(spec: Spec) -> bool:
     is_in_chunks = spec.loss.chunk is not None
     if blocks.is_as_usual(shape, kept) and not is_in_chunks:
         return True
-    compute = spec.precision.effective.parameters
+    compute = spec.precision.effective_layout.parameters
     if is_in_chunks and not tables.is_known(shape, compute, spec.loss):
         return False
     is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
@@ -386,7 +394,7 @@ def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
     """Return whether tables tell what ranks allocate that attend to the tokens of others: of one
     sample, whose operators are whole, and which fall into even slices."""
     is_whole = spec.degree(Axis.TP) == 1 and not spec.pipeline.is_in_halves
-    kept = spec.activations.of(shape.layers)
+    kept = spec.activations.block_modes(shape.layers)
     is_known = all(blocks.is_known_over_context(shape, mode) for mode in kept)
     is_even = spec.own_tokens % 2 == 0 and not spec.batch.padding
     if not (is_known and is_whole and spec.batch.micro == 1 and is_even):
@@ -396,4 +404,4 @@ def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
     if shape.kv_heads % step.ulysses:  # heads of keys are repeated ahead of the exchange
         return False
     setting = setting_of(spec, RankCut(context=part_at(step, 0)))
-    return setting.name(TablePart.CONTEXT) in archive.names(TablePart.CONTEXT)
+    return setting.name(TablePart.CONTEXT) in archive.table_names(TablePart.CONTEXT)

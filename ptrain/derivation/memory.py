@@ -17,7 +17,7 @@ from ptrain.axes.ring import Calls, group_over
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.cost import Collective, Footprint, Peak, Phase, State, Traffic
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.tape import Tape, TooLarge
+from ptrain.derivation.tape import PeakExceeded, Tape
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import COUNTS
 from ptrain.spec.precision import DType
@@ -48,13 +48,13 @@ def other_bytes(spec: Spec, facts: ModelFacts) -> int:
     These are the model's buffers, the samples of one step, the scalar that accumulates the loss,
     and the state of loss scaling. Reals are fp32, or fp64 if the model computes in fp64.
     """
-    scale = 2 if spec.precision.effective.parameters is DType.FP64 else 1
+    scale = 2 if spec.precision.effective_layout.parameters is DType.FP64 else 1
     if (sample := facts.sample_bytes) is None:
         sample = held_tokens(spec) * _TOKEN_BYTES
     samples = spec.batch.accumulate * spec.batch.micro * sample
     counts = counts_bytes(facts)
     reals = sum(size for _, size in held_buffers(spec, facts.buffers)) - counts
-    scaling = _SCALING_BYTES if spec.precision.effective.scales_loss else 0
+    scaling = _SCALING_BYTES if spec.precision.effective_layout.scales_loss else 0
     return scale * (reals + _LOSS_BYTES) + counts + samples + scaling
 
 
@@ -100,13 +100,13 @@ def least_above(base: ByRank[Footprint], limit: float) -> float:
     """Return the largest peak above resident memory that fits on any rank.
 
     Raises:
-        TooLarge: The resident memory of some rank exceeds `limit`.
+        PeakExceeded: The resident memory of some rank exceeds `limit`.
     """
     if limit == inf:
         return inf
     lives = always(base)
     if max(lives) > limit:
-        raise TooLarge
+        raise PeakExceeded
     return limit - min(lives)
 
 
@@ -140,7 +140,7 @@ def summed(spec: Spec, plan: Plan, parts: Iterable[ModelFacts]) -> Iterator[Traf
     size, step = sum(map(counts_bytes, parts)), plan.balance
     if step is not None and step.axes and size:
         calls = Calls(Collective.ALL_REDUCE, State.OTHER, Phase.UPDATE)
-        yield calls.over(group_over(spec, step.axes), size)
+        yield calls.traffic(group_over(spec, step.axes), size)
 
 
 def sum_in_time(plan: Plan, tape: Tape, parts: Iterable[ModelFacts]) -> None:
@@ -150,4 +150,4 @@ def sum_in_time(plan: Plan, tape: Tape, parts: Iterable[ModelFacts]) -> None:
     """
     size, step = sum(map(counts_bytes, parts)), plan.balance
     if tape.clock is not None and step is not None and step.axes and size:
-        tape.clock.send(Collective.ALL_REDUCE, step.axes, size).wait()
+        tape.clock.send_payload(Collective.ALL_REDUCE, step.axes, size).wait()

@@ -3,24 +3,35 @@
 |X| is the layout's bytes per parameter times the number of parameters. s_unit (Definition 3, one
 layer) is counted as `transient`, so that the sum of the states equals the printed figure. Nothing
 is corrected: additional traffic of a real rank is in the `exact` column.
+
+`notes` explain differences between the columns `exact` and `paper`: a sentence for each effect that
+no theorem covers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple, assert_never
 
-from ptrain.algebra.compose import IDENTITY, compose, lift, product
+from ptrain.algebra.compose import IDENTITY, compose, compose_factors, factor_product
 from ptrain.axes.context.attention import left_to_others
+from ptrain.axes.data.cost import count_reductions
 from ptrain.axes.data.form import frozen_factors, places_frozen
+from ptrain.axes.pipeline.schedule import Schedule
+from ptrain.axes.pipeline.stage_facts import stage_gathers
 from ptrain.axes.ring import Calls, Group
+from ptrain.axes.tensor.cost import cut_dims
 from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Column, Estimate, Footprint, Phase, State, Traffic, add_traffic
+from ptrain.derivation.ghosts.table import make_wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.optimizers.update import optimizer_itemsize
+from ptrain.facts.stages import Stage, is_within
+from ptrain.optimizers.update import moment_names, optimizer_itemsize, rule_of
+from ptrain.spec.dials import GradientSync
 from ptrain.spec.placement import (
     DATA_AXES,
     OFFLOADED,
@@ -35,7 +46,8 @@ from ptrain.spec.placement import (
     Tier,
 )
 from ptrain.spec.spec import Spec
-from ptrain.units import ceil_div
+from ptrain.steps.step import Plan
+from ptrain.units import ceil_div, format_bytes
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
@@ -115,7 +127,7 @@ def _factors(spec: Spec) -> tuple[Factor, ...]:
 
 def itemsizes(spec: Spec) -> dict[State, int]:
     """Return the bytes per parameter of each state (Remark 1: 2, 12 and 2)."""
-    layout = spec.precision.effective
+    layout = spec.precision.effective_layout
     return {
         State.PARAMETERS: layout.parameters.itemsize,
         State.OPTIMIZER: optimizer_itemsize(spec.optimizer, layout),
@@ -152,9 +164,11 @@ def _memory(spec: Spec, placed: Sequence[Placed], facts: ModelFacts) -> ByRank[F
     ranks, whole_units = prod(factor.degree for factor in other), 0
     held = {state: Counter[str]() for state in MODEL_STATES}
     for part in placed:
-        shares = product(part.factors)
+        shares = compose_factors(part.factors)
         for state, size in part.sizes.items():
-            held[state].update({f"{tier}_bytes": shares[state].on(tier, size) for tier in Tier})
+            held[state].update(
+                {f"{tier}_bytes": shares[state].bytes_on_tier(tier, size) for tier in Tier}
+            )
             if shares[state].needs_unit:
                 unit = ceil_div(reconstruction_unit(facts, part.numel_of), ranks)
                 whole_units += unit * itemsizes(spec)[state]
@@ -173,9 +187,9 @@ def _traffic(factors: Sequence[Factor], sizes: dict[State, int]) -> Iterator[Tra
     for factor in reversed(factors):
         if factor.axis in DATA_AXES:
             yield from _axis_traffic(
-                factor, {state: inner[state].at_rest(sizes[state]) for state in sizes}
+                factor, {state: inner[state].stored_bytes(sizes[state]) for state in sizes}
             )
-        inner = compose(inner, lift(factor))
+        inner = compose(inner, factor_product(factor))
 
 
 def _axis_traffic(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
@@ -186,7 +200,7 @@ def _axis_traffic(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
     if factor.placement.parameters.distribution is Distribution.GATHERED:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             calls = Calls(Collective.ALL_GATHER, State.PARAMETERS, phase)
-            yield calls.over(group, sizes[State.PARAMETERS])
+            yield calls.traffic(group, sizes[State.PARAMETERS])
 
 
 def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
@@ -201,7 +215,7 @@ def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
             raise AssertionError(f"Theorem 2 has no case for gradients {mode}")
         case _:
             assert_never(mode)
-    return Calls(collective, State.GRADIENTS, Phase.BACKWARD).over(group, size)
+    return Calls(collective, State.GRADIENTS, Phase.BACKWARD).traffic(group, size)
 
 
 def _traffic_is_undefined(spec: Spec) -> str:
@@ -241,3 +255,166 @@ def _memory_is_undefined(spec: Spec) -> str:
             if mode.tier is not Tier.DEVICE and mode.distribution is not Distribution.SHARDED:
                 return f"Definition 2 has no mode {mode} ({state}): its O is sharded"
     return ""
+
+
+def notes(
+    ghost: Wrapping, facts: ModelFacts, traffic: Iterable[Traffic], schedule: Schedule
+) -> Iterator[str]:
+    """Yield the sentences for a spec.
+
+    Args:
+        ghost: The wrapping of the full model or of a rank's part of it.
+        facts: The full model.
+        traffic: The traffic of the `exact` column.
+        schedule: The pipeline schedule.
+    """
+    spec, plan = ghost.wrapped.spec, ghost.wrapped.plan
+    if plan.pipeline is not None:
+        yield from _stage_notes(plan, facts, schedule)
+        return
+    is_whole = ghost.wrapped.facts is facts
+    yield from (ghost if is_whole else make_wrapping(spec, plan, facts)).notes()
+    yield from _replicated_notes(plan, facts, sum(itemsizes(spec).values()))
+    yield from _moment_notes(spec, plan, facts)
+    yield from _copy_notes(traffic)
+
+
+def _replicated_notes(plan: Plan, facts: ModelFacts, per_element: int) -> Iterator[str]:
+    """Yield a note on parameters that tp replicates, although Theorem 1 divides all of |Θ|, |Ω| and
+    |G|."""
+    if (step := plan.tensor) is None:
+        return
+    cut = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
+    apart = plan.experts.modules if plan.experts and plan.experts.folded else ()
+    own = (tensor for tensor in facts.tensors if not is_within(tensor.name, apart))
+    whole = sum(tensor.numel for tensor in own if tensor.name not in cut)
+    if whole:
+        yield (
+            f"{whole:,} of {facts.numel:,} parameters belong to no sharded operator and are "
+            f"replicated over {step.axis}: {format_bytes(whole * per_element)} of Θ, Ω and G "
+            "before data-parallel sharding, of which the theorem counts one shard"
+        )
+
+
+def _moment_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    """Yield a note if the optimizer keeps fewer moments for some tensors than the theorems' |Ω|
+    counts."""
+    if spec.optimizer.properties.is_elementwise:
+        return
+    layout = plan.update.layout
+    usual, fewer = (
+        len(moment_names(rule_of(spec.optimizer, hidden), spec.optimizer))
+        for hidden in (False, True)
+    )
+    hidden = sum(
+        tensor.numel for unit in facts.units for tensor in unit.tensors if unit.is_hidden(tensor)
+    )
+    if hidden:
+        size = hidden * (usual - fewer) * layout.moments.itemsize
+        yield (
+            f"{spec.optimizer.name} stores {fewer} moment per element of block matrices "
+            f"({hidden:,} of {facts.numel:,} elements), but |Ω| of the theorems has {usual} "
+            f"per element: {format_bytes(size)} less in total"
+        )
+
+
+_COPIES = {
+    Collective.HOST_TO_DEVICE: "to the device",
+    Collective.DEVICE_TO_HOST: "to the host",
+    Collective.FILE_READ: "read from files",
+    Collective.FILE_WRITE: "written to files",
+}
+
+
+def _copy_notes(traffic: Iterable[Traffic]) -> Iterator[str]:
+    """Yield a note on copies between memory tiers."""
+    totals: dict[str, int] = {}
+    for row in traffic:
+        if row.key.collective in _COPIES and row.key.phase is not Phase.SETUP:
+            words = _COPIES[row.key.collective]
+            totals[words] = totals.get(words, 0) + row.payload_bytes
+    if totals:
+        copies = ", ".join(f"{format_bytes(size)} {words}" for words, size in totals.items())
+        yield f"copies between memory tiers, which no theorem counts: {copies} per step and rank"
+
+
+# Effects of a pipeline that no theorem covers.
+
+
+def _stage_notes(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[str]:
+    stages = plan.stages
+    yield from _unequal_notes(facts, stages, schedule)
+    yield from _tied_notes(facts, stages)
+    yield from _gather_notes(plan, schedule)
+    yield from _reduction_notes(plan, stages, schedule)
+
+
+def _unequal_notes(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
+    """Yield a note on unequal stages. Theorem 1 divides by pp, but a rank has full layers, and the
+    first and last stages have more than layers."""
+    held = [
+        sum(stages[index].numel for index in schedule.stages_of(r)) for r in range(schedule.ranks)
+    ]
+    if len(set(held)) > 1:
+        more = max(held) * schedule.ranks / facts.numel - 1
+        yield (
+            f"the ranks of pp have {' '.join(f'{numel:,}' for numel in held)} parameters: "
+            f"the largest has {more:.1%} more than the equal shares of the theorem"
+        )
+
+
+def _tied_notes(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield a note for each tensor that the first and the last stage share."""
+    for name in stages[0].shared:
+        tensor = next(tensor for tensor in facts.tensors if tensor.name == name)
+        where = f"{name} is on the first and the last stage, {tensor.numel:,} parameters twice"
+        summed = ", and the two sum its gradients"
+        yield where if tensor.is_frozen else f"{where}{summed}"
+
+
+def _gather_notes(plan: Plan, schedule: Schedule) -> Iterator[str]:
+    """Yield a note on how often a data axis all-gathers a unit, if it is not once."""
+    sync = plan.wrap.policy
+    if sync is None or not plan.wrap.gathered_by_unit:
+        return
+    times = {
+        (gathers.forward, gathers.backward)
+        for gathers in (
+            stage_gathers(schedule, stage, sync, is_root=is_root)
+            for stage in range(schedule.stages)
+            for is_root in (False, True)
+        )
+    }
+    if times != {(1, 0)}:
+        counts = " or ".join(
+            f"{ahead} times in forward and {back} times in backward" for ahead, back in times
+        )
+        yield (
+            f"a step has {schedule.microbatches} micro-batches; with this `sync`, a unit is "
+            f"all-gathered {counts}; with reshard_after_forward and reshard_after_backward "
+            "both false, once"
+        )
+
+
+def _reduction_notes(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
+    """Yield a note on the cost of sharded gradients on a data axis. Theorem 2 has one reduction."""
+    if (sync := plan.wrap.policy) is None or not plan.wrap.reduced_by_unit:
+        return
+    num = count_reductions(sync, schedule.microbatches)
+    if sync.gradients is GradientSync.EVERY and num > 1:
+        yield (
+            f"gradients are reduced after each of {num} micro-batches, {num}r|G| of the "
+            "stage; with sync.gradients=last, they are reduced once, and until then every "
+            "rank holds the full gradients of its stages"
+        )
+    elif num != schedule.microbatches:
+        itemsize = plan.update.layout.reduced.itemsize
+        most = max(
+            sum(stages[index].numel for index in schedule.stages_of(rank))
+            for rank in range(schedule.ranks)
+        )
+        yield (
+            "with sync.gradients=last, gradients are R until the last micro-batch is "
+            "reduced: a rank holds the full sum for its stages, up to "
+            f"{format_bytes(most * itemsize)}"
+        )

@@ -17,34 +17,33 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from ptrain.axes.context.cost import attention_traffic as sent_over_context
 from ptrain.axes.context.cost import own_kept
-from ptrain.axes.context.cost import sent as sent_over_context
-from ptrain.axes.expert.cost import sent as sent_to_experts
+from ptrain.axes.expert.cost import expert_traffic as sent_to_experts
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import (
     Transfer,
     chain_of,
+    list_transfers,
     stage_facts,
     stage_gathers,
     stage_roles,
-    transfers,
 )
 from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
-from ptrain.derivation.activation_moves import kept_traffic
-from ptrain.derivation.ghosts.clipping import norm
-from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.layers import Pairs, alike, moved_and_repeated
+from ptrain.derivation.ghosts.table import make_wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping, norm_traffic
+from ptrain.derivation.layers import Pairs, block_kinds, moved_and_repeated
 from ptrain.derivation.memory import by_shard, other_bytes, summed
+from ptrain.derivation.tape import kept_traffic
 from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses, passes_of
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, positions, ranks_over
+from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.experts import ByLayer
 from ptrain.steps.step import Plan
 from ptrain.units import grouped
@@ -78,7 +77,7 @@ def tied_sums(ghost: Wrapping, stage: Stage) -> tuple[Rows, ...]:
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     group, itemsize = Group((step.axis,), _ENDS), plan.update.layout.gradients.itemsize
     sums = tuple(
-        tuple(calls.over(group, numel * itemsize) for numel in numels)
+        tuple(calls.traffic(group, numel * itemsize) for numel in numels)
         for numels in zip(*map(ghost.kept_gradients, units), strict=True)
     )
     return sums if len(set(sums)) > 1 else sums[:1]
@@ -103,7 +102,7 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
     if plan.tensor is None:
         return plan
     roles = stage_roles(plan.tensor.roles, stage, plan.pipeline.stages, ends)
-    return plan.having(replace(plan.tensor, roles=roles))
+    return plan.replace_steps(replace(plan.tensor, roles=roles))
 
 
 class StageParts(NamedTuple):
@@ -151,7 +150,7 @@ class StageParts(NamedTuple):
         micro_batches = []
         for rows in received:
             numbers = tuple(of_layer.received for of_layer in rows)
-            micro_batches.append(known.setdefault(numbers, formula.at(numbers)))
+            micro_batches.append(known.setdefault(numbers, formula.at_rows(numbers)))
         return tuple(micro_batches)
 
     def tied(self, index: int) -> Rows:
@@ -182,7 +181,7 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
                 plan=narrowed,
                 facts=part,
                 parts=[
-                    (wrapping(spec, narrowed, local), alike)
+                    (make_wrapping(spec, narrowed, local), alike)
                     for local, indices in parts(spec, narrowed, part)
                     for alike in _group_by_passes(indices, passes)
                 ],
@@ -210,8 +209,8 @@ def _whole_model(spec: Spec, plan: Plan, facts: ModelFacts) -> StageParts:
         plan=plan,
         facts=facts,
         parts=[
-            (wrapping(spec, plan, part), indices)
-            for part, indices in tensor.parts(spec, plan, facts)
+            (make_wrapping(spec, plan, part), indices)
+            for part, indices in tensor.distinct_parts(spec, plan, facts)
         ],
         passes=passes,
         formulas=formulas,
@@ -256,7 +255,7 @@ def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
     """
     if facts.stage_passes or stage.index in (0, stages - 1):
         return stage.index
-    return alike(spec, stage.layers) or stage.index
+    return block_kinds(spec, stage.layers) or stage.index
 
 
 def resident(
@@ -291,7 +290,9 @@ def resident(
         for key, lists in unlike.items()
     }
     kinds_at = [[kinds_of[place, *map(id, own)] for own in at] for place, at in enumerate(lists_at)]
-    places = map(partial(positions, spec), ((Axis.PP,), plan.cutting_axes, plan.differing_axes))
+    places = map(
+        partial(indices_in_groups, spec), ((Axis.PP,), plan.cutting_axes, plan.differing_axes)
+    )
     kind_of = [kinds_at[p][index][shard] for p, index, shard in zip(*places, strict=True)]
     kinds = [
         _rank_rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
@@ -347,7 +348,7 @@ def accounts(
         The distinct accounts, and by rank the index of its account. Accounts differ by place along
         pp and tp, and by shard and tokens if the traffic depends on them.
     """
-    crossing, loads = transfers(schedule), plan.loads
+    crossing, loads = list_transfers(schedule), plan.loads
     known: dict[Hashable, list[list[Rows]]] = {}
     operators_of: dict[int, Rows] = {}
     of_stage = []
@@ -358,7 +359,7 @@ def accounts(
         of_stage.append(known[taken.like, gathers])
         if taken.like not in operators_of:
             operators_of[taken.like] = (
-                *tensor.sent(spec, taken.plan, taken.facts),
+                *tensor.operator_traffic(spec, taken.plan, taken.facts),
                 *sent_over_context(spec, taken.plan, *_attention_modes(spec, taken)),
             )
     place_of = _rank_places(spec, plan, stages, of_stage)
@@ -367,8 +368,8 @@ def accounts(
     def of_place(rank: int, index: int, shard: int, tokens: int) -> Rows:
         own = [stages[stage] for stage in schedule.stages_of(rank)]
         layers = [layer for taken in own for layer in taken.stage.layers] if plan.pipeline else None
-        rows = loads.of(tokens) if loads else None
-        sent = [*norm(ghost), *sent_to_experts(spec, plan, layers, rows)]
+        rows = loads.rows_by_layer(tokens) if loads else None
+        sent = [*norm_traffic(ghost), *sent_to_experts(spec, plan, layers, rows)]
         for taken in own:
             shards = of_stage[taken.stage.index][index]
             sent += (
@@ -417,7 +418,7 @@ def _rank_places(
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
     shards = plan.differing_axes if is_uneven else ()
     axes = (Axis.PP,), cut, shards, spec.routing_axes if plan.loads else ()
-    return list(zip(*(positions(spec, names) for names in axes), strict=True))
+    return list(zip(*(indices_in_groups(spec, names) for names in axes), strict=True))
 
 
 def over_boundaries(
@@ -433,13 +434,13 @@ def over_boundaries(
     size, group = message_bytes(spec, plan, chain_of(spec, facts)), group_over(spec, (Axis.PP,))
     for transfer in own:
         calls = Calls(transfer.collective, State.ACTIVATIONS, transfer.phase, transfer.calls)
-        yield calls.over(group, size)
+        yield calls.traffic(group, size)
 
 
 def message_bytes(spec: Spec, plan: Plan, model: Chain) -> int:
     """Return the bytes of a micro-batch that a stage sends to the next one."""
     shape = model.sample_shape(spec.batch.sequence, plan.boundary_slices)
-    return spec.batch.micro * math.prod(shape) * spec.precision.effective.parameters.itemsize
+    return spec.batch.micro * math.prod(shape) * spec.precision.effective_layout.parameters.itemsize
 
 
 def _stage_traffic(spec: Spec, schedule: Schedule, taken: StageParts) -> list[list[Rows]]:
@@ -452,7 +453,7 @@ def _stage_traffic(spec: Spec, schedule: Schedule, taken: StageParts) -> list[li
     times = partial(stage_gathers, schedule, stage.index) if taken.plan.pipeline else None
     rows_of: dict[int, list[Rows]] = {}
     for ghost, indices in taken.parts:
-        rows = add_traffic(ghost.sent(times))
+        rows = add_traffic(ghost.traffic(times))
         sums = tied_sums(ghost, stage)
         rows_of |= {index: [(*rows, *more) for more in sums] for index in indices}
     return [rows_of[index] for index in sorted(rows_of)]
@@ -460,14 +461,14 @@ def _stage_traffic(spec: Spec, schedule: Schedule, taken: StageParts) -> list[li
 
 def _attention_modes(
     spec: Spec, stage_parts: StageParts
-) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
+) -> tuple[tuple[ActivationMode, ...], tuple[AttentionHeads, ...]]:
     """Return the activation modes of the stage's layers, and the heads of each layer.
 
     Heads are given only for models that are not built in and have attention over cp.
     """
     stage, facts = stage_parts.stage, stage_parts.facts
     if isinstance(spec.model, ModelShape):
-        kept = spec.activations.of(spec.model.layers)
+        kept = spec.activations.block_modes(spec.model.layers)
         return tuple(kept[int(layer.rpartition(".")[2])] for layer in stage.layers), ()
     if facts.attending is None:
         return (), ()

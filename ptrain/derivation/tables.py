@@ -19,11 +19,11 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextPart
-from ptrain.axes.tensor.cost import Cut
+from ptrain.axes.tensor.cost import TensorRank
 from ptrain.cost import Collective
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.attention import Statistics, statistics_of
+from ptrain.derivation.kernels import Statistics, statistics_of
 from ptrain.facts.model import InnerCollective, LayerWork, Operator, PassWork
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
@@ -36,7 +36,7 @@ IN_ELEMENTS, IS_STATISTICS = 1, 2
 
 MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
 
-# Ways of a table other than the kinds of sharded operators (`Cut.kind`).
+# Ways of a table other than the kinds of sharded operators (`TensorRank.kind`).
 PLAIN, FUSED = "plain", "fused"
 GROUPED = "gqa"  # operators of blocks with fewer heads of keys than of queries
 _GATHERED = "-gathered"
@@ -67,7 +67,7 @@ class Setting:
     batch: int
     sequence: int
     compute: DType
-    cut: Cut | None = None
+    cut: TensorRank | None = None
     context: ContextPart | None = None
     loss: LossSpec = _WHOLE_LOSS
     is_for_cuda: bool = False
@@ -93,17 +93,12 @@ class Setting:
         return self.shape.tabulated
 
     @property
-    def is_full(self) -> bool:
-        """True if the model computes in fp32 or fp64, whose operators are equal."""
-        return self.compute in (DType.FP32, DType.FP64)
-
-    @property
     def operators(self) -> str:
         """The name of a block's operators. Dropout on a GPU keeps other tensors than on a CPU."""
         shape = self.shape
         if self.family is Family.LLAMA:
             return "mha" if shape.heads == shape.kv_heads else GROUPED
-        if not shape.drops:
+        if not shape.has_dropout:
             return PLAIN
         return "dropout-cuda" if self.is_for_cuda else "dropout"
 
@@ -112,7 +107,7 @@ class Setting:
         """The value of every dimension that occurs in sizes."""
         dimensions_of = self.cut.dimensions if self.cut else dimensions
         values = dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
-        return values if self.context is None else self.context.values(values)
+        return values if self.context is None else self.context.symbol_values(values)
 
     def name(self, part: TablePart) -> str:
         """Return the name of the setting's table. A block does not depend on whether embedding and
@@ -123,7 +118,8 @@ class Setting:
                 self.family.value,
                 *(() if part in _OF_A_BLOCK else ("tied" if self.shape.tied else "untied",)),
                 *(() if part is TablePart.LOSS else (self.operators,)),
-                "full" if self.is_full else "bf16",
+                # fp32 and fp64 have equal operators
+                "full" if self.compute in (DType.FP32, DType.FP64) else "bf16",
                 *(("one",) if self.batch == 1 else ()),
                 *((self.context.kind,) if self.context and part is TablePart.CONTEXT else ()),
             )
@@ -135,7 +131,7 @@ class Setting:
         although it communicates more. A loss is independent of how activations are saved."""
         if self.cut is None:
             return FUSED if part is TablePart.LOSS and self.loss.fused else PLAIN
-        kind = self.cut.kind
+        kind = self.cut.table_name
         match part:
             case TablePart.BLOCK:
                 return kind.removesuffix(_GATHERED).replace(_NAIVE, _WHOLE)
@@ -148,7 +144,7 @@ class Setting:
 class RankCut(NamedTuple):
     """A rank's part of a layer's operators (`tensor`) and of a sample (`context`). None is all."""
 
-    tensor: Cut | None = None
+    tensor: TensorRank | None = None
     context: ContextPart | None = None
 
 
@@ -161,7 +157,7 @@ def setting_of(spec: Spec, cut: RankCut) -> Setting:
         shape=spec.model,
         batch=spec.batch.micro,
         sequence=spec.own_tokens,
-        compute=spec.precision.effective.parameters,
+        compute=spec.precision.effective_layout.parameters,
         cut=cut.tensor,
         context=cut.context,
         loss=spec.loss,
@@ -185,12 +181,6 @@ class Monomial(NamedTuple):
         for symbol, exponent in self.exponents:
             size *= math.prod([values[symbol]] * exponent)
         return size
-
-    def __str__(self) -> str:
-        unit = ("e",) if self.in_elements else ()
-        powers = (s if e == 1 else f"{s}^{e}" for s, e in self.exponents)
-        factors = (*((str(self.coefficient),) if self.coefficient != 1 else ()), *unit, *powers)
-        return "·".join(factors) or "1"
 
 
 def evaluated(
@@ -236,7 +226,7 @@ def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int
     }
 
 
-def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
+def merge_events(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
     """Yield events with consecutive allocations and frees merged into runs. Marks and completed
     gradients are decoded."""
     deltas: list[int] = []
@@ -276,19 +266,8 @@ class EvaluatedTable:
         if parts not in self.known:
             written = self.content["parts"]
             events = (event for part in parts for event in written[part])
-            self.known[parts] = tuple(merged(events, self.sizes))
+            self.known[parts] = tuple(merge_events(events, self.sizes))
         return [*self.known[parts]]
-
-
-def content(part: TablePart, setting: Setting) -> archive.Table:
-    """Return a setting's table as stored. Raises KeyError if there is none."""
-    table: archive.Table = archive.read(part, setting.name(part), setting.way(part))
-    return table
-
-
-def sizes(part: TablePart, setting: Setting) -> tuple[Monomial, ...]:
-    """Return the sizes of a setting's table as monomials."""
-    return _sizes(part, setting.name(part), setting.way(part))
 
 
 @cache
@@ -296,14 +275,15 @@ def _sizes(part: TablePart, name: str, way: str) -> tuple[Monomial, ...]:
     return monomials(archive.read(part, name, way))
 
 
-def table(
+def evaluate_table(
     part: TablePart, setting: Setting, values: Mapping[str, int] | None = None
 ) -> EvaluatedTable:
     """Return a setting's table at its dimensions, or at `values`. Raises KeyError without one."""
+    key = part, setting.name(part), setting.way(part)
     return EvaluatedTable(
-        content(part, setting),
+        archive.read(*key),
         evaluated(
-            sizes(part, setting),
+            _sizes(*key),
             setting.values if values is None else values,
             setting.compute.itemsize,
             setting.statistics,
@@ -315,7 +295,7 @@ _COLLECTIVES = {collective.value for collective in Collective}
 _TOKENS = "sequence"
 
 
-class _Listed(NamedTuple):
+class _ListedOperator(NamedTuple):
     """An operator or a collective of a table. `sizes` are indices of sizes, `dtype` None is the
     compute dtype. `axis` and `is_whole` are as in `InnerCollective` and `Operator`."""
 
@@ -339,32 +319,28 @@ class WorkTable(NamedTuple):
 
     content: Mapping[str, Any]
     sizes: tuple[Monomial, ...]
-    operators: tuple[_Listed, ...]
+    operators: tuple[_ListedOperator, ...]
     passes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> WorkTable:
-        """Decode a stored table."""
-        return cls(
-            content,
-            monomials(dict(content)),
-            tuple(
-                _Listed(
-                    Collective(name) if name in _COLLECTIVES else OperatorKind(name),
-                    DType(dtype) if dtype else None,
-                    tuple(sizes),
-                    *more,
-                )
-                for name, dtype, sizes, *more in content["operators"]
-            ),
-            tuple(map(tuple, content.get("parts", ()))),
-        )
 
 
 @cache
 def work_table(part: TablePart, name: str, way: str) -> WorkTable:
     """Return the decoded operators of one way of a table."""
-    return WorkTable.read(archive.read(part, name, way)["work"])
+    content = archive.read(part, name, way)["work"]
+    return WorkTable(
+        content,
+        monomials(content),
+        tuple(
+            _ListedOperator(
+                Collective(name) if name in _COLLECTIVES else OperatorKind(name),
+                DType(dtype) if dtype else None,
+                tuple(sizes),
+                *more,
+            )
+            for name, dtype, sizes, *more in content["operators"]
+        ),
+        tuple(map(tuple, content.get("parts", ()))),
+    )
 
 
 class EvaluatedWork:
@@ -379,7 +355,7 @@ class EvaluatedWork:
         self._known: dict[int, Operator | InnerCollective] = {}
         self._repeated: dict[tuple[int, int], Operator | InnerCollective] = {}
 
-    def work(self, numbers: Mapping[str, int]) -> LayerWork:
+    def layer_work(self, numbers: Mapping[str, int]) -> LayerWork:
         """Return a layer's work from the pass numbers by name."""
         return LayerWork(**{name: self.of_pass([number]) for name, number in numbers.items()})
 
@@ -456,7 +432,7 @@ class LossHead(NamedTuple):
     backward: tuple[Any, ...]
     output: int
 
-    def around(self, phase: str, last: Sequence[Any]) -> list[Any]:
+    def wrap_last_block(self, phase: str, last: Sequence[Any]) -> list[Any]:
         """Return the last block's `forward` or `backward` events with those of the loss."""
         if phase == "forward":
             return [*last[: last.index((Mark.LEAVE, _BLOCK)) + 1], *self.forward]
@@ -475,13 +451,13 @@ class Pieces(NamedTuple):
     behind: list[Any]
 
     @property
-    def listed(self) -> tuple[list[Any], ...]:
+    def all_pieces(self) -> tuple[list[Any], ...]:
         return self.front, self.every, self.between, self.later, self.behind
 
-    def fewest(self) -> Pieces:
+    def shortest(self) -> Pieces:
         """Return the equivalent pieces with the smallest `least`."""
         shorter = self._shorten()
-        return self if shorter is None or self.least == 1 else shorter.fewest()
+        return self if shorter is None or self.least == 1 else shorter.shortest()
 
     def _shorten(self) -> Pieces | None:
         front = _strip_end(self.front, self.every)
@@ -534,7 +510,7 @@ def head_of(setting: Setting, place: Place) -> LossHead | None:
     if setting.loss.chunk is None:
         return None
     values = values_of(setting)
-    evaluated = table(TablePart.LOSS, setting.without_context, values)
+    evaluated = evaluate_table(TablePart.LOSS, setting.without_context, values)
     entry = evaluated.content[place]
     of_phase = entry["rest" if values["rest"] else "even"]
     forward, backward = (

@@ -1,15 +1,22 @@
 """Records a rank's step (live bytes, traffic and time), and defines the interface between wraps and
-a model's timeline."""
+a model's timeline.
+
+Activation modes add copies and collectives to a step (`kept_traffic`). Offloaded tensors are copied
+off the device and back. A recomputation repeats the collectives of its forward pass over tp.
+Parameters of a data axis are not gathered again: their unit is already all-gathered for the
+backward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ptrain.axes.ring import Calls, Group, group_over
-from ptrain.cost import Collective, Phase, Spent, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Footprint, Phase, Spent, State, Traffic, TrafficKey
 from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
@@ -37,7 +44,7 @@ class Account:
     times: int = 1
     rows: list[Traffic] = field(default_factory=list)
 
-    def sent(
+    def count_traffic(
         self,
         collective: Collective,
         axes: Sequence[Axis],
@@ -52,16 +59,16 @@ class Account:
         calls = Calls(collective, state, phase, self.times, via)
         ordered = [factor.axis for factor in self.spec.factors if factor.axis in axes]
         group = group_over(self.spec, ordered)
-        self.rows.append(calls.over(Group(group.axes, ranks or group.ranks), payload))
+        self.rows.append(calls.traffic(Group(group.axes, ranks or group.ranks), payload))
 
-    def moved(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
+    def count_copy(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
         """Count a copy of `size` bytes between two tiers."""
         key = TrafficKey(axes=(), collective=_COPIES[source, target], state=state, phase=phase)
         times = self.times
         self.rows.append(Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=0))
 
 
-class TooLarge(Exception):
+class PeakExceeded(Exception):
     """The peak of a step exceeds the limit of the simulation."""
 
 
@@ -92,10 +99,10 @@ class Tape:
     most: float = inf
 
     def enter(self, phase: Phase) -> None:
-        """Start a phase, whose peak includes live memory. Raises TooLarge if the last peak exceeds
-        `most`."""
+        """Start a phase, whose peak includes live memory. Raises PeakExceeded if the last peak
+        exceeds `most`."""
         if self.peak > self.most:
-            raise TooLarge
+            raise PeakExceeded
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.peak)
         self.phase, self.peak = phase, self.level
         if self.clock is not None:
@@ -132,12 +139,12 @@ class Tape:
         else:
             self.clock.repeat(times, act)
 
-    def allocated(self, size: int, tier: Tier) -> None:
+    def record_allocation(self, size: int, tier: Tier) -> None:
         """Count bytes that a room allocates on the device. Other tiers are ignored."""
         if tier is Tier.DEVICE and self.is_reading:
             self.add(size)
 
-    def sent(
+    def record_collective(
         self,
         collective: Collective,
         axes: Sequence[Axis],
@@ -158,46 +165,50 @@ class Tape:
         if not self.is_reading:
             return None
         if self.account is not None and self.account.times:
-            self.account.sent(collective, axes, state, self.phase, payload, via or None, ranks)
+            self.account.count_traffic(
+                collective, axes, state, self.phase, payload, via or None, ranks
+            )
         if self.clock is None:
             return None
         if collective in self.hooks:
-            self.clock.hook(self.hooks[collective])
+            self.clock.run_hook(self.hooks[collective])
         stand_in = Collective(via) if via else None
-        arrival = self.clock.send(collective, axes, payload, via=stand_in, ranks=ranks, since=since)
+        arrival = self.clock.send_payload(
+            collective, axes, payload, via=stand_in, ranks=ranks, since=since
+        )
         if is_awaited:
             arrival.wait()
             return None
         return arrival
 
-    def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+    def record_copy(self, source: Tier, target: Tier, state: State, size: int) -> None:
         """Record a copy between two tiers, and wait for it."""
         if not self.is_reading:
             return
         if self.account is not None:
-            self.account.moved(source, target, state, self.phase, size)
+            self.account.count_copy(source, target, state, self.phase, size)
         if self.clock is not None:
             self.clock.copy(_COPIES[source, target], size).wait()
 
     def hook(self, hook: Hook) -> None:
         """Run a hook of a wrapper on the host."""
         if self.clock is not None and self.is_reading:
-            self.clock.hook(hook)
+            self.clock.run_hook(hook)
 
-    def computed(
+    def record_operator(
         self, kind: OperatorKind, dtype: DType, size: int, spent: Spent = Spent.WRAPPERS
     ) -> None:
         """Time an operator outside the model that reads and writes `size` bytes."""
         if self.clock is not None and self.is_reading:
-            self.clock.operator(spent, kind, dtype, size)
+            self.clock.run_operator(spent, kind, dtype, size)
 
     def computed_beside(self, kind: OperatorKind, dtype: DType, size: int) -> None:
         """Time an operator on a separate stream. It takes no time if the device overlaps
         streams."""
         if self.clock is not None and not self.clock.pace.overlaps:
-            self.computed(kind, dtype, size)
+            self.record_operator(kind, dtype, size)
 
-    def updated(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
+    def record_update(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
         """Time an optimizer step on a room's tensors. The room times the casts around it
         separately."""
         if self.clock is None or not self.is_reading:
@@ -205,7 +216,7 @@ class Tape:
         if tier is not Tier.DEVICE and self.clock.pace.overlaps:
             self.clock.update_on_host(rule, dtype, shapes)
         else:
-            self.clock.update(rule, _uncast_layout(dtype), shapes)
+            self.clock.run_update(rule, _uncast_layout(dtype), shapes)
 
 
 def _uncast_layout(dtype: DType) -> Layout:
@@ -259,8 +270,9 @@ class Scene(NamedTuple):
         }
 
 
-class Marks(Protocol):
-    """The callbacks at the marks of a model's timeline and at completed gradients."""
+class Marks:
+    """The callbacks at the marks of a model's timeline and at completed gradients. By default they
+    do nothing."""
 
     def enter(self, unit: int) -> None:
         """Begin a unit's forward pass."""
@@ -279,20 +291,21 @@ class Marks(Protocol):
         """Accept a parameter's gradient, to be kept, or copied if it is `cloned`."""
 
 
-class Wrap(Marks, Protocol):
-    """The simulation of a wrap along a model's timeline.
+class Wrap(Marks):
+    """The simulation of a wrap along a model's timeline. A wrap overrides the callbacks at which it
+    acts.
 
     `updates_alike` is True if the update is equal on all ranks and leaves no state to simulate
     another.
     """
 
     scene: Scene
-    updates_alike: bool
+    updates_alike: bool = False
 
     def begin_passes(self) -> None:
         """Begin the passes of a pipeline step."""
 
-    def settle(self) -> None:
+    def end_pass(self) -> None:
         """End one pass of a pipeline step, after its output is sent."""
 
     def end_passes(self) -> None:
@@ -301,9 +314,9 @@ class Wrap(Marks, Protocol):
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """Begin a micro-batch."""
 
-    def gathered(self) -> int:
+    def gathered_bytes(self) -> int:
         """Return the bytes of units that are all-gathered now."""
-        ...
+        return 0
 
     def begin_half(self, kind: Kind) -> None:
         """Begin a half of a backward pass, for the gradients of inputs or of weights."""
@@ -311,30 +324,90 @@ class Wrap(Marks, Protocol):
     def end_half(self, kind: Kind) -> None:
         """End a half of a backward pass."""
 
-    def lingering(self) -> int:
+    def lingering_bytes(self) -> int:
         """Return the bytes that outlive a backward pass and are not gradients."""
-        ...
+        return 0
 
     def signature(self) -> Hashable:
         """Return the state that a pass depends on. Passes with equal state are equal."""
-        ...
+        return None
 
     def reduce(self) -> None:
         """Reduce partial gradients."""
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return a key that is equal for shards with equal norm and update."""
-        ...
+        return 0
 
-    def clipped(self, shard: int) -> list[list[int]] | None:
+    def norm_groups(self, shard: int) -> list[list[int]] | None:
         """Return the elements of each gradient on the rank with this shard, by group of the norm.
 
         The result is None if the gradients are not on the device.
         """
-        ...
+        return None
 
     def update(self, shard: int) -> None:
         """Run the optimizer on the rank with this shard."""
 
     def finish_update(self) -> None:
         """Complete the work that the update left running."""
+
+
+Moved = Sequence[tuple[str, int]]
+Repeated = Sequence[tuple[str, int]]
+
+COPIES = {
+    Tier.HOST: (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE),
+    Tier.FILE: (Collective.FILE_WRITE, Collective.FILE_READ),
+}
+
+
+def kept_traffic(
+    spec: Spec, plan: Plan, moved: Moved, repeated: Repeated, times: int | None = None
+) -> Iterator[Traffic]:
+    """Yield the copies and collectives that one rank's activation modes add to a step.
+
+    Args:
+        spec: The spec, for the degree of the tensor axis.
+        plan: The plan of the step.
+        moved: (tier, bytes) of each tensor that leaves the device in one micro-batch.
+        repeated: (collective, bytes of the full tensor) of each repeated call in one micro-batch.
+        times: How many micro-batches to count. None counts all micro-batches of a step.
+    """
+    times = plan.accumulate.micro_batches if times is None else times
+    for tier, (out, back) in COPIES.items():
+        sizes = [size for name, size in moved if name == tier.value]
+        for collective, phase in ((out, Phase.FORWARD), (back, Phase.BACKWARD)):
+            if sizes:
+                key = TrafficKey(
+                    axes=(), collective=collective, state=State.ACTIVATIONS, phase=phase
+                )
+                payload = times * sum(sizes)
+                yield Traffic(
+                    key=key, calls=times * len(sizes), payload_bytes=payload, sent_bytes=0
+                )
+    if plan.tensor is None:
+        assert not repeated, "what is sent over no axis by name is sent over tp"
+        return
+    group = Group((plan.tensor.axis,), spec.degree(plan.tensor.axis))
+    for (name, size), number in Counter(repeated).items():
+        calls = Calls(Collective(name), State.ACTIVATIONS, Phase.BACKWARD, number * times)
+        yield calls.traffic(group, size)
+
+
+def activation_row(rank: int, device_bytes: int, moved: Moved) -> Footprint:
+    """Return one rank's memory row of activations.
+
+    Args:
+        rank: The rank of the row.
+        device_bytes: Bytes of activations on the device.
+        moved: (tier, bytes) of the activations on other tiers.
+    """
+    off = {tier: sum(size for name, size in moved if name == tier.value) for tier in COPIES}
+    return Footprint(
+        state=State.ACTIVATIONS,
+        rank=rank,
+        device_bytes=device_bytes,
+        host_bytes=off[Tier.HOST],
+        file_bytes=off[Tier.FILE],
+    )

@@ -15,11 +15,11 @@ from ptrain.axes.context.attention import ContextPart, part_at
 from ptrain.axes.expert.form import with_own_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
-from ptrain.axes.tensor.cost import Cut, cut_dims, module_roles, slices
+from ptrain.axes.tensor.cost import TensorRank, cut_dims, module_roles, shard_sizes
 from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.tables import RankCut
-from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, module_prefixes
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.role import Role
@@ -39,7 +39,7 @@ def cut_of(spec: Spec, plan: Plan, index: int) -> RankCut:
     tensor = None
     if step is not None:
         own = place_of(spec, plan.cutting_axes, index)[step.axis]
-        tensor = Cut(step=step, degree=spec.degree(step.axis), index=own)
+        tensor = TensorRank(step=step, degree=spec.degree(step.axis), index=own)
     return RankCut(tensor=tensor, context=context_part(spec, plan, index))
 
 
@@ -50,14 +50,10 @@ def fullest_place(spec: Spec, plan: Plan) -> int:
     """
     if plan.context is None:
         return 0
-    places = range(ranks_over(spec, plan.cutting_axes))
-    return max(places, key=lambda place: (_places_before(spec, plan, place), -place))
-
-
-def _places_before(spec: Spec, plan: Plan, place: int) -> int:
-    """Return the number of places whose tokens come before a rank's tokens."""
-    part = context_part(spec, plan, place)
-    return part.before if part else 0
+    parts = [
+        context_part(spec, plan, place) for place in range(ranks_over(spec, plan.cutting_axes))
+    ]
+    return max(range(len(parts)), key=lambda at: (((own := parts[at]) and own.before) or 0, -at))
 
 
 def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
@@ -67,7 +63,7 @@ def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
     return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
 
 
-def parts(
+def distinct_parts(
     spec: Spec, plan: Plan, facts: ModelFacts
 ) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
     """Yield each distinct part of the model, with its places along the cutting axes."""
@@ -143,7 +139,7 @@ def local_units(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsByRan
 def _units_by_ranks(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsByRanks:
     dims = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
     lengths = {tensor.shape[dims[tensor.name]] for tensor in facts.tensors if tensor.name in dims}
-    by_length = {length: slices(length, degree) for length in lengths}
+    by_length = {length: shard_sizes(length, degree) for length in lengths}
     alike = grouped(
         (tuple(cut[index] for cut in by_length.values()), index) for index in range(degree)
     )
@@ -182,7 +178,7 @@ def _local_units(
     )
 
 
-def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
+def operator_traffic(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
     """Yield the traffic of the operators of a full model or stage in a step.
 
     This is the traffic of activations, of their gradients, and of the sums of gradients that each
@@ -193,16 +189,12 @@ def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
     group = Group((step.axis,), spec.degree(step.axis))
     times = plan.accumulate.micro_batches
     for collective, state, phase, number, payload in _operator_calls(spec, plan, step, facts):
-        yield Calls(collective, state, phase, number * times).over(group, payload)
-    again = times + _backward_halves(spec, plan)
+        yield Calls(collective, state, phase, number * times).traffic(group, payload)
+    # backward passes of the last stage that are in halves
+    halves = schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
     for collective, state, phase, number, payload in _loss_calls(spec, plan, step, facts):
-        passes = again if phase is Phase.BACKWARD else times
-        yield Calls(collective, state, phase, number * passes).over(group, payload)
-
-
-def _backward_halves(spec: Spec, plan: Plan) -> int:
-    """Return the number of backward passes of the last stage that are in halves in a step."""
-    return schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
+        passes = times + halves if phase is Phase.BACKWARD else times
+        yield Calls(collective, state, phase, number * passes).traffic(group, payload)
 
 
 # Roles of weights that are stored as [inputs, outputs], with the equivalent transposed role.
@@ -213,7 +205,7 @@ _Row = tuple[Collective, State, Phase, int, int]
 
 def _operator_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
     """Yield (collective, state, phase, calls in a micro-batch, bytes of each call)."""
-    itemsize = spec.precision.effective.parameters.itemsize
+    itemsize = spec.precision.effective_layout.parameters.itemsize
     tokens = spec.batch.micro * plan.tokens
     cut = _operators(step, facts)
     for phase, sums, copies, alike, ends in (
@@ -256,7 +248,7 @@ def _loss_calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) ->
     if (vocab := _operators(step, facts).vocab) is None:
         return
     tokens, ranks = spec.batch.micro * plan.tokens, spec.degree(step.axis)
-    itemsize = spec.precision.effective.parameters.itemsize
+    itemsize = spec.precision.effective_layout.parameters.itemsize
     token_bytes = ranks * ceil_div(vocab, ranks) * itemsize
     wide = max(itemsize, DType.FP32.itemsize)
     chunk = min(spec.loss.chunk or tokens, tokens)
@@ -308,23 +300,21 @@ class _Operators:
         self._weights = self._by_role(facts)
         # sharded operators on token shards, regardless of the tokens between sub-blocks
         self.of_slices = [
-            shape[0]
-            for name, shape in self._weights_of(Role.ROW).items()
-            if self._is_of_slices(name)
+            shape[0] for name, shape in self._weights[Role.ROW].items() if self._is_of_slices(name)
         ]
         stopped = self._stopped_modules(facts)
         of_rows = {
             name: shape[0]
-            for name, shape in self._weights_of(Role.ROW).items()
+            for name, shape in self._weights[Role.ROW].items()
             if not self._is_of_slices(name)
         }
         rows = [*of_rows.values()]
         has_gradient = [width for name, width in of_rows.items() if name not in stopped]
-        of_tables = self._weights_of(Role.VOCABULARY)
+        of_tables = self._weights[Role.VOCABULARY]
         tables = list(of_tables.values())
-        columns = {name: shape[1] for name, shape in self._weights_of(Role.COLUMN).items()}
-        latents = {name: of[1] for name, of in self._weights_of(Role.LATENT).items() if len(of) > 1}
-        inner = self._weights_of(Role.INNER_ROW)
+        columns = {name: shape[1] for name, shape in self._weights[Role.COLUMN].items()}
+        latents = {name: of[1] for name, of in self._weights[Role.LATENT].items() if len(of) > 1}
+        inner = self._weights[Role.INNER_ROW]
         experts = self._shared_inputs(
             {name: shape[-2] for name, shape in inner.items()}, Role.EXPERTS
         )
@@ -332,19 +322,23 @@ class _Operators:
         has_gradient += experts.values()
         inputs = {} if step.is_naive else self._shared_inputs(columns, Role.WHOLE_INPUT)
         inputs |= self._shared_inputs(latents, Role.LATENT_INPUT) | experts
-        alone = self._unshared_inputs(columns, inputs)
-        heads = [shape[::-1] for shape in self._weights_of(Role.HEAD).values()]
+        alone = {  # column operators that share their input with no other operator
+            name: width
+            for name, width in columns.items()
+            if not any(parent in inputs for parent in module_prefixes(name.rpartition(".")[0]))
+        }
+        heads = [shape[::-1] for shape in self._weights[Role.HEAD].values()]
         if self._has_role(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
-        last = [shape[0] for shape in self._weights_of(Role.LAST_NORM).values()]
+        last = [shape[0] for shape in self._weights[Role.LAST_NORM].values()]
         self.whole_inputs = list(inputs.values())
         inputs = {name: width for name, width in inputs.items() if not self._is_of_slices(name)}
         self.routed = [
             shape[1]
-            for name, shape in self._weights_of(Role.SHARED).items()
+            for name, shape in self._weights[Role.SHARED].items()
             if self._is_of_slices(name)
         ]
-        self.positions = [shape[1] for shape in self._weights_of(Role.POSITIONS).values()]
+        self.positions = [shape[1] for shape in self._weights[Role.POSITIONS].values()]
         joins = [shape[1] for shape in tables]
         inputs |= alone
         begun = [width for name, width in inputs.items() if name not in facts.stops]
@@ -362,13 +356,9 @@ class _Operators:
         is_cut = self._has_role(Role.HEAD) or self._has_role(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None
-        self.summed = self._count_summed(step, facts)
-
-    def _count_summed(self, step: Parallelize, facts: ModelFacts) -> Counter[int]:
-        """Count, by size, the replicated tensors whose gradients are summed over tp."""
         norms = (Role.NORM, Role.LAST_NORM) if step.is_sequence else ()
         shared, of_tensor = {Role.SHARED, Role.LATENT, *norms}, self._modules.of_tensor
-        return Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
+        self.summed = Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
 
     def _by_role(self, facts: ModelFacts) -> dict[Role, dict[str, tuple[int, ...]]]:
         """Return the shapes of weights, by role and module."""
@@ -381,14 +371,6 @@ class _Operators:
                     weights[stored][module] = tensor.shape if stored is role else tensor.shape[::-1]
         return weights
 
-    def _unshared_inputs(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:
-        """Return the column operators that share their input with no other operator."""
-        return {
-            name: width
-            for name, width in columns.items()
-            if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
-        }
-
     @staticmethod
     def _stopped_modules(facts: ModelFacts) -> set[str]:
         """Return the modules whose outputs have no gradient."""
@@ -398,22 +380,18 @@ class _Operators:
     def _is_of_slices(self, name: str) -> bool:
         """Return True if a module belongs to a sub-block that routes token shards."""
         return self._has_role(Role.WHOLE_EXPERTS) and any(
-            Role.WHOLE_EXPERTS in self._modules.roles(parent) for parent in prefixes(name)
+            Role.WHOLE_EXPERTS in self._modules.roles(parent) for parent in module_prefixes(name)
         )
 
     def _has_role(self, role: Role) -> bool:
         return any(has is role for _, has in self._roles)
-
-    def _weights_of(self, role: Role) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights with a role, by module."""
-        return self._weights[role]
 
     def _shared_inputs(self, columns: dict[str, int], role: Role) -> dict[str, int]:
         """Return the features of the input that each sub-block with a role shares among its
         operators."""
         widths: dict[str, int] = {}
         for name, width in columns.items():
-            for parent in prefixes(name.rpartition(".")[0]):
+            for parent in module_prefixes(name.rpartition(".")[0]):
                 if role in self._modules.roles(parent):
                     widths.setdefault(parent, width)
         return widths

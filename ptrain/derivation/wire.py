@@ -59,11 +59,11 @@ def predicted_bytes(exact: Estimate, axes: tuple[str, ...]) -> int:
     """Return the bytes that gloo sends over `axes`: the mean over ranks, rounded up."""
     kinds = exact.by_rank()
     rows = [row for rows in kinds for row in _steady_rows(rows) if row.key.axes == axes]
-    total = sum(row.sent_bytes * factor(row) for row in rows) / Fraction(len(kinds))
+    total = sum(row.sent_bytes * gloo_factor(row) for row in rows) / Fraction(len(kinds))
     return -int(-total // 1)
 
 
-def factor(row: Traffic) -> Fraction:
+def gloo_factor(row: Traffic) -> Fraction:
     """Return the bytes that gloo sends per byte of the ring model.
 
     A substitute, such as an exchange in place of a reduce-scatter, sends the bytes of the model.
@@ -82,7 +82,7 @@ def _steady_rows(rows: Iterable[Traffic]) -> Iterator[Traffic]:
 def _factor(exact: Estimate, axes: tuple[str, ...]) -> str:
     """Return a text like `gloo: reduce_scatter 2, all others 1; mean over ranks`."""
     rows = [row for row in _steady_rows(exact.traffic) if row.key.axes == axes]
-    more = {str(row.key.collective): factor(row) for row in rows if factor(row) != 1}
+    more = {str(row.key.collective): gloo_factor(row) for row in rows if gloo_factor(row) != 1}
     factors = [f"{name} {float(value):g}" for name, value in sorted(more.items())]
     trees = [tree for tree in rows if tree.key.collective is Collective.BROADCAST]
     factors += ["broadcast 1 (a tree: ranks differ)"] * bool(trees)

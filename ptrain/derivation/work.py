@@ -2,22 +2,32 @@
 models (`traces.block_tables` makes them), from traces for all others.
 
 Equal layers share one work object, so that times can be summed by kind of layer.
+
+`operations` counts the floating-point operations of a built-in model's step: the matrix products of
+its blocks and of its head. Recomputed products are counted separately. A recomputation does not run
+the product whose result backward does not need. Attention scores are counted as kernels receive
+them, masked or not. A rank with a shard of the tokens counts the scores of the blocks that its
+queries attend to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ptrain.axes.context.attention import ContextKind, ContextPart
-from ptrain.cost import Collective
+from ptrain.axes.context.attention import ContextKind, ContextPart, computed_scores
+from ptrain.axes.pipeline.catalogue import schedule_of
+from ptrain.by_rank import rows_by_rank
+from ptrain.cost import Collective, Operations
 from ptrain.derivation import blocks, tables
 from ptrain.derivation.archive import TablePart
+from ptrain.derivation.kernels import is_by_operators
 from ptrain.derivation.layers import is_tabulated
-from ptrain.derivation.operations import setting_at
-from ptrain.derivation.tables import Setting
+from ptrain.derivation.tables import Setting, setting_of
+from ptrain.derivation.tensor import cut_of
 from ptrain.facts.model import (
     InnerCollective,
     LayerWork,
@@ -25,10 +35,11 @@ from ptrain.facts.model import (
     ModelWork,
     WorkByKind,
 )
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.step import Plan
 
 _COLLECTIVES = {collective.value for collective in Collective}
@@ -50,15 +61,17 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
         The work, or None for the reasons of `why_unknown`.
     """
     if (traced := _traced_work(plan, facts, index)) is not None:
-        return traced.model
+        return traced.to_model
     if why_unknown(spec, plan, facts):
         return None
     assert isinstance(spec.model, ModelShape), "a built-in model"
     setting = setting_at(spec, plan, index)
     activations, layers = spec.activations, spec.model.layers
-    kept, modes = activations.of(layers), activations.distinct_of(layers)
+    kept, modes = activations.block_modes(layers), activations.distinct_of(layers)
     # copies between tiers are not operators, so the tier does not change a layer's work
-    of_layer = {id(mode): _layer_work(setting, Kept(policy=mode.policy)) for mode in modes}
+    of_layer = {
+        id(mode): _layer_work(setting, ActivationMode(policy=mode.policy)) for mode in modes
+    }
     front, behind = _end_works(setting.without_context, is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[id(mode)] for mode in kept), behind=behind)
 
@@ -90,32 +103,32 @@ def _traced_work(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None
 
 
 @cache
-def _layer_work(setting: Setting, kept: Kept) -> LayerWork:
+def _layer_work(setting: Setting, kept: ActivationMode) -> LayerWork:
     if setting.context is not None:
         return _context_layer_work(setting, setting.context, kept)
-    evaluated = blocks.work(setting)
+    evaluated = blocks.block_work(setting)
     content, attention = evaluated.table.content, setting.shape.attention
-    entry = content[attention.value][blocks.variant(kept)]
+    entry = content[attention.value][blocks.mode_name(kept)]
     is_plain = kept == PLAIN and attention is Attention.SDPA
     halves = content.get("halves", {}) if is_plain else {}
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
-    work = evaluated.work({**entry, **in_parts})
+    work = evaluated.layer_work({**entry, **in_parts})
     return (
         _sum_inputs_separately(work, setting) if setting.cut and setting.cut.step.is_naive else work
     )
 
 
-def _context_layer_work(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
+def _context_layer_work(setting: Setting, part: ContextPart, kept: ActivationMode) -> LayerWork:
     """Return the work of a layer that attends to the tokens of other ranks."""
     evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
-    entry = evaluated.table.content[blocks.variant(kept)]
-    ranks = part.ring if part.kind is ContextKind.GATHER else part.ulysses
-    passes = (unrolled(entry[name][part.place], part) for name in ("forward", "backward"))
+    entry = evaluated.table.content[blocks.mode_name(kept)]
+    ranks = part.ring_degree if part.kind is ContextKind.GATHER else part.ulysses
+    passes = (unroll_hops(entry[name][part.table_place], part) for name in ("forward", "backward"))
     forward, backward = (evaluated.of_groups(groups, ranks) for groups in passes)
     return LayerWork(forward=forward, backward=backward)
 
 
-def unrolled(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int]]:
+def unroll_hops(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int]]:
     """Yield the groups of a pass, with the hops of all places before and after the rank's.
 
     A table has the smallest number of hops, and the groups that each further hop inserts by
@@ -166,8 +179,8 @@ def _end_works(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWo
         front = {**front, "weights": front["backward"]}
         behind = {**content.get("halves", {}), **behind}
     if setting.loss.chunk is None:
-        return evaluated.work(front), evaluated.work(behind)
-    return evaluated.work(front), _chunked_loss_work(setting)
+        return evaluated.layer_work(front), evaluated.layer_work(behind)
+    return evaluated.layer_work(front), _chunked_loss_work(setting)
 
 
 def _chunked_loss_work(setting: Setting) -> LayerWork:
@@ -183,3 +196,98 @@ def _chunked_loss_work(setting: Setting) -> LayerWork:
             for name in ("forward", "backward")
         }
     )
+
+
+_PASSES = ("forward", "backward", "again")
+
+
+def rank_operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
+    """Return the operations of each rank in a step.
+
+    Returns:
+        The operations by rank. Empty for models that are not built in and for blocks without a
+        table.
+    """
+    shape = spec.model
+    if not isinstance(shape, ModelShape):
+        return ()
+    kept = spec.activations.block_modes(shape.layers)
+    if not all(blocks.is_known(shape, mode) for mode in kept):
+        return ()
+    like: dict[int, int] = {}  # ranks of tp differ only in their vocabulary shards
+    indices = [
+        like.setdefault(_vocab_shard_size(setting_at(spec, plan, index)), index)
+        for index in range(ranks_over(spec, plan.cutting_axes))
+    ]
+    settings = {
+        index: replace(setting_at(spec, plan, index), sequence=plan.tokens)
+        for index in like.values()
+    }
+    token_axes = tuple(axis for step in plan.steps for axis in step.token_axes)
+    scores = computed_scores(plan.context) if plan.context else (spec.batch.sequence**2,)
+    of_block = {
+        (index, mode, number): blocks.block_operations(setting, mode, number)
+        for index, setting in settings.items()
+        for mode in {*kept}
+        for number in {*scores}
+    }
+
+    def of_rank(place: int, index: int, number: int) -> Operations:
+        own = plan.pipeline.stages_of(place) if plan.pipeline else ()
+        layers = [layer for stage in own for layer in plan.stages[stage].layers]
+        numbers = [int(layer.rpartition(".")[2]) for layer in layers] or range(shape.layers)
+        sums = Counter[str]()
+        for mode, times in Counter(kept[number] for number in numbers).items():
+            for name, count in of_block[index, mode, number].items():
+                sums[name] += times * count
+        micro_batches = plan.accumulate.micro_batches
+        row = {name: micro_batches * sums[name] for name in _PASSES}
+        if plan.pipeline is None or plan.pipeline.stages - 1 in own:
+            for name, count in _head_operations(spec, plan, settings[index]):
+                row[name] += count
+        return Operations(rank=0, **row)
+
+    axes = (Axis.PP,), plan.cutting_axes, token_axes
+    places = zip(*(indices_in_groups(spec, names) for names in axes), strict=True)
+    keys = ((place, indices[index], scores[slice_]) for place, index, slice_ in places)
+    return rows_by_rank(keys, lambda key: [of_rank(*key)])
+
+
+def _vocab_shard_size(setting: Setting) -> int:
+    """Return the size of a rank's shard of the vocabulary."""
+    vocab = setting.shape.vocab_rows
+    return setting.cut.slice_of(vocab) if setting.cut else vocab
+
+
+def _head_operations(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, int]]:
+    """Yield the operations of the logits of all tokens, and of the gradients of both factors.
+
+    A loss in chunks recomputes its logits in backward, and in each half of a backward pass in
+    halves. So does torch's fused loss if it returns the loss of each token. It is one operator,
+    which either half runs in full, and torch's counter attributes the second run to backward.
+    """
+    shape, tokens = setting.shape, setting.batch * setting.sequence
+    product = 2 * tokens * shape.hidden * _vocab_shard_size(setting)
+    micro_batches = plan.accumulate.micro_batches
+    yield "forward", micro_batches * product
+    yield "backward", 2 * micro_batches * product
+    if plan.loss is None:
+        return
+    yield "again", micro_batches * product
+    if plan.pipeline is not None:
+        in_halves = schedule_of(spec).halves_of(plan.pipeline.stages - 1)
+        yield (
+            ("backward", 3 * in_halves * product)
+            if plan.loss.fused
+            else ("again", in_halves * product)
+        )
+
+
+def setting_at(spec: Spec, plan: Plan, index: int) -> Setting:
+    """Return the setting of a built-in model's blocks on the rank at this place along the cutting
+    axes."""
+    setting = setting_of(spec, cut_of(spec, plan, index))
+    shape = setting.shape
+    if is_by_operators(spec):  # backward has the scores, and saves a product
+        shape = replace(shape, attention=Attention.EAGER)
+    return setting if shape is setting.shape else replace(setting, shape=shape)

@@ -63,7 +63,9 @@ class Trace:
     files: tuple[tuple[str, str], ...] = ()
 
 
-def kept(spec: Spec, read: Callable[[], ModelFacts], *, allow_import: bool = False) -> ModelFacts:
+def read_or_cache(
+    spec: Spec, read: Callable[[], ModelFacts], *, allow_import: bool = False
+) -> ModelFacts:
     """Return the facts of a spec from the cache, or read them and add them to it.
 
     A cache that cannot be written is ignored.
@@ -208,7 +210,7 @@ def is_off() -> bool:
     return os.environ.get("PTRAIN_CACHE") == _OFF
 
 
-def folder() -> Path:
+def cache_folder() -> Path:
     """Return the folder of the cache.
 
     It is the value of PTRAIN_CACHE (`off`: nothing is read or kept), or else the folder `ptrain` in
@@ -222,14 +224,14 @@ def folder() -> Path:
     return (home / "Library/Caches" if sys.platform == "darwin" else home / ".cache") / "ptrain"
 
 
-def files() -> list[Path]:
+def cached_files() -> list[Path]:
     """Return the files of the cache by name, including unfinished files of interrupted processes.
 
     Raises:
         PtrainError: If the user has no home folder.
     """
     try:
-        listed = folder().glob(f"*{_SUFFIX}*")
+        listed = cache_folder().glob(f"*{_SUFFIX}*")
     except RuntimeError as error:
         raise PtrainError(f"error: no cache folder: {error}") from error
     return [path for path in sorted(listed) if _OURS.fullmatch(path.name)]
@@ -241,15 +243,26 @@ def _cache_path(spec: Spec) -> Path | None:
         return None
     is_theirs = isinstance(spec.model, HuggingFaceModel)
     try:
-        versions = [_version(name) for name in ("torch", *(["transformers"] if is_theirs else []))]
-        kernels = [_version(name, "none") for name in _KERNELS]
+        versions = [
+            _package_version(name) for name in ("torch", *(["transformers"] if is_theirs else []))
+        ]
+        kernels = [_package_version(name, "none") for name in _KERNELS]
         part = to_mapping(traced_part(spec), sync_is_written=False)
         hub = os.environ.get("USE_HUB_KERNELS")
         origins = [_module_origins(function) for function in spec.user_functions]
         compiler = None if spec.compile is Compiled.NONE else _compiler_settings()
         # The compute kernels of a CPU, and so the traced allocations, depend on its architecture.
-        depends = [part, versions, kernels, hub, platform.machine(), _sources(), origins, compiler]
-        home = folder()
+        depends = [
+            part,
+            versions,
+            kernels,
+            hub,
+            platform.machine(),
+            _source_digest(),
+            origins,
+            compiler,
+        ]
+        home = cache_folder()
     except (RuntimeError, OSError, metadata.PackageNotFoundError):
         return None  # a user without a home, files that cannot be read, code without a version
     return home / f"{hashlib.sha256(repr(depends).encode()).hexdigest()[:32]}{_SUFFIX}"
@@ -275,7 +288,7 @@ def _module_origins(function: UserFunction) -> list[str | None]:
     return [None if module is None else module.origin for module in modules]
 
 
-def _version(package: str, otherwise: str | None = None) -> str:
+def _package_version(package: str, otherwise: str | None = None) -> str:
     """Return the version of a package that identifies its code.
 
     Args:
@@ -299,7 +312,7 @@ def _version(package: str, otherwise: str | None = None) -> str:
 
 
 @cache
-def _sources() -> str:
+def _source_digest() -> str:
     """Return a digest of ptrain's source files."""
     root, digest = Path(ptrain.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

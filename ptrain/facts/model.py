@@ -39,11 +39,11 @@ class RowsSize(NamedTuple):
     number: int
     layer: int = NO_LAYER
 
-    def at(self, rows: Sequence[int]) -> int:
+    def at_rows(self, rows: Sequence[int]) -> int:
         """Return the bytes, given the rows of each layer."""
         return self.number if self.layer == NO_LAYER else self.number * rows[self.layer]
 
-    def behind(self, layers: int) -> RowsSize:
+    def shift_layer(self, layers: int) -> RowsSize:
         """Return the size for a layer that is `layers` layers later."""
         return self if self.layer == NO_LAYER else self._replace(layer=self.layer + layers)
 
@@ -60,9 +60,9 @@ class StorageEvents(NamedTuple):
 
     events: tuple[StorageEvent, ...]
 
-    def at(self, rows: Sequence[int]) -> Run:
+    def at_rows(self, rows: Sequence[int]) -> Run:
         """Return the events in bytes, given the rows of each layer."""
-        deltas = ((-1 if event.is_freed else 1) * event.size.at(rows) for event in self.events)
+        deltas = ((-1 if event.is_freed else 1) * event.size.at_rows(rows) for event in self.events)
         known = run(deltas)
         assert known is not None, "something happens"
         return known
@@ -79,12 +79,12 @@ class RowsTimeline(NamedTuple):
     moved: tuple[tuple[str, RowsSize], ...] = ()
     repeated: tuple[tuple[str, int], ...] = ()
 
-    def at(self, rows: Sequence[int]) -> Timeline:
+    def at_rows(self, rows: Sequence[int]) -> Timeline:
         """Return the timeline, given the rows that the experts of each layer get."""
         return Timeline(
             forward=tuple(_evaluate_items(self.forward, rows)),
             backward=tuple(_evaluate_items(self.backward, rows)),
-            moved=tuple((tier, size.at(rows)) for tier, size in self.moved),
+            moved=tuple((tier, size.at_rows(rows)) for tier, size in self.moved),
             repeated=self.repeated,
         )
 
@@ -92,7 +92,7 @@ class RowsTimeline(NamedTuple):
 def _evaluate_items(items: Sequence[RowsItem], rows: Sequence[int]) -> Iterator[Item]:
     """Yield the items in bytes."""
     for item in items:
-        yield item.at(rows) if isinstance(item, StorageEvents) else item
+        yield item.at_rows(rows) if isinstance(item, StorageEvents) else item
 
 
 Items = tuple[Item, ...]
@@ -116,7 +116,7 @@ class Passes(NamedTuple):
     repeated: tuple[tuple[str, int], ...] = ()
 
     @property
-    def loss(self) -> int:
+    def loss_bytes(self) -> int:
         """The bytes of one micro-batch that outlive its backward pass and cross no boundary."""
         return _remaining_bytes(self, Kind.BACKWARD)
 
@@ -145,12 +145,9 @@ def passes_of(
         hidden: Bytes of the hidden states that the stage receives.
     """
     items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
-    if is_first:
-        passes = of_first_stage(items, output=output)
-    else:
-        if halves is not None:
-            items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
-        passes = of_later_stage(items, output=output, hidden=hidden)
+    if halves is not None and not is_first:
+        items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
+    passes = passes_of_stage(items, is_first=is_first, output=output, hidden=hidden)
     return passes._replace(moved=whole.moved, repeated=whole.repeated)
 
 
@@ -164,55 +161,52 @@ class RowsPasses(NamedTuple):
     output: int
     hidden: int
 
-    def at(self, rows: Sequence[int]) -> Passes:
+    def at_rows(self, rows: Sequence[int]) -> Passes:
         """Return the passes, given the rows of each layer."""
         return passes_of(
-            self.whole.at(rows),
-            self.halves.at(rows) if self.halves else None,
+            self.whole.at_rows(rows),
+            self.halves.at_rows(rows) if self.halves else None,
             is_first=self.is_first,
             output=self.output,
             hidden=self.hidden,
         )
 
 
-def of_first_stage(items: Mapping[Kind, Items], *, output: int) -> Passes:
-    """Return the passes of the first stage.
+def passes_of_stage(
+    items: Mapping[Kind, Items], *, is_first: bool, output: int, hidden: int
+) -> Passes:
+    """Return the passes of a stage.
 
-    Tokens have no gradients, so the half for input gradients is empty, and the half for weight
-    gradients is the full backward pass.
-    """
-    whole = {**items, Kind.INPUT: (), Kind.WEIGHT: items[Kind.BACKWARD]}
-    return Passes(items=whole, output=output, hidden=0)
-
-
-def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> Passes:
-    """Return the passes of a stage after the first.
-
-    Parts of the autograd graph that neither half frees are freed at the end of the second half.
+    Tokens have no gradients, so on the first stage the half for input gradients is empty, and the
+    half for weight gradients is the full backward pass. On other stages, parts of the autograd
+    graph that neither half frees are freed at the end of the second half.
 
     Args:
         items: The items of each kind of pass, with both halves of the backward pass or without.
+        is_first: True for the first stage.
         output: Bytes of the stage's output.
         hidden: Bytes of the hidden states that the stage receives.
     """
+    if is_first:
+        whole = {**items, Kind.INPUT: (), Kind.WEIGHT: items[Kind.BACKWARD]}
+        return Passes(items=whole, output=output, hidden=0)
     passes = Passes(items=items, output=output, hidden=hidden)
     if Kind.WEIGHT not in items:
         return passes
     # The halves keep parts of the graph that the full backward pass frees: the difference of what
     # remains after each of them.
-    left = _remaining_bytes(passes, Kind.INPUT, Kind.WEIGHT) - passes.loss
+    left = _remaining_bytes(passes, Kind.INPUT, Kind.WEIGHT) - passes.loss_bytes
     assert left >= 0, "halves of a backward pass that free what is not there"
-    ended = {**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))}
-    return Passes(items=ended, output=output, hidden=hidden)
+    return passes._replace(items={**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))})
 
 
 def _remaining_bytes(passes: Passes, *backward: Kind) -> int:
     """Return the bytes of one micro-batch that outlive these passes and cross no boundary."""
     items = (item for kind in (Kind.FORWARD, *backward) for item in passes.items[kind])
-    return sum(map(net, items)) - passes.output - passes.hidden
+    return sum(map(net_bytes, items)) - passes.output - passes.hidden
 
 
-def net(item: Item) -> int:
+def net_bytes(item: Item) -> int:
     """Return the bytes that remain after an item, except gradients, which the wrapper owns."""
     match item:
         case Run():
@@ -220,7 +214,7 @@ def net(item: Item) -> int:
         case Complete(_, size, cloned):
             return 0 if cloned else -size
         case Repeated(times, items):
-            return times * sum(map(net, items))
+            return times * sum(map(net_bytes, items))
         case _:
             return 0
 
@@ -289,7 +283,7 @@ class LayerWork(NamedTuple):
     inputs: PassWork = ()
     weights: PassWork = ()
 
-    def then(self, other: LayerWork) -> LayerWork:
+    def followed_by(self, other: LayerWork) -> LayerWork:
         """Return the work of both as one, with the other after this one.
 
         Backward passes run in reverse, except the half for weight gradients, which keeps the order.
@@ -322,14 +316,14 @@ class WorkByKind(NamedTuple):
     behind: LayerWork
 
     @classmethod
-    def of(cls, work: ModelWork) -> WorkByKind:
+    def from_model(cls, work: ModelWork) -> WorkByKind:
         """Return a model's work by kind of layer."""
         numbers: dict[LayerWork, int] = {}
         order = tuple([numbers.setdefault(layer, len(numbers)) for layer in work.layers])
         return cls(front=work.front, kinds=tuple(numbers), order=order, behind=work.behind)
 
     @property
-    def model(self) -> ModelWork:
+    def to_model(self) -> ModelWork:
         """The work of all layers; equal layers share an object."""
         layers = tuple([self.kinds[number] for number in self.order])
         return ModelWork(front=self.front, layers=layers, behind=self.behind)
@@ -353,7 +347,7 @@ class AttendingModule(NamedTuple):
     heads: AttentionHeads
 
 
-class Attending(NamedTuple):
+class AttentionFacts(NamedTuple):
     """The facts that context parallelism needs of a model.
 
     Attributes:
@@ -532,7 +526,7 @@ class ModelFacts:
     unknown_attention: str = ""
     model: ModelSpec | None = field(default=None, compare=False)
     by_data: str = ""
-    attending: Attending | None = None
+    attending: AttentionFacts | None = None
     experts: ExpertLayers | None = None
     others: tuple[ModelFacts, ...] = field(default=(), hash=False)
     unvisited: tuple[str, ...] = ()
@@ -593,7 +587,7 @@ class ModelFacts:
         return sum(unit.numel for unit in self.units)
 
 
-def prefixes(name: str) -> Iterator[str]:
+def module_prefixes(name: str) -> Iterator[str]:
     """Yield the dotted names of the modules that contain a name, outermost first, then the name."""
     parts = name.split(".")
     return accumulate(parts, "{}.{}".format)

@@ -57,7 +57,7 @@ class Chain(NamedTuple):
         positions = (sequence,) if self.positions is None else self.positions
         return (*(size // slices for size in positions[:1]), *positions[1:], self.hidden)
 
-    def lacking(self, stage: Stage) -> tuple[str, ...]:
+    def absent_names(self, stage: Stage) -> tuple[str, ...]:
         """Return the modules and parameters that a stage does not have: other layers, and ends."""
         foreign = tuple(name for name in self.layers if name not in stage.layers)
         front, behind = self.absent_ends(stage)
@@ -155,7 +155,7 @@ class Stage:
     numel: int
     copied: tuple[tuple[str, str], ...] = ()
 
-    def units(self, units: Units) -> Units:
+    def stage_units(self, units: Units) -> Units:
         """Return the units of a model that this stage has, inner before outer.
 
         The names of their modules are the model's.
@@ -190,7 +190,7 @@ def layers_of(
     return Layers(layers=tuple(layers), front=before, behind=after, tied=tuple(tied))
 
 
-def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
+def divide_into_stages(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
     """Divide the layers of a model into stages.
 
     Args:
@@ -200,7 +200,7 @@ def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
     Raises:
         SpecError: If the numbers do not sum to the model's layers, or one is 0.
     """
-    problems = tuple(unlike(counts, len(model.layers)))
+    problems = tuple(layer_count_faults(counts, len(model.layers)))
     if problems:
         raise SpecError(*problems)
     starts = accumulate(counts, initial=0)
@@ -210,7 +210,7 @@ def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
     )
 
 
-def unlike(counts: Sequence[int], layers: int) -> Iterator[Fault]:
+def layer_count_faults(counts: Sequence[int], layers: int) -> Iterator[Fault]:
     """Yield a fault if numbers of layers per stage do not divide a model of `layers` layers."""
     listed = ", ".join(map(str, counts))
     finding = ""
@@ -221,11 +221,11 @@ def unlike(counts: Sequence[int], layers: int) -> Iterator[Fault]:
     if finding:
         remedy = f"Use numbers of 1 or more with the sum {layers}"
         if 0 < len(counts) <= layers:
-            remedy += f": `pipeline.split=[{','.join(map(str, evenly(layers, len(counts))))}]`"
+            remedy += f": `pipeline.split=[{','.join(map(str, even_counts(layers, len(counts))))}]`"
         yield Fault(place="pipeline.split", finding=finding, remedy=f"{remedy}.")
 
 
-def evenly(layers: int, stages: int) -> tuple[int, ...]:
+def even_counts(layers: int, stages: int) -> tuple[int, ...]:
     """Return an even number of layers for each stage.
 
     Remaining layers go to the middle stages, because the first has the embedding and the last the
@@ -244,7 +244,7 @@ def evenly(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(share + (before <= index < before + more) for index in range(stages))
 
 
-def balanced(
+def balanced_counts(
     weights: Sequence[float], stages: int, ends: tuple[float, float] = (0, 0)
 ) -> tuple[int, ...]:
     """Return the number of layers of each stage, with the lightest possible heaviest stage.

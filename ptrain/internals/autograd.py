@@ -28,7 +28,7 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
+def call_after_backward(function: Callable[[], None]) -> None:
     """Call `function` at the end of the running backward pass.
 
     Raises:
@@ -37,13 +37,13 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(function)
 
 
-def saving_hooks() -> Hooks | None:
+def innermost_saved_tensor_hooks() -> Hooks | None:
     """Return the innermost pack and unpack hooks on saved tensors, None if there are none."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
 
-def next_number() -> int:
+def next_sequence_number() -> int:
     """Return the sequence number that the next node of this thread's forward passes gets.
 
     Numbers increase by one per node.
@@ -51,6 +51,6 @@ def next_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def number_of(node: Node) -> int:
+def sequence_number(node: Node) -> int:
     """Return the sequence number of a node that a forward pass created."""
     return int(node._sequence_nr())

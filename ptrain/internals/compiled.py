@@ -22,7 +22,7 @@ from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.internals.part import PrivatePart, replaced
+from ptrain.internals.part import PrivatePart, replace_attributes
 
 _DEVICES = ("cpu", "cuda")
 _KERNELS = ("cpp_pybinding", "cpp", "triton")
@@ -102,8 +102,10 @@ def silent_programs() -> Iterator[None]:
     _forget_programs()
     try:
         with (
-            replaced(AsyncCompile, **dict.fromkeys(_KERNELS, _silent)),
-            replaced(_guards, _reinterpret_tensor=_reinterpreted, assert_size_stride=_unchecked),
+            replace_attributes(AsyncCompile, **dict.fromkeys(_KERNELS, _silent)),
+            replace_attributes(
+                _guards, _reinterpret_tensor=_reinterpreted, assert_size_stride=_unchecked
+            ),
             torch._inductor.config.patch(**options),
             torch._functorch.config.patch(enable_autograd_cache=False),
         ):
@@ -174,7 +176,7 @@ def seen_buffers() -> Iterator[None]:
 
 def _by_operator(device: str) -> Allocate:
     def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        with replaced(_Buffers, are_born=True):
+        with replace_attributes(_Buffers, are_born=True):
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     return allocate

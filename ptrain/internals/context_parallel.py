@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-from ptrain.internals.part import PrivatePart, replaced
+from ptrain.internals.part import PrivatePart, replace_attributes
 
 _TOKENS = 2  # dimension of tokens in [B, H, T, D]
 _OPTIONS = ring._cp_options
@@ -105,7 +105,7 @@ def ring_backward(
     return gradients[0], gradients[1], gradients[2]
 
 
-def merged(
+def merge_attention(
     parts: Iterator[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention to all keys from the results for disjoint subsets of the keys.
@@ -124,7 +124,7 @@ def _temporary_options(dtype: torch.dtype, *, is_balanced: bool) -> AbstractCont
     Blocks are summed in fp32, in fp64 for fp64 inputs: `convert_to_f32` would lower the precision
     there.
     """
-    return replaced(
+    return replace_attributes(
         _OPTIONS,
         convert_to_f32=_accumulates_in_fp32(dtype),
         enable_load_balance=is_balanced,

@@ -19,7 +19,7 @@ PARTS = (
 )
 
 
-def without_modes() -> AbstractContextManager[Any]:
+def disable_modes() -> AbstractContextManager[Any]:
     """Temporarily run operators outside all dispatch modes.
 
     torch's function imports three modules by name on every call, so it is called only if a mode is

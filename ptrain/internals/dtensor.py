@@ -47,12 +47,12 @@ PARTS = (
 )
 
 
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the dimensions of a mesh as one dimension with this name."""
     return mesh._flatten(name)
 
 
-def side_by_side(*meshes: DeviceMesh) -> DeviceMesh:
+def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     """Return one mesh whose dimensions are these parts of a mesh, flattened or not."""
     return DeviceMesh._concatenate([*meshes])
 
@@ -62,7 +62,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
-def forget_shapes() -> None:
+def clear_shape_caches() -> None:
     """Clear DTensor's cache of local shapes.
 
     DTensor caches the local shapes of operators by placement, as computed for the first rank that

@@ -125,7 +125,7 @@ def backward_order(root: FSDPModule) -> list[FSDPParamGroup]:
     return order
 
 
-def gather_behind_computation(root: nn.Module) -> None:
+def all_gather_after_computation(root: nn.Module) -> None:
     """Make the all-gather of a unit wait for all earlier computation."""
     root._set_unshard_async_op(True)
 
@@ -143,18 +143,18 @@ def end_backward(root: FSDPModule) -> None:
     state._root_post_backward_final_callback()
 
 
-def smaller_shard(part: FSDPParam) -> torch.Tensor | None:
+def post_forward_shard(part: FSDPParam) -> torch.Tensor | None:
     """Return a smaller group's shard between forward and backward, None if there is none."""
     return getattr(part, "_sharded_post_forward_param_data", None)
 
 
-def forget_smaller_shard(part: FSDPParam) -> None:
+def drop_post_forward_shard(part: FSDPParam) -> None:
     """Drop that shard, since no backward pass follows."""
     part._sharded_post_forward_param_data = None
     part._sharded_post_forward_param = None
 
 
-def smaller_group(group: FSDPParamGroup) -> dist.ProcessGroup | None:
+def post_forward_group(group: FSDPParamGroup) -> dist.ProcessGroup | None:
     """Return the ranks that shard a unit between forward and backward, None if they are all ranks.
 
     It is also None if the unit is not resharded after forward.
@@ -178,7 +178,7 @@ def gradients(part: FSDPParam) -> Iterator[torch.Tensor]:
     yield from (gradient for gradient in (added, *kept) if gradient is not None)
 
 
-def streams(module: FSDPModule) -> Iterator[tuple[Any, str]]:
+def allocation_streams(module: FSDPModule) -> Iterator[tuple[Any, str]]:
     """Yield the streams that FSDP2 allocates in, with their attribute names."""
     context = module._get_fsdp_state()._comm_ctx
     for name in _STREAMS:

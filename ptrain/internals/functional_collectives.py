@@ -17,14 +17,14 @@ from ptrain.internals.part import PrivatePart
 
 __all__ = [
     "AsyncCollectiveTensor",
-    "all_gathered",
-    "all_largest",
-    "all_summed",
+    "all_gather_tensor",
+    "all_reduce_max",
+    "all_reduce_sum",
     "all_to_all",
     "all_to_all_single_autograd",
-    "awaited",
-    "exchanged",
-    "reduce_scattered",
+    "exchange_parts",
+    "reduce_scatter_sum",
+    "wait_for",
 ]
 
 RESULTS = _functional_collectives, "_wrap_tensor_autograd"
@@ -39,28 +39,28 @@ PARTS = (
 _OPERATORS = torch.ops._c10d_functional
 
 
-def all_gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_tensor(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-gather the shards [n, ...] of all ranks along the first dimension."""
-    return awaited(_OPERATORS.all_gather_into_tensor(shard, group.size(), group.group_name))
+    return wait_for(_OPERATORS.all_gather_into_tensor(shard, group.size(), group.group_name))
 
 
-def all_summed(addend: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce_sum(addend: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-reduce the ranks' addends by summation."""
-    return awaited(_OPERATORS.all_reduce(addend, "sum", group.group_name))
+    return wait_for(_OPERATORS.all_reduce(addend, "sum", group.group_name))
 
 
-def all_largest(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-reduce the ranks' tensors by the elementwise maximum."""
-    return awaited(_OPERATORS.all_reduce(tensor, "max", group.group_name))
+    return wait_for(_OPERATORS.all_reduce(tensor, "max", group.group_name))
 
 
-def reduce_scattered(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter_sum(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Reduce-scatter `parts` [ranks, ...] by summation, and return this rank's part [1, ...]."""
     operator = _OPERATORS.reduce_scatter_tensor
-    return awaited(operator(parts, "sum", group.size(), group.group_name))
+    return wait_for(operator(parts, "sum", group.size(), group.group_name))
 
 
-def exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def exchange_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange one part per rank (all-to-all).
 
     Args:
@@ -71,7 +71,7 @@ def exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         The parts that all ranks have for this one, in the order of ranks.
     """
     singles = [1] * group.size()
-    return awaited(_OPERATORS.all_to_all_single(parts, singles, singles, group.group_name))
+    return wait_for(_OPERATORS.all_to_all_single(parts, singles, singles, group.group_name))
 
 
 def all_to_all(
@@ -86,14 +86,14 @@ def all_to_all(
         group: The ranks.
 
     Returns:
-        The rows that arrive. Pass them to `awaited` before reading them.
+        The rows that arrive. Pass them to `wait_for` before reading them.
     """
     operator, name = _OPERATORS.all_to_all_single, group.group_name
     tensor: torch.Tensor = operator(rows, [*arrived], [*left], name)
     return tensor
 
 
-def awaited(result: torch.Tensor) -> torch.Tensor:
+def wait_for(result: torch.Tensor) -> torch.Tensor:
     """Wait for a collective, and return its result."""
     tensor: torch.Tensor = _OPERATORS.wait_tensor(result)
     return tensor

@@ -9,17 +9,17 @@ from typing import Any
 
 from torch.nn import init
 
-from ptrain.internals.part import PrivatePart, replaced
+from ptrain.internals.part import PrivatePart, replace_attributes
 
 _NAME = "_no_grad_trunc_normal_"
 PARTS = (PrivatePart(owner=init, members=(_NAME,)),)
 
 
-def truncated_normal_as(stand_in: Callable[..., Any]) -> AbstractContextManager[None]:
+def replace_truncated_normal(stand_in: Callable[..., Any]) -> AbstractContextManager[None]:
     """Temporarily replace the function by `stand_in`.
 
     It receives the original function and its arguments.
 
     Code that imported `torch.nn.init.trunc_normal_` earlier, as transformers does, calls it too.
     """
-    return replaced(init, **{_NAME: partial(stand_in, getattr(init, _NAME))})
+    return replace_attributes(init, **{_NAME: partial(stand_in, getattr(init, _NAME))})

@@ -37,15 +37,15 @@ class PrivatePart:
         """The owner's name in torch."""
         return str(getattr(self.owner, "__qualname__", getattr(self.owner, "__name__", self.owner)))
 
-    def is_of(self, torch: str) -> bool:
+    def exists_in(self, torch: str) -> bool:
         """Return True if this torch version has the part."""
         return (
             _version_numbers(self.since) <= _version_numbers(torch) <= _version_numbers(self.until)
         )
 
-    def faults(self, torch: str) -> Iterator[str]:
+    def find_differences(self, torch: str) -> Iterator[str]:
         """Yield a sentence for every difference from the installed torch of version `torch`."""
-        is_due = self.is_of(torch)
+        is_due = self.exists_in(torch)
         taken = inspect.signature(self.owner).parameters if self.arguments else ()
         known = [(name, hasattr(self.owner, name), "has") for name in self.members]
         known += [(name, name in taken, "takes") for name in self.arguments]
@@ -63,7 +63,7 @@ def _version_numbers(version: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
     """Temporarily replace attributes of an object."""
     before = {name: getattr(owner, name) for name in attributes}
     try:

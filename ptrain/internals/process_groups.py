@@ -43,7 +43,7 @@ def default_store() -> dist.Store:
     return store
 
 
-def named(name: str) -> dist.ProcessGroup:
+def resolve_group(name: str) -> dist.ProcessGroup:
     """Return the process group with this name.
 
     Raises:
@@ -53,29 +53,29 @@ def named(name: str) -> dist.ProcessGroup:
     return group
 
 
-def is_name(text: str) -> bool:
+def is_group_name(text: str) -> bool:
     """Return True if a process group has this name."""
     return text in distributed_c10d._world.pg_names.values()
 
 
-def names() -> dict[dist.ProcessGroup, str]:
+def group_names() -> dict[dist.ProcessGroup, str]:
     """Return the name of each process group of this process, in order of creation."""
     known: dict[dist.ProcessGroup, str] = distributed_c10d._world.pg_names
     return known
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
+def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the store through which the ranks of a group connected."""
     store: dist.Store = distributed_c10d._world.pg_map[group][1]
     return store
 
 
-def collectives(groups: Iterator[dist.ProcessGroup]) -> int:
+def count_collectives(groups: Iterator[dist.ProcessGroup]) -> int:
     """Return the number of collectives issued in these groups."""
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def limit_collectives(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+def set_group_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
     """Set the timeout of a group's collectives; None is the default group."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -92,7 +92,7 @@ def is_group(value: Any) -> bool:
     return bool(value._type().name() == "ProcessGroup")
 
 
-def axis_of(arguments: Sequence[Any]) -> str:
+def group_axis(arguments: Sequence[Any]) -> str:
     """Return the mesh axis of the group that a collective's arguments name.
 
     The axis is in the description that DeviceMesh gives its groups. "" if no group is named.
@@ -101,7 +101,7 @@ def axis_of(arguments: Sequence[Any]) -> str:
     return "" if group is None else str(group.group_desc).removeprefix(_MESH_PREFIX)
 
 
-def size_of(arguments: Sequence[Any]) -> int:
+def group_size(arguments: Sequence[Any]) -> int:
     """Return the number of ranks of the group that a collective's arguments name, 0 without one."""
     group = _named_group(arguments)
     return 0 if group is None else group.size()
@@ -110,4 +110,4 @@ def size_of(arguments: Sequence[Any]) -> int:
 def _named_group(arguments: Sequence[Any]) -> dist.ProcessGroup | None:
     """Return the group that a collective's arguments name, None without one."""
     names = (argument for argument in arguments if isinstance(argument, str))
-    return next((named(name) for name in names if is_name(name)), None)
+    return next((resolve_group(name) for name in names if is_group_name(name)), None)

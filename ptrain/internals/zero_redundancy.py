@@ -21,7 +21,7 @@ PARTS = (
 )
 
 
-def owners(optimizer: ZeroRedundancyOptimizer) -> Mapping[torch.Tensor, int]:
+def owner_ranks(optimizer: ZeroRedundancyOptimizer) -> Mapping[torch.Tensor, int]:
     """Return the rank that updates each parameter."""
     ranks: Mapping[torch.Tensor, int] = optimizer._param_to_rank
     return ranks

@@ -21,29 +21,29 @@ from torch import Tensor, nn
 
 from ptrain.axes.context.run.apply import ContextGroups
 from ptrain.axes.context.run.rehearsal import require_slices
-from ptrain.axes.data.run.flat import OwnUpdate, WrappedModel
+from ptrain.axes.data.run.flat import WrapOptimizer, WrappedModel
 from ptrain.axes.pipeline.run.cut import part_of, require_alike
-from ptrain.axes.pipeline.run.stage import LocalStage, PassCallbacks, Pipelined, Staged
+from ptrain.axes.pipeline.run.stage import LocalStage, PassCallbacks, PipelinedPasses, StagedModel
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.cost import State
 from ptrain.errors import refused
-from ptrain.facts.model import Attending, ModelFacts
+from ptrain.facts.model import AttentionFacts, ModelFacts
 from ptrain.facts.stages import Chain, Stage
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.interpreter.loss import Clipping, Enter, Loss, LossScale, PassRunner, StepLoss
 from ptrain.models.drawn import DrawnWeights
-from ptrain.models.initialize import InitialValues, ModuleWeights, cast, keeps_its_weights
+from ptrain.models.initialize import InitialValues, ModuleWeights, cast_module, keeps_its_weights
 from ptrain.models.moe import Gate
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.objective import LossInside, StepBatch
+from ptrain.models.objective import LossInHead, StepBatch
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import BalanceExperts, ChunkedLoss, Pipeline, Plan
-from ptrain.steps.wraps import Ran
+from ptrain.steps.wraps import ExecutedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Stages:
 
 
 @dataclass(kw_only=True, eq=False)
-class Workpiece:
+class ModelPart:
     """The model, or one pipeline stage's part of it, under the model's names.
 
     Attributes:
@@ -76,14 +76,16 @@ class Workpiece:
     copies: Mapping[str, str] = field(default_factory=dict)
     wrapped: WrappedModel | None = None
 
-    def place(self, world: World) -> None:
+    def place_on_device(self, world: World) -> None:
         """Move a module that is not on meta to the device, and cast it to the stored dtype."""
         device, layout = world.device, self.plan.update.layout
         tensors = list(self.module.parameters())
         if any(parameter.device != device for parameter in tensors) and not self.is_meta:
             self.module.to(device)
         if self.plan.wrap.has_masters_for_parameters and layout.master is not None:
-            cast(self.module, TORCH_DTYPES[layout.master])  # before the tensors become DTensors
+            cast_module(
+                self.module, TORCH_DTYPES[layout.master]
+            )  # before the tensors become DTensors
 
     @property
     def is_meta(self) -> bool:
@@ -91,7 +93,7 @@ class Workpiece:
         return any(parameter.is_meta for parameter in self.module.parameters())
 
 
-class Balancing:
+class ExpertBalancer:
     """The bias update of one rank's routers, which balances the load of experts.
 
     The modules in `parts` have the model's names.
@@ -129,7 +131,7 @@ class Balancing:
         if self._load_LE is not None:
             self._load_LE.zero_()
 
-    def update(self, halted: Tensor | None = None) -> None:
+    def update_biases(self, halted: Tensor | None = None) -> None:
         """Move the biases by the choices since `begin`, unless `halted` is 1."""
         if self._load_LE is None or self._bias_LE is None:
             return
@@ -186,25 +188,25 @@ class Construction:
     world: World
     module: nn.Module
     head: str = ROOT
-    attending: Attending | None = None
+    attending: AttentionFacts | None = None
     stages: Stages | None = None
     weights: ModuleWeights | DrawnWeights | None = None
     whole_because: str = ""
-    ran: list[Ran] = field(default_factory=list)
-    pieces: list[Workpiece] = field(default_factory=list)  # reached by a step so far
-    cut: Callable[[Construction], Iterator[Workpiece]] | None = None  # None: one piece, the model
+    ran: list[ExecutedStep] = field(default_factory=list)
+    pieces: list[ModelPart] = field(default_factory=list)  # reached by a step so far
+    cut: Callable[[Construction], Iterator[ModelPart]] | None = None  # None: one piece, the model
     join: Callable[[Construction], tuple[WrappedModel, nn.Module]] | None = None
     operators: Callable[[], AbstractContextManager[None]] = nullcontext
     order: FusedOrder = field(default_factory=FusedOrder)
     context: ContextGroups | None = None
     own_tokens: Callable[[StepBatch], StepBatch] = lambda batch: batch  # the rank's tokens
-    inside_of: Callable[[ChunkedLoss], LossInside] = LossInside  # for full logits
+    inside_of: Callable[[ChunkedLoss], LossInHead] = LossInHead  # for full logits
     loss: Loss = field(default_factory=Loss)  # the loss of the model
     passes_of: Callable[[Construction, StepLoss, Enter], PassRunner] | None = None
     clipping: Clipping | None = None
-    update: TargetsUpdate | OwnUpdate | None = None
+    update: TargetsUpdate | WrapOptimizer | None = None
     scaling: LossScale | None = None
-    balancing: Balancing | None = None
+    balancing: ExpertBalancer | None = None
     _mesh: Mesh | None = None
     _join_stages: tuple[WrappedModel, nn.Module] | None = None
 
@@ -226,11 +228,11 @@ class Construction:
         return InitialValues(
             module=module,
             seed=self.spec.train.seed,
-            dtype=TORCH_DTYPES[self.spec.precision.effective.parameters],
+            dtype=TORCH_DTYPES[self.spec.precision.effective_layout.parameters],
             weights=self.weights,
         )
 
-    def placed_pieces(self) -> Iterator[Workpiece]:
+    def placed_pieces(self) -> Iterator[ModelPart]:
         """Yield the pieces, each placed on its first turn.
 
         Cutting is lazy: a stage is wrapped before the next one is cut.
@@ -238,9 +240,9 @@ class Construction:
         if self.pieces:
             yield from self.pieces
             return
-        whole = (Workpiece(module=self.module, plan=self.plan),)
+        whole = (ModelPart(module=self.module, plan=self.plan),)
         for piece in self.cut(self) if self.cut else whole:
-            piece.place(self.world)
+            piece.place_on_device(self.world)
             self.pieces.append(piece)
             yield piece
 
@@ -302,7 +304,7 @@ def cut_into_stages(step: Pipeline, rank: Construction) -> None:
     rank.passes_of = _pipeline_passes
 
 
-def _cut_stages(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[Workpiece]:
+def _cut_stages(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[ModelPart]:
     """Yield this rank's stages as pieces."""
     copies = {copied: name for name, copied in step.shared}
     for index in step.stages_of(rank.mesh.coordinate(step.axis)):
@@ -311,7 +313,7 @@ def _cut_stages(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[
         warnings.filterwarnings(
             "ignore", f".*module .FSDP{type(part).__name__}. returned a view tensor", UserWarning
         )
-        yield Workpiece(
+        yield ModelPart(
             module=part,
             plan=_stage_plan(rank.plan, stages, index),
             index=index,
@@ -321,24 +323,31 @@ def _cut_stages(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[
         )
 
 
-def _join_stages(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged, nn.Module]:
+def _join_stages(
+    step: Pipeline, stages: Stages, rank: Construction
+) -> tuple[StagedModel, nn.Module]:
     """Join the wrapped stages to one model."""
     parts = []
     for piece in rank.pieces:
         assert piece.wrapped is not None
         parts.append(LocalStage(piece.index, piece.module, piece.wrapped))
-    staged = Staged(parts, step, rank.mesh, stages.chain)
+    staged = StagedModel(parts, step, rank.mesh, stages.chain)
     return staged, staged.module
 
 
-def _pipeline_passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
+def _pipeline_passes(rank: Construction, loss: StepLoss, enter: Enter) -> PipelinedPasses:
     """Return the runner of the pipeline's passes."""
     staged = rank.wrapped
-    assert isinstance(staged, Staged), "the model is not made of stages"
+    assert isinstance(staged, StagedModel), "the model is not made of stages"
     callbacks = PassCallbacks(
-        loss.loss.forward, loss.loss.given, loss.of_last_stage, loss.of_output, loss.seed, enter
+        loss.loss.forward,
+        loss.loss.provide_targets,
+        loss.of_last_stage,
+        loss.of_output,
+        loss.seed,
+        enter,
     )
-    return Pipelined(rank.spec, rank.plan, rank.mesh, staged, callbacks)
+    return PipelinedPasses(rank.spec, rank.plan, rank.mesh, staged, callbacks)
 
 
 def _require_summable_ties(step: Pipeline, plan: Plan) -> None:
@@ -363,5 +372,5 @@ def _stage_plan(plan: Plan, stages: Stages, index: int) -> Plan:
     stage, tensor = stages.all[index], plan.tensor
     if tensor is not None:
         roles = stage_roles(tensor.roles, stage, len(stages.all), stages.chain.ends)
-        plan = plan.having(replace(tensor, roles=roles))
-    return replace(plan, units=stage.units(plan.units))
+        plan = plan.replace_steps(replace(tensor, roles=roles))
+    return replace(plan, units=stage.stage_units(plan.units))

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ptrain.activations.run.apply import keep
+from ptrain.activations.run.apply import apply_modes
 from ptrain.axes.context.run.apply import ContextGroups, own_tokens, parallelize_context
 from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.data.form import require_any
@@ -27,17 +27,17 @@ from ptrain.axes.tensor.run.apply import (
 )
 from ptrain.errors import BrokenPlan, refused
 from ptrain.internals.compiled import lacks_compiler
-from ptrain.interpreter.construction import Balancing, Construction, Workpiece, cut_into_stages
-from ptrain.interpreter.look import Filling
-from ptrain.interpreter.loss import Clipping, Enter, InTurn, Loss, LossScale, StepLoss
+from ptrain.interpreter.construction import Construction, ExpertBalancer, ModelPart, cut_into_stages
+from ptrain.interpreter.look import ModuleFiller
+from ptrain.interpreter.loss import Clipping, Enter, Loss, LossScale, SequentialRunner, StepLoss
 from ptrain.models.compiled import compile_blocks
 from ptrain.models.moe import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
-from ptrain.optimizers.build import TorchRules
+from ptrain.optimizers.build import TorchOptimizerFactory
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.comm import Mesh
-from ptrain.rooms.torch import Tiers, TorchRoom
+from ptrain.rooms.torch import Tiers, TorchRuntime
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import (
     Accumulate,
@@ -53,7 +53,15 @@ from ptrain.steps.step import (
     Step,
     Update,
 )
-from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, PlanStep, Ran, Replicate, Wrap
+from ptrain.steps.wraps import (
+    ExecutedStep,
+    FlatUnits,
+    FullyShard,
+    LocalGradients,
+    PlanStep,
+    Replicate,
+    Wrap,
+)
 
 
 def execute(rank: Construction) -> None:
@@ -78,13 +86,13 @@ def execute(rank: Construction) -> None:
             for number in numbers:
                 step = piece.plan.steps[number]
                 OF_PIECES[type(step)](step, piece, rank)
-                rank.ran.append(Ran(step, piece.index))
+                rank.ran.append(ExecutedStep(step, piece.index))
 
 
 def _run_of_rank(step: Step, rank: Construction) -> None:
     _require(rank.has_mesh or isinstance(step, CreateMesh), step, "no mesh was created before")
     OF_RANK[type(step)](step, rank)
-    rank.ran.append(Ran(step))
+    rank.ran.append(ExecutedStep(step))
 
 
 def _require(is_so: bool, step: Step, otherwise: str) -> None:
@@ -103,7 +111,7 @@ def _cut_model(step: Pipeline, rank: Construction) -> None:
     cut_into_stages(step, rank)
 
 
-def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> None:
+def _cut_operators(step: Parallelize, piece: ModelPart, rank: Construction) -> None:
     before = "units are already wrapped, so gradients would be reduced before the sums over "
     _require(piece.wrapped is None, step, f"{before}{step.axis} exist (Theorem 6.2)")
     kept = any(
@@ -116,14 +124,16 @@ def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> N
     )
     parallelize(piece.module, step, rank.mesh.submesh((step.axis,)), rank.mesh.registry)
     require_rows(
-        piece.module, rank.mesh.size((step.axis,)), rank.mesh.size(piece.plan.wrap.row_axes)
+        piece.module,
+        rank.mesh.group_size((step.axis,)),
+        rank.mesh.group_size(piece.plan.wrap.row_axes),
     )
     rank.operators = micro_batch(step)
-    rank.order = FusedOrder(step, rank.mesh.size((step.axis,)))
+    rank.order = FusedOrder(step, rank.mesh.group_size((step.axis,)))
     rank.inside_of = partial(loss_inside, tensor=step)
 
 
-def _slice_tokens(step: ContextParallel, piece: Workpiece, rank: Construction) -> None:
+def _slice_tokens(step: ContextParallel, piece: ModelPart, rank: Construction) -> None:
     _require(
         piece.wrapped is None, step, "units are already wrapped, with attention over full samples"
     )
@@ -136,23 +146,23 @@ def _slice_tokens(step: ContextParallel, piece: Workpiece, rank: Construction) -
     parallelize_context(piece.module, step, rank.mesh, rank.context, via)
 
 
-def _give_experts(step: ExpertParallel, piece: Workpiece, rank: Construction) -> None:
+def _give_experts(step: ExpertParallel, piece: ModelPart, rank: Construction) -> None:
     before = "units are already wrapped, with the experts of all ranks"
     _require(piece.wrapped is None, step, before)
     parallelize_experts(piece.module, step, rank.mesh)
 
 
-def _keep_less(step: Keep, piece: Workpiece, rank: Construction) -> None:
+def _keep_less(step: Keep, piece: ModelPart, rank: Construction) -> None:
     _require(
         piece.wrapped is None,
         step,
         "units are already wrapped, so recomputation in backward would repeat the hooks of a block",
     )
     tiers = Tiers(rank.world.device, rank.mesh.registry, step.path)
-    keep(piece.module, step, tiers, is_compiled=piece.plan.compiled is not None)
+    apply_modes(piece.module, step, tiers, is_compiled=piece.plan.compiled is not None)
 
 
-def _compile(step: Compile, piece: Workpiece, rank: Construction) -> None:
+def _compile(step: Compile, piece: ModelPart, rank: Construction) -> None:
     if rank.world.device.type == "cpu" and lacks_compiler():
         raise refused(
             "compile",
@@ -167,22 +177,22 @@ def _compile(step: Compile, piece: Workpiece, rank: Construction) -> None:
     compile_blocks(piece.module, step.blocks)
 
 
-def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
+def _wrap_units(step: Wrap, piece: ModelPart, rank: Construction) -> None:
     _require(piece.wrapped is None, step, "its units are already wrapped")
     filling, write = None, None
     if piece.is_meta:
         values = rank.initial_values(piece.module)
-        filling = Filling(piece.module, values, rank.world.device, piece.copies, rank.order)
+        filling = ModuleFiller(piece.module, values, rank.world.device, piece.copies, rank.order)
     if filling and step.is_filled_by_unit:
-        write = filling.by_unit()
+        write = filling.fill_by_unit()
     elif filling and not step.is_filled_as_shards:
-        filling.all()
+        filling.fill_all()
     piece.wrapped = apply(piece.module, piece.plan, rank.mesh, rank.mesh.registry, write)
     if filling and step.is_filled_as_shards:
-        filling.all()
+        filling.fill_all()
 
 
-def _chunk_loss(step: ChunkedLoss, piece: Workpiece, rank: Construction) -> None:
+def _chunk_loss(step: ChunkedLoss, piece: ModelPart, rank: Construction) -> None:
     _require(
         piece.wrapped is not None,
         step,
@@ -200,9 +210,11 @@ def _accumulate(step: Accumulate, rank: Construction) -> None:
         rank.passes_of = partial(_in_turn, step)
 
 
-def _in_turn(step: Accumulate, rank: Construction, loss: StepLoss, enter: Enter) -> InTurn:
+def _in_turn(
+    step: Accumulate, rank: Construction, loss: StepLoss, enter: Enter
+) -> SequentialRunner:
     sizes = step.micro_batches, rank.spec.batch.micro
-    return InTurn(rank.wrapped, rank.model, sizes, loss, enter)
+    return SequentialRunner(rank.wrapped, rank.model, sizes, loss, enter)
 
 
 def _clip(step: Clip, rank: Construction) -> None:
@@ -217,9 +229,9 @@ def _update(step: Update, rank: Construction) -> None:
         rank.is_wrapped and rank.passes_of is not None, step, "no step before it computes gradients"
     )
     spec = rank.spec.optimizer
-    matrices = None if spec.row.is_elementwise else _matrices(rank)
-    room = TorchRoom(rank.mesh, rank.mesh.registry)
-    rules = TorchRules(stands_in=rank.mesh.world.stands_in)
+    matrices = None if spec.properties.is_elementwise else _matrices(rank)
+    room = TorchRuntime(rank.mesh, rank.mesh.registry)
+    rules = TorchOptimizerFactory(stands_in=rank.mesh.world.stands_in)
     rank.update = rank.wrapped.own_update(spec, step.layout) or TargetsUpdate(
         rank.wrapped.targets(), spec, step.layout, room, rules, matrices
     )
@@ -231,7 +243,7 @@ def _update(step: Update, rank: Construction) -> None:
 
 def _balance(step: BalanceExperts, rank: Construction) -> None:
     _require(rank.update is not None, step, "no optimizer step comes before it")
-    rank.balancing = Balancing(step, [piece.module for piece in rank.pieces], rank.mesh)
+    rank.balancing = ExpertBalancer(step, [piece.module for piece in rank.pieces], rank.mesh)
 
 
 def _matrices(rank: Construction) -> list[list[bool]]:
@@ -259,7 +271,7 @@ OF_RANK: dict[type[PlanStep], Callable[[Any, Construction], None]] = {
     Update: _update,
     BalanceExperts: _balance,
 }
-OF_PIECES: dict[type[PlanStep], Callable[[Any, Workpiece, Construction], None]] = {
+OF_PIECES: dict[type[PlanStep], Callable[[Any, ModelPart, Construction], None]] = {
     Parallelize: _cut_operators,
     ContextParallel: _slice_tokens,
     ExpertParallel: _give_experts,

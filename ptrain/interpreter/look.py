@@ -7,7 +7,7 @@ the same as the full parameter. If the model's code does not run with such value
 rejected, the real weights are read or drawn and decide. Writing into overlapping rows is an error.
 Matrix products would copy an overlapping operand, so they run some columns at a time.
 
-`Filling` gives a wrapped module its initial values, which are equal for every placement.
+`ModuleFiller` gives a wrapped module its initial values, which are equal for every placement.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.interpreter.construction import Stages, stages_of_module
-from ptrain.models.boundary import boundary, said
-from ptrain.models.drawn import DrawnWeights, LookedWeights, build_drawn
+from ptrain.models.boundary import convert_exceptions, describe_error
+from ptrain.models.drawn import DrawnWeights, InspectionWeights, build_drawn
 from ptrain.models.facts import head_of, untraced_facts
 from ptrain.models.initialize import (
     InitialValues,
     ModuleWeights,
-    build,
-    cast,
+    build_model,
+    cast_module,
     named_tensors,
     read_module_weights,
     reset_buffers,
 )
-from ptrain.models.ledger import OperatorMode, local
-from ptrain.models.meta import NeedsValues, hollow
-from ptrain.models.moe import weigh
+from ptrain.models.ledger import OperatorMode, local_tensor
+from ptrain.models.meta import NeedsValuesError, build_on_meta
+from ptrain.models.moe import weight_router_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
-from ptrain.models.window import Window, overlaps, rows
+from ptrain.models.window import Window, has_overlapping_rows, select_rows
 from ptrain.plan.lower import lower
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -77,7 +77,7 @@ def build_module(
     return _cast_and_weigh(module, spec)
 
 
-def build_hollow(
+def build_module_on_meta(
     spec: Spec, *, allow_import: bool = False, draws: bool = True
 ) -> tuple[nn.Module, ModuleWeights | DrawnWeights]:
     """Build a spec's model that is not built in, with its parameters on meta.
@@ -101,26 +101,26 @@ def build_hollow(
         if folder is None:
             module, drawn = build_drawn(build_it, draws=draws)
             return _cast_and_weigh(module, spec), drawn
-        module = hollow(build_it)
+        module = build_on_meta(build_it)
     weights = ModuleWeights(module, folder)
-    weights.read(module, only_buffers=True)
+    weights.read_into(module, only_buffers=True)
     return _cast_and_weigh(module, spec), weights
 
 
 def _build_from_spec(spec: Spec, more: int = 0, *, allow_import: bool) -> nn.Module:
     """Build the model with the spec's seed plus `more`."""
     sequence, seed = spec.batch.sequence, spec.train.seed + more
-    return build(spec.model, sequence=sequence, allow_import=allow_import, seed=seed)
+    return build_model(spec.model, sequence=sequence, allow_import=allow_import, seed=seed)
 
 
 def _cast_and_weigh(module: nn.Module, spec: Spec) -> nn.Module:
     """Cast a module to the spec's dtypes, and weight its routers' losses by 1 / global samples."""
-    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
-    weigh(module, 1.0 / spec.batch.global_samples)
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    weight_router_losses(module, 1.0 / spec.batch.global_samples)
     return module
 
 
-class Filling:
+class ModuleFiller:
     """The initial values of a module on meta: this rank's part of every tensor."""
 
     def __init__(
@@ -144,15 +144,15 @@ class Filling:
         self._copies, self._order = copies, order
         self._tied = [names for names, _ in named_tensors(module)]
 
-    def all(self) -> None:
+    def fill_all(self) -> None:
         """Fill all parameters and buffers."""
         buffers = self._initialized_buffers()
         self._module.to_empty(device=self._device)
         self._restore_ties_and_buffers(buffers)
         for name, parameter in self._module.named_parameters():
-            self._write_window(name, parameter, window_of(parameter), local(parameter))
+            self._write_window(name, parameter, window_of(parameter), local_tensor(parameter))
 
-    def by_unit(self) -> RowWriter:
+    def fill_by_unit(self) -> RowWriter:
         """Fill the buffers, and leave the parameters without memory.
 
         Returns:
@@ -162,7 +162,7 @@ class Filling:
         for module in self._module.modules():
             module.to_empty(device=self._device, recurse=False)
             for parameter in module.parameters(recurse=False):
-                local(parameter).untyped_storage().resize_(0)
+                local_tensor(parameter).untyped_storage().resize_(0)
         self._restore_ties_and_buffers(buffers)
         return self._write_rows
 
@@ -190,7 +190,9 @@ class Filling:
     def _write_rows(self, name: str, stored: Parameter, first: int, part: torch.Tensor) -> None:
         """Write the initial values of rows of this rank's part, from `first` on."""
         parameter = whole_parameter(stored)
-        self._write_window(name, parameter, rows(window_of(parameter), first, len(part)), part)
+        self._write_window(
+            name, parameter, select_rows(window_of(parameter), first, len(part)), part
+        )
 
     @torch.no_grad()
     def _write_window(
@@ -198,15 +200,17 @@ class Filling:
     ) -> None:
         """Write the initial values of a window of a tensor."""
         name, shape = self._copies.get(name, name), parameter.shape
-        for ordered, place in self._order.pieces(name, shape, window, part):
-            self._values.write(name, shape, ordered, place)
+        for ordered, place in self._order.model_windows(name, shape, window, part):
+            self._values.write_window(name, shape, ordered, place)
 
 
 MOST_COPIED = 2**23  # bytes of a matrix that are multiplied at once, about a CPU's cache
 
 
 @contextmanager
-def repeated_values(module: nn.Module, weights: ModuleWeights | LookedWeights) -> Iterator[None]:
+def repeated_values(
+    module: nn.Module, weights: ModuleWeights | InspectionWeights
+) -> Iterator[None]:
     """Temporarily give the parameters of a module on meta repeated values, in their dtypes."""
     before = [
         (child, name, parameter)
@@ -222,7 +226,7 @@ def repeated_values(module: nn.Module, weights: ModuleWeights | LookedWeights) -
     for child, name, parameter in before:
         child._parameters[name] = stand_ins[id(parameter)]
     try:
-        with _ByColumns():
+        with _ColumnwiseProducts():
             yield
     finally:
         for child, name, parameter in before:
@@ -230,7 +234,7 @@ def repeated_values(module: nn.Module, weights: ModuleWeights | LookedWeights) -
 
 
 def _repeated_parameter(
-    name: str, parameter: nn.Parameter, weights: ModuleWeights | LookedWeights
+    name: str, parameter: nn.Parameter, weights: ModuleWeights | InspectionWeights
 ) -> nn.Parameter:
     """Return a parameter whose rows overlap, with values from the start of its file."""
     shape = parameter.shape
@@ -258,7 +262,7 @@ def _first_window(shape: Sequence[int], count: int) -> Window:
     return window
 
 
-class _ByColumns(OperatorMode):
+class _ColumnwiseProducts(OperatorMode):
     """The mode that computes products with overlapping matrices some columns at a time.
 
     The columns are copied to one buffer: glibc would not reuse freed copies.
@@ -268,11 +272,11 @@ class _ByColumns(OperatorMode):
         super().__init__()
         self._owner_and_leaf = torch.empty(MOST_COPIED, dtype=torch.uint8)
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             *addends, left, right = args
             columns = MOST_COPIED // max(1, right.itemsize * right.shape[0])
-            if overlaps(right) and columns:
+            if has_overlapping_rows(right) and columns:
                 product = partial(function, **kwargs)
                 outputs = self._products_by_columns(product, addends, left, right.split(columns, 1))
                 return torch.cat([*outputs], -1)
@@ -296,7 +300,7 @@ class _ByColumns(OperatorMode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class InspectedModel:
     """A model and the results of its inspection.
 
     Attributes:
@@ -318,7 +322,7 @@ class Looked:
     whole_because: str = ""
 
 
-def look_at(module: nn.Module, spec: Spec) -> Looked:
+def inspect_module(module: nn.Module, spec: Spec) -> InspectedModel:
     """Inspect a model: facts, stages and plan.
 
     Raises:
@@ -329,10 +333,12 @@ def look_at(module: nn.Module, spec: Spec) -> Looked:
     stages = stages_of_module(spec, module, facts)
     plan = lower(spec, facts)
     head = head_of(module, spec) if plan.loss else ROOT
-    return Looked(module=module, facts=facts, stages=stages, plan=plan, head=head)
+    return InspectedModel(module=module, facts=facts, stages=stages, plan=plan, head=head)
 
 
-def look_at_built(spec: Spec, device: torch.device, *, allow_import: bool = False) -> Looked:
+def build_and_inspect(
+    spec: Spec, device: torch.device, *, allow_import: bool = False
+) -> InspectedModel:
     """Build the spec's model and inspect it, without its weights if possible.
 
     Args:
@@ -346,14 +352,14 @@ def look_at_built(spec: Spec, device: torch.device, *, allow_import: bool = Fals
     because = ""
     if not isinstance(spec.model, ModelShape) and detect_fake_mode() is None:
         try:
-            return _look_without_values(spec, allow_import=allow_import)
-        except (NeedsValues, _RejectedError) as error:
+            return _inspect_without_values(spec, allow_import=allow_import)
+        except (NeedsValuesError, _RejectedError) as error:
             because = str(error)
     module = build_module(spec, device=device, allow_import=allow_import)
-    return replace(look_at(module, spec), whole_because=because)
+    return replace(inspect_module(module, spec), whole_because=because)
 
 
-def why_built_whole(spec: Spec, *, allow_import: bool = False, looks: bool = True) -> str:
+def full_build_reason(spec: Spec, *, allow_import: bool = False, looks: bool = True) -> str:
     """Return the reason why `look_at_built` builds the model with all weights, "" if it does not.
 
     Large tensors are not drawn, and small ones are drawn from other seeds.
@@ -369,10 +375,10 @@ def why_built_whole(spec: Spec, *, allow_import: bool = False, looks: bool = Tru
     try:
         with torch.random.fork_rng(devices=[]):
             if looks:
-                _look_without_values(spec, allow_import=allow_import, draws=False)
+                _inspect_without_values(spec, allow_import=allow_import, draws=False)
             else:
-                build_hollow(spec, allow_import=allow_import, draws=False)
-    except (NeedsValues, _RejectedError) as error:
+                build_module_on_meta(spec, allow_import=allow_import, draws=False)
+    except (NeedsValuesError, _RejectedError) as error:
         return str(error)
     return ""
 
@@ -381,7 +387,9 @@ class _RejectedError(Exception):
     """The finding for which a model without its weights was rejected."""
 
 
-def _look_without_values(spec: Spec, *, allow_import: bool, draws: bool = True) -> Looked:
+def _inspect_without_values(
+    spec: Spec, *, allow_import: bool, draws: bool = True
+) -> InspectedModel:
     """Build and inspect a model without its weights.
 
     Args:
@@ -393,17 +401,19 @@ def _look_without_values(spec: Spec, *, allow_import: bool, draws: bool = True) 
         NeedsValues: It cannot be built without values.
         _RejectedError: The inspection rejects it.
     """
-    module, weights = build_hollow(spec, allow_import=allow_import, draws=draws)
+    module, weights = build_module_on_meta(spec, allow_import=allow_import, draws=draws)
 
     def fault(error: BaseException) -> Fault:
         return Fault(
-            place="model", finding=said(error), remedy=("Build the model with its weights.")
+            place="model",
+            finding=describe_error(error),
+            remedy=("Build the model with its weights."),
         )
 
     try:
-        looked_at = LookedWeights(weights) if isinstance(weights, DrawnWeights) else weights
-        with boundary(fault), repeated_values(module, looked_at):
-            looked = look_at(module, spec)
+        looked_at = InspectionWeights(weights) if isinstance(weights, DrawnWeights) else weights
+        with convert_exceptions(fault), repeated_values(module, looked_at):
+            looked = inspect_module(module, spec)
     except PtrainError as error:
         raise _RejectedError(" ".join(_findings_of(error).split())) from error
     return replace(looked, weights=weights)

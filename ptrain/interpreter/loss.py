@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from ptrain.axes.data.run.flat import WrappedModel
 from ptrain.axes.data.run.target import NamedTarget
-from ptrain.axes.tensor.run.apply import local
+from ptrain.axes.tensor.run.apply import local_loss
 from ptrain.cost import Phase, State
-from ptrain.models.ledger import is_tagged, tier_of
-from ptrain.models.objective import LossInside, Objective, SampleBatch, StepBatch
+from ptrain.models.ledger import has_tier, tier_of
+from ptrain.models.objective import LossInHead, Objective, SampleBatch, StepBatch
 from ptrain.rooms.comm import Mesh
-from ptrain.rooms.torch import Tiers, alike, cast
-from ptrain.spec.placement import Axis, Tier, without
+from ptrain.rooms.torch import Tiers, cast, tag_like
+from ptrain.spec.placement import Axis, Tier, exclude_axes
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Clip
 
@@ -65,16 +65,16 @@ class LossScale:
         """Return the gradient with which backward starts, instead of 1."""
         return self.scale.to(loss.dtype)
 
-    def check(self, gradients: Sequence[torch.Tensor]) -> None:
+    def update_overflow_flag(self, gradients: Sequence[torch.Tensor]) -> None:
         """Set `found_inf` on all ranks if any gradient of any rank is infinite or NaN."""
         self.found_inf.zero_()
         if gradients:
             flag = self._flag_like(gradients[0])
             if gradients[0].dtype is torch.bfloat16:
-                flag.copy_(not_finite(gradients))
+                flag.copy_(nonfinite_flag(gradients))
             else:
                 # unscale by 1: only the check is needed
-                one = alike(torch.ones_like(flag), flag)
+                one = tag_like(torch.ones_like(flag), flag)
                 torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, one)
             if flag is not self.found_inf:
                 self.found_inf.copy_(flag)
@@ -82,7 +82,7 @@ class LossScale:
             group = self.mesh.group((axis,))
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, group=group)
 
-    def beside(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def scalars_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scale and `found_inf` on the device of `tensor`.
 
         They are copied to the host at most once a step.
@@ -91,8 +91,8 @@ class LossScale:
             return self.scale, self.found_inf
         if self._on_host is None:
             self._on_host = (
-                self._tiers.move(self.scale, Tier.HOST, State.GRADIENTS),
-                self._tiers.move(self.found_inf, Tier.HOST, State.GRADIENTS),
+                self._tiers.copy_to_tier(self.scale, Tier.HOST, State.GRADIENTS),
+                self._tiers.copy_to_tier(self.found_inf, Tier.HOST, State.GRADIENTS),
             )
         return self._on_host
 
@@ -127,13 +127,13 @@ class LossScale:
         return self._tiers.empty(None, torch.float32, Tier.HOST, State.GRADIENTS).zero_()
 
 
-def not_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def nonfinite_flag(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return True (0-d, on the gradients' device) if any element is infinite or NaN.
 
     It accepts any dtype: torch's check for scaled losses does not take bf16 on CUDA
     (`AmpKernels.cu` dispatches on fp16, fp32 and fp64, as of 2.13).
     """
-    mark = partial(alike, source=gradients[0])
+    mark = partial(tag_like, source=gradients[0])
     if not (held := [gradient for gradient in gradients if gradient.numel()]):
         return mark(torch.zeros((), dtype=torch.bool))
     # NaN if an element is NaN
@@ -172,7 +172,7 @@ class Clipping:
             wrapped: The wrapped model, whose copies of other stages' tensors do not count.
             scaling: The scale of the loss, None without.
         """
-        copies, by_operator = wrapped.copies(), None
+        copies, by_operator = wrapped.copied_targets(), None
         if self.step.operator_axes:
             targets = chain.from_iterable(wrapped.targets())
             own = [target for target in targets if not any(target is copy for copy in copies)]
@@ -219,7 +219,7 @@ def global_norm(
             shared = _squared_norm(views, like, by_row=by_row)
             # Only one rank adds these: ranks that shard them over other axes may sum in another
             # order, and a scale that differs by an ulp would make their copies drift apart.
-            if not any(mesh.coordinate(axis) for axis in without(step.operator_axes, axes)):
+            if not any(mesh.coordinate(axis) for axis in exclude_axes(step.operator_axes, axes)):
                 square.add_(shared)
     else:
         own = [gradient for gradient in gradients if id(gradient) not in copied]
@@ -228,7 +228,7 @@ def global_norm(
         square = _all_reduce_scalar(square, like, axes, mesh)
     norm = square.sqrt_()
     if scaling is not None:
-        norm.div_(scaling.beside(like)[0])
+        norm.div_(scaling.scalars_for(like)[0])
     return norm
 
 
@@ -253,7 +253,7 @@ def scale_down(gradients: Sequence[torch.Tensor], norm: torch.Tensor, step: Clip
     """
     if not gradients:
         return
-    scale = alike(norm + 1e-6, gradients[0]).reciprocal_().mul_(step.max_norm).clamp_(max=1.0)
+    scale = tag_like(norm + 1e-6, gradients[0]).reciprocal_().mul_(step.max_norm).clamp_(max=1.0)
     torch._foreach_mul_(list(gradients), scale)
 
 
@@ -269,16 +269,16 @@ def _squared_norm(
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     if not gradients:
-        return alike(like.new_zeros((), dtype=dtype), like)
+        return tag_like(like.new_zeros((), dtype=dtype), like)
     # results computed from a mapped file are in memory
-    mark = partial(alike, source=like) if is_tagged(like.untyped_storage()) else _unchanged
+    mark = partial(tag_like, source=like) if has_tier(like.untyped_storage()) else _identity
     # kept alive until their joint norm is computed
     norms = list(_row_norms(gradients, dtype, mark, by_row=by_row))
     joined = mark(torch.cat(norms)) if len(norms) > 1 else norms[0]
     return mark(torch.linalg.vector_norm(joined)).square_()
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor unchanged."""
     return tensor
 
@@ -321,7 +321,7 @@ def _all_reduce_scalar(
     mesh.registry.tag(square, State.GRADIENTS)
     summed = square
     if tier_of(gradient.untyped_storage(), device.type) is not Tier.DEVICE:
-        summed = Tiers(device, mesh.registry).move(square, Tier.DEVICE, State.GRADIENTS)
+        summed = Tiers(device, mesh.registry).copy_to_tier(square, Tier.DEVICE, State.GRADIENTS)
     for axis in axes:
         dist.all_reduce(summed, group=mesh.group((axis,)))
     return square if summed is square else square.copy_(summed)
@@ -334,7 +334,7 @@ class Loss:
     """
 
     def __init__(
-        self, objective: Objective | None = None, inside: LossInside | None = None
+        self, objective: Objective | None = None, inside: LossInHead | None = None
     ) -> None:
         self.objective = objective or Objective()
         self._inside = inside
@@ -352,15 +352,15 @@ class Loss:
         if self._inside is not None:
             self._inside.attach(model, head)
 
-    def given(self, samples: SampleBatch) -> AbstractContextManager[None]:
+    def provide_targets(self, samples: SampleBatch) -> AbstractContextManager[None]:
         """Return the context that a forward pass runs in, which carries the targets."""
-        return self._inside.given(samples.targets) if self._inside else nullcontext()
+        return self._inside.provide_targets(samples.targets) if self._inside else nullcontext()
 
-    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
+    def compute_loss(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Run forward and return the micro-batch's loss before division (0-d)."""
         if self._inside is None:
-            return local(self.objective.run(model, samples))
-        with self.given(samples):
+            return local_loss(self.objective.run(model, samples))
+        with self.provide_targets(samples):
             loss: Tensor = model(samples.inputs)
         return loss
 
@@ -373,7 +373,7 @@ class Loss:
 
     def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
         """Return the loss, like `run`, from the output of `forward`."""
-        return output if self._inside else local(self.objective.of_forward(output, samples))
+        return output if self._inside else local_loss(self.objective.of_forward(output, samples))
 
 
 class StepLoss:
@@ -396,7 +396,7 @@ class StepLoss:
         self.share.zero_()
 
     @contextmanager
-    def evaluating(self, batch: StepBatch) -> Iterator[None]:
+    def evaluate_batch(self, batch: StepBatch) -> Iterator[None]:
         """Temporarily compute losses of this batch outside a step."""
         self._batch = batch
         try:
@@ -404,9 +404,9 @@ class StepLoss:
         finally:
             self._batch = None
 
-    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
+    def compute_loss(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Run forward and return the divided loss (0-d); backward starts with `seed`."""
-        return self.loss.run(model, samples) / self._loss_divisor(samples)
+        return self.loss.compute_loss(model, samples) / self._loss_divisor(samples)
 
     def seed(self, loss: Tensor) -> Tensor | None:
         """Return the gradient with which backward starts; None for 1."""
@@ -446,7 +446,7 @@ class PassRunner(Protocol):
         """Run forward of every micro-batch, and call `add` with each loss this rank computes."""
 
 
-class InTurn:
+class SequentialRunner:
     """A runner of one micro-batch after the other, each forward and then backward."""
 
     def __init__(
@@ -474,7 +474,7 @@ class InTurn:
         for index, samples in enumerate(batch.micro_batches(self.micro)):
             with self.wrapped.micro_batch(index == self.count - 1):
                 self.enter(Phase.FORWARD, index)
-                loss = self.loss.run(self.wrapped.module, samples)
+                loss = self.loss.compute_loss(self.wrapped.module, samples)
                 self.loss.add(loss)
                 self.enter(Phase.BACKWARD, index)
                 loss.backward(self.loss.seed(loss))
@@ -483,4 +483,4 @@ class InTurn:
 
     def evaluate(self, batch: StepBatch, add: Add) -> None:
         for samples in batch.micro_batches(self.micro):
-            add(self.loss.run(self.model, samples))
+            add(self.loss.compute_loss(self.model, samples))

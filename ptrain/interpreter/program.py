@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.axes.data.run.target import Named
 from ptrain.codec import decode, encode
 from ptrain.cost import Phase, State
@@ -30,17 +30,17 @@ from ptrain.data.sampler import SampleSource, read_batch, shard_batch
 from ptrain.errors import Fault, PtrainError, SpecError, refused
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
-from ptrain.interpreter.look import look_at, look_at_built
+from ptrain.interpreter.look import build_and_inspect, inspect_module
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.models.attention import require_trainable
 from ptrain.models.external import dataset_of
-from ptrain.models.initialize import accept, keeps_its_weights
+from ptrain.models.initialize import accept_module, keeps_its_weights
 from ptrain.models.ledger import tensors_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import StepBatch, objective_of
 from ptrain.optimizers.update import MASTER, TargetsUpdate
-from ptrain.plan.show import show
-from ptrain.rooms.comm import Registry
+from ptrain.plan.show import format_plan
+from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.world import World
 from ptrain.spec.extras import require_leave_of
 from ptrain.spec.function import UserFunction
@@ -97,11 +97,11 @@ def require_equal_samples(function: UserFunction | None, world: World) -> None:
     if function is None or world.size == 1 or world.backend == "fake":
         return
     dataset = dataset_of(function)
-    mine = {"size": dataset.size, "digests": [*dataset.digests().items()]}
+    mine = {"size": dataset.size, "digests": [*dataset.compute_digests().items()]}
     first, *others = gather(mine, world.size, world.device)
     for rank, other in enumerate(others, 1):
         if finding := _describe_sample_difference(first, other, rank):
-            raise refused(function.place, finding, _SAMPLES_REMEDY)
+            raise refused(function.target_key, finding, _SAMPLES_REMEDY)
 
 
 def _describe_sample_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
@@ -188,12 +188,12 @@ def _fault_at(place: str, finding: str) -> Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Halt:
+class SkipFlag:
     """The skip flag of an unscaled loss's update: `flag` (0-d fp32) is 1 to skip it."""
 
     flag: torch.Tensor
 
-    def beside(self, tensor: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def scalars_for(self, tensor: torch.Tensor) -> tuple[None, torch.Tensor]:
         """Return no scale, and the flag on the device of `tensor`."""
         assert tensor.device == self.flag.device, "the tensor is on another device"
         return None, self.flag
@@ -209,10 +209,10 @@ class Observer(Protocol):
 class GradientObserver(Protocol):
     """An observer of the gradients of an update; `Program.gradients` returns them."""
 
-    def reduced(self) -> None:
+    def on_reduced(self) -> None:
         """Note that gradients are summed over the ranks, in the optimizer's layout."""
 
-    def clipped(self, norm: torch.Tensor | None) -> None:
+    def on_clipped(self, norm: torch.Tensor | None) -> None:
         """Note that gradients are clipped; `norm` (0-d) is their norm before it."""
 
 
@@ -258,7 +258,7 @@ class Program:
         self._operators = rank.operators
         self.order = rank.order
         self.own_tokens = rank.own_tokens  # selects the rank's tokens of its samples
-        self._sharers = self.mesh.size(self.plan.loss_axes)
+        self._sharers = self.mesh.group_size(self.plan.loss_axes)
         if self.updates_in_backward:
             self.wrapped.consume_with(self._update_unit)
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
@@ -270,22 +270,22 @@ class Program:
         return f"Program({self.spec.name}: rank {self.world.rank} of {self.world.size})"
 
     def __str__(self) -> str:
-        return show(self.spec, self.plan)
+        return format_plan(self.spec, self.plan)
 
     @property
-    def registry(self) -> Registry:
+    def registry(self) -> TagRegistry:
         """The tags of the program's storages."""
         return self.mesh.registry
 
     @property
     def data_index(self) -> int:
         """This rank's row-major position over the data axes, which selects its samples."""
-        return self.mesh.place(self.plan.sample_axes)
+        return self.mesh.position(self.plan.sample_axes)
 
     @property
     def random_index(self) -> int:
         """The row-major position over the axes along which ranks draw different random numbers."""
-        return self.mesh.place(self.plan.drawing_axes)
+        return self.mesh.position(self.plan.drawing_axes)
 
     def samples(self, step: int) -> StepBatch:
         """Return this rank's samples of a step (from 0), read from the spec's `data`."""
@@ -363,7 +363,7 @@ class Program:
         if not self.updates_in_backward:
             self.wrapped.reduce_gradients()
             for observer in self.gradient_observers:
-                observer.reduced()
+                observer.on_reduced()
             self._norm = self._check_and_measure()
         return self._norm
 
@@ -382,19 +382,19 @@ class Program:
             # drop the references: the update frees gradients one after the other
             self._measured = []
             for observer in self.gradient_observers:
-                observer.clipped(self._norm)
+                observer.on_clipped(self._norm)
             self._run_update(lr, halted)
         self._norm = None
         self.wrapped.finish_update()
         if self.balancing is not None:
-            self.balancing.update(halted)
+            self.balancing.update_biases(halted)
         self.wrapped.clear_gradients()
 
     def _check_and_measure(self) -> torch.Tensor | None:
         """Check and measure gradients; a function, so that no local keeps them alive."""
         gradients = self.gradients() if self.scaling or self.clipping else []
         if self.scaling is not None:
-            self.scaling.check(gradients)
+            self.scaling.update_overflow_flag(gradients)
         if self.clipping is None:
             return None
         self._measured = gradients
@@ -403,7 +403,7 @@ class Program:
     def _run_update(self, lr: float, halted: torch.Tensor | None) -> None:
         """Run the optimizer, and update the loss scale."""
         if self.scaling is None:
-            self.update.step(lr, None if halted is None else Halt(halted))
+            self.update.step(lr, None if halted is None else SkipFlag(halted))
             return
         assert isinstance(self.update, TargetsUpdate), "a scaled loss needs master copies"
         if halted is not None:
@@ -425,7 +425,7 @@ class Program:
         self.model.eval()
         total = torch.zeros_like(self.loss.share)
 
-        with self._operators(), self.loss.evaluating(batch):
+        with self._operators(), self.loss.evaluate_batch(batch):
             self.passes.evaluate(batch, total.add_)
         total.div_(self._sharers)
         self.wrapped.end_evaluation()
@@ -467,14 +467,16 @@ class Program:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load a state with the structure of `state_dict`, from a checkpoint of any placement."""
-        model = self.order.held(state["model"])
+        model = self.order.to_rank_order(state["model"])
         keys = {key for _, tensors in self.update.tensors() for key in (MASTER, *tensors)}
-        optimizer = {key: self.order.held(_select_key(state["optimizer"], key)) for key in keys}
+        optimizer = {
+            key: self.order.to_rank_order(_select_key(state["optimizer"], key)) for key in keys
+        }
         for target, tensors in self.update.tensors():
             has_master = target.owns_master and not target.is_frozen
-            target.load(self.wrapped.own(optimizer[MASTER] if has_master else model))
+            target.load(self.wrapped.with_wrap_names(optimizer[MASTER] if has_master else model))
             for key, tensor in tensors.items():
-                tensor.copy_(target.join(self.wrapped.own(optimizer[key])))
+                tensor.copy_(target.join(self.wrapped.with_wrap_names(optimizer[key])))
         if self.scaling is not None:
             for key, tensor in self.scaling.state().items():
                 tensor.copy_(state["scaling"][key])
@@ -484,7 +486,7 @@ class Program:
 
     def canonical(self, named: Named) -> Named:
         """Return tensors by the model's names, in its order of features. Collective."""
-        return self.order.canonical(
+        return self.order.to_model_order(
             {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
         )
 
@@ -546,14 +548,14 @@ def interpret(
 
     Example: see `ptrain.measure`.
     """
-    if faults := (*check(spec), *executed(spec)):
+    if faults := (*check(spec), *find_unsupported(spec)):
         raise SpecError(*faults)
-    rank = planned(spec, model, world, allow_import=allow_import)
+    rank = prepare_construction(spec, model, world, allow_import=allow_import)
     execute(rank)
     return Program(rank)
 
 
-def planned(
+def prepare_construction(
     spec: Spec,
     model: nn.Module | None = None,
     world: World | None = None,
@@ -566,10 +568,10 @@ def planned(
     if spec.loss.user_function is not None:
         require_leave_of(spec.loss.user_function, allow_import=allow_import)
     if model is None:
-        seen = look_at_built(spec, world.device, allow_import=allow_import)
+        seen = build_and_inspect(spec, world.device, allow_import=allow_import)
     else:
-        spec = accept(model, spec)
-        seen = look_at(model, spec)
+        spec = accept_module(model, spec)
+        seen = inspect_module(model, spec)
     are_given = model is not None and keeps_its_weights(seen.module)
     require_equal_models(seen.module, seen.plan.update.layout, world, are_given=are_given)
     require_equal_samples(spec.data.function, world)

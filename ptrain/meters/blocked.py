@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ptrain.cost import Blocked
 from ptrain.internals import process_groups
-from ptrain.internals.autograd import at_end_of_backward, is_in_backward
+from ptrain.internals.autograd import call_after_backward, is_in_backward
 from ptrain.meters.traffic import SILENT, group_of
 from ptrain.models.ledger import OfStorages, OperatorMode
 
@@ -43,7 +43,7 @@ _WORK = process_groups.Work
 Axes = tuple[str, ...]
 
 
-class Stopwatch(OperatorMode):
+class WaitMeter(OperatorMode):
     """The meter that adds up waiting time per axes while it is entered.
 
     It measures gloo groups only. If a group has another backend, `absent` gives the reason and
@@ -157,7 +157,7 @@ class Stopwatch(OperatorMode):
         self._unwaited[number] = axes
         if not self._has_callback and is_in_backward():
             self._has_callback = True
-            at_end_of_backward(self._start_reducer_clock)
+            call_after_backward(self._start_reducer_clock)
         return number
 
     def _start_reducer_clock(self) -> None:
@@ -167,7 +167,7 @@ class Stopwatch(OperatorMode):
         `_reduced`, which is queued here and therefore runs after the reducer's.
         """
         self._began_at, self._waited_before = time.perf_counter(), sum(self._seconds.values())
-        at_end_of_backward(self._stop_reducer_clock)
+        call_after_backward(self._stop_reducer_clock)
 
     def _stop_reducer_clock(self) -> None:
         """Add the reducer's waiting time, without the waits already counted meanwhile."""
@@ -183,7 +183,7 @@ class Stopwatch(OperatorMode):
         for number in here:
             del self._unwaited[number]
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and notice collectives that C++ issues past the Python methods."""
         if function.namespace == "_c10d_functional":
             return self._time_functional(function, args, kwargs)
@@ -219,7 +219,7 @@ class Stopwatch(OperatorMode):
 def _why_absent(axes_by_group: Mapping[str, Axes]) -> str:
     """Return the reason why waits cannot be measured here, or ""."""
     for name in axes_by_group:
-        group = process_groups.named(name)
+        group = process_groups.resolve_group(name)
         if (backend := dist.get_backend(group)) != "gloo":
             return f"{backend} does not block the host. See the trace that `profile` writes."
     return ""

@@ -16,7 +16,7 @@ from itertools import accumulate, chain
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.cuts import ShardLayout
 from ptrain.axes.data.run.flat_target import (
     FlatTarget,
     FlatTensorTarget,
@@ -26,7 +26,7 @@ from ptrain.axes.data.run.flat_target import (
 from ptrain.axes.data.run.target import LocalPart, NamedTarget, Parameter, ParameterTarget
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
-from ptrain.models.ledger import local
+from ptrain.models.ledger import local_tensor
 from ptrain.optimizers.build import TorchOptimizer
 from ptrain.optimizers.update import COUNTER, MASTER, TargetsUpdate
 from ptrain.report.finding import Subject
@@ -80,7 +80,7 @@ def gradients(program: Program) -> Iterator[Holding]:
             yield Holding(Subject.GRADIENTS, program.wrapped.canonical_name(name), "", part, tensor)
 
 
-def optimizer(program: Program) -> Iterator[Holding]:
+def optimizer_state(program: Program) -> Iterator[Holding]:
     """Yield the optimizer state that this rank stores, and the loss scaler's state.
 
     Step counters are left out; see `counters`.
@@ -109,10 +109,10 @@ def buffers(program: Program) -> Iterator[Holding]:
         for name, buffer in piece.module.named_buffers():
             if (part := _shard_coordinates(buffer)) is not None:
                 part += rows if name.endswith(OF_TOKENS) else ""
-                yield Holding(Subject.BUFFERS, name, "", part, local(buffer))
+                yield Holding(Subject.BUFFERS, name, "", part, local_tensor(buffer))
 
 
-def counters(program: Program) -> dict[str, int]:
+def update_counts(program: Program) -> dict[str, int]:
     """Return the number of updates of each tensor, as the optimizer counts them, by name.
 
     The counts are equal on all ranks that hold any part of the tensor.
@@ -122,7 +122,7 @@ def counters(program: Program) -> dict[str, int]:
         count = tensors.get(COUNTER)
         if count is not None and not count.is_meta:
             names.append(program.wrapped.canonical_name(names_of(target)[0]))
-            counts.append(local(count).to(torch.float64).reshape(()))
+            counts.append(local_tensor(count).to(torch.float64).reshape(()))
     if not counts:
         return {}
     values = torch.stack([count.cpu() for count in counts]).tolist()
@@ -172,9 +172,9 @@ def _parameter_parts(target: NamedTarget) -> _Pieces:
             stored = held.stored
             # the replicas are stale along these axes until the next gather: only the local shard
             # has been updated
-            if behind := held.behind:
+            if behind := held.stale_axes:
                 cut = (*cut, *behind)
-                stored = held.cuts.take(stored, held.cut, cut)
+                stored = held.cuts.take_part(stored, held.cut, cut)
             yield from _unit_parts(target.unit.named, held.cuts, cut, stored)
         case ParameterTarget():
             if (part := _shard_coordinates(target.parameter)) is not None:
@@ -197,7 +197,7 @@ def _gradient_parts(target: NamedTarget) -> _Pieces:
         case ParameterTarget():
             gradient = target.parameter.grad
             if gradient is not None and (part := _shard_coordinates(gradient)) is not None:
-                yield target.name, part, local(gradient)
+                yield target.name, part, local_tensor(gradient)
         case _:
             raise AssertionError(f"unknown layout of {type(target).__name__}")
 
@@ -219,14 +219,14 @@ def _slot_parts(target: NamedTarget, stored: torch.Tensor) -> _Pieces:
             yield from _unit_parts(named, target.cuts, target.unit.step.optimizer, stored)
         case ParameterTarget():
             if (part := _shard_coordinates(target.parameter)) is not None:
-                yield target.name, part, local(stored)
+                yield target.name, part, local_tensor(stored)
         case _:
             raise AssertionError(f"unknown layout of {type(target).__name__}")
 
 
 def _unit_parts(
     named: Sequence[tuple[str, Parameter]],
-    cuts: Cuts[torch.Tensor],
+    cuts: ShardLayout[torch.Tensor],
     cut: Sequence[Axis],
     stored: torch.Tensor,
 ) -> _Pieces:
@@ -242,7 +242,7 @@ def _unit_parts(
     sizes = [parameter.numel() for _, parameter in named]
     ends = list(accumulate(sizes))
     start = 0
-    for first, last in cuts.stretches(cut):
+    for first, last in cuts.shard_ranges(cut):
         for (name, parameter), size, end in zip(named, sizes, ends, strict=True):
             low, high = max(end - size, first), min(end, last)
             if low < high:
@@ -319,12 +319,16 @@ def storages_by_name(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
         match target:
             case FlatTarget() | FlatTensorTarget():
                 unit = target.unit
-                held += [unit.parameters.stored, unit.parameters.whole, *unit.gradients.held()]
+                held += [
+                    unit.parameters.stored,
+                    unit.parameters.whole,
+                    *unit.gradients.live_tensors(),
+                ]
             case FrozenTarget():
                 held += [target.unit.parameters.stored, target.unit.parameters.whole]
             case ParameterTarget():
                 own = (target.parameter.detach(), target.parameter.grad)
-                held += [local(tensor) for tensor in own if tensor is not None]
+                held += [local_tensor(tensor) for tensor in own if tensor is not None]
         for name in names_of(target):
             yield from ((program.wrapped.canonical_name(name), tensor) for tensor in held)
 
@@ -336,10 +340,10 @@ def _pairs_with_master(
     match target:
         case FlatTarget():
             held, kept = target.unit.parameters, target.unit.step.optimizer
-            here = (*held.cut, *held.behind)
+            here = (*held.cut, *held.stale_axes)
             both = tuple(dict.fromkeys((*here, *kept)))
-            stored = held.cuts.take(held.stored, held.cut, both)
-            others = held.cuts.take(master, kept, both)
+            stored = held.cuts.take_part(held.stored, held.cut, both)
+            others = held.cuts.take_part(master, kept, both)
             mine = _unit_parts(target.unit.named, held.cuts, both, stored)
             theirs = _unit_parts(target.unit.named, held.cuts, both, others)
             for (name, _, own), (_, _, other) in zip(mine, theirs, strict=True):
@@ -347,7 +351,7 @@ def _pairs_with_master(
         case FlatTensorTarget():
             pass  # its master is sharded per tensor, the parameters per unit: parts do not align
         case ParameterTarget():
-            yield target.name, target.value(), local(master)
+            yield target.name, target.value(), local_tensor(master)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,9 +49,9 @@ from ptrain.interpreter import program
 from ptrain.interpreter.program import Observer, Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.ledger import OperatorMode, local
-from ptrain.models.watch import listening, watching
-from ptrain.rooms.comm import Registry
+from ptrain.models.ledger import OperatorMode, local_tensor
+from ptrain.models.watch import add_listeners, watch_modules
+from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.world import World
 
 # Offsets into Linux's struct tcp_info: 8 single bytes and 24 u32 (104 bytes), then u64 and u32
@@ -133,7 +133,9 @@ def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, t
                 )
     axes_of: dict[str, tuple[str, ...]] = {}
     for group_name, axes in axes_by_group.items():
-        axes_of |= dict.fromkeys(_sockets_of_group(process_groups.named(group_name), ends), axes)
+        axes_of |= dict.fromkeys(
+            _sockets_of_group(process_groups.resolve_group(group_name), ends), axes
+        )
     return axes_of
 
 
@@ -162,7 +164,7 @@ def _published_address(group: dist.ProcessGroup, rank: int) -> Address:
     The store's value is the host name and a socket address, each after its length as a native
     64-bit integer.
     """
-    store = process_groups.store_of(group)
+    store = process_groups.group_store(group)
     key = f"cpu//0/{rank}"
     if not store.check([key]):
         raise _NotMeasurableError("the store has no gloo addresses under the key of torch 2.13")
@@ -212,12 +214,12 @@ def _sent_bytes(connection: socket.socket) -> int:
 _GATHERS = (Collective.ALL_GATHER, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER)
 
 
-class Foreign:
+class WrappedModule:
     """A wrapped module and its optimizer, observed from outside the framework that wrapped it."""
 
     def __init__(self, module: nn.Module, optimizer: object | None) -> None:
         self.module = module
-        self.registry = Registry()
+        self.registry = TagRegistry()
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._optimizer = _unwrap_optimizer(optimizer)
@@ -230,19 +232,19 @@ class Foreign:
         away = {id(parameter) for parameter in gathered}
         kept = [parameter for parameter in self._parameters if id(parameter) not in away]
         for parameter in (*shards, *kept):
-            yield State.PARAMETERS, local(parameter.detach())
+            yield State.PARAMETERS, local_tensor(parameter.detach())
         yield from (
-            (State.GRADIENTS, local(parameter.grad))
+            (State.GRADIENTS, local_tensor(parameter.grad))
             for parameter in (*shards, *kept, *gathered)
             if parameter.grad is not None
         )
         for values in getattr(self._optimizer, "state", {}).values():
             yield from (
-                (State.OPTIMIZER, local(value))
+                (State.OPTIMIZER, local_tensor(value))
                 for value in values.values()
                 if isinstance(value, torch.Tensor)
             )
-        yield from ((State.OTHER, local(buffer)) for buffer in self.module.buffers())
+        yield from ((State.OTHER, local_tensor(buffer)) for buffer in self.module.buffers())
 
     def _fsdp_parameters(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return FSDP2's sharded parameters, and the unsharded ones that replace them in use."""
@@ -332,7 +334,7 @@ class PhaseWatch(OperatorMode):
         self._micro_batch = -1
 
     def __enter__(self) -> Self:
-        self._watch = watching([("", self._module)], before=self._on_forward, is_first=True)
+        self._watch = watch_modules([("", self._module)], before=self._on_forward, is_first=True)
         self._watch.__enter__()
         super().__enter__()
         return self
@@ -353,7 +355,7 @@ class PhaseWatch(OperatorMode):
         for observer in self._observers:
             observer.phase(phase, 0 if phase is Phase.UPDATE else self._micro_batch)
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_in_backward():
             if self._phase is Phase.FORWARD:
                 self._enter_phase(Phase.BACKWARD)
@@ -414,7 +416,7 @@ def _process_groups() -> Iterator[dist.ProcessGroup]:
     if dist.is_initialized():
         yield from (
             group
-            for group in list(process_groups.names())
+            for group in list(process_groups.group_names())
             if group is not None and group.rank() >= 0
         )
 
@@ -424,7 +426,7 @@ def ranks_by_axes(
 ) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Return the ranks of each group in ascending order, by the group's axes."""
     return {
-        axes: tuple(sorted(dist.get_process_group_ranks(process_groups.named(name))))
+        axes: tuple(sorted(dist.get_process_group_ranks(process_groups.resolve_group(name))))
         for name, axes in axes_by_group.items()
     }
 
@@ -449,7 +451,7 @@ class Measurement:
         policies: The effects of FSDP2 policies on a wrapped module, one line each.
     """
 
-    def __init__(self, measured: Program | Foreign) -> None:
+    def __init__(self, measured: Program | WrappedModule) -> None:
         guess: dict[str, Any] = {}
         waits = True
         self.policies: tuple[str, ...] = ()  # empty for a program
@@ -526,12 +528,12 @@ def measure(
 @contextmanager
 def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[Measurement]:
     """Enter the meters and the phase observers around one step."""
-    measured = model if isinstance(model, Program) else Foreign(model, optimizer)
+    measured = model if isinstance(model, Program) else WrappedModule(model, optimizer)
     measurement = Measurement(measured)
     observers = (measurement.memory, measurement.traffic)
     watch: AbstractContextManager[object]
     if isinstance(model, Program):
-        watch = listening(model.observers, *observers)
+        watch = add_listeners(model.observers, *observers)
     else:
         watch = PhaseWatch(model, observers)
     with one_step(optimizer), measurement.wire, measurement.memory, measurement.traffic, watch:

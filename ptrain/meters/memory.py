@@ -18,9 +18,10 @@ independent of the program's declaration.
 - A gradient is a tensor that an optimizer receives as `grad`, or a source from which it was
   reduced, accumulated or copied.
 
-`Finder` follows these copies through one step, and so detects a program that declares a storage as
-the wrong state. It compares `ObservableProgram.storages` with the roles and never uses it to find
-them. A storage that nothing reads or writes in the step has no role (`RoleRow.role` is None).
+`RoleFinder` follows these copies through one step, and so detects a program that declares a
+storage as the wrong state. It compares `ObservableProgram.storages` with the roles and never uses
+it to find them. A storage that nothing reads or writes in the step has no role (`RoleRow.role` is
+None).
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ from ptrain.models.ledger import (
     Ledger,
     OfStorages,
     OperatorMode,
-    is_tagged,
+    has_tier,
     storage_of,
     tensors_of,
     tier_of,
 )
-from ptrain.models.watch import listening, watching
-from ptrain.rooms.comm import Registry
+from ptrain.models.watch import add_listeners, watch_modules
+from ptrain.rooms.comm import TagRegistry
 from ptrain.spec.placement import Tier
 from ptrain.units import format_bytes
 
@@ -72,11 +73,11 @@ _NUMBER_BYTES = 8  # one int64 or float64
 _LONGEST_RELEASE_SECONDS = 5e-2  # of a pause, and of the wait at the begin of a phase
 
 
-class Metered(Protocol):
+class MeteredProgram(Protocol):
     """The part of a program that the memory meter reads."""
 
     @property
-    def registry(self) -> Registry: ...
+    def registry(self) -> TagRegistry: ...
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Yield every live tensor with the state that it belongs to."""
@@ -113,7 +114,7 @@ class MemoryMeter(Ledger):
     """
 
     def __init__(
-        self, program: Metered, *, rank: int = 0, device: str = "cpu", waits: bool = True
+        self, program: MeteredProgram, *, rank: int = 0, device: str = "cpu", waits: bool = True
     ) -> None:
         """Prepare a measurement.
 
@@ -142,11 +143,11 @@ class MemoryMeter(Ledger):
         self._alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._older: set[int] = set()
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; note if the backend's threads may hold its tensors afterwards."""
-        self._settle()
+        self._count_pending()
         self._pause_after_collective()
-        result = super().operator(function, args, kwargs)
+        result = super().run_operator(function, args, kwargs)
         self._after_collective = _is_held_by_threads(function, self._device)
         if self._after_collective:
             leaves = tree_leaves((args, kwargs))
@@ -154,13 +155,13 @@ class MemoryMeter(Ledger):
             self._communicated.update(map(storage_of, tensors))
         return result
 
-    def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._settle()
+    def run_higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._count_pending()
         self._pause_after_collective()
-        return super().higher_order(function, args, kwargs)
+        return super().run_higher_order(function, args, kwargs)
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
-        self._settle()
+        self._count_pending()
         self._pause_after_collective()
         return super()._resize_storage(storage, size)
 
@@ -170,7 +171,7 @@ class MemoryMeter(Ledger):
             self._after_collective = False
             self._pause(_RELEASE_SECONDS)
 
-    def existing(self, key: int, storage: torch.UntypedStorage) -> None:
+    def on_existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage that is older than the first operator that uses it.
 
         A storage that was declared, tagged or reachable before the step counts in every peak so
@@ -180,7 +181,7 @@ class MemoryMeter(Ledger):
         self._tiers[key] = tier_of(storage, self._device)
         if storage in self._alive:
             self._older.add(key)
-        known = key in self._states or key in self._older or self._program.registry.knows(storage)
+        known = key in self._states or key in self._older or self._program.registry.has_tag(storage)
         if storage.nbytes() and not known:
             self._inner.add(key)
             return
@@ -192,10 +193,10 @@ class MemoryMeter(Ledger):
             self.live += size
             self._peaks = {phase: peak + size for phase, peak in self._peaks.items()}
 
-    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+    def on_allocation(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         self._newborn[key] = storage.nbytes()
 
-    def _settle(self) -> None:
+    def _count_pending(self) -> None:
         """Count the storages that were allocated and freed since the last operator.
 
         A tensor is tagged after its allocation, so its tier is read at the next operator. A storage
@@ -211,34 +212,34 @@ class MemoryMeter(Ledger):
                 Tier.DEVICE if storage is None else tier_of(storage, self._device)
             )
             # seed and offset of attention's dropout, which GPU operators leave on the host
-            if tier is Tier.HOST and size <= _NUMBER_BYTES and not is_tagged(storage):
+            if tier is Tier.HOST and size <= _NUMBER_BYTES and not has_tier(storage):
                 self._inner.add(key)
                 continue
-            self._add(key, size)
+            self._add_live_bytes(key, size)
         for key, size in dead:
-            self._bury(key, size)
+            self._count_free(key, size)
 
-    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+    def on_resize(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         self._resizable.add(key)
-        self._add(key, storage.nbytes() - before)
+        self._add_live_bytes(key, storage.nbytes() - before)
 
-    def died(self, key: int, size: int) -> None:
+    def on_free(self, key: int, size: int) -> None:
         if self._newborn:
             self._dead.append((key, size))
         else:
-            self._bury(key, size)
+            self._count_free(key, size)
 
-    def _bury(self, key: int, size: int) -> None:
+    def _count_free(self, key: int, size: int) -> None:
         """Stop counting a storage that was freed."""
         if key not in self._inner:
-            self._add(key, -size)
+            self._add_live_bytes(key, -size)
         self._inner.discard(key)
         self._older.discard(key)
         self._states.pop(key, None)
         self._tiers.pop(key)
         self._resizable.discard(key)
 
-    def _add(self, key: int, size: int) -> None:
+    def _add_live_bytes(self, key: int, size: int) -> None:
         """Add bytes to the live bytes, and raise the peak if they are still live after a pause."""
         if self._tiers[key] is Tier.DEVICE:
             self.live += size
@@ -248,8 +249,8 @@ class MemoryMeter(Ledger):
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """Enter a phase: read the states of this moment and the program's declared storages."""
-        self._await_release()
-        self._register()
+        self._wait_for_release()
+        self._read_declared()
         self._note_allocator()
         if phase is Phase.BACKWARD:
             self._record_states(State.ACTIVATIONS, State.TRANSIENT)
@@ -258,7 +259,7 @@ class MemoryMeter(Ledger):
         self._phase = phase
         self._peaks[phase] = max(self._peaks.get(phase, 0), self.live)
 
-    def _await_release(self) -> None:
+    def _wait_for_release(self) -> None:
         """Wait until undeclared tensors of finished collectives have been freed.
 
         The wait ends after `_LONGEST_RELEASE_SECONDS`: a collective may still be running.
@@ -276,12 +277,12 @@ class MemoryMeter(Ledger):
         if self._waits:
             time.sleep(min(seconds * self._crowd, _LONGEST_RELEASE_SECONDS))
 
-    def _register(self) -> None:
+    def _read_declared(self) -> None:
         """Read the declared storages and their states.
 
         Declared storages that were taken for internal ones are counted from now on.
         """
-        self._settle()
+        self._count_pending()
         declared = list(self._program.storages())
         states: dict[int, State] = {}
         for state, tensor in declared:
@@ -306,7 +307,7 @@ class MemoryMeter(Ledger):
         sizes = {state: dict.fromkeys(Tier, 0) for state in State}
         for key, size in self.sizes.items():
             if key not in self._inner:
-                sizes[self._state(key)][self._tiers[key]] += size
+                sizes[self._state_of(key)][self._tiers[key]] += size
         for state in states:
             footprint = Footprint(
                 state=state,
@@ -320,7 +321,7 @@ class MemoryMeter(Ledger):
                 continue
             self._footprints[state] = footprint
 
-    def _state(self, key: int) -> State:
+    def _state_of(self, key: int) -> State:
         """Return the state of a storage.
 
         A storage that is resized is transient: it is an all-gathered unit, even if declared as
@@ -348,13 +349,13 @@ class MemoryMeter(Ledger):
         )
 
     def __enter__(self) -> Self:
-        self._register()
+        self._read_declared()
         self._alive = weakref.WeakSet(_reachable_storages())
         self._note_allocator()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._register()
+        self._read_declared()
         self._record_states(State.PARAMETERS, State.OPTIMIZER, State.OTHER)
         self._note_allocator()
         super().__exit__(*error)
@@ -425,7 +426,7 @@ class RoleRow:
         return f"{format_bytes(self.nbytes)} declared as {self.declared}, but {used}"
 
 
-class Finder(OperatorMode):
+class RoleFinder(OperatorMode):
     """The mode that infers the roles of storages in a step.
 
     Enter it around one steady step, from its forward pass to its update.
@@ -453,11 +454,11 @@ class Finder(OperatorMode):
     def __enter__(self) -> Self:
         super().__enter__()
         self._declare()
-        self._stack.enter_context(listening(self._program.gradient_observers, self))
+        self._stack.enter_context(add_listeners(self._program.gradient_observers, self))
         self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
         modules = self._program.model.named_modules()
-        self._stack.enter_context(watching(modules, before=self._before_use))
+        self._stack.enter_context(watch_modules(modules, before=self._before_use))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -465,38 +466,40 @@ class Finder(OperatorMode):
         self._declare()
         super().__exit__(*error)
 
-    def reduced(self) -> None:
+    def on_reduced(self) -> None:
         """Read the declarations when gradients are reduced and in their final storages."""
         self._declare()
 
-    def clipped(self, norm: torch.Tensor | None) -> None:
+    def on_clipped(self, norm: torch.Tensor | None) -> None:
         """Read the declarations just before the update."""
         self._declare()
 
     def rows(self) -> tuple[RoleRow, ...]:
         """Return bytes by declared state and role, for the states that can have a role."""
-        roles = self._roles()
+        roles = self._find_roles()
         sizes: dict[tuple[State, State | None], int] = {}
         for number, (declared, nbytes) in self._declared.items():
             key = declared, roles.get(number)
             sizes[key] = sizes.get(key, 0) + nbytes
         return tuple(RoleRow(*key, nbytes) for key, nbytes in sizes.items() if nbytes)
 
-    def _roles(self) -> dict[int, State]:
+    def _find_roles(self) -> dict[int, State]:
         """Return the role of each storage; the role of gradients overrides all others."""
-        of_parameters = self._origins(set(self._used_dtypes))
+        of_parameters = self._copy_origins(set(self._used_dtypes))
         computed = set().union(*self._used_dtypes.values())  # a master has another dtype
         masters = {
             number
-            for number in of_parameters | self._origins(self._updated)
+            for number in of_parameters | self._copy_origins(self._updated)
             if self._dtypes[number] not in computed
         }
         roles = dict.fromkeys(of_parameters - masters, State.PARAMETERS)
-        roles |= dict.fromkeys(masters | self._origins(self._optimizer_tensors), State.OPTIMIZER)
-        roles |= dict.fromkeys(self._origins(self._gradients_received), State.GRADIENTS)
+        roles |= dict.fromkeys(
+            masters | self._copy_origins(self._optimizer_tensors), State.OPTIMIZER
+        )
+        roles |= dict.fromkeys(self._copy_origins(self._gradients_received), State.GRADIENTS)
         return roles
 
-    def _origins(self, numbers: set[int]) -> set[int]:
+    def _copy_origins(self, numbers: set[int]) -> set[int]:
         """Return these storages and all storages that they were copied from, transitively."""
         known, to_come = set(numbers), list(numbers)
         while to_come:
@@ -509,7 +512,7 @@ class Finder(OperatorMode):
         """Record state and bytes of each declared storage; its first declaration counts."""
         seen: set[int] = set()
         for state, tensor in self._program.storages():
-            number = self._number(tensor)
+            number = self._storage_number(tensor)
             if state in _STATES and number not in seen:
                 self._declared[number] = state, storage_of(tensor).nbytes()
             seen.add(number)
@@ -518,37 +521,39 @@ class Finder(OperatorMode):
         """Record the parameters that a module is about to compute with."""
         for parameter in module._parameters.values():
             if parameter is not None:
-                self._used_dtypes.setdefault(self._number(parameter), set()).add(parameter.dtype)
+                self._used_dtypes.setdefault(self._storage_number(parameter), set()).add(
+                    parameter.dtype
+                )
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         """Record the parameters and gradients that an optimizer is about to update with."""
         for leaf in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if leaf.grad is not None:
-                self._gradients_received.add(self._number(leaf.grad))
-                self._updated.add(self._number(leaf))
+                self._gradients_received.add(self._storage_number(leaf.grad))
+                self._updated.add(self._storage_number(leaf))
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         """Record the tensors in an optimizer's state."""
         for values in list(optimizer.state.values()):
             tensors = values.values() if isinstance(values, dict) else ()
             self._optimizer_tensors |= {
-                self._number(v) for v in tensors if isinstance(v, torch.Tensor)
+                self._storage_number(v) for v in tensors if isinstance(v, torch.Tensor)
             }
 
-    def _number(self, tensor: torch.Tensor) -> int:
+    def _storage_number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage, a new one on its first use."""
         if (number := self._numbers.get(storage := storage_of(tensor))) is None:
             number = self._numbers[storage] = next(self._next)
         self._dtypes.setdefault(number, tensor.dtype)
         return number
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         if (ends := _copy_ends(function, args, kwargs, result)) is not None:
-            read = {self._number(tensor) for tensor in ends[0]}
+            read = {self._storage_number(tensor) for tensor in ends[0]}
             for tensor in ends[1]:
-                number = self._number(tensor)
+                number = self._storage_number(tensor)
                 self._sources.setdefault(number, set()).update(read - {number})
 
 

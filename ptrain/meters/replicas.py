@@ -32,13 +32,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ptrain.internals.dispatch import without_modes
+from ptrain.internals.dispatch import disable_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
-from ptrain.models.ledger import local
+from ptrain.models.ledger import local_tensor
 from ptrain.models.modes import drops_out
-from ptrain.models.watch import listening
+from ptrain.models.watch import add_listeners
 from ptrain.report.copies import (
     Replica,
     explain_replica_mismatches,
@@ -56,36 +56,36 @@ _DIGEST_BYTES = 8  # 64 bits: among about 10^9 tensors, some two would collide b
 
 
 @torch.no_grad()
-def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+def compute_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Return a hexadecimal digest of the local part of each tensor.
 
     Equal bytes in equal order have equal digests on every device. Shape and dtype are not part of
     the digest. One copy to the host is made per device.
     """
-    with without_modes():
-        sums = [_checksums(local(tensor.detach())) for tensor in tensors]
+    with disable_modes():
+        sums = [_compute_checksums(local_tensor(tensor.detach())) for tensor in tensors]
         devices = grouped((checksums.device, index) for index, checksums in enumerate(sums))
         texts = [""] * len(sums)
         for indices in devices.values():
             joined = torch.cat([sums[index] for index in indices]).cpu()
             sizes = [sums[index].numel() for index in indices]
             for index, part in zip(indices, joined.split(sizes), strict=True):
-                texts[index] = of_bytes(part.numpy().tobytes())
+                texts[index] = digest_bytes(part.numpy().tobytes())
     return texts
 
 
-def of_bytes(data: bytes) -> str:
+def digest_bytes(data: bytes) -> str:
     """Return the digest of a few bytes on the host; all of them are hashed."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def kind(tensor: torch.Tensor) -> str:
+def describe_tensor(tensor: torch.Tensor) -> str:
     """Return dtype and shape of the local part of a tensor, such as `float32[4, 8]`."""
-    held = local(tensor)
+    held = local_tensor(tensor)
     return f"{str(held.dtype).removeprefix('torch.')}{list(held.shape)}"
 
 
-def _checksums(tensor: torch.Tensor) -> torch.Tensor:
+def _compute_checksums(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksums of a tensor as a 1-d int64 tensor.
 
     The order is: row sums, column sums, then the words that fill no row, zero-padded.
@@ -104,7 +104,7 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows.sum(1), rows.sum(0), rest])
 
 
-def drawn(program: Program) -> tuple[str, str] | None:
+def random_state_digest(program: Program) -> tuple[str, str] | None:
     """Return this rank's random-number group and a digest of its generator's state.
 
     The group is the rank's coordinates on the axes along which ranks draw different numbers.
@@ -124,7 +124,7 @@ def generator_digest(device: torch.device) -> str:
     """Return a digest of the state of the device's default random generator."""
     is_cuda = device.type == "cuda"
     state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
-    return of_bytes(state.numpy().tobytes())
+    return digest_bytes(state.numpy().tobytes())
 
 
 def has_token_slices(model: nn.Module) -> bool:
@@ -180,17 +180,17 @@ class ReplicaMeter:
         self._holders: dict[Identity, tuple[int, ...]] = {}
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def record_gradients(self) -> Iterator[None]:
         """Temporarily record the digests of the reduced gradients and the value of their norm."""
         self._noted = []
-        with listening(self.program.gradient_observers, self):
+        with add_listeners(self.program.gradient_observers, self):
             yield
 
-    def reduced(self) -> None:
+    def on_reduced(self) -> None:
         """Record the gradients, which the program has just reduced."""
         self._noted += _digest_copies(Moment.GRADIENTS, holdings.gradients(self.program))
 
-    def clipped(self, norm: torch.Tensor | None) -> None:
+    def on_clipped(self, norm: torch.Tensor | None) -> None:
         """Record the norm by which the program has just clipped the gradients."""
         if norm is not None:
             self._noted.append(_number_copy(Moment.CLIP, Subject.NORM, "norm", repr(float(norm))))
@@ -208,7 +208,7 @@ class ReplicaMeter:
             return ()
         table = [*self._noted, *self._copies_between_steps(step, moment)]
         self._noted = []
-        with without_modes():
+        with disable_modes():
             is_known = all(copy.identity in self._holders for copy in table)
             answers = self.exchange.gather(
                 {
@@ -229,14 +229,16 @@ class ReplicaMeter:
 
     def root_cause(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """Return the root cause of the mismatches that `check` found, None if there are none."""
-        return explain_replica_mismatches(mismatches, coordinates(self.program), self.last_good)
+        return explain_replica_mismatches(
+            mismatches, gather_coordinates(self.program), self.last_good
+        )
 
     def _copies_between_steps(self, step: int, moment: Moment) -> Iterator[Replica]:
         """Yield a `Replica` of each part, counter and hyperparameter of this rank between steps."""
         program = self.program
-        held = (holdings.parameters, holdings.optimizer, holdings.buffers)
+        held = (holdings.parameters, holdings.optimizer_state, holdings.buffers)
         yield from _digest_copies(moment, chain.from_iterable(read(program) for read in held))
-        counts = holdings.counters(program)
+        counts = holdings.update_counts(program)
         updates = {f"{name}.step": count for name, count in counts.items()}
         if counts:
             updates["updates"] = max(counts.values())
@@ -253,7 +255,7 @@ class ReplicaMeter:
 
         Returns None before a step begins, since the step seeds the generators.
         """
-        return None if moment is Moment.START else drawn(self.program)
+        return None if moment is Moment.START else random_state_digest(self.program)
 
     def _digest_by_ranks(self, table: Iterable[Replica]) -> dict[str, str]:
         """Return one digest of all shared parts for each set of ranks that shares some."""
@@ -261,7 +263,7 @@ class ReplicaMeter:
             (tuple(dict.fromkeys(self._holders[copy.identity])), copy) for copy in table
         )
         return {
-            ",".join(map(str, ranks)): of_bytes(repr(sorted(map(repr, copies))).encode())
+            ",".join(map(str, ranks)): digest_bytes(repr(sorted(map(repr, copies))).encode())
             for ranks, copies in of_ranks.items()
             if len(ranks) > 1
         }
@@ -275,7 +277,7 @@ class ReplicaMeter:
         yield from find_differing_replicas(tables, step)
 
 
-def coordinates(program: Program) -> dict[int, dict[str, int]]:
+def gather_coordinates(program: Program) -> dict[int, dict[str, int]]:
     """Return the mesh coordinates of every rank."""
     if (mesh := program.mesh.device_mesh) is None:
         return {0: {}}
@@ -291,14 +293,14 @@ def coordinates(program: Program) -> dict[int, dict[str, int]]:
 def _digest_copies(moment: Moment, held: Iterable[Holding]) -> list[Replica]:
     """Return a `Replica` with a digest for each held part."""
     things = list(held)
-    texts = digests([thing.tensor for thing in things])
+    texts = compute_digests([thing.tensor for thing in things])
     return [
         Replica(
             moment,
             thing.subject,
             f"{thing.name}.{thing.key}" if thing.key else thing.name,
             thing.part,
-            kind(thing.tensor),
+            describe_tensor(thing.tensor),
             digest,
         )
         for thing, digest in zip(things, texts, strict=True)

@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.cost import Phase
-from ptrain.internals.dispatch import without_modes
+from ptrain.internals.dispatch import disable_modes
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import ExpertPlaces, Gate, RoutedRows
-from ptrain.models.watch import After, listening, runs_again, watching
+from ptrain.models.watch import After, add_listeners, is_recomputing, watch_modules
 from ptrain.report.routing import LayerRouting
-from ptrain.spec.placement import without
+from ptrain.spec.placement import exclude_axes
 from ptrain.spec.routing import Histogram
-from ptrain.spec.routing import histogram as histogram_of
-from ptrain.spec.spec import positions
+from ptrain.spec.routing import parse_histogram as histogram_of
+from ptrain.spec.spec import indices_in_groups
 
 Placed = tuple[int, dict[str, list[list[int]]]]  # by layer choices of each expert, by micro-batch
 Rows = dict[str, list[float]]  # by layer: choices of each expert, then what else is summed
@@ -48,21 +48,16 @@ class RoutingMeter:
         }
         # Ranks that differ only along these axes route identical tokens, so only the first of them
         # counts.
-        alike = without(program.plan.loss_axes, program.spec.routing_axes)
+        alike = exclude_axes(program.plan.loss_axes, program.spec.routing_axes)
         self._counts = not any(map(program.mesh.coordinate, alike))
-        self._place = positions(program.spec, program.spec.routing_axes)[program.world.rank]
+        self._place = indices_in_groups(program.spec, program.spec.routing_axes)[program.world.rank]
         self._observers, self._micro_batch = program.observers, 0
         self._sums: dict[str, Tensor] = {}
         self._choices: dict[str, list[Tensor]] = {}  # choices of each micro-batch, by layer
         self._size = program.plan.accumulate.micro_batches
 
-    @property
-    def has_routers(self) -> bool:
-        """True if the routing of this rank's tokens can be observed."""
-        return bool(self._numbers)
-
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Temporarily count the choices of the forward passes."""
         self._sums, self._choices = {}, {}
         watched: tuple[tuple[dict[str, Any], Callable[..., None]], ...] = (
@@ -72,9 +67,9 @@ class RoutingMeter:
             (self._experts, lambda layer, _, chosen_NK, *__: self._add_choices(layer, chosen_NK)),
         )
         with ExitStack() as stack:
-            stack.enter_context(listening(self._observers, self))
+            stack.enter_context(add_listeners(self._observers, self))
             for modules, count in watched if self._counts else ():
-                stack.enter_context(watching(modules.items(), after=_uncounted_hook(count)))
+                stack.enter_context(watch_modules(modules.items(), after=_uncounted_hook(count)))
             yield
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
@@ -125,7 +120,7 @@ class RoutingMeter:
 
     def _add_dropped(self, layer: str, chosen_BTK: Tensor, places_NK: Tensor) -> None:
         """Add the choices that exceed the expert capacity: their place is one past the last."""
-        num_places = self._places[layer].number(*chosen_BTK.shape[:2])
+        num_places = self._places[layer].count_places(*chosen_BTK.shape[:2])
         self._layer_sums(layer, places_NK.device)[-_NUM_OTHER_SUMS] += (
             places_NK == num_places
         ).sum()
@@ -151,15 +146,15 @@ def _uncounted_hook(count: Callable[..., None]) -> After:
     """Return a forward hook that counts outside all dispatch modes, without gradients."""
 
     def hook(layer: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if runs_again() or not torch.is_grad_enabled():
+        if is_recomputing() or not torch.is_grad_enabled():
             return
-        with torch.no_grad(), without_modes():
+        with torch.no_grad(), disable_modes():
             count(layer, *args, output)
 
     return hook
 
 
-def summed(everyone: Sequence[Rows]) -> tuple[LayerRouting, ...]:
+def sum_routing(everyone: Sequence[Rows]) -> tuple[LayerRouting, ...]:
     """Return the routing of each layer, summed over ranks, in layer order."""
     layers = sorted({layer for its in everyone for layer in its}, key=_layer_number)
     return tuple(
@@ -167,7 +162,7 @@ def summed(everyone: Sequence[Rows]) -> tuple[LayerRouting, ...]:
     )
 
 
-def histogram(everyone: Sequence[Placed]) -> Histogram:
+def sum_histograms(everyone: Sequence[Placed]) -> Histogram:
     """Return the choices of all ranks' tokens in one step."""
     by_layer: dict[str, dict[int, list[list[int]]]] = {}
     for place, choices in everyone:

@@ -43,14 +43,14 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey, add_traffic
 from ptrain.internals import process_groups
-from ptrain.internals.dispatch import without_modes
+from ptrain.internals.dispatch import disable_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
-from ptrain.meters.replicas import SupportsGather, digests, of_bytes
-from ptrain.models.ledger import OperatorMode, is_tagged, storage_of, tensors_of, tier_of
+from ptrain.meters.replicas import SupportsGather, compute_digests, digest_bytes
+from ptrain.models.ledger import OperatorMode, has_tier, storage_of, tensors_of, tier_of
 from ptrain.report.calls import Call, explain_call_mismatches, find_differing_calls
 from ptrain.report.finding import Mismatch, Moment, RootCause
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.world import flight_recorder_size
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis, Tier
 from ptrain.units import grouped
@@ -119,7 +119,7 @@ class TrafficMeter(OperatorMode):
 
     def __init__(
         self,
-        registry: Registry,
+        registry: TagRegistry,
         axes_by_group: Mapping[str, tuple[str, ...]],
         *,
         device: str = "cpu",
@@ -155,7 +155,7 @@ class TrafficMeter(OperatorMode):
         """Return one row per kind of call, with calls and bytes added up."""
         return add_traffic(self._rows)
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         if function in _COPIES:
@@ -163,16 +163,18 @@ class TrafficMeter(OperatorMode):
         elif function.namespace in _NAMESPACES:
             name = function._schema.name.partition("::")[2]
             if name not in SILENT:
-                self._count(name, args, kwargs, result)
+                self._record_collective(name, args, kwargs, result)
 
-    def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _record_collective(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """Record one collective, as the one that it implements."""
         collective, where = _COLLECTIVES[name]
         group = group_of((args, kwargs))
         whole = tensors_of(
             {"first": args[:1], "second": args[1:2], "result": result}.get(where, args)
         )
-        tag = next(filter(None, map(self._registry.of, tensors_of((args, result)))), None)
+        tag = next(filter(None, map(self._registry.tag_of, tensors_of((args, result)))), None)
         via = None
         if tag is not None and tag.substitute is not None:
             collective, via = tag.substitute, str(collective)
@@ -230,8 +232,8 @@ class TrafficMeter(OperatorMode):
         move = _MOVES.get((tier_of(ends[0], self._device), tier_of(ends[1], self._device)))
         if move is None:
             return
-        tag = self._registry.of(target) or self._registry.of(source)
-        if tag is None and not any(map(is_tagged, ends)):
+        tag = self._registry.tag_of(target) or self._registry.tag_of(source)
+        if tag is None and not any(map(has_tier, ends)):
             return
         key = TrafficKey(
             axes=(),
@@ -276,8 +278,8 @@ def group_of(tree: Any) -> dist.ProcessGroup:
         if isinstance(leaf, torch.ScriptObject):
             if process_groups.is_group(leaf):
                 return dist.ProcessGroup.unbox(leaf)
-        elif isinstance(leaf, str) and process_groups.is_name(leaf):
-            return process_groups.named(leaf)
+        elif isinstance(leaf, str) and process_groups.is_group_name(leaf):
+            return process_groups.resolve_group(leaf)
     raise AssertionError("the collective has no process group")
 
 
@@ -311,7 +313,7 @@ class CollectiveLedger(OperatorMode):
         self._groups: dict[str, tuple[int, ...]] = {}
         self._moment_label, self._moment = "", Moment.START
         for name in program.mesh.axes_by_group():
-            self._register_group(process_groups.named(name))
+            self._register_group(process_groups.resolve_group(name))
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """Note that the program enters `phase`."""
@@ -328,7 +330,7 @@ class CollectiveLedger(OperatorMode):
         super().__exit__(*error)
         self.program.observers.remove(self)
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record it if it is a collective within a group."""
         if function.namespace not in ("c10d", "_c10d_functional"):
             return function(*args, **kwargs)
@@ -362,7 +364,7 @@ class CollectiveLedger(OperatorMode):
         digest = ""
         if operator in _EQUAL_OUTPUTS:
             _wait_for(result, whole)
-            digest = of_bytes("".join(digests(whole)).encode())
+            digest = digest_bytes("".join(compute_digests(whole)).encode())
         sent = whole if operator in _EQUAL_OUTPUTS else [*tensors_of(named)]
         meant = self.program.registry.executed
         is_sum = meant is Collective.REDUCE_SCATTER
@@ -383,7 +385,7 @@ class CollectiveLedger(OperatorMode):
         State comes from the registry's tags, names from the program's storages, else from the tags.
         """
         tensors = [*tensors_of(tree)]
-        tags = [tag for tag in map(self.program.registry.of, tensors) if tag is not None]
+        tags = [tag for tag in map(self.program.registry.tag_of, tensors) if tag is not None]
         state = str(tags[0].state) if tags else ""
         name = self._names_of(tensors) or next((tag.name for tag in tags if tag.name), "")
         return f"{state} {name}".strip()
@@ -395,7 +397,7 @@ class CollectiveLedger(OperatorMode):
         for name, tensor in holdings.storages_by_name(self.program):
             if storage_of(tensor) in storages and name not in names:
                 names.append(name)
-        return span(names)
+        return format_range(names)
 
     def check(self, exchange: SupportsGather, step: int) -> tuple[Mismatch, ...]:
         """Return the first difference between the ranks of each group, in order of time.
@@ -408,8 +410,10 @@ class CollectiveLedger(OperatorMode):
             step: The step number to report.
         """
         ledgers = self._calls_by_key()
-        with without_modes():
-            digests = {key: of_bytes(repr(calls).encode()) for key, (_, calls) in ledgers.items()}
+        with disable_modes():
+            digests = {
+                key: digest_bytes(repr(calls).encode()) for key, (_, calls) in ledgers.items()
+            }
             answers = exchange.gather(digests)
             said = grouped(item for answer in answers for item in answer.items())
             odd = sorted(key for key, its in said.items() if len(set(its)) > 1)
@@ -454,13 +458,11 @@ def _compare_in_full(
     for key in odd:
         have = {rank: answer[key] for rank, answer in enumerate(answers) if key in answer}
         axes = next(iter(have.values()))[0]
-        mismatches += find_differing_calls(
-            axes, {rank: calls for rank, (_, calls) in have.items()}, step
-        )
+        mismatches += find_differing_calls(axes, {r: its for r, (_, its) in have.items()}, step)
     return mismatches
 
 
-def span(names: Sequence[str]) -> str:
+def format_range(names: Sequence[str]) -> str:
     """Return the first and the last name as `first … last`, or the only name."""
     return " … ".join(dict.fromkeys((*names[:1], *names[-1:])))
 
@@ -507,7 +509,7 @@ SHARE = 0.01  # highest cost of an optional read, as a share of the time since t
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CollectiveCount:
     """Collectives of one rank since the last read.
 
     Attributes:
@@ -521,7 +523,7 @@ class Counted:
     missed: int
 
 
-class Counter:
+class CollectiveCounter:
     """The counter that reads c10d's flight recorder when that is cheap or necessary."""
 
     def __init__(self) -> None:
@@ -534,7 +536,7 @@ class Counter:
         self._began = self._ended = 0.0  # start and end of the last read
         self.read()
 
-    def look(self, *, wanted: bool) -> Counted | None:
+    def read_if_wanted(self, *, wanted: bool) -> CollectiveCount | None:
         """Return the collectives since the last read, or None if this call does not read. Call it
         once per step.
 
@@ -550,7 +552,7 @@ class Counter:
         is_due = unseen <= self._ring < unseen + self._most_per_step
         return self.read() if is_due or (wanted and cost <= SHARE * passed) else None
 
-    def read(self) -> Counted | None:
+    def read(self) -> CollectiveCount | None:
         """Return the collectives since the last read; None if this torch build has no recorder."""
         if self._dump is None:
             return None
@@ -563,12 +565,14 @@ class Counter:
         if fresh:
             self._next = fresh[-1]["record_id"] + 1
         self._seen, self._ended = issued, time.perf_counter()
-        return Counted(calls=len(fresh), sent_bytes=sent, missed=missed)
+        return CollectiveCount(calls=len(fresh), sent_bytes=sent, missed=missed)
 
 
 def _num_issued() -> int:
     """Return the number of collectives that this rank has issued, recorded or not."""
-    return process_groups.collectives(group for group in process_groups.names() if group)
+    return process_groups.count_collectives(
+        group for group in process_groups.group_names() if group
+    )
 
 
 def _sent_bytes(entry: dict[str, Any], group_sizes: dict[str, int]) -> int:
@@ -591,5 +595,5 @@ def _tensor_bytes(sizes: list[list[int]], dtypes: list[str]) -> Iterator[int]:
 
 def _group_sizes() -> dict[str, int]:
     """Return the size of each process group, which the recorder lacks for sub-groups."""
-    names = process_groups.names()
+    names = process_groups.group_names()
     return {name: group.size() for group, name in names.items() if group is not None}

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ptrain.errors import refused
-from ptrain.internals.dispatch import without_modes
-from ptrain.models.numerics import capped, widen
+from ptrain.internals.dispatch import disable_modes
+from ptrain.models.numerics import cap_values, widen
 from ptrain.spec.model import Attention, ExternalModel, ModelShape, ModelSpec
 
 
@@ -50,7 +50,7 @@ class Scores:
     window: int | None = None
 
 
-class Core(nn.Module):
+class SdpaCore(nn.Module):
     """Attention by torch's `scaled_dot_product_attention`, with the kernel that torch selects."""
 
     def __init__(self, dropout: float = 0.0, scores: Scores | None = None) -> None:
@@ -63,7 +63,9 @@ class Core(nn.Module):
         repeats, num_tokens = q_BHTD.shape[1] // k_BGTD.shape[1], q_BHTD.shape[-2]
         if mask_TT is not None:
             mask_TT = mask_TT[..., :num_tokens, :num_tokens]
-        return self.attend(q_BHTD, repeated(k_BGTD, repeats), repeated(v_BGTD, repeats), mask_TT)
+        return self.attend(
+            q_BHTD, repeat_heads(k_BGTD, repeats), repeat_heads(v_BGTD, repeats), mask_TT
+        )
 
     def attend(
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
@@ -87,7 +89,7 @@ class Core(nn.Module):
         return y_BHTD if narrow == wide else y_BHTD[..., :narrow]
 
 
-class EagerCore(Core):
+class EagerCore(SdpaCore):
     """Attention operator by operator, with the softmax in at least fp32.
 
     Scores, probabilities and their dropout output have B·H·T·T elements each.
@@ -97,7 +99,7 @@ class EagerCore(Core):
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
     ) -> Tensor:
         scale = self.scores.scale or q_BHTD.shape[-1] ** -0.5
-        scores_BHTT = capped((q_BHTD * scale) @ k_BHTD.transpose(-2, -1), self.scores.cap)
+        scores_BHTT = cap_values((q_BHTD * scale) @ k_BHTD.transpose(-2, -1), self.scores.cap)
         p_BHTT = _softmax(scores_BHTT, mask_TT)
         del scores_BHTT
         if self.dropout:
@@ -105,7 +107,7 @@ class EagerCore(Core):
         return p_BHTT @ v_BHTD
 
 
-class FlexCore(Core):
+class FlexCore(SdpaCore):
     """Attention by torch's `flex_attention` over the blocks that a causal mask keeps.
 
     It is compiled on CUDA only; on a CPU it has no backward pass. Dispatch modes are disabled
@@ -116,10 +118,10 @@ class FlexCore(Core):
     def attend(
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
     ) -> Tensor:
-        flex: Any = _compiled() if q_BHTD.is_cuda else flex_attention
+        flex: Any = _compile_flex_attention() if q_BHTD.is_cuda else flex_attention
         scores = self.scores
-        change = None if scores.cap is None else _capping(scores.cap)
-        with without_modes():
+        change = None if scores.cap is None else _cap_score_mod(scores.cap)
+        with disable_modes():
             mask = _causal_blocks(q_BHTD.shape[-2], scores.window, q_BHTD.device)
             y_BHTD: Tensor = flex(
                 q_BHTD, k_BHTD, v_BHTD, score_mod=change, block_mask=mask, scale=scores.scale
@@ -127,7 +129,7 @@ class FlexCore(Core):
         return y_BHTD
 
 
-def attention_core(shape: ModelShape, layer: int) -> Core:
+def attention_core(shape: ModelShape, layer: int) -> SdpaCore:
     """Return the attention module of a layer.
 
     No kernel behind torch's `scaled_dot_product_attention` caps scores, so models that cap them use
@@ -148,7 +150,7 @@ def attention_core(shape: ModelShape, layer: int) -> Core:
     )
     match shape.attention:
         case Attention.SDPA:
-            return Core(dropout, scores) if shape.is_fused else EagerCore(dropout, scores)
+            return SdpaCore(dropout, scores) if shape.is_fused else EagerCore(dropout, scores)
         case Attention.EAGER:
             return EagerCore(dropout, scores)
         case Attention.FLEX:
@@ -179,7 +181,7 @@ def require_trainable(model: ModelSpec, device: torch.device) -> None:
         )
 
 
-def repeated(x_BGTD: Tensor, repeats: int) -> Tensor:
+def repeat_heads(x_BGTD: Tensor, repeats: int) -> Tensor:
     """Return a copy with each head repeated `repeats` times in a row, even where G = 1 allows a
     view."""
     if repeats == 1:
@@ -200,17 +202,17 @@ def _softmax(scores_BHTT: Tensor, mask_TT: Tensor | None) -> Tensor:
     return masked_BHTT.softmax(-1).to(scores_BHTT.dtype)
 
 
-def _causal(_sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _causal_mask_mod(_sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def _capping(cap: float) -> Callable[..., Tensor]:
+def _cap_score_mod(cap: float) -> Callable[..., Tensor]:
     """Return a `score_mod` for `flex_attention` that bounds scores by ±`cap`."""
 
     def change(
         score: Tensor, _sample: Tensor, _head: Tensor, _query: Tensor, _key: Tensor
     ) -> Tensor:
-        return capped(score, cap)
+        return cap_values(score, cap)
 
     return change
 
@@ -223,19 +225,19 @@ def _causal_blocks(num_tokens: int, window: int | None, device: torch.device) ->
     """
 
     def within(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return _causal(sample, head, query, key) & (query - key < (window or 0))
+        return _causal_mask_mod(sample, head, query, key) & (query - key < (window or 0))
 
-    seen = _causal if window is None else within
+    seen = _causal_mask_mod if window is None else within
     return create_block_mask(seen, None, None, num_tokens, num_tokens, device=str(device))
 
 
 @cache
-def _compiled() -> Any:
+def _compile_flex_attention() -> Any:
     """Return the compiled `flex_attention`; the uncompiled one computes all T·T scores."""
     return torch.compile(flex_attention)
 
 
-class Documents(nn.Module):
+class DocumentMasks(nn.Module):
     """The module that finds the document boundaries of samples and masks attention across them.
 
     The token `edge` starts each document, or ends it if `ends` is True.
@@ -248,21 +250,21 @@ class Documents(nn.Module):
     def forward(self, tokens_BT: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the additive attention mask [B, 1, T, T]: 0, or -inf for tokens that are not
         attended to."""
-        documents_BT = self.numbered(tokens_BT == self.edge)
+        documents_BT = self.number_documents(tokens_BT == self.edge)
         return added_mask(documents_BT, documents_BT, dtype)
 
-    def numbered(self, edges_BT: Tensor) -> Tensor:
+    def number_documents(self, edges_BT: Tensor) -> Tensor:
         """Return the index of each token's document within its sample, given where edge tokens
         are."""
         begun_BT = edges_BT.cumsum(1)
         return begun_BT - edges_BT.to(begun_BT.dtype) if self.ends else begun_BT
 
 
-def documents_of(shape: ModelShape) -> Documents | None:
+def documents_of(shape: ModelShape) -> DocumentMasks | None:
     """Return the document module of a model; None if each sample is one document."""
     if shape.document_start is not None:
-        return Documents(shape.document_start, ends=False)
-    return None if shape.document_end is None else Documents(shape.document_end, ends=True)
+        return DocumentMasks(shape.document_start, ends=False)
+    return None if shape.document_end is None else DocumentMasks(shape.document_end, ends=True)
 
 
 def added_mask(
@@ -278,7 +280,7 @@ def added_mask(
     """
     apart_BTT = are_apart(queries_BT, keys_BT)
     apart_BTT |= torch.ones_like(apart_BTT[0]).triu(1 + first)
-    return hiding(apart_BTT, dtype)
+    return additive_mask(apart_BTT, dtype)
 
 
 def are_apart(queries_BT: Tensor, keys_BT: Tensor) -> Tensor:
@@ -287,7 +289,7 @@ def are_apart(queries_BT: Tensor, keys_BT: Tensor) -> Tensor:
     return queries_BT[:, :, None] != keys_BT[:, None, :]
 
 
-def hiding(hidden_BTT: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(hidden_BTT: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the additive mask [B, 1, queries, keys] that is -inf where `hidden_BTT` is True, else
     0."""
     mask_BTT = torch.zeros_like(hidden_BTT, dtype=dtype)

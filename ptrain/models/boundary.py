@@ -27,7 +27,7 @@ _STANDARD = sysconfig.get_path("stdlib")
 PYTHONS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
-class CodeRaised(SpecError):
+class UserCodeError(SpecError):
     """Code named in a spec raised an exception, which is the `__cause__` of this error."""
 
     @property
@@ -43,7 +43,7 @@ def _is_of_shapes(error: BaseException) -> bool:
 
 
 @contextmanager
-def boundary(refusal: Callable[[BaseException], Fault]) -> Iterator[None]:
+def convert_exceptions(refusal: Callable[[BaseException], Fault]) -> Iterator[None]:
     """Temporarily turn exceptions into CodeRaised, with the fault that `refusal` builds from each.
 
     PtrainError and reads of values from fake tensors pass through unchanged.
@@ -59,26 +59,28 @@ def boundary(refusal: Callable[[BaseException], Fault]) -> Iterator[None]:
     except (PtrainError, *READ):
         raise
     except (Exception, SystemExit) as error:  # whatever comes out
-        raise CodeRaised(refusal(error)) from error
+        raise UserCodeError(refusal(error)) from error
 
 
-def raising(place: str, what: str, remedy: str) -> AbstractContextManager[None]:
+def report_exceptions(place: str, what: str, remedy: str) -> AbstractContextManager[None]:
     """Return `boundary` with the fault "`what` raised …", reported at a place of the spec."""
-    return boundary(lambda error: Fault(place, f"{what} raised {said(error)}", remedy))
+    return convert_exceptions(
+        lambda error: Fault(place, f"{what} raised {describe_error(error)}", remedy)
+    )
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the error as text: `ValueError: no such width (model.py:12)`.
 
     The place is the innermost line of the user's code. If a library raised the exception and no
     user code is on the stack, it is the innermost line of library code other than torch's.
     """
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    where = _place(error)
+    where = _error_location(error)
     return f"{type(error).__name__}{f': {text}' if text else ''}{f' ({where})' if where else ''}"
 
 
-def _place(error: BaseException) -> str:
+def _error_location(error: BaseException) -> str:
     """Return `file:line` of the innermost frame in user code, else in an installed library; else
     ""."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -97,7 +99,7 @@ def _is_code(file: str) -> bool:
     return not (file.startswith("<") or is_standard or is_known)
 
 
-def kind_of(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return types and shapes of a value without its data: `tuple (float32 [2, 16, 260],
     NoneType)`.
 
@@ -107,9 +109,11 @@ def kind_of(value: Any) -> str:
         case Tensor():
             return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
         case dict():
-            inner = ", ".join(f"{key}: {kind_of(item)}" for key, item in list(value.items())[:4])
+            inner = ", ".join(
+                f"{key}: {describe_value(item)}" for key, item in list(value.items())[:4]
+            )
         case tuple() | list():
-            inner = ", ".join(map(kind_of, value[:4]))
+            inner = ", ".join(map(describe_value, value[:4]))
         case _:
             return type(value).__name__
     more = ", …" if len(value) > 4 else ""

@@ -33,12 +33,12 @@ from ptrain.errors import refused
 from ptrain.facts.stages import ENDS, Chain, Ends, is_within
 from ptrain.models.contract import outcome_of
 from ptrain.models.external import named_in_spec
-from ptrain.models.modes import OutsideDraws, copied_buffers, forked, in_mode, reseed
+from ptrain.models.modes import OutsideDraws, copied_buffers, fork_generators, in_mode, reseed
 from ptrain.models.objective import SampleBatch, TokenPair, sample_batch, uses_of_leaves
 from ptrain.models.roles import plan_of_module
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
-from ptrain.models.watch import first_real, is_real, watching
+from ptrain.models.watch import first_real, is_real, watch_modules
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
@@ -50,7 +50,7 @@ _OWN = "random numbers are drawn outside of the layers, so stages would draw dif
 _FEW, _MANY = 2, 8
 
 
-class Redraws:
+class SeedComparison:
     """Repeats the forward pass `run` of a model under other seeds and compares it with the first
     pass."""
 
@@ -62,30 +62,30 @@ class Redraws:
         self._number, self._fault = 0, ""
 
     @torch.no_grad()
-    def fault(self, *, draws_itself: bool) -> str:
+    def find_difference(self, *, draws_itself: bool) -> str:
         """Return the first difference between passes, or "" if there is none.
 
         `draws_itself`: the model's forward method draws random numbers itself, not only modules
         that it calls before the layers. Then more passes are made.
         """
-        first = self._pass()
+        first = self._run_pass()
         for number in range(1, 1 + (_MANY if draws_itself else _FEW)):
             self._number = number
-            output = self._pass()
-            is_comparable = not self._fault and self._repeats(len(self._layers) - 1)
-            if is_comparable and not _are_alike([first], [output]):
+            output = self._run_pass()
+            is_comparable = not self._fault and self._uses_first_seed(len(self._layers) - 1)
+            if is_comparable and not _are_equal([first], [output]):
                 self._fault = (
                     f"the output of the model depends on earlier random numbers, and {_OWN}"
                 )
         return self._fault
 
-    def _pass(self) -> Tensor:
+    def _run_pass(self) -> Tensor:
         self._visited = []
         modules = ((name, self._model.get_submodule(name)) for name in self._layers)
         with (
-            forked(),
+            fork_generators(),
             copied_buffers(self._model),
-            watching(modules, before=self._enters, after=self._leaves),
+            watch_modules(modules, before=self._on_enter, after=self._on_leave),
         ):
             reseed(self._number)
             output = self._run()
@@ -93,14 +93,14 @@ class Redraws:
             self._fault = _SKIPS
         return output
 
-    def _repeats(self, index: int) -> bool:
+    def _uses_first_seed(self, index: int) -> bool:
         """Return True if the draws after this layer use the first pass's seed: after every other
         layer, so that draws in between show in the input of the next one."""
         return (index + self._number) % 2 == 0
 
-    def _enters(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _on_enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._visited.append(name)
-        given = [*tree_iter(tree_map(_copied, (args, kwargs)))]
+        given = [*tree_iter(tree_map(_clone_tensor, (args, kwargs)))]
         if not self._number:
             self._given[name] = given
         elif not self._fault and (name not in self._given or not self._is_alike(name, given)):
@@ -110,29 +110,29 @@ class Redraws:
         """Return True if a layer's inputs agree with the first pass, where they are comparable."""
         before, index = self._given[name], self._layers.index(name)
         if index == 0:  # hidden states may differ
-            return _are_alike(_beside_hidden(before), _beside_hidden(given))
-        return not self._repeats(index - 1) or _are_alike(before, given)
+            return _are_equal(_other_inputs(before), _other_inputs(given))
+        return not self._uses_first_seed(index - 1) or _are_equal(before, given)
 
-    def _leaves(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
+    def _on_leave(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
         """Replace a layer's output by its output of the first pass, and seed the draws that
         follow."""
         if not self._number:
-            self._gave[name] = tree_map(_copied, output)
-        reseed(0 if self._repeats(self._layers.index(name)) else self._number)
-        return tree_map(_copied, self._gave.get(name, output))
+            self._gave[name] = tree_map(_clone_tensor, output)
+        reseed(0 if self._uses_first_seed(self._layers.index(name)) else self._number)
+        return tree_map(_clone_tensor, self._gave.get(name, output))
 
 
-def _copied(value: object) -> object:
+def _clone_tensor(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _beside_hidden(given: list[Any]) -> list[Any]:
+def _other_inputs(given: list[Any]) -> list[Any]:
     """Return all inputs except the first floating-point tensor, the hidden states."""
     hidden = next(x for x in given if isinstance(x, Tensor) and x.is_floating_point())
     return [value for value in given if value is not hidden]
 
 
-def _are_alike(these: Sequence[Any], those: Sequence[Any]) -> bool:
+def _are_equal(these: Sequence[Any], those: Sequence[Any]) -> bool:
     """Return True if tensors and numbers are equal pairwise; meta tensors are compared by shape and
     dtype only, other objects by type only."""
     return len(these) == len(those) and all(map(_is_equal, these, those))
@@ -156,7 +156,7 @@ _DRAWS = "the forward pass draws random numbers between its layers"
 
 
 @dataclass(slots=True)
-class Flow:
+class LayerFlow:
     """The record of one forward pass through the layers of a model.
 
     Attributes:
@@ -193,7 +193,7 @@ class FlowWatch:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
-        self.flow = Flow()
+        self.flow = LayerFlow()
         self._model, self._layers = model, layers
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._leaves: dict[int, str] = {}  # id of a layer's hidden states: its name
@@ -203,18 +203,18 @@ class FlowWatch:
         self._drew_between = False
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         self._outside = OutsideDraws()
         modules = ((n, module) for n, module in self._model.named_modules() if self._is_watched(n))
-        with watching(modules, before=self._begins, after=self._ends):
+        with watch_modules(modules, before=self._on_begin, after=self._on_end):
             yield
 
-    def end(self, output: Any) -> Flow:
+    def finish(self, output: Any) -> LayerFlow:
         """Return the record, completed with the parameters that the model's output depends on."""
         flow = self.flow
-        flow.front, flow.behind = _outermost(flow.front), _outermost(flow.behind)
+        flow.front, flow.behind = _outermost_names(flow.front), _outermost_names(flow.behind)
         last = flow.visited[-1:]
-        for tensor in _differentiable(output):
+        for tensor in _differentiable_tensors(output):
             self._require_from(last, tensor, "the output of the model", flow.used_behind)
         return flow
 
@@ -225,13 +225,13 @@ class FlowWatch:
         is_around = any(is_within(layer, (name,)) for layer in self._layers)
         return name in self._layers or (bool(name) and not (is_within_one or is_around))
 
-    def _begins(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _on_begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._outside.enter():
             self._drew_between |= bool(self.flow.visited)
             self.flow.draws_itself |= not self.flow.visited
         return self._enters_layer(name, (args, kwargs)) if name in self._layers else None
 
-    def _ends(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+    def _on_end(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
         self._outside.leave()
         if name in self._layers:
             self._outside.leave_layer()
@@ -241,7 +241,7 @@ class FlowWatch:
             self.flow.behind.append(name)
         else:
             has_any = next(module.parameters(), None) is not None
-            if has_any or next(_differentiable(output), None) is not None:
+            if has_any or next(_differentiable_tensors(output), None) is not None:
                 self.flow.front.append(name)
                 self._watch_writes(output)
 
@@ -272,7 +272,7 @@ class FlowWatch:
         self._versions += [(x, x._version) for x in tree_iter(output) if is_real(x)]
 
     def _require_alone(self, layer: str, hidden: Tensor, given: Any) -> None:
-        more = [tensor for tensor in _differentiable(given) if tensor is not hidden]
+        more = [tensor for tensor in _differentiable_tensors(given) if tensor is not hidden]
         for tensor in more[:1]:
             finding = (
                 f"{layer} receives a second tensor {list(tensor.shape)} with its "
@@ -302,13 +302,13 @@ class FlowWatch:
                 used.add(name)
 
 
-def _outermost(names: Sequence[str]) -> list[str]:
+def _outermost_names(names: Sequence[str]) -> list[str]:
     """Return the names that are inside no other name, without duplicates, in order."""
     others = {*names}
     return [name for name in dict.fromkeys(names) if not is_within(name, others - {name})]
 
 
-def _differentiable(values: Any) -> Iterator[Tensor]:
+def _differentiable_tensors(values: Any) -> Iterator[Tensor]:
     return (x for x in tree_iter(values) if isinstance(x, Tensor) and x.requires_grad)
 
 
@@ -347,32 +347,32 @@ def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
         return _of_ours(module)
     layers = _layers_of(module, spec)
     _require_whole_units(module, layers, spec)
-    samples = probe(module, spec)
-    flow = _flow(module, layers, samples, spec)
+    samples = probe_batch(module, spec)
+    flow = _record_flow(module, layers, samples, spec)
     shape = _hidden_states(flow, layers, samples)
-    ends = _ends(module, layers, flow)
+    ends = _find_ends(module, layers, flow)
     return Chain(
         layers=layers.names,
         ends=ends,
         hidden=shape[-1],
         positions=None if spec.data.function is None else shape[1:-1],
-        tied=tuple(_tied(module, layers, ends)),
+        tied=tuple(_tied_names(module, layers, ends)),
         returns=flow.returns[0],
         is_written=flow.is_written,
     )
 
 
-def sample(module: nn.Module, spec: Spec) -> torch.Tensor:
+def sample_tokens(module: nn.Module, spec: Spec) -> torch.Tensor:
     """Return a few tokens, all different: int64 [1, tokens]."""
     device = next(module.parameters()).device
     count = min(TOKENS, spec.batch.sequence)
     return torch.arange(1, 1 + count, device=device).unsqueeze(0)
 
 
-def probe(module: nn.Module, spec: Spec) -> SampleBatch:
+def probe_batch(module: nn.Module, spec: Spec) -> SampleBatch:
     """Return the samples of a check: a few tokens with targets, or a micro-batch of a user's
     dataset."""
-    tokens = sample(module, spec)
+    tokens = sample_tokens(module, spec)
     if spec.data.function is None:
         return SampleBatch(TokenPair(tokens, tokens + 1))
     return sample_batch(spec, device=tokens.device)
@@ -392,7 +392,11 @@ def _layers_of(module: nn.Module, spec: Spec) -> _Layers:
     place, name = named_in_spec(module, spec)
     is_theirs = hasattr(module, "_no_split_modules")
     with plan_of_module(module, "pp_plan", spec):
-        names = tuple(_their_names(module)) if is_theirs else _names(getattr(module, "pp_plan", ()))
+        names = (
+            tuple(_their_names(module))
+            if is_theirs
+            else _plan_names(getattr(module, "pp_plan", ()))
+        )
     if names:
         return _at_the_list(module, names, place, f"the pp_plan of {name}")
     if not (blocks := tuple(blocks_of(module, spec.model.blocks))):
@@ -403,7 +407,7 @@ def _layers_of(module: nn.Module, spec: Spec) -> _Layers:
     return _Layers(place, f"the blocks of {name}", blocks)
 
 
-def _names(plan: object) -> tuple[str, ...]:
+def _plan_names(plan: object) -> tuple[str, ...]:
     """Return the module names of a plan: keys of transformers' mapping, or a plain list."""
     return tuple(map(str, plan)) if isinstance(plan, Iterable) else ()
 
@@ -451,24 +455,26 @@ def _require_whole_units(module: nn.Module, layers: _Layers, spec: Spec) -> None
                 raise refused(layers.place, finding, "Add the list of its blocks to the plan.")
 
 
-def _flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec: Spec) -> Flow:
+def _record_flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec: Spec) -> LayerFlow:
     """Run the model forward in training mode, and repeat the pass if it draws random numbers
     outside of its layers. Raise SpecError if its code raises, or if the layers are not a chain."""
     watch = FlowWatch(module, layers.names)
     with in_mode(module, training=True):
-        with torch.enable_grad(), forked(), copied_buffers(module), watch.watching():
+        with torch.enable_grad(), fork_generators(), copied_buffers(module), watch.watch():
             output = outcome_of(module, samples, spec)
-        flow = watch.end(output)
+        flow = watch.finish(output)
         _require_flow(flow, layers)
         if flow.draws:
-            redraws = Redraws(module, layers.names, partial(outcome_of, module, samples, spec))
-            if fault := redraws.fault(draws_itself=flow.draws_itself):
+            redraws = SeedComparison(
+                module, layers.names, partial(outcome_of, module, samples, spec)
+            )
+            if fault := redraws.find_difference(draws_itself=flow.draws_itself):
                 finding = f"{layers.plan} cannot be split into stages: {fault}"
                 raise refused(layers.place, finding, "Use `mesh.pp=1`.")
     return flow
 
 
-def _require_flow(flow: Flow, layers: _Layers) -> None:
+def _require_flow(flow: LayerFlow, layers: _Layers) -> None:
     if flow.visited != [*layers.names]:
         finding = f"the forward pass does not call the layers of {layers.plan} one after the other"
         raise refused(layers.place, finding, "Use `mesh.pp=1`.")
@@ -477,7 +483,7 @@ def _require_flow(flow: Flow, layers: _Layers) -> None:
         raise refused(layers.place, finding, "Use `mesh.pp=1`.")
 
 
-def _hidden_states(flow: Flow, layers: _Layers, samples: SampleBatch) -> tuple[int, ...]:
+def _hidden_states(flow: LayerFlow, layers: _Layers, samples: SampleBatch) -> tuple[int, ...]:
     """Return the shape of the hidden states between layers: samples, tokens (if any), features."""
     if len({*flow.returns}) > 1:
         finding = f"the layers of {layers.plan} return different numbers of values"
@@ -493,19 +499,21 @@ def _hidden_states(flow: Flow, layers: _Layers, samples: SampleBatch) -> tuple[i
     is_unlike = len(shape) != 3 if is_of_tokens else len(shape) < 2
     if others or is_unlike or shape[: len(wanted)] != wanted:
         shapes = " or ".join(map(str, map(list, (shape, *others))))
-        finding = f"a layer receives {shapes} for {_counted(samples)}; a stage can only pass on "
+        finding = (
+            f"a layer receives {shapes} for {_describe_samples(samples)}; a stage can only pass on "
+        )
         finding += "hidden states"
         raise refused(layers.place, finding, "Use `mesh.pp=1`.")
     return shape
 
 
-def _counted(samples: SampleBatch) -> str:
+def _describe_samples(samples: SampleBatch) -> str:
     rows = "one sample" if samples.rows == 1 else f"{samples.rows} samples"
     is_of_tokens = isinstance(samples.data, TokenPair)
     return f"{rows} of {samples.inputs.shape[1]} tokens" if is_of_tokens else rows
 
 
-def _ends(module: nn.Module, layers: _Layers, flow: Flow) -> Ends:
+def _find_ends(module: nn.Module, layers: _Layers, flow: LayerFlow) -> Ends:
     """Return the modules called before and after the layers, and parameters outside of them that
     are used there or that the plan lists there. Raise SpecError for a parameter that would be on
     every stage, or on two stages under one name."""
@@ -551,7 +559,7 @@ def _require_as_planned(module: nn.Module, layers: _Layers, ends: Ends) -> None:
                 )
 
 
-def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Flow) -> None:
+def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: LayerFlow) -> None:
     """Raise SpecError for a parameter used at both ends that has no name at the last one."""
     names = {first: [first, *others] for first, *others in names_of_parameters(module)}
     for name in sorted(flow.used_in_front & flow.used_behind):
@@ -566,7 +574,7 @@ def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Fl
             raise refused(layers.place, finding, f"{remedy}embed.weight`). Or use `mesh.pp=1`.")
 
 
-def _tied(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str, str]]:
+def _tied_names(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str, str]]:
     """Yield the names of each parameter that the first and the last stage share. Raise SpecError
     for a parameter that belongs to two layers, or whose name at the last stage comes first."""
     places = (ends.front, *((layer,) for layer in layers.names), ends.behind)

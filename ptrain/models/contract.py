@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ptrain.errors import SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.models.boundary import boundary, kind_of, raising
-from ptrain.models.external import MapDataset, dataset_of, named_in_spec, raised
+from ptrain.models.boundary import convert_exceptions, describe_value, report_exceptions
+from ptrain.models.external import MapDataset, dataset_of, named_in_spec, target_fault
 from ptrain.models.objective import (
     AROUND_CALLS,
     ModelCalls,
@@ -32,7 +32,7 @@ from ptrain.models.objective import (
     of_tokens,
     sample_batch,
 )
-from ptrain.models.watch import watching
+from ptrain.models.watch import watch_modules
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import Spec
 
@@ -71,9 +71,9 @@ def forward_of(model: nn.Module, inputs: Any, spec: Spec) -> AbstractContextMana
     """Temporarily turn exceptions of a forward pass with these inputs into SpecError."""
     place, name = named_in_spec(model, spec)
     is_of_tokens = spec.data.function is None
-    given = f"given {'tokens ' * is_of_tokens}{kind_of(inputs)},"
+    given = f"given {'tokens ' * is_of_tokens}{describe_value(inputs)},"
     remedy = f"The model must define {NEEDED}." if is_of_tokens else _OTHER_INPUTS
-    return raising(place, f"{type(model).__name__}.forward of {name}, {given}", remedy)
+    return report_exceptions(place, f"{type(model).__name__}.forward of {name}, {given}", remedy)
 
 
 def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
@@ -84,9 +84,11 @@ def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec)
     """
     if isinstance(output, Tensor) and _is_of(output, tokens_BT):
         if torch.is_grad_enabled() and not output.requires_grad:
-            raise _refused(model, spec, "logits that depend on no trainable parameter")
+            raise _output_error(model, spec, "logits that depend on no trainable parameter")
         return output
-    raise _refused(model, spec, kind_of(output), f", given tokens {kind_of(tokens_BT)},")
+    raise _output_error(
+        model, spec, describe_value(output), f", given tokens {describe_value(tokens_BT)},"
+    )
 
 
 def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
@@ -112,7 +114,7 @@ def _is_of(output: Tensor, tokens_BT: Tensor) -> bool:
     return is_each and output.is_floating_point()
 
 
-def _refused(model: nn.Module, spec: Spec, output: str, given: str = "") -> SpecError:
+def _output_error(model: nn.Module, spec: Spec, output: str, given: str = "") -> SpecError:
     """Return the error for an output that is not a tensor of logits."""
     place, name = named_in_spec(model, spec)
     return refused(
@@ -172,16 +174,20 @@ def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: 
     inputs = samples.inputs  # raises here if the dataset has no key `inputs`
     with forward_of(model, inputs, spec):
         output = model(inputs)
-    with boundary(lambda error: raised(function, error, f", given {_given(output, samples)},")):
-        return objective.of(output, samples)
+    with convert_exceptions(
+        lambda error: target_fault(
+            function, error, f", given {_describe_arguments(output, samples)},"
+        )
+    ):
+        return objective.compute_loss(output, samples)
 
 
-def _given(output: object, samples: SampleBatch) -> str:
+def _describe_arguments(output: object, samples: SampleBatch) -> str:
     """Describe a loss function's arguments: `float32 [2, 1] and list (float32 [2, 16], int64
     [2])`."""
     data = samples.data
-    batch = "(inputs, targets)" if isinstance(data, TokenPair) else kind_of(data)
-    return f"output {kind_of(output)} and batch {batch}"
+    batch = "(inputs, targets)" if isinstance(data, TokenPair) else describe_value(data)
+    return f"output {describe_value(output)} and batch {batch}"
 
 
 def _loss_of_step(
@@ -191,14 +197,16 @@ def _loss_of_step(
     calls = ModelCalls(model)
     with (
         _without_backward(model, function),
-        boundary(lambda error: raised(function, error, f", given {kind_of(samples.data)},")),
-        calls.watching(),
+        convert_exceptions(
+            lambda error: target_fault(function, error, f", given {describe_value(samples.data)},")
+        ),
+        calls.watch(),
     ):
         loss = objective.run(model, samples)
     if names := calls.used_beside(loss):
         more = f" and {len(names) - 1} more" if names[1:] else ""
         raise refused(
-            function.place,
+            function.target_key,
             f"{function.target} uses {names[0]}{more} outside of the model call",
             f"{_WITHIN}: {AROUND_CALLS}",
         )
@@ -217,7 +225,7 @@ def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None
         for (name, parameter), grad in zip(model.named_parameters(), before, strict=True):
             if parameter.grad is not grad:
                 raise refused(
-                    function.place,
+                    function.target_key,
                     f"{function.target} runs backward: {name} has a gradient afterwards",
                     "Return the loss; ptrain runs backward.",
                 )
@@ -285,22 +293,22 @@ class OnePass:
         self._module, self._spec = module, spec
         self.samples = sample_batch(spec, rows=1, device=next(module.parameters()).device)
 
-    def vectors(self, block: str) -> int | None:
+    def count_vectors(self, block: str) -> int | None:
         """Return the number of vectors in a block's output for the sample; None without a
         tensor."""
         counts: list[int] = []
 
-        def note(_: str, __: nn.Module, ___: object, output: object) -> None:
+        def record_output(_: str, __: nn.Module, ___: object, output: object) -> None:
             real = (leaf for leaf in tree_iter(output) if isinstance(leaf, torch.Tensor))
             counts.extend(leaf.numel() // leaf.shape[-1] for leaf in real if leaf.dim() > 1)
 
-        watch = watching([(block, self._module.get_submodule(block))], after=note)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), self.prepared() as run, watch:
+        watch = watch_modules([(block, self._module.get_submodule(block))], after=record_output)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self.prepare() as run, watch:
             run()
         return next(iter(counts), None)
 
     @contextmanager
-    def prepared(self) -> Iterator[Callable[[], object]]:
+    def prepare(self) -> Iterator[Callable[[], object]]:
         """Temporarily provide a function that runs the pass; buffers are restored afterwards.
 
         The function returns the model's output, or the loss of the step function.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from ptrain.internals.functional_collectives import all_largest, all_summed
+from ptrain.internals.functional_collectives import all_reduce_max, all_reduce_sum
 from ptrain.models.numerics import widen
 from ptrain.units import ceil_div
 
@@ -55,12 +55,12 @@ class _Targets(NamedTuple):
     """Of each token, [N, 1]: whether its target counts for nothing, whether it does or is no word
     of this rank, and the word's place there (0 of any other)."""
 
-    ignored: Tensor
-    elsewhere: Tensor
-    places: Tensor
+    is_ignored: Tensor
+    is_elsewhere: Tensor
+    columns: Tensor
 
 
-def _targets(
+def _locate_targets(
     targets_N: Tensor, words: int, group: dist.ProcessGroup | None, first: int
 ) -> _Targets:
     targets_N1 = targets_N.unsqueeze(1)
@@ -88,19 +88,19 @@ class _CrossEntropySum(torch.autograd.Function):
         own_NW = logits_NV[:, :words] if is_padded else logits_NV
         largest_N1 = widen(own_NW.amax(-1, keepdim=True))
         if group is not None:
-            largest_N1 = all_largest(largest_N1, group)
+            largest_N1 = all_reduce_max(largest_N1, group)
         if logits_NV.dtype is largest_N1.dtype:
             buffer_NV = logits_NV - largest_N1
         else:  # in one step a processor would copy the logits a second time
             buffer_NV = widen(logits_NV).sub_(largest_N1)
         if is_padded:
             buffer_NV[:, words:] = -math.inf  # whose exponentials and gradients are 0
-        ignored, elsewhere, places = _targets(targets_N, logits_NV.shape[1], group, first)
+        ignored, elsewhere, places = _locate_targets(targets_N, logits_NV.shape[1], group, first)
         of_targets_N1 = buffer_NV.gather(1, places).masked_fill_(elsewhere, 0)
         sums_N1 = buffer_NV.exp_().sum(-1, keepdim=True)
         if group is not None:
-            sums_N1 = all_summed(sums_N1, group)
-            of_targets_N1 = all_summed(of_targets_N1, group)
+            sums_N1 = all_reduce_sum(sums_N1, group)
+            of_targets_N1 = all_reduce_sum(of_targets_N1, group)
         ctx.save_for_backward(buffer_NV, sums_N1, targets_N)
         ctx.dtype, ctx.group, ctx.first = logits_NV.dtype, group, first
         return (sums_N1.log() - of_targets_N1).masked_fill_(ignored, 0).sum()
@@ -110,8 +110,8 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Once: the exponentials become the gradient. torch raises where they are read again."""
         buffer_NV, sums_N1, targets_N = ctx.saved_tensors
-        targets = _targets(targets_N, buffer_NV.shape[1], ctx.group, ctx.first)
-        buffer_NV.mul_((gradient / sums_N1).masked_fill_(targets.ignored, 0))
-        less_N1 = (-gradient).expand_as(sums_N1).masked_fill(targets.elsewhere, 0)
-        buffer_NV.scatter_add_(1, targets.places, less_N1)
+        targets = _locate_targets(targets_N, buffer_NV.shape[1], ctx.group, ctx.first)
+        buffer_NV.mul_((gradient / sums_N1).masked_fill_(targets.is_ignored, 0))
+        less_N1 = (-gradient).expand_as(sums_N1).masked_fill(targets.is_elsewhere, 0)
+        buffer_NV.scatter_add_(1, targets.columns, less_N1)
         return buffer_NV.to(ctx.dtype), None, None, None, None

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.models.boundary import boundary, said
+from ptrain.models.boundary import convert_exceptions, describe_error
 from ptrain.models.contract import OnePass, least_embeddings
 from ptrain.models.modes import in_mode
-from ptrain.models.parting import features, is_linear, standing_alone
-from ptrain.models.slices import TokenSlices, follow
+from ptrain.models.parting import is_linear, linear_features, standing_alone
+from ptrain.models.slices import TokenSlices, follow_pass
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
-from ptrain.models.watch import watching, with_first
+from ptrain.models.watch import watch_modules, with_first
 from ptrain.spec import slips
 from ptrain.spec.placement import Axis
-from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits, in_any_block
+from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, in_any_block, matches_pattern
 from ptrain.spec.spec import Spec
 
 Named = Mapping[str, Role]
@@ -54,14 +54,14 @@ class _AllTokens:
     def __init__(self) -> None:
         self.tensors: dict[_Boundary, list[Tensor]] = {}
 
-    def crossed(self, at: _Boundary, tensor: Tensor) -> Tensor:
+    def cross(self, at: _Boundary, tensor: Tensor) -> Tensor:
         """Record a tensor at a boundary, and return it unchanged."""
         self.tensors.setdefault(at, []).append(tensor)
         return tensor
 
 
 @dataclass
-class _Part:
+class _ShardPass:
     """A pass over one shard of the tokens.
 
     It compares each tensor that would be all-gathered with the matching shard of the full pass,
@@ -73,14 +73,14 @@ class _Part:
     problem: str = ""
     calls: dict[_Boundary, int] = field(default_factory=dict)
 
-    def crossed(self, at: _Boundary, tensor: Tensor) -> Tensor:
+    def cross(self, at: _Boundary, tensor: Tensor) -> Tensor:
         """Return the tensor that a rank continues with after a boundary."""
         if not at.gathers:
             return tensor[:, self.tokens]
         number = self.calls.get(at, 0)
         self.calls[at] = number + 1
         whole = self.whole.tensors[at][number]
-        if not self.problem and not _is_alike(tensor, whole[:, self.tokens]):
+        if not self.problem and not _is_close(tensor, whole[:, self.tokens]):
             verb = "receives" if at.of_input else "returns"
             self.problem = f"{at.name} {verb} other values for a shard of the tokens than "
             self.problem += (
@@ -90,7 +90,7 @@ class _Part:
         return whole
 
 
-def require_alike(
+def require_equal_shards(
     module: nn.Module, named: Named, blocks: Sequence[str], place: str, spec: Spec
 ) -> None:
     """Raise SpecError if the model computes other values on shards of the tokens than on all
@@ -109,31 +109,31 @@ def require_alike(
         return
     once = OnePass(module, spec)
     if spec.data.function is None:
-        _tell_apart(once, module)
+        _fill_distinct_tokens(once, module)
     whole = _AllTokens()
     degree, sequence = spec.degree(Axis.TP), spec.batch.sequence
     parts = [
-        _Part(whole, slice(sequence * index // degree, sequence * (index + 1) // degree))
+        _ShardPass(whole, slice(sequence * index // degree, sequence * (index + 1) // degree))
         for index in range(degree)
     ]
 
     def fault(error: BaseException) -> Fault:
         return Fault(
             place=place,
-            finding=f"the model cannot run on a shard of the tokens: {said(error)}",
+            finding=f"the model cannot run on a shard of the tokens: {describe_error(error)}",
             remedy=_REMEDY,
         )
 
-    with torch.no_grad(), in_mode(module, training=False), boundary(fault):
-        runs: list[_AllTokens | _Part] = [whole, *parts]
+    with torch.no_grad(), in_mode(module, training=False), convert_exceptions(fault):
+        runs: list[_AllTokens | _ShardPass] = [whole, *parts]
         for tensors in runs:
-            with _crossing(module, named, blocks, tensors), once.prepared() as run:
+            with _watch_boundaries(module, named, blocks, tensors), once.prepare() as run:
                 run()
     if problem := next((part.problem for part in parts if part.problem), ""):
         raise refused(place, problem, _REMEDY)
 
 
-def _tell_apart(once: OnePass, module: nn.Module) -> None:
+def _fill_distinct_tokens(once: OnePass, module: nn.Module) -> None:
     """Give each position of the sample a different token, as far as the vocabulary allows."""
     count = least_embeddings(module) or 1
     for tokens in once.samples.tensors:
@@ -141,7 +141,7 @@ def _tell_apart(once: OnePass, module: nn.Module) -> None:
         tokens.copy_((numbers * _STRIDE % count).expand_as(tokens))
 
 
-def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
+def _is_close(tensor: Tensor, expected: Tensor) -> bool:
     """Return True if tensors are equal up to rounding: sums of other shapes may round
     differently."""
     size = float(expected.abs().max()) if expected.numel() else 0.0
@@ -150,31 +150,31 @@ def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
 
 
 @contextmanager
-def _crossing(
-    module: nn.Module, named: Named, blocks: Sequence[str], tensors: _AllTokens | _Part
+def _watch_boundaries(
+    module: nn.Module, named: Named, blocks: Sequence[str], tensors: _AllTokens | _ShardPass
 ) -> Iterator[None]:
     """Temporarily pass every tensor that crosses a boundary through `tensors`."""
-    boundaries = {(at.name, at.of_input): at for at in _boundaries(module, named, blocks)}
+    boundaries = {(at.name, at.of_input): at for at in _iter_boundaries(module, named, blocks)}
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if (at := boundaries.get((name, True))) is None:
             return None
-        return with_first(args, kwargs, partial(tensors.crossed, at))
+        return with_first(args, kwargs, partial(tensors.cross, at))
 
     def leave(name: str, _: nn.Module, __: object, output: Any) -> Any:
         if (at := boundaries.get((name, False))) is None:
             return None
         if isinstance(output, tuple):
             first, *others = output
-            return (tensors.crossed(at, first), *others)
-        return tensors.crossed(at, output)
+            return (tensors.cross(at, first), *others)
+        return tensors.cross(at, output)
 
     modules = {name: module.get_submodule(name) for name, _ in boundaries}
-    with watching(modules.items(), before=enter, after=leave):
+    with watch_modules(modules.items(), before=enter, after=leave):
         yield
 
 
-def _boundaries(module: nn.Module, named: Named, blocks: Sequence[str]) -> Iterator[_Boundary]:
+def _iter_boundaries(module: nn.Module, named: Named, blocks: Sequence[str]) -> Iterator[_Boundary]:
     """Yield the boundaries: the blocks' ends, inputs of sub-blocks and outputs of row layers."""
     yield _Boundary(blocks[0], of_input=True, gathers=False)
     alone = standing_alone(named.items())
@@ -192,7 +192,7 @@ _LINEAR = (*COLUMNS, *ROWS)
 _KINDS = {**dict.fromkeys((*_LINEAR, Role.HEAD), nn.Linear), Role.VOCABULARY: nn.Embedding}
 
 
-def cutting(
+def check_sharding(
     module: nn.Module, roles: Roles, blocks: Sequence[str], place: str, spec: Spec
 ) -> tuple[Roles, Fusions]:
     """Check that the plan's roles shard the model correctly. Runs the full model forward.
@@ -211,22 +211,25 @@ def cutting(
     Raises:
         SpecError: The model cannot be sharded by this plan.
     """
-    named = {name: role for pattern, role in roles for name in matching(module, pattern)}
+    named = {name: role for pattern, role in roles for name in matching_names(module, pattern)}
     _require_one_role(module, roles, place)
     _require_something_cut(named, place)
     _require_one_head(named, place)
-    faults = (*_kinds(module, roles, place), *_sizes(module, roles, spec.degree(Axis.TP)))
-    if faults := (*faults, *_unequal(module, named, spec)):
+    faults = (
+        *_class_faults(module, roles, place),
+        *_size_faults(module, roles, spec.degree(Axis.TP)),
+    )
+    if faults := (*faults, *_uneven_head_faults(module, named, spec)):
         raise SpecError(*faults)
     counted = frozenset(p.rpartition(".")[0] for p, role in roles if role is Role.COUNT)
-    owners = frozenset(name for pattern in counted for name in matching(module, pattern))
+    owners = frozenset(name for pattern in counted for name in matching_names(module, pattern))
     once = OnePass(module, spec)
     _require_counted(once, module, spec)
     tokens = TokenSlices(named, blocks, spec.batch.sequence)
-    follower = follow(module, named, owners, tokens, once=once, is_naive=spec.tensor.is_naive)
+    follower = follow_pass(module, named, owners, tokens, once=once, is_naive=spec.tensor.is_naive)
     if follower.problem:
         raise refused(place, *follower.problem)
-    lengths = {name: follower.projections.lengths(name) for name in named}
+    lengths = {name: follower.projections.projection_widths(name) for name in named}
     _require_fused(named, lengths, place)
     if faults := tuple(_unequal_projections(lengths, spec.degree(Axis.TP))):
         raise SpecError(*faults)
@@ -238,16 +241,16 @@ def cutting(
                 "all tokens",
                 "Use `placement.tp.activations=R`.",
             )
-        require_alike(module, named, blocks, place, spec)
+        require_equal_shards(module, named, blocks, place, spec)
     summed = tokens.modules - {n for n, role in named.items() if role is Role.SHARED}
-    return tuple(_shared(module, summed)), tuple(_by_pattern(module, roles, lengths))
+    return tuple(_shared_modules(module, summed)), tuple(_by_pattern(module, roles, lengths))
 
 
-def _shared(module: nn.Module, names: set[str]) -> Iterator[tuple[str, Role]]:
+def _shared_modules(module: nn.Module, names: set[str]) -> Iterator[tuple[str, Role]]:
     """Yield (pattern, SHARED) pairs for modules; single names where the pattern matches others
     too."""
     for pattern in dict.fromkeys(map(in_any_block, sorted(names))):
-        alike = list(matching(module, pattern))
+        alike = list(matching_names(module, pattern))
         patterns = [pattern] if names.issuperset(alike) else names.intersection(alike)
         yield from ((one, Role.SHARED) for one in sorted(patterns))
 
@@ -258,7 +261,7 @@ def _by_pattern(
     """Yield the projection widths of fused column layers, by pattern if all blocks agree."""
     for pattern, role in roles:
         if role in COLUMNS:
-            names = list(matching(module, pattern))
+            names = list(matching_names(module, pattern))
             same = {lengths[name] for name in names}
             alike = [pattern] if len(same) == 1 else names
             yield from (
@@ -291,9 +294,9 @@ def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> It
             return
 
 
-def matching(module: nn.Module, pattern: str) -> Iterator[str]:
+def matching_names(module: nn.Module, pattern: str) -> Iterator[str]:
     """Return the names of the modules that match a pattern."""
-    return (name for name, _ in module.named_modules() if fits(pattern, name))
+    return (name for name, _ in module.named_modules() if matches_pattern(pattern, name))
 
 
 def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
@@ -305,7 +308,7 @@ def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
     blocks = blocks_of(module, spec.model.blocks)
     if spec.data.function is None or not blocks:
         return
-    count = once.vectors(blocks[0])
+    count = once.count_vectors(blocks[0])
     if count is not None and count != spec.batch.sequence:
         finding = f"{spec.batch.sequence}, but {blocks[0]} returns {count} vectors per sample, "
         finding += "and tensor-parallel traffic is counted by batch.sequence"
@@ -316,7 +319,7 @@ def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
     """Raise SpecError if two patterns give one module or attribute different roles."""
     seen: dict[str, Role] = {}
     for pattern, role in roles:
-        for name in _meant(module, pattern, role):
+        for name in _names_of_role(module, pattern, role):
             if name in seen:
                 raise refused(
                     place, f"{name} has two roles, {seen[name]} and {role}", "Give it one role."
@@ -324,13 +327,13 @@ def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
             seen[name] = role
 
 
-def _meant(module: nn.Module, pattern: str, role: Role) -> Iterator[str]:
+def _names_of_role(module: nn.Module, pattern: str, role: Role) -> Iterator[str]:
     """Return the names of the modules that a pattern matches, or of attributes for the role
     count."""
     if role is not Role.COUNT:
-        return matching(module, pattern)
+        return matching_names(module, pattern)
     owner, _, attribute = pattern.rpartition(".")
-    return (f"{name}.{attribute}" for name in matching(module, owner))
+    return (f"{name}.{attribute}" for name in matching_names(module, owner))
 
 
 def _require_something_cut(named: dict[str, Role], place: str) -> None:
@@ -355,14 +358,14 @@ def _require_one_head(named: dict[str, Role], place: str) -> None:
         )
 
 
-def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
+def _class_faults(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
     """Yield one fault per pattern, for its first module whose class does not fit the role."""
     for pattern, role in roles:
-        for name in matching(module, pattern):
+        for name in matching_names(module, pattern):
             child, kind = module.get_submodule(name), _KINDS.get(role)
             is_fitting = is_linear(child) if role in _LINEAR else kind and isinstance(child, kind)
             if kind is not None and not is_fitting:
-                actual = slips.a(type(child).__name__)
+                actual = slips.with_article(type(child).__name__)
                 yield Fault(
                     place=place,
                     finding=f"{name} is {actual}; the role {role} needs {kind.__name__}",
@@ -371,10 +374,14 @@ def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
                 break
 
 
-def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
+def _size_faults(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
     """Yield a fault for each size that the degree does not divide; remedies list common
     divisors."""
-    sizes = {**_heads(module), **_counts(module, roles), **dict(_cut_sizes(module, roles))}
+    sizes = {
+        **_head_counts(module),
+        **_count_attributes(module, roles),
+        **dict(_cut_sizes(module, roles)),
+    }
     common = gcd(*sizes.values())
     choices = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
     for what, size in sizes.items():
@@ -386,7 +393,7 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
             )
 
 
-def _heads(module: nn.Module) -> dict[str, int]:
+def _head_counts(module: nn.Module) -> dict[str, int]:
     """Return the numbers of attention heads, which the degree must divide, by description.
 
     They come from the shape of a built-in model or the config of a Transformers model.
@@ -400,12 +407,12 @@ def _heads(module: nn.Module) -> dict[str, int]:
     return {f"{field}: {size}": size for field, size in counts.items() if isinstance(size, int)}
 
 
-def _counts(module: nn.Module, roles: Roles) -> dict[str, int]:
+def _count_attributes(module: nn.Module, roles: Roles) -> dict[str, int]:
     """Return the values of attributes with the role count, by description."""
     counts: dict[str, int] = {}
     for pattern, role in roles:
         owner, _, attribute = pattern.rpartition(".")
-        for name in matching(module, owner) if role is Role.COUNT else ():
+        for name in matching_names(module, owner) if role is Role.COUNT else ():
             size = getattr(module.get_submodule(name), attribute)
             counts.setdefault(f"{pattern}: {size}", size)
     return counts
@@ -416,17 +423,17 @@ def _cut_sizes(module: nn.Module, roles: Roles) -> Iterator[tuple[str, int]]:
     it."""
     seen: set[int] = set()
     for pattern, role in roles:
-        for name in matching(module, pattern):
+        for name in matching_names(module, pattern):
             child = module.get_submodule(name)
             if role not in _LINEAR or not is_linear(child):
                 continue
             is_column = role in COLUMNS
-            if (size := features(child)[is_column]) not in seen:
+            if (size := linear_features(child)[is_column]) not in seen:
                 seen.add(size)
                 yield f"the {size} {'outputs' if is_column else 'inputs'} of {name}", size
 
 
-def _unequal(module: nn.Module, named: dict[str, Role], spec: Spec) -> Iterator[Fault]:
+def _uneven_head_faults(module: nn.Module, named: dict[str, Role], spec: Spec) -> Iterator[Fault]:
     """Yield a fault for each head whose output the degree does not divide, without loss
     parallelism."""
     degree = spec.degree(Axis.TP)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ptrain.internals.initialization import truncated_normal_as
+from ptrain.internals.initialization import replace_truncated_normal
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.meta import (
     Build,
-    NeedsValues,
+    NeedsValuesError,
     empty_parameter,
     has_memory,
     require_hollow,
@@ -32,10 +32,10 @@ from ptrain.models.meta import (
     without_values,
     written_tensors,
 )
-from ptrain.models.window import Window, narrowed
+from ptrain.models.window import Window, narrow_to_window
 
 MOST_KEPT = 2**26  # bytes of values without a record (as from a file), which are stored
-_FEW = 2**20  # elements: `LookedWeights` draws larger parameters from another source
+_FEW = 2**20  # elements: `InspectionWeights` draws larger parameters from another source
 _ATEN = torch.ops.aten
 _EMPTY = {
     _ATEN.empty.memory_format,
@@ -70,7 +70,7 @@ class _Scratch:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def of(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    def buffer_for(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor of one dimension with the size of a storage."""
         if self._bytes.numel() < storage.nbytes():
             self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one is freed
@@ -98,7 +98,7 @@ class _History:
         """Return a copy that later writes do not change."""
         return _History(self.storage, self.dtype, self.base, [*self.calls])
 
-    def values(self, scratch: _Scratch | None = None) -> Tensor:
+    def compute_values(self, scratch: _Scratch | None = None) -> Tensor:
         """Return all elements of the storage in one dimension, in `scratch` if given."""
         count = self.storage.nbytes() // self.dtype.itemsize
         if isinstance(self.base, _RecordedCall):
@@ -106,7 +106,7 @@ class _History:
         elif self.base is not None:
             flat = self.base.clone()
         else:
-            flat = (scratch or _Scratch()).of(self.storage, self.dtype)
+            flat = (scratch or _Scratch()).buffer_for(self.storage, self.dtype)
         for call in self.calls:
             call.run(flat)
         return flat
@@ -122,9 +122,9 @@ class _ParameterView:
     offset: int
     source: _History | None
 
-    def of(self, flat: Tensor | None) -> Tensor:
+    def apply_to(self, flat: Tensor | None) -> Tensor:
         """Return this view of `flat`, the storage that is written to, or of its source's values."""
-        values = flat if self.source is None else self.source.values()
+        values = flat if self.source is None else self.source.compute_values()
         assert values is not None, "the storage is written to"
         return values.as_strided(self.shape, self.strides, self.offset)
 
@@ -146,7 +146,7 @@ class _RecordedCall:
             if isinstance(value, torch.Generator) and repeats:
                 assert self.state is not None
                 return torch.Generator().set_state(self.state)
-            return value.of(flat) if isinstance(value, _ParameterView) else value
+            return value.apply_to(flat) if isinstance(value, _ParameterView) else value
 
         args, kwargs = tree_map(real, (self.args, self.kwargs))
         if self.state is None or not repeats:
@@ -172,39 +172,39 @@ class _Recorder(OperatorMode):
         self._kept = self._draws = 0
         self.scratch = _Scratch()
 
-    def tracks(self, tensor: Tensor) -> bool:
+    def is_tracked(self, tensor: Tensor) -> bool:
         """Return True if the tensor's storage has a history."""
         return storage_key(tensor) in self.histories
 
-    def expose(self, tensor: Tensor) -> None:
+    def mark_exposed(self, tensor: Tensor) -> None:
         """Mark a tensor's memory as visible to other code, whose writes are not recorded."""
         storage = tensor.untyped_storage()
         self._exposed[storage._cdata] = storage
 
     @torch.no_grad()
-    def empty(self, parameter: nn.Parameter) -> None:
+    def move_to_meta(self, parameter: nn.Parameter) -> None:
         """Move a parameter to meta as soon as a module registers it, and start its history.
 
         Raises:
             NeedsValues: Other code has the parameter's memory, or too many values must be stored.
         """
-        if self.tracks(parameter) or not has_memory(parameter):
+        if self.is_tracked(parameter) or not has_memory(parameter):
             return
         if storage_key(parameter) in self._exposed:
-            raise NeedsValues("its constructor passes the memory of a parameter to other code")
+            raise NeedsValuesError("its constructor passes the memory of a parameter to other code")
         base = None
         if self._blank.pop(storage_key(parameter), None) is None:
-            base = self._keep(parameter.detach().clone())
+            base = self._store_values(parameter.detach().clone())
             base = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
         empty_parameter(parameter)
         storage = parameter.untyped_storage()
         self.histories[storage._cdata] = _History(storage, parameter.dtype, base)
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record it if it reads or writes a tracked storage."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(self.tracks(tensor) for tensor in tensors):
-            return self._record(function, args, kwargs)
+        if any(self.is_tracked(tensor) for tensor in tensors):
+            return self._record_write(function, args, kwargs)
         result = function(*args, **kwargs)
         for tensor in written_tensors(function, args, kwargs):
             self._blank.pop(storage_key(tensor), None)
@@ -213,7 +213,7 @@ class _Recorder(OperatorMode):
             self._blank[storage._cdata] = storage
         return result
 
-    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator that writes to a tracked storage, and run it unless it is random.
 
         An operator that fills the full storage replaces the previous history.
@@ -227,14 +227,14 @@ class _Recorder(OperatorMode):
             return self._record_result(function, args, kwargs)
         target = self.histories.get(key := keys.pop())
         if keys or target is None or any(tensor.dtype != target.dtype for tensor in written):
-            raise NeedsValues(f"its constructor runs {function} on parameters")
+            raise NeedsValuesError(f"its constructor runs {function} on parameters")
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         has_values = target.base is not None or target.calls
         if not (has_values or is_random or function in _OVERWRITING):
-            raise NeedsValues(
+            raise NeedsValuesError(
                 f"its constructor runs {function} on a parameter without known values"
             )
-        call = self._call(function, args, kwargs, key, is_random=is_random)
+        call = self._make_call(function, args, kwargs, key, is_random=is_random)
         if function in _FILLING and written[0].numel() * target.dtype.itemsize == (
             target.storage.nbytes()
         ):
@@ -243,30 +243,32 @@ class _Recorder(OperatorMode):
         if not is_random:
             return function(*args, **kwargs)
         if self.draws:
-            self.draw(call, target)
+            self.run_random(call, target)
         return written[0]
 
-    def draw(self, call: _RecordedCall, target: _History) -> None:
+    def run_random(self, call: _RecordedCall, target: _History) -> None:
         """Run a random operator on a scratch tensor, so that the generator advances."""
-        call.run(self.scratch.of(target.storage, target.dtype), repeats=False)
+        call.run(self.scratch.buffer_for(target.storage, target.dtype), repeats=False)
 
     def _record_result(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that writes to nothing, and give its new result a history too."""
         if torch.Tag.nondeterministic_seeded in function.tags:
-            raise NeedsValues(f"its constructor draws random numbers from parameters ({function})")
+            raise NeedsValuesError(
+                f"its constructor draws random numbers from parameters ({function})"
+            )
         result = function(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for output in outputs:
-            if self.tracks(output):  # a view
+            if self.is_tracked(output):  # a view
                 continue
             if len(outputs) > 1 or function in _EMPTY:
-                raise NeedsValues(f"its constructor runs {function} on parameters")
+                raise NeedsValuesError(f"its constructor runs {function} on parameters")
             storage = output.untyped_storage()
-            base = self._call(function, args, kwargs, None, is_random=False)
+            base = self._make_call(function, args, kwargs, None, is_random=False)
             self.histories[storage._cdata] = _History(storage, output.dtype, base)
         return result
 
-    def _call(
+    def _make_call(
         self,
         function: Any,
         args: tuple[Any, ...],
@@ -284,8 +286,8 @@ class _Recorder(OperatorMode):
             history = self.histories.get(key := storage_key(value))
             if history is None:
                 if not has_memory(value):  # torch makes a number that is assigned a meta tensor
-                    raise NeedsValues("its constructor assigns values from the meta device")
-                return self._keep(value.detach().clone())
+                    raise NeedsValuesError("its constructor assigns values from the meta device")
+                return self._store_values(value.detach().clone())
             source = None if key == target else history.snapshot()
             return _ParameterView(
                 tuple(value.shape), value.stride(), value.storage_offset(), source
@@ -303,21 +305,23 @@ class _Recorder(OperatorMode):
         own_args, own_kwargs = tree_map(kept, (args, kwargs))
         return _RecordedCall(function, own_args, own_kwargs, state)
 
-    def _keep(self, values: Tensor) -> Tensor:
+    def _store_values(self, values: Tensor) -> Tensor:
         """Return values that must be stored; raise NeedsValues above `MOST_KEPT` bytes in total."""
         self._kept += values.nbytes
         if self._kept > MOST_KEPT:
-            raise NeedsValues("its constructor computes values before it makes them parameters")
+            raise NeedsValuesError(
+                "its constructor computes values before it makes them parameters"
+            )
         return values
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         """Temporarily record a constructor, to which parameters appear to be on the CPU."""
         with (
-            without_values(self.empty),
-            truncated_normal_as(self._truncated_normal),
+            without_values(self.move_to_meta),
+            replace_truncated_normal(self._truncated_normal),
             self,
-            _AsOnCPU(self),
+            _ReportCPU(self),
         ):
             yield
 
@@ -330,16 +334,16 @@ class _Recorder(OperatorMode):
             result: Tensor = original(tensor, *args, **kwargs)
             return result
         tensor.zero_()  # a visible write, for modes that look for writes
-        call = self._call(original, (tensor, *args), kwargs, key, is_random=True)
+        call = self._make_call(original, (tensor, *args), kwargs, key, is_random=True)
         if tensor.nbytes == target.storage.nbytes():
             target.base, target.calls = None, []
         target.calls.append(call)
         if self.draws:
-            self.draw(call, target)
+            self.run_random(call, target)
         return tensor
 
 
-class _AsOnCPU(TorchFunctionMode):
+class _ReportCPU(TorchFunctionMode):
     """The mode that reports tracked parameters as CPU tensors.
 
     Initialization code, torch's and the user's, skips tensors on meta.
@@ -356,10 +360,10 @@ class _AsOnCPU(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if function in (_IS_META, _DEVICE) and self._recorder.tracks(args[0]):
+        if function in (_IS_META, _DEVICE) and self._recorder.is_tracked(args[0]):
             return False if function == _IS_META else torch.device("cpu")
         if function in _EXPOSING:
-            self._recorder.expose(args[0])
+            self._recorder.mark_exposed(args[0])
         return function(*args, **(kwargs or {}))
 
 
@@ -372,7 +376,7 @@ class DrawnWeights:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             history = recorder.histories.get(storage_key(parameter))
             if history is None or not (history.calls or history.base is not None):
-                raise NeedsValues(f"its constructor assigns unknown values to {name}")
+                raise NeedsValuesError(f"its constructor assigns unknown values to {name}")
             size, strides = tuple(parameter.shape), parameter.stride()
             view = _ParameterView(size, strides, parameter.storage_offset(), None)
             self._views[name] = view, history
@@ -387,10 +391,14 @@ class DrawnWeights:
         """
         if part.numel():
             view, history = self._views[name]
-            part.copy_(narrowed(view.of(history.values(self._scratch)), window).to(dtype))
+            part.copy_(
+                narrow_to_window(view.apply_to(history.compute_values(self._scratch)), window).to(
+                    dtype
+                )
+            )
 
 
-class LookedWeights:
+class InspectionWeights:
     """The values for an inspection of a module before it is sharded.
 
     Small parameters get their drawn values. Large ones get normal values with standard deviation
@@ -421,7 +429,7 @@ def build_drawn(build: Build, *, draws: bool = True) -> tuple[nn.Module, DrawnWe
         NeedsValues: The constructor needs real parameters, or raises.
     """
     recorder = _Recorder(draws=draws)
-    with recorder.recording():
+    with recorder.record():
         module = run_constructor(build, 0)
     require_hollow(module)
     return module, DrawnWeights(module, recorder)

@@ -33,7 +33,7 @@ from torch.utils.data import default_collate
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import unset_fake_temporarily
-from ptrain.models.boundary import boundary, raising, said
+from ptrain.models.boundary import convert_exceptions, describe_error, report_exceptions
 from ptrain.spec import slips
 from ptrain.spec.function import UserFunction
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
@@ -70,28 +70,28 @@ def build_external(model: ExternalModel) -> nn.Module:
             nn.Module.
     """
     function = model.function
-    module = called(function)
+    module = call_target(function)
     if not isinstance(module, nn.Module):
         raise refused(
-            function.place,
+            function.target_key,
             f"{model.target} returned {type(module).__name__}, not a torch.nn.Module",
-            _remedy(function),
+            _target_remedy(function),
         )
     return module
 
 
-def called(function: UserFunction) -> object:
+def call_target(function: UserFunction) -> object:
     """Return the result of a target, called with the spec's arguments.
 
     Raises:
         SpecError: See `build_external`.
     """
-    target = resolved(function)
-    with boundary(lambda error: raised(function, error)):
+    target = resolve_target(function)
+    with convert_exceptions(lambda error: target_fault(function, error)):
         return target(**function.arguments)
 
 
-def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
+def resolve_target(function: UserFunction, *given: str) -> Callable[..., object]:
     """Import a target and check its signature.
 
     Args:
@@ -104,7 +104,7 @@ def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
     Raises:
         SpecError: The target does not exist, is no function, or does not accept the arguments.
     """
-    target = _imported(function)
+    target = _import_target(function)
     try:
         signature = inspect.signature(target)
         signature.bind(*given, **function.arguments)
@@ -120,7 +120,7 @@ def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
     return target
 
 
-def raised(function: UserFunction, error: BaseException, given: str = "") -> Fault:
+def target_fault(function: UserFunction, error: BaseException, given: str = "") -> Fault:
     """Return the fault for an exception of a target; `given` describes its inputs."""
     more = (
         f" and accepts {function.section}.arguments"
@@ -128,67 +128,74 @@ def raised(function: UserFunction, error: BaseException, given: str = "") -> Fau
         else ""
     )
     needed = f"The target must be {_KINDS[function.section]}{more}."
-    return _fault(function, f"{function.target}{given} raised {said(error)}", needed)
+    return _fault(function, f"{function.target}{given} raised {describe_error(error)}", needed)
 
 
-def _remedy(function: UserFunction) -> str:
+def _target_remedy(function: UserFunction) -> str:
     return f"Use {_KINDS[function.section]}, written as `package.module:function`."
 
 
-def _imported(function: UserFunction) -> Callable[..., object]:
+def _import_target(function: UserFunction) -> Callable[..., object]:
     """Return the function that a target names."""
-    target, remedy = function.target, _remedy(function)
+    target, remedy = function.target, _target_remedy(function)
     module_name, colon, attribute = target.partition(":")
     names = (*module_name.split("."), attribute)
     if not (colon and all(name.isidentifier() for name in names)):
         raise refused(
-            function.place, f"{target!r} does not have the form package.module:function", remedy
+            function.target_key,
+            f"{target!r} does not have the form package.module:function",
+            remedy,
         )
-    module = _import(module_name, function)
-    with raising(function.place, module_name, remedy):
+    module = _import_module(module_name, function)
+    with report_exceptions(function.target_key, module_name, remedy):
         value = getattr(module, attribute, None)
     if value is None:
         raise refused(
-            function.place, f"module {module_name} has no attribute {attribute!r}", remedy
+            function.target_key, f"module {module_name} has no attribute {attribute!r}", remedy
         )
     if not callable(value):
         raise refused(
-            function.place, f"{target} is {slips.a(type(value).__name__)}, not a function", remedy
+            function.target_key,
+            f"{target} is {slips.with_article(type(value).__name__)}, not a function",
+            remedy,
         )
     named: Callable[..., object] = value
     return named
 
 
-def _import(name: str, function: UserFunction) -> ModuleType:
+def _import_module(name: str, function: UserFunction) -> ModuleType:
     """Import a module, from the folder of the spec if it is not installed elsewhere.
 
     Fake tensors are disabled meanwhile, so that tensors at module level are real.
     """
     if (folder := function.folder) is not None:
         importlib.invalidate_caches()  # the folder may have changed since it was listed
-        _require_alone(name, folder, function)
+        _require_unique(name, folder, function)
         if folder not in sys.path and os.path.isdir(folder):
             sys.path.append(
                 folder
             )  # last, so that no file next to a spec shadows an installed module
-    with unset_fake_temporarily(), boundary(lambda error: _unimportable(name, function, error)):
+    with (
+        unset_fake_temporarily(),
+        convert_exceptions(lambda error: _import_fault(name, function, error)),
+    ):
         return importlib.import_module(name)
 
 
-def _require_alone(name: str, folder: str, function: UserFunction) -> None:
+def _require_unique(name: str, folder: str, function: UserFunction) -> None:
     """Raise SpecError if the folder has a module of this name, but `import` would load another
     one."""
     top = name.partition(".")[0]
     here = _first_file(name, PathFinder.find_spec(top, [folder]))
-    there = _first_file(name, _elsewhere(top))
+    there = _first_file(name, _find_installed(top))
     if here and there and os.path.realpath(here) != os.path.realpath(there):
         finding = f"two modules are named {top}: {here} next to the spec, and {there}"
         remedy = "Rename the one next to the spec. To use the other one, set "
         remedy += f"`{function.section}.folder` to a folder without it."
-        raise refused(function.place, finding, remedy)
+        raise refused(function.target_key, finding, remedy)
 
 
-def _elsewhere(top: str) -> ModuleSpec | None:
+def _find_installed(top: str) -> ModuleSpec | None:
     """Return the module spec that `import` would use, or None."""
     try:
         return find_spec(top)
@@ -210,13 +217,13 @@ def _first_file(name: str, top: ModuleSpec | None) -> str:
     return (module and module.origin) or ""
 
 
-def _unimportable(name: str, function: UserFunction, error: BaseException) -> Fault:
+def _import_fault(name: str, function: UserFunction, error: BaseException) -> Fault:
     """Return the fault for a failed import, with a remedy that depends on the missing module."""
     folder = function.folder
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
         return _fault(
             function,
-            f"importing {name} raised {said(error)}",
+            f"importing {name} raised {describe_error(error)}",
             f"Make `python -c 'import {name}'` succeed.",
         )
     finding = f"no module named {error.name!r}"
@@ -229,7 +236,7 @@ def _unimportable(name: str, function: UserFunction, error: BaseException) -> Fa
 
 
 def _fault(function: UserFunction, finding: str, remedy: str) -> Fault:
-    return Fault(place=function.place, finding=finding, remedy=remedy)
+    return Fault(place=function.target_key, finding=finding, remedy=remedy)
 
 
 _NEEDED = (
@@ -246,12 +253,12 @@ class MapDataset:
 
     def __init__(self, function: UserFunction) -> None:
         self._function = function
-        self._samples = self._opened()
-        self.size = self._length()
+        self._samples = self._open()
+        self.size = self._read_length()
         self._form: tuple[str, ...] = ()  # of sample 0, which is read first
         self.first = self.read([0])
-        if not _equal(self.first, self.read([0])):
-            raise self._refused(
+        if not _is_equal(self.first, self.read([0])):
+            raise self._make_error(
                 "sample 0 has different values when it is read again",
                 "Compute a sample from its index only, or from the global random generators "
                 "without seeding them.",
@@ -269,46 +276,48 @@ class MapDataset:
             SpecError: The user's code raises, or a sample differs from sample 0 in structure, shape
                 or dtype.
         """
-        with _apart():
-            return default_collate([self._sample(index) for index in indices])
+        with _create_on_cpu():
+            return default_collate([self._read_sample(index) for index in indices])
 
-    def digests(self) -> dict[int, str]:
+    def compute_digests(self) -> dict[int, str]:
         """Return SHA-256 digests of the first and the last sample's values, by index."""
-        return {index: _digest(self.read([index])) for index in (0, self.size - 1)}
+        return {index: _digest_tensors(self.read([index])) for index in (0, self.size - 1)}
 
-    def _opened(self) -> Any:
+    def _open(self) -> Any:
         """Call the user's function and return the dataset."""
-        with _apart(), _seeded(0):
-            dataset = called(self._function)
+        with _create_on_cpu(), _seed_generators(0):
+            dataset = call_target(self._function)
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise self._refused(
+            raise self._make_error(
                 f"{self.name} returned {type(dataset).__name__}, not a map-style dataset"
             )
         return dataset
 
-    def _length(self) -> int:
-        with raising(self._function.place, f"__len__ of {self.name}", _NEEDED):
+    def _read_length(self) -> int:
+        with report_exceptions(self._function.target_key, f"__len__ of {self.name}", _NEEDED):
             size = len(self._samples)
         if size < 1:
-            raise self._refused(f"{self.name} has no samples: its length is {size}")
+            raise self._make_error(f"{self.name} has no samples: its length is {size}")
         return size
 
-    def _sample(self, index: int) -> Any:
+    def _read_sample(self, index: int) -> Any:
         """Read one sample with all generators seeded by its index, and check its form."""
-        code = raising(self._function.place, f"sample {index} of {self.name}", _NEEDED)
-        with _seeded(index), code:
+        code = report_exceptions(
+            self._function.target_key, f"sample {index} of {self.name}", _NEEDED
+        )
+        with _seed_generators(index), code:
             sample = default_collate([self._samples[index]])
-        form = _form(sample)
+        form = _leaf_types(sample)
         if not form or not all(form):
-            raise self._refused(f"sample {index} of {self.name} is {_described(sample)}")
+            raise self._make_error(f"sample {index} of {self.name} is {_describe_sample(sample)}")
         self._form = self._form or form
         if form != self._form:
             finding = f"sample {index} of {self.name} has {' and '.join(form)}, but sample 0 has "
-            raise self._refused(f"{finding}{' and '.join(self._form)}")
+            raise self._make_error(f"{finding}{' and '.join(self._form)}")
         return tree_map(lambda leaf: leaf[0], sample)
 
-    def _refused(self, finding: str, remedy: str = _NEEDED) -> SpecError:
-        return refused(self._function.place, finding, remedy)
+    def _make_error(self, finding: str, remedy: str = _NEEDED) -> SpecError:
+        return refused(self._function.target_key, finding, remedy)
 
 
 def dataset_of(function: UserFunction) -> MapDataset:
@@ -327,7 +336,7 @@ def _opened_once(function: UserFunction, _folder: str | None) -> MapDataset:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def _create_on_cpu() -> Iterator[None]:
     """Temporarily create real tensors on the CPU, whatever mode and device the model is built
     with."""
     with unset_fake_temporarily(), torch.device("cpu"):
@@ -335,7 +344,7 @@ def _apart() -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seed_generators(seed: int) -> Iterator[None]:
     """Temporarily seed the generators of torch, numpy and Python; restore their states
     afterwards."""
     python, of_numpy = random.getstate(), np.random.get_state()
@@ -350,7 +359,7 @@ def _seeded(seed: int) -> Iterator[None]:
             np.random.set_state(of_numpy)
 
 
-def _digest(samples: Any) -> str:
+def _digest_tensors(samples: Any) -> str:
     """Return the SHA-256 digest of dtypes, shapes and values of a tree of tensors."""
     digest = hashlib.sha256()
     for leaf in tree_iter(samples):
@@ -359,7 +368,7 @@ def _digest(samples: Any) -> str:
     return digest.hexdigest()
 
 
-def _form(sample: Any) -> tuple[str, ...]:
+def _leaf_types(sample: Any) -> tuple[str, ...]:
     """Return dtype and shape of each tensor of a batch of one; "" for other leaves."""
     return tuple(
         f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape[1:])}"
@@ -369,13 +378,13 @@ def _form(sample: Any) -> tuple[str, ...]:
     )
 
 
-def _described(sample: Any) -> str:
+def _describe_sample(sample: Any) -> str:
     """Describe a sample that is not a non-empty tree of tensors."""
     kinds = [type(leaf).__name__ for leaf in tree_iter(sample) if not isinstance(leaf, Tensor)]
     return f"not made of tensors only: it contains a {kinds[0]}" if kinds else "empty"
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     """Return True if two trees have equal tensors; NaN counts as equal to NaN."""
     pairs = zip(tree_iter(one), tree_iter(other), strict=True)
     return all(torch.equal(leaf.nan_to_num(), its.nan_to_num()) for leaf, its in pairs)

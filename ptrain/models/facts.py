@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.model import (
-    Attending,
     AttendingModule,
+    AttentionFacts,
     AttentionHeads,
     ExpertLayers,
     ModelFacts,
@@ -35,20 +35,27 @@ from ptrain.facts.model import (
     UnitFacts,
 )
 from ptrain.facts.parameters import expert_modules
-from ptrain.internals.part import replaced
-from ptrain.models.boundary import boundary, said
-from ptrain.models.chain import TOKENS, chain_of_module, sample
+from ptrain.internals.part import replace_attributes
+from ptrain.models.boundary import convert_exceptions, describe_error
+from ptrain.models.chain import TOKENS, chain_of_module, sample_tokens
 from ptrain.models.contract import OnePass, forward_of, logits_of, require_logits
 from ptrain.models.external import named_in_spec
 from ptrain.models.ledger import storage_of
-from ptrain.models.modes import DropoutCall, copied_buffers, dropout_by, drops_out, forked, in_mode
+from ptrain.models.modes import (
+    DropoutCall,
+    copied_buffers,
+    dropout_by,
+    drops_out,
+    fork_generators,
+    in_mode,
+)
 from ptrain.models.moe import NUMBER
 from ptrain.models.objective import can_fuse, sample_bytes
 from ptrain.models.pretrained import ignored_fields
-from ptrain.models.roles import cutting_of_module, names_of_experts
+from ptrain.models.roles import module_roles, names_of_experts
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import ROOT, blocks_of, unit_modules
-from ptrain.models.watch import watching
+from ptrain.models.watch import watch_modules
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec
@@ -134,7 +141,7 @@ def attention_by(attend: Callable[[AttendingCall], Tensor]) -> Iterator[None]:
             AttendingCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         )
 
-    with replaced(F, scaled_dot_product_attention=attended):
+    with replace_attributes(F, scaled_dot_product_attention=attended):
         yield
 
 
@@ -147,22 +154,22 @@ class AttentionWatch:
         self._running: list[str] = []
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Temporarily redirect the model's attention calls."""
         modules = self._model.named_modules()
-        with watching(modules) as self._running, attention_by(self._called):
+        with watch_modules(modules) as self._running, attention_by(self._attend_call):
             yield
 
     @property
-    def running(self) -> str:
+    def running_module(self) -> str:
         """The name of the innermost module that is running; "" for the model."""
         return self._running[-1] if self._running else ""
 
-    def _called(self, call: AttendingCall) -> Tensor:
-        return self._attend(self.running, call)
+    def _attend_call(self, call: AttendingCall) -> Tensor:
+        return self._attend(self.running_module, call)
 
 
-def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
+def attending_of(model: nn.Module, spec: Spec) -> AttentionFacts | None:
     """Return the attention facts that token shards need; None without cp or for a built-in model.
 
     Runs the model forward on a few tokens.
@@ -192,15 +199,15 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
     dropping: dict[str, None] = {}
 
     def note_dropout(call: DropoutCall) -> Tensor:
-        dropping[watch.running] = None
+        dropping[watch.running_module] = None
         return call.by_before()
 
     watch = AttentionWatch(model, note)
-    count, argument = min(TOKENS, spec.batch.sequence), _positions(model)
+    count, argument = min(TOKENS, spec.batch.sequence), _positions_argument(model)
     positions = torch.arange(count, device=next(model.parameters()).device).unsqueeze(0)
     with (
-        in_mode(model, training=True), copied_buffers(model), forked(),
-        watch.watching(), dropout_by(note_dropout),
+        in_mode(model, training=True), copied_buffers(model), fork_generators(),
+        watch.watch(), dropout_by(note_dropout),
     ):  # fmt: skip
         logits_at(model, positions, argument, spec)
     if not known:
@@ -211,7 +218,7 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
             f"Call this function in its attention, {_NO_CP}",
         )
     modules = tuple(AttendingModule(name=module, heads=heads) for module, heads in known.items())
-    return Attending(modules=modules, positions=argument, dropping=tuple(dropping))
+    return AttentionFacts(modules=modules, positions=argument, dropping=tuple(dropping))
 
 
 def logits_at(model: nn.Module, positions: Tensor, argument: str, spec: Spec) -> Tensor:
@@ -232,7 +239,7 @@ def logits_at(model: nn.Module, positions: Tensor, argument: str, spec: Spec) ->
     return require_logits(output, model, tokens, spec)
 
 
-def _positions(model: nn.Module) -> str:
+def _positions_argument(model: nn.Module) -> str:
     """Return the name of the model's argument for positions, or ""."""
     try:
         known = inspect.signature(model.forward).parameters
@@ -267,7 +274,7 @@ def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
             raise refused(
                 at, finding, f"Set `{field}` to null or {spec.batch.sequence + 1}, {_NO_CP}"
             )
-    for kind, original in _rotations(getattr(config, "rope_parameters", None)):
+    for kind, original in _rotary_types(getattr(config, "rope_parameters", None)):
         original = original or getattr(config, "max_position_embeddings", 0)
         if kind in _BY_LENGTH and original < spec.batch.sequence:
             finding = (
@@ -282,7 +289,7 @@ def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
             )
 
 
-def _rotations(parameters: object) -> Iterator[tuple[str, int]]:
+def _rotary_types(parameters: object) -> Iterator[tuple[str, int]]:
     """Yield type and original length of the config's rotary embeddings, which layer kinds may
     nest."""
     if not isinstance(parameters, Mapping):
@@ -291,7 +298,7 @@ def _rotations(parameters: object) -> Iterator[tuple[str, int]]:
         yield parameters["rope_type"], parameters.get("original_max_position_embeddings", 0)
         return
     for inner in parameters.values():
-        yield from _rotations(inner)
+        yield from _rotary_types(inner)
 
 
 Made = dict[str, tuple[Tensor, int]]  # by module: its output, and the output's version counter
@@ -320,17 +327,17 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     if isinstance(model, Transformer):
         return ROOT
     outputs: Made = {}
-    tokens = sample(model, spec)
+    tokens = sample_tokens(model, spec)
 
     def note(name: str, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         if inputs and inputs[0].shape[:-1] == tokens.shape:
             outputs[name] = output, output._version
 
     linears = (known for known in model.named_modules() if isinstance(known[1], nn.Linear))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), watching(linears, after=note):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), watch_modules(linears, after=note):
         logits = logits_of(model, tokens, spec)
     for name, (output, version) in outputs.items():
-        if _is(logits, output, version):
+        if _is_output(logits, output, version):
             return name
     _, model_name = named_in_spec(model, spec)
     finding = f"{model_name} does not return the output of one of its nn.Linear for all tokens: "
@@ -340,7 +347,7 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     )
 
 
-def _is(logits: Tensor, output: Tensor, version: int) -> bool:
+def _is_output(logits: Tensor, output: Tensor, version: int) -> bool:
     """Return True if the logits are the unmodified output, or equal to it in another dtype."""
     if output.shape != logits.shape or output._version != version:
         return False
@@ -377,15 +384,15 @@ def expert_layers_of(module: nn.Module, spec: Spec) -> ExpertLayers | None:
     if not spec.is_cut_over(EXPERT_AXES) or isinstance(spec.model, ModelShape):
         return None
     place, names = names_of_experts(module, spec)
-    numbers = [_number(module.get_submodule(name), name, place) for name in names]
-    calls = _calls(module, names, place, spec)
+    numbers = [_count_experts(module.get_submodule(name), name, place) for name in names]
+    calls = _record_expert_calls(module, names, place, spec)
     sizes = [(n, call.chosen, call.features) for n, call in zip(numbers, calls, strict=True)]
     _require_alike(place, sizes)
     number, chosen, features = sizes[0]
     return ExpertLayers(modules=tuple(names), number=number, chosen=chosen, features=features)
 
 
-def _number(experts: nn.Module, name: str, place: str) -> int:
+def _count_experts(experts: nn.Module, name: str, place: str) -> int:
     """Return the number of experts that a module stacks along dimension 0."""
     sizes = {path: tuple(tensor.shape) for path, tensor in experts.named_parameters()}
     firsts = {shape[:1] for shape in sizes.values()}
@@ -420,7 +427,9 @@ def _require_alike(place: str, layers: Sequence[tuple[int, int, int]]) -> None:
         )
 
 
-def _calls(module: nn.Module, names: Sequence[str], place: str, spec: Spec) -> list[_Call]:
+def _record_expert_calls(
+    module: nn.Module, names: Sequence[str], place: str, spec: Spec
+) -> list[_Call]:
     """Return the inputs of each layer's experts for one sample."""
     once, calls = OnePass(module, spec), {name: list[_Call]() for name in names}
     given, called = named_in_spec(module, spec)
@@ -428,23 +437,25 @@ def _calls(module: nn.Module, names: Sequence[str], place: str, spec: Spec) -> l
     def fault(error: BaseException) -> Fault:
         return Fault(
             place=given,
-            finding=f"{called}, run without its experts, raised {said(error)}",
+            finding=f"{called}, run without its experts, raised {describe_error(error)}",
             remedy=_REMEDY,
         )
 
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
-        _noted(module, calls, place),
-        boundary(fault),
-        once.prepared() as run,
+        _replace_experts(module, calls, place),
+        convert_exceptions(fault),
+        once.prepare() as run,
     ):
         run()
     return [_one_call(name, of_layer, place, spec) for name, of_layer in calls.items()]
 
 
 @contextmanager
-def _noted(module: nn.Module, calls: dict[str, list[_Call]], place: str) -> Iterator[None]:
+def _replace_experts(
+    module: nn.Module, calls: dict[str, list[_Call]], place: str
+) -> Iterator[None]:
     """Temporarily replace experts by functions that record their inputs and return zeros."""
 
     def note(name: str, *args: Any, **named: Any) -> Tensor:
@@ -487,12 +498,12 @@ _WIDE_BYTES = 4  # floating-point buffers are fp32, or fp64 in fp64 models
 
 def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """Return the facts of a model that need no trace of its memory."""
-    roles, fusions = cutting_of_module(model, spec)
+    roles, fusions = module_roles(model, spec)
     experts = expert_layers_of(model, spec)
     apart = experts.modules if experts else expert_modules(spec)
     return ModelFacts(
-        units=_units(model, unit_modules(model, spec.unit, spec.model.blocks, apart)),
-        buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),
+        units=_group_units(model, unit_modules(model, spec.unit, spec.model.blocks, apart)),
+        buffers=tuple((name, _stored_bytes(buffer)) for name, buffer in model.named_buffers()),
         roles=roles,
         fusions=fusions,
         chain=chain_of_module(model, spec),
@@ -505,7 +516,7 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     )
 
 
-def _units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple[UnitFacts, ...]:
+def _group_units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple[UnitFacts, ...]:
     """Return each wrap unit with the parameters that no earlier unit has."""
     seen: set[int] = set()
     units = []
@@ -525,7 +536,7 @@ def _units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple[UnitF
     return tuple(units)
 
 
-def _nbytes(buffer: torch.Tensor) -> int:
+def _stored_bytes(buffer: torch.Tensor) -> int:
     """Return the bytes of a buffer as stored next to parameters of at most fp32."""
     itemsize = _WIDE_BYTES if buffer.is_floating_point() else buffer.itemsize
     return buffer.numel() * itemsize

@@ -67,10 +67,10 @@ from ptrain.models.pretrained import (
 )
 from ptrain.models.published_config import StoredPiece
 from ptrain.models.transformer import Transformer
-from ptrain.models.window import Window, narrowed, whole
+from ptrain.models.window import Window, full_window, narrow_to_window
 from ptrain.spec.block import Norm
 from ptrain.spec.extras import require_leave_of
-from ptrain.spec.misfits import misfits
+from ptrain.spec.misfits import find_misfits
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
@@ -97,28 +97,32 @@ class StoredRows:
     first: int
     shape: tuple[int, ...]
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def view_rows(self, tensor: Tensor) -> Tensor:
         """Return these rows of a parameter, as a view in the shape of the file's tensor."""
         if tensor.shape == self.shape:
             return tensor
         count = math.prod(self.shape[:-1])
         return tensor.view(-1, tensor.shape[-1])[self.first : self.first + count].view(self.shape)
 
-    def pieces(self, shape: Sequence[int], window: Window, part: Tensor) -> Iterator[StoredPiece]:
+    def window_pieces(
+        self, shape: Sequence[int], window: Window, part: Tensor
+    ) -> Iterator[StoredPiece]:
         """Yield the windows of the file's tensor that fill `part`, a window of a parameter of
         `shape`."""
         if tuple(shape) == self.shape:
             yield StoredPiece(self.name, window, part)
             return
         end, place = self.first + math.prod(self.shape[:-1]), 0
-        for begin, count in _runs(shape[:-1], window[:-1]):
+        for begin, count in _contiguous_runs(shape[:-1], window[:-1]):
             first, last = max(begin, self.first), min(begin + count, end)
             if first < last:
                 lines = part.view(-1, part.shape[-1])[place : place + count]
-                yield from self._lines(first, lines[first - begin : last - begin], window[-1])
+                yield from self._row_pieces(first, lines[first - begin : last - begin], window[-1])
             place += count
 
-    def _lines(self, first: int, place: Tensor, columns: tuple[int, int]) -> Iterator[StoredPiece]:
+    def _row_pieces(
+        self, first: int, place: Tensor, columns: tuple[int, int]
+    ) -> Iterator[StoredPiece]:
         """Yield the pieces of consecutive rows that all lie in this tensor."""
         first -= self.first
         if len(self.shape) == _MATRIX:
@@ -133,7 +137,7 @@ class StoredRows:
             yield StoredPiece(self.name, (*index, columns), line.view(*lead, -1))
 
 
-def _runs(shape: Sequence[int], window: Window) -> Iterator[tuple[int, int]]:
+def _contiguous_runs(shape: Sequence[int], window: Window) -> Iterator[tuple[int, int]]:
     """Yield start and length of each contiguous run of a window, in elements of the full tensor."""
     depth = len(shape)
     while depth > 1 and window[depth - 1] == (0, shape[depth - 1]):
@@ -160,9 +164,9 @@ class StoredParts:
         """The names of the file's tensors."""
         return tuple(rows.name for rows in self.rows)
 
-    def write(self, tensor: Tensor) -> Mapping[str, Tensor]:
+    def to_file_tensors(self, tensor: Tensor) -> Mapping[str, Tensor]:
         """Return the file's tensors of this parameter by name."""
-        return {rows.name: rows.of(tensor) for rows in self.rows}
+        return {rows.name: rows.view_rows(tensor) for rows in self.rows}
 
 
 class ModuleWeights:
@@ -182,18 +186,18 @@ class ModuleWeights:
         self._rows: dict[str, list[StoredRows]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for named in tensors:
-            rows = [*self._of(module, named, stored[named.names[0]])]
+            rows = [*self._stored_rows(module, named, stored[named.names[0]])]
             self._rows |= dict.fromkeys(named.names, rows)
             self._dtypes |= dict.fromkeys(named.names, named.tensor.dtype)
         self._require_all_used(module)
 
     @torch.no_grad()
-    def read(self, module: nn.Module, *, only_buffers: bool = False) -> None:
+    def read_into(self, module: nn.Module, *, only_buffers: bool = False) -> None:
         """Write the folder's values to the module, or to its buffers only."""
         for (name, *_), tensor in named_tensors(module):
             if not (only_buffers and isinstance(tensor, nn.Parameter)):
                 place = tensor.detach()
-                self.read_window(name, place.shape, whole(place.shape), place, place.dtype)
+                self.read_window(name, place.shape, full_window(place.shape), place, place.dtype)
 
     def read_window(
         self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
@@ -205,19 +209,19 @@ class ModuleWeights:
         if not part.numel():
             return
         for rows in self._rows[name]:
-            for piece in rows.pieces(shape, window, part):
-                self._folder.read(piece, self._dtypes[name], dtype)
+            for piece in rows.window_pieces(shape, window, part):
+                self._folder.read_piece(piece, self._dtypes[name], dtype)
 
     @property
     def bytes_read(self) -> int:
         """The bytes of tensors read so far."""
         return self._folder.bytes_read
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         """Return True if the folder has the tensor under any of its names."""
         return bool(self._rows[name])
 
-    def _of(
+    def _stored_rows(
         self, module: nn.Module, named: NamedTensor, stored: Sequence[StoredRows]
     ) -> Iterator[StoredRows]:
         """Yield the file tensors of a parameter, by their names in this folder.
@@ -225,20 +229,22 @@ class ModuleWeights:
         `stored` are the tensors under their usual names.
         """
         tensor = named.tensor
-        there = [theirs for name in named.names if (theirs := self._folder.called(name))]
+        there = [theirs for name in named.names if (theirs := self._folder.find_name(name))]
         if not there and _may_lack(module, named):
             return
         for rows in [StoredRows(there[0], 0, tuple(tensor.shape))] if there else stored:
-            theirs = self._folder.called(rows.name) or rows.name
-            self._folder.require(theirs, rows.shape, tensor.dtype)
+            theirs = self._folder.find_name(rows.name) or rows.name
+            self._folder.require_tensor(theirs, rows.shape, tensor.dtype)
             yield replace(rows, name=theirs)
 
     def _require_all_used(self, module: nn.Module) -> None:
         """Raise SpecError for tensors of the folder that the module does not use."""
-        known = {self._folder.called(name) for name in module.state_dict()}
+        known = {self._folder.find_name(name) for name in module.state_dict()}
         used = {rows.name for parts in self._rows.values() for rows in parts}
         others = self._folder.file_of.keys() - used - known
-        self._folder.refuse(name for name in others if not _says(module, _PASSED_OVER, name))
+        self._folder.reject_unused(
+            name for name in others if not _matches_pattern(module, _PASSED_OVER, name)
+        )
 
 
 def _may_lack(module: nn.Module, named: NamedTensor) -> bool:
@@ -250,10 +256,10 @@ def _may_lack(module: nn.Module, named: NamedTensor) -> bool:
         return False
     is_own = not is_of_transformers(module)
     is_weight = named.tensor.is_floating_point()
-    return is_own or not is_weight or _says(module, _MAY_LACK, named.names[0])
+    return is_own or not is_weight or _matches_pattern(module, _MAY_LACK, named.names[0])
 
 
-def _says(module: nn.Module, attribute: str, name: str) -> bool:
+def _matches_pattern(module: nn.Module, attribute: str, name: str) -> bool:
     """Return True if the class of transformers lists a pattern in this attribute that matches a
     name."""
     patterns = getattr(module, attribute, None) or ()
@@ -311,10 +317,10 @@ def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
 
 def holds_buffers(module: nn.Module) -> bool:
     """Return True if files of the module contain buffers."""
-    return bool(_buffers(module))
+    return bool(_named_buffers(module))
 
 
-def _buffers(module: nn.Module) -> list[NamedTensor]:
+def _named_buffers(module: nn.Module) -> list[NamedTensor]:
     return [named for named in named_tensors(module) if not isinstance(named.tensor, nn.Parameter)]
 
 
@@ -326,15 +332,15 @@ def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
     Raises:
         SpecError: See `ModuleWeights`.
     """
-    if not (buffers := _buffers(module)):
+    if not (buffers := _named_buffers(module)):
         return {}
     for (name, *_), tensor in buffers:
         owner, _, leaf = name.rpartition(".")
         if tensor.is_meta:
             setattr(module.get_submodule(owner), leaf, torch.empty_like(tensor, device="cpu"))
     weights = ModuleWeights(module, folder)
-    weights.read(module, only_buffers=True)
-    names = [name for (name, *_), _ in buffers if weights.has(name)]
+    weights.read_into(module, only_buffers=True)
+    names = [name for (name, *_), _ in buffers if weights.has_tensor(name)]
     return {name: module.get_buffer(name) for name in names}
 
 
@@ -347,10 +353,10 @@ def require_module_weights(module: nn.Module, folder: str | None) -> None:
 def read_module_weights(module: nn.Module, folder: str | None) -> None:
     """Read the weights of a folder, if there is one, into a module; no effect on fake tensors."""
     if folder is not None and detect_fake_mode() is None:
-        ModuleWeights(module, folder).read(module)
+        ModuleWeights(module, folder).read_into(module)
 
 
-def build(
+def build_model(
     model: ModelSpec, *, sequence: int, allow_import: bool = False, seed: int = 0
 ) -> nn.Module:
     """Build a spec's model.
@@ -388,7 +394,7 @@ def build(
 
 
 def _build_shape(shape: ModelShape, sequence: int) -> nn.Module:
-    if faults := tuple(misfits(shape)):
+    if faults := tuple(find_misfits(shape)):
         raise SpecError(*faults)
     module = Transformer(shape, sequence=sequence)
     if shape.pretrained is not None:
@@ -422,7 +428,7 @@ class InitialValues:
     weights: ModuleWeights | DrawnWeights | None = None
 
     @torch.no_grad()
-    def write(self, name: str, shape: Sequence[int], window: Window, part: Tensor) -> None:
+    def write_window(self, name: str, shape: Sequence[int], window: Window, part: Tensor) -> None:
         """Fill `part`, on any device, with this window of a parameter.
 
         Drawn parameters are drawn in full; of published files only the window is read.
@@ -430,10 +436,10 @@ class InitialValues:
         if self.weights is not None:
             self.weights.read_window(name, shape, window, part, self.dtype)
         elif self._is_read:
-            weights_of(self.module.shape).read(name, shape, window, part, self.dtype)
+            weights_of(self.module.shape).read_window(name, shape, window, part, self.dtype)
         else:
-            drawn = initial(name, shape, self.seed, self.module)
-            part.copy_(narrowed(drawn, window).to(self.dtype))
+            drawn = initial_parameter(name, shape, self.seed, self.module)
+            part.copy_(narrow_to_window(drawn, window).to(self.dtype))
 
     @property
     def _is_read(self) -> bool:
@@ -442,7 +448,7 @@ class InitialValues:
         return has_folder and detect_fake_mode() is None  # fakes have no values
 
 
-def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Tensor:
+def initial_parameter(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Tensor:
     """Return one full parameter of a model that starts without files, in fp32 on the CPU."""
     if keeps_its_weights(module):
         return module.get_parameter(name).detach().to("cpu", torch.float32, copy=True)
@@ -471,7 +477,7 @@ def initialize(module: nn.Module, seed: int) -> None:
         return
     values = InitialValues(module=module, seed=seed)
     for name, parameter in module.named_parameters():
-        values.write(name, parameter.shape, whole(parameter.shape), parameter)
+        values.write_window(name, parameter.shape, full_window(parameter.shape), parameter)
     reset_buffers(module)
 
 
@@ -485,7 +491,7 @@ def reset_buffers(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def cast(module: nn.Module, dtype: torch.dtype) -> None:
+def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters to `dtype`, and floating-point buffers to fp32, or to fp64 with fp64."""
     wide = torch.promote_types(dtype, torch.float32)
     for parameter in module.parameters():
@@ -502,7 +508,7 @@ _PLACE = "model"
 _WRAPPERS = (DistributedDataParallel, FSDPModule, FSDP1)
 
 
-def accept(module: nn.Module, spec: Spec) -> Spec:
+def accept_module(module: nn.Module, spec: Spec) -> Spec:
     """Return the spec with `module` as its model, and prepare the module in place.
 
     It is set to training mode, its parameters are cast to the spec's dtype, and a model of
@@ -514,7 +520,7 @@ def accept(module: nn.Module, spec: Spec) -> Spec:
     require_fresh(module)
     if gives_objects(module) and spec.loss.user_function is None:
         to_logits(module)
-    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     module.train()
     return with_model(spec, module)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ptrain.internals.part import replaced
+from ptrain.internals.part import replace_attributes
 from ptrain.models.ledger import OperatorMode, is_wrapper
 from ptrain.models.numerics import DTYPE_NAMES
 
@@ -93,7 +93,7 @@ class AttentionCall:
     is_grouped: bool
 
 
-class Keeping(Protocol):
+class SavedSizes(Protocol):
     """The interface that answers which tensors a GPU's attention saves for backward."""
 
     def __call__(self, call: AttentionCall) -> Callable[[int], int] | None:
@@ -114,7 +114,7 @@ class UnknownKernels:
 
 
 @contextmanager
-def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator[UnknownKernels]:
+def kernels_of(*, is_for_cuda: bool, keeping: SavedSizes | None = None) -> Iterator[UnknownKernels]:
     """Temporarily make a CPU allocate as the target device does.
 
     Enter it after a mode of fake tensors, if there is one.
@@ -130,12 +130,12 @@ def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator
     if not is_for_cuda:
         yield unknown
         return
-    attention = _Kernels(keeping, unknown) if keeping else None
-    with _replacing(attention), attention or nullcontext():
+    attention = _GPUKernelSizes(keeping, unknown) if keeping else None
+    with _replace_functions(attention), attention or nullcontext():
         yield unknown
 
 
-class _Kernels(OperatorMode):
+class _GPUKernelSizes(OperatorMode):
     """The mode that resizes tensors saved by attention and LayerNorm to the sizes on a GPU.
 
     Fused attention saves one number per row, head and sample for backward; GPU kernels pad the
@@ -144,12 +144,12 @@ class _Kernels(OperatorMode):
     that a checkpoint kept.
     """
 
-    def __init__(self, keeping: Keeping, unknown: UnknownKernels) -> None:
+    def __init__(self, keeping: SavedSizes, unknown: UnknownKernels) -> None:
         super().__init__()
         self.keeping, self.unknown = keeping, unknown
         self.drops = self.goes_by_operators = False
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
         if function is _LAYER_NORM:
             y, *kept = result
@@ -159,16 +159,16 @@ class _Kernels(OperatorMode):
             return result
         y, kept = result
         query, key = args[:2]
-        call = _call(query, key, drops=self.drops)
+        call = _describe_call(query, key, drops=self.drops)
         is_masked = kwargs.get("attn_mask") is not None
         if (kept_by := self.keeping(call)) is None or is_masked:
             words = ("a mask" * is_masked, "fewer key heads" * call.is_grouped)
             what = " and ".join(filter(None, words))
-            self._note(query, what)
+            self._note_unknown(query, what)
             return result
         return y, _in_more(kept, kept_by(kept.nbytes))
 
-    def runs(
+    def run_attention(
         self,
         attend: Callable[..., Tensor],
         query: Tensor,
@@ -185,7 +185,9 @@ class _Kernels(OperatorMode):
         """
         self.drops, self.goes_by_operators = drops, False
         is_known = not drops and not is_masked and _is_whole(query, key)
-        by_operators = is_known and self.keeping.goes_by_operators(_call(query, key, drops=False))
+        by_operators = is_known and self.keeping.goes_by_operators(
+            _describe_call(query, key, drops=False)
+        )
         try:
             with sdpa_kernel(SDPBackend.MATH) if by_operators else nullcontext():
                 y = attend()
@@ -193,10 +195,10 @@ class _Kernels(OperatorMode):
             self.drops = False
         if self.goes_by_operators:
             why = "fewer key heads" * (key.shape[1] != query.shape[1])
-            self._note(query, why if by_operators else "operator by operator on the CPU")
+            self._note_unknown(query, why if by_operators else "operator by operator on the CPU")
         return y
 
-    def _note(self, query: Tensor, what: str) -> None:
+    def _note_unknown(self, query: Tensor, what: str) -> None:
         """Record a call whose GPU kernel is unknown."""
         size = f"head_dim {query.shape[-1]} in {DTYPE_NAMES.get(query.dtype, query.dtype)}"
         self.unknown.attention[f"{size}, {what}" if what else size] = None
@@ -208,7 +210,7 @@ def _is_whole(query: Tensor, key: Tensor) -> bool:
     return query.dim() == key.dim() == 4 and query.shape[-2] == key.shape[-2]
 
 
-def _call(query: Tensor, key: Tensor, *, drops: bool) -> AttentionCall:
+def _describe_call(query: Tensor, key: Tensor, *, drops: bool) -> AttentionCall:
     sequence, head_dim = query.shape[-2:]
     return AttentionCall(
         dtype=query.dtype,
@@ -235,7 +237,7 @@ def _in_more(tensor: Tensor, size: int) -> Tensor:
 
 
 @contextmanager
-def _replacing(attention: _Kernels | None) -> Iterator[None]:
+def _replace_functions(attention: _GPUKernelSizes | None) -> Iterator[None]:
     """Temporarily replace dropout, attention and RMSNorm by versions that allocate as a GPU does.
 
     - Dropout saves a mask of one byte per element: `at::dropout` calls native_dropout on a GPU,
@@ -261,7 +263,9 @@ def _replacing(attention: _Kernels | None) -> Iterator[None]:
             y: Tensor = without()
             return y
         is_masked = attn_mask is not None
-        return attention.runs(without, query, key, drops=dropout_p > 0.0, is_masked=is_masked)
+        return attention.run_attention(
+            without, query, key, drops=dropout_p > 0.0, is_masked=is_masked
+        )
 
     def masked(
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -283,5 +287,7 @@ def _replacing(attention: _Kernels | None) -> Iterator[None]:
             return y
         return rms_norm(input, weight, dims=len(normalized_shape))
 
-    with replaced(F, scaled_dot_product_attention=fused, dropout=masked, rms_norm=normalized):
+    with replace_attributes(
+        F, scaled_dot_product_attention=fused, dropout=masked, rms_norm=normalized
+    ):
         yield

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter
 
 from ptrain.internals.compiled import is_buffer, is_higher_order, is_tracing, seen_buffers
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
-from ptrain.internals.part import replaced
+from ptrain.internals.part import replace_attributes
 from ptrain.spec.placement import Tier
 
 X = TypeVar("X")
@@ -33,7 +33,7 @@ OfStorages: TypeAlias = weakref.WeakKeyDictionary[torch.UntypedStorage, X]
 _TIERS: OfStorages[Tier] = weakref.WeakKeyDictionary()
 
 
-def tag(tensor: torch.Tensor, tier: Tier) -> None:
+def set_tier(tensor: torch.Tensor, tier: Tier) -> None:
     """Set the tier on which the tensor's storage is counted."""
     _TIERS[tensor.untyped_storage()] = tier
 
@@ -53,12 +53,12 @@ def tier_of(storage: torch.UntypedStorage, device: str = "cpu") -> Tier:
     return _TIERS.get(storage, untagged)
 
 
-def is_tagged(storage: torch.UntypedStorage) -> bool:
+def has_tier(storage: torch.UntypedStorage) -> bool:
     """Return True if the storage has a tag."""
     return storage in _TIERS
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor that this rank stores, without DTensor and async wrappers."""
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return held.elem if isinstance(held, AsyncCollectiveTensor) else held
@@ -72,7 +72,7 @@ def is_wrapper(kind: type) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return the storage of a rank's local tensor, which all views share."""
-    return local(tensor).untyped_storage()
+    return local_tensor(tensor).untyped_storage()
 
 
 class OperatorMode(TorchDispatchMode):
@@ -104,21 +104,21 @@ class OperatorMode(TorchDispatchMode):
         if is_tracing():  # operators that the compiler traces do not run
             return function(*args, **(kwargs or {}))
         if is_higher_order(function):
-            return self.higher_order(function, args, kwargs or {})
-        return self.operator(function, args, kwargs or {})
+            return self.run_higher_order(function, args, kwargs or {})
+        return self.run_operator(function, args, kwargs or {})
 
-    def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order operator, and return its result. torch removes the mode from the stack
         meanwhile, so the operators inside are not seen."""
         return function(*args, **kwargs)
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and return its result."""
         result = function(*args, **kwargs)
-        self.ran(function, args, kwargs, result)
+        self.on_operator(function, args, kwargs, result)
         return result
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Handle an operator that has run. Modes that only observe override this method."""
@@ -141,23 +141,23 @@ class Ledger(OperatorMode):
         self._resize: Callable[[torch.UntypedStorage, int], Any] | None = None
         self._patches = ExitStack()
 
-    def existing(self, key: int, storage: torch.UntypedStorage) -> None:
+    def on_existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """Handle a storage that existed before the mode saw it. `key` is its C++ address."""
 
-    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+    def on_allocation(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         """Handle a storage that an operator allocated."""
 
-    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+    def on_resize(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         """Handle a storage whose size changed from `before` bytes."""
 
-    def died(self, key: int, size: int) -> None:
+    def on_free(self, key: int, size: int) -> None:
         """Handle a storage of `size` bytes that was freed."""
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Follow the storage of a tensor that exists already."""
         storage = storage_of(tensor)
         if self._follow(storage):
-            self.existing(storage._cdata, storage)
+            self.on_existing(storage._cdata, storage)
 
     def _follow(self, storage: torch.UntypedStorage) -> bool:
         """Start to follow a storage; return False if it is followed already."""
@@ -170,17 +170,17 @@ class Ledger(OperatorMode):
 
     def _forget(self, key: int) -> None:
         del self._references[key]
-        self.died(key, self.sizes.pop(key))
+        self.on_free(key, self.sizes.pop(key))
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = "inductor::buffer" if is_buffer() else function._schema.name
-        return self._followed(function, args, kwargs, name)
+        return self._run_and_follow(function, args, kwargs, name)
 
-    def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order operator, and follow its results like those of one operator."""
-        return self._followed(function, args, kwargs, function.name())
+        return self._run_and_follow(function, args, kwargs, function.name())
 
-    def _followed(
+    def _run_and_follow(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
     ) -> Any:
         for tensor in tensors_of((args, kwargs)):
@@ -189,7 +189,7 @@ class Ledger(OperatorMode):
         for tensor in tensors_of(result):
             storage = storage_of(tensor)
             if self._follow(storage):
-                self.born(storage._cdata, storage, name)
+                self.on_allocation(storage._cdata, storage, name)
         return result
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
@@ -197,13 +197,13 @@ class Ledger(OperatorMode):
         if is_tracing():  # the compiler's own
             return self._resize(storage, size)
         if self._follow(storage):
-            self.existing(storage._cdata, storage)
+            self.on_existing(storage._cdata, storage)
         key = storage._cdata
         # The recorded size, because viewing an empty fake storage changes its size.
         before = self.sizes[key]
         result = self._resize(storage, size)
         self.sizes[key] = storage.nbytes()
-        self.resized(key, storage, before)
+        self.on_resize(key, storage, before)
         return result
 
     def __enter__(self) -> Self:
@@ -221,7 +221,7 @@ class Ledger(OperatorMode):
                 gc.disable()
                 patches.callback(gc.enable)
             patches.callback(self._references.clear)
-            patches.enter_context(replaced(torch.UntypedStorage, resize_=resize_))
+            patches.enter_context(replace_attributes(torch.UntypedStorage, resize_=resize_))
             patches.enter_context(seen_buffers())
             super().__enter__()
             self._patches = patches.pop_all()

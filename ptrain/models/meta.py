@@ -20,10 +20,10 @@ from torch.utils import swap_tensors
 from torch.utils._pytree import tree_iter, tree_leaves
 
 from ptrain.errors import refused
-from ptrain.internals.dispatch import without_modes
-from ptrain.internals.part import replaced
-from ptrain.models.boundary import CodeRaised, boundary
-from ptrain.models.external import raised
+from ptrain.internals.dispatch import disable_modes
+from ptrain.internals.part import replace_attributes
+from ptrain.models.boundary import UserCodeError, convert_exceptions
+from ptrain.models.external import target_fault
 from ptrain.models.ledger import OperatorMode
 from ptrain.spec.function import UserFunction
 
@@ -35,11 +35,11 @@ _STATE = (
 )  # attributes of every nn.Module that hold its state
 
 
-class NeedsValues(Exception):
+class NeedsValuesError(Exception):
     """A constructor needs values of parameters; the message gives the reason."""
 
 
-def hollow(build: Build) -> nn.Module:
+def build_on_meta(build: Build) -> nn.Module:
     """Build a module with its parameters on meta.
 
     Raises:
@@ -51,12 +51,12 @@ def hollow(build: Build) -> nn.Module:
         module = run_constructor(build, 0)
     require_hollow(module)
     if draws.by_own_generator:
-        raise NeedsValues("its constructor draws from a custom random generator")
+        raise NeedsValuesError("its constructor draws from a custom random generator")
     if draws.of_values:
         with without_values():
             other = run_constructor(build, 1)
         if not _are_equal(_left_by(module), _left_by(other)):
-            raise NeedsValues(
+            raise NeedsValuesError(
                 "its constructor draws random numbers for other tensors than parameters"
             )
     return module
@@ -87,7 +87,7 @@ def without_values(
             empty(param)
         register(module, name, param)
 
-    with replaced(nn.Module, register_parameter=registered):
+    with replace_attributes(nn.Module, register_parameter=registered):
         yield
 
 
@@ -100,24 +100,24 @@ def run_constructor(build: Build, more: int) -> nn.Module:
     """Return `build(more)`; raise NeedsValues if it raises."""
     try:
         return build(more)
-    except CodeRaised as error:
+    except UserCodeError as error:
         cause = error.__cause__
-        if isinstance(cause, NeedsValues):
+        if isinstance(cause, NeedsValuesError):
             raise cause from None
         words = " ".join(f"{type(cause).__name__}: {cause}".split())
-        raise NeedsValues(f"its constructor fails on the meta device: {words}") from error
+        raise NeedsValuesError(f"its constructor fails on the meta device: {words}") from error
 
 
 def require_hollow(module: nn.Module) -> None:
     """Raise NeedsValues for a parameter with values, or another tensor without."""
     parameters = [*module.parameters()]
     if not parameters or not all(parameter.is_meta for parameter in parameters):
-        raise NeedsValues("one of its parameters is not a torch.nn.Parameter of a module")
+        raise NeedsValuesError("one of its parameters is not a torch.nn.Parameter of a module")
     for name, child in module.named_modules():
         for attribute, value in _beside_parameters(child):
             if any(isinstance(x, Tensor) and x.is_meta for x in tree_iter(value)):
                 path = f"{name}.{attribute}".lstrip(".")
-                raise NeedsValues(f"its constructor computes {path} from a parameter")
+                raise NeedsValuesError(f"its constructor computes {path} from a parameter")
 
 
 def _beside_parameters(module: nn.Module) -> Iterable[tuple[str, Any]]:
@@ -157,7 +157,7 @@ class _ConstructorDraws(OperatorMode):
         super().__init__()
         self.of_values = self.by_own_generator = False
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         if torch.Tag.nondeterministic_seeded in function.tags:
@@ -172,7 +172,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # torch's layers have one o
 @torch.no_grad()
 def on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module with all tensors on meta."""
-    with without_modes():
+    with disable_modes():
         tensors: dict[int, Any] = {id(buffer): as_meta(buffer) for buffer in module.buffers()}
         for parameter in module.parameters():
             tensors[id(parameter)] = nn.Parameter(as_meta(parameter), parameter.requires_grad)
@@ -204,7 +204,10 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
     if not (empty := _allocate_meta_tensors(module, device)):
         return
     given = ", while its model on the meta device initialized itself,"
-    with boundary(lambda error: raised(function, error, given)), WrittenStorages() as seen:
+    with (
+        convert_exceptions(lambda error: target_fault(function, error, given)),
+        WrittenStorages() as seen,
+    ):
         way = _run_own_initialization(module, device)
     unset = [
         name
@@ -216,7 +219,7 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
         finding = f"{function.target} returned a model on the meta device, and {way} "
         remedy = "Fill every parameter and buffer in a method `init_weights(self)` of the model, "
         remedy += 'or build the model without `torch.device("meta")`.'
-        raise refused(function.place, f"{finding}{unset[0]}{more}", remedy)
+        raise refused(function.target_key, f"{finding}{unset[0]}{more}", remedy)
 
 
 def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> dict[int, Tensor]:
@@ -278,7 +281,7 @@ class WrittenStorages(OperatorMode):
         super().__init__()
         self.keys: set[int] = set()
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         self.keys.update(map(storage_key, written_tensors(function, args, kwargs)))

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.internals.part import replaced
+from ptrain.internals.part import replace_attributes
 
 _FUNCTIONS = (
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
 )  # fmt: skip
 
 
-def dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
+def dropout_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield dotted name and probability of each attribute with a dropout probability above 0."""
     for name, child in module.named_modules():
         yield from ((f"{name}.{key}".lstrip("."), value) for key, value in own_dropouts(child))
@@ -47,10 +47,10 @@ def own_dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
 def drops_out(module: nn.Module) -> bool:
     """Return True if an attribute of some module sets dropout; a trace finds dropout by
     functions."""
-    return any(True for _ in dropouts(module))
+    return any(True for _ in dropout_rates(module))
 
 
-class SwitchedOff:
+class DisabledDropout:
     """A replacement of torch's dropout functions that returns its input.
 
     `drops` is True once a call would have dropped values.
@@ -67,10 +67,10 @@ class SwitchedOff:
 
 
 @contextmanager
-def switched_off() -> Iterator[SwitchedOff]:
+def switched_off() -> Iterator[DisabledDropout]:
     """Temporarily disable torch's dropout functions; attention dropout stays enabled."""
-    off = SwitchedOff()
-    with replaced(F, **dict.fromkeys(_FUNCTIONS, off)):
+    off = DisabledDropout()
+    with replace_attributes(F, **dict.fromkeys(_FUNCTIONS, off)):
         yield off
 
 
@@ -84,11 +84,11 @@ class DropoutCall:
     input: Tensor
     rate: float
     is_in_place: bool
-    before: Callable[..., Tensor]
+    original: Callable[..., Tensor]
 
     def by_before(self) -> Tensor:
         """Return the result of the replaced function."""
-        return self.before(self.input, self.rate, True, self.is_in_place)
+        return self.original(self.input, self.rate, True, self.is_in_place)
 
 
 Drop: TypeAlias = Callable[[DropoutCall], Tensor]
@@ -101,7 +101,7 @@ def dropout_by(drop: Drop) -> Iterator[None]:
     Within `switched_off` it has no effect.
     """
     before: Any = F.dropout
-    if isinstance(before, SwitchedOff):
+    if isinstance(before, DisabledDropout):
         yield
         return
 
@@ -112,7 +112,7 @@ def dropout_by(drop: Drop) -> Iterator[None]:
             return before(input, p, training, inplace)
         return drop(DropoutCall(input, p, inplace, before))
 
-    with replaced(F, dropout=dropped):
+    with replace_attributes(F, dropout=dropped):
         yield
 
 
@@ -180,7 +180,7 @@ def reseed(seed: int) -> None:
 
 
 @contextmanager
-def forked() -> Iterator[None]:
+def fork_generators() -> Iterator[None]:
     """Temporarily allow draws that do not advance the generators for later code."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
@@ -228,7 +228,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     Dropout that does not depend on such an attribute stays.
     """
     with ExitStack() as restored:
-        for name, probability in [*dropouts(module)]:
+        for name, probability in [*dropout_rates(module)]:
             path, _, attribute = name.rpartition(".")
             owner = module.get_submodule(path)
             restored.callback(setattr, owner, attribute, probability)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ptrain.errors import PtrainError
 from ptrain.models.numerics import widen
-from ptrain.models.watch import runs_again
+from ptrain.models.watch import is_recomputing
 from ptrain.spec.block import Activation, Bias, Router
 from ptrain.spec.model import ModelShape
 
@@ -100,28 +100,28 @@ class Journey:
     def __init__(self) -> None:
         self._beside: Callable[[], Tensor] | None = None
 
-    def compute_beside(self, compute: Callable[[], Tensor]) -> None:
+    def set_overlapped(self, compute: Callable[[], Tensor]) -> None:
         """Set the computation that may overlap with the exchange; call it before rows are sent."""
         self._beside = compute
 
-    def computed_beside(self) -> Tensor:
+    def overlapped_result(self) -> Tensor:
         """Return the result of the overlapped computation, after rows are back."""
         assert self._beside is not None, "compute_beside was called first"
         return self._beside()
 
-    def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows for this rank's experts, and the end row of each expert."""
         return x_MC, ends_E
 
-    def rows_back(self, y_MC: Tensor) -> Tensor:
+    def return_rows(self, y_MC: Tensor) -> Tensor:
         """Return the results of the rows that were sent, in their order."""
         return y_MC
 
-    def places_there(self, x_ESC: Tensor) -> Tensor:
+    def send_places(self, x_ESC: Tensor) -> Tensor:
         """Return the places of this rank's experts."""
         return x_ESC
 
-    def places_back(self, y_ESC: Tensor) -> Tensor:
+    def return_places(self, y_ESC: Tensor) -> Tensor:
         """Return the results of the places that were sent."""
         return y_ESC
 
@@ -129,15 +129,15 @@ class Journey:
 OnRows = Callable[[Tensor, Tensor], Tensor]  # (rows [M, C], where each expert's end) -> [M, C]
 
 
-def dropless(
+def run_dropless(
     x_NC: Tensor, chosen_NK: Tensor, num_experts: int, journey: Journey, experts: OnRows
 ) -> Tensor:
     """Return the outputs of each token's experts [N, K, C], without a capacity limit."""
     num_chosen, chosen_M = chosen_NK.shape[1], chosen_NK.flatten()
     order_M = chosen_M.argsort(stable=True)
-    x_MC, ends_E = journey.rows_there(x_NC[order_M // num_chosen], ends_of(chosen_M, num_experts))
+    x_MC, ends_E = journey.send_rows(x_NC[order_M // num_chosen], ends_of(chosen_M, num_experts))
     # handed on, so that what rows become is given back where they set out
-    y_MC = journey.rows_back(experts(x_MC, ends_E))
+    y_MC = journey.return_rows(experts(x_MC, ends_E))
     del x_MC, ends_E
     return y_MC[order_M.argsort()].unflatten(0, (-1, num_chosen))
 
@@ -172,7 +172,7 @@ class RoutedRows(nn.Module):
 
     def forward(self, x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts [N, C]."""
-        rows_NKC = dropless(x_NC, chosen_NK, self.num_all, self.journey(), self._of_own)
+        rows_NKC = run_dropless(x_NC, chosen_NK, self.num_all, self.journey(), self._of_own)
         return (rows_NKC * weights_NK[..., None]).sum(1).to(x_NC.dtype)
 
     def _of_own(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class _TransformersRows(RoutedRows):
         return y_MO
 
 
-def route(model: nn.Module, modules: Iterable[str], number: int) -> None:
+def route_rows(model: nn.Module, modules: Iterable[str], number: int) -> None:
     """Make modules of a model, each with all `number` experts of a layer, sort their rows by
     expert. Their classes are replaced in place, as in torch's fully_shard; rows stay on the rank
     until `journey` is replaced."""
@@ -218,12 +218,12 @@ def route(model: nn.Module, modules: Iterable[str], number: int) -> None:
         experts: Any = model.get_submodule(name)
         if not isinstance(experts, RoutedRows):
             kind: Any = type(experts)
-            experts.__class__ = _routed(kind)
+            experts.__class__ = _routed_class(kind)
             experts.journey, experts.num_all = Journey, number
 
 
 @cache
-def _routed(kind: type) -> type:
+def _routed_class(kind: type) -> type:
     """Return a subclass of a class of experts with the mixin that routes rows."""
     mixin = _TransformersRows if hasattr(kind, _GATE) else RoutedRows
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
@@ -241,11 +241,11 @@ class SampleTokens:
 
     slices = 1
 
-    def summed(self, counts_BE: Tensor) -> Tensor:
+    def sum_counts(self, counts_BE: Tensor) -> Tensor:
         """Return counts over all tokens, given the counts over the rank's tokens."""
         return counts_BE
 
-    def before(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
+    def count_earlier(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
         """Return the number of earlier choices of each choice's expert over all tokens, given the
         number within the rank's tokens. First choices come before second ones, earlier tokens
         before later ones."""
@@ -275,12 +275,12 @@ class Balance(nn.Module):
         """Return the sum of the samples' losses, in at least fp32."""
         losses = []
         if self.shape.aux_loss:
-            losses.append(self.shape.aux_loss * self._unevenness(scores_BTE, chosen_BTK))
+            losses.append(self.shape.aux_loss * self._load_balancing_loss(scores_BTE, chosen_BTK))
         if self.shape.z_loss:  # Zoph et al. 2022 (arXiv:2202.08906), equation 5
             losses.append(self.shape.z_loss * logits_BTE.logsumexp(-1).square().mean(1).sum())
         return losses[0] if len(losses) == 1 else losses[0] + losses[1]
 
-    def _unevenness(self, scores_BTE: Tensor, chosen_BTK: Tensor) -> Tensor:
+    def _load_balancing_loss(self, scores_BTE: Tensor, chosen_BTK: Tensor) -> Tensor:
         """Return the load-balancing loss: the number of experts times the sum, over experts, of
         choice share times mean score. A sample with even shares and scores has 1. See Fedus et al.
         2021 (arXiv:2101.03961, equations 4 to 6); per sample as in DeepSeek-V3 (arXiv:2412.19437,
@@ -294,11 +294,11 @@ class Balance(nn.Module):
             1, chosen_BQ, ones_BQ
         )
         choices = chosen_BQ.shape[1] * self.tokens.slices
-        shares_BE = self.tokens.summed(counts_BE) / choices
+        shares_BE = self.tokens.sum_counts(counts_BE) / choices
         return num_experts * (shares_BE * scores_BTE.mean(1)).sum()
 
 
-def weigh(model: nn.Module, weight: float) -> None:
+def weight_router_losses(model: nn.Module, weight: float) -> None:
     """Multiply the weight of all router losses of a model."""
     for module in model.modules():
         if isinstance(module, Balance):
@@ -316,11 +316,11 @@ def scale_losses(model: nn.Module, scale: Tensor) -> None:
 def with_loss(x: Tensor, loss: Tensor, weight: float, scale: Tensor | None = None) -> Tensor:
     """Return `x`, whose backward pass also sends the gradient `weight` times `scale` to `loss`
     (0-d)."""
-    y: Tensor = _WithLoss.apply(x, loss, weight, scale)
+    y: Tensor = _AddLoss.apply(x, loss, weight, scale)
     return y
 
 
-class _WithLoss(torch.autograd.Function):
+class _AddLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float, scale: Tensor | None) -> Tensor:
         ctx.weight, ctx.scale, ctx.dtype = weight, scale, loss.dtype
@@ -424,9 +424,9 @@ class Gate(nn.Module):
         if self.bias_E is None and self.groups is None:
             weights_NK, chosen_NK = scores_NE.topk(self.num_chosen)
         else:
-            chosen_NK = self._choice(scores_NE.detach())
+            chosen_NK = self._choose_experts(scores_NE.detach())
             weights_NK = scores_NE.gather(1, chosen_NK)
-        if self.load_E is not None and self.training and not runs_again():
+        if self.load_E is not None and self.training and not is_recomputing():
             chosen_M = chosen_NK.flatten()
             self.load_E.scatter_add_(0, chosen_M, torch.ones_like(chosen_M))
         if self.training and self.balance.is_wanted:
@@ -439,7 +439,7 @@ class Gate(nn.Module):
             weights_NK = weights_NK * self.scale
         return weights_NK.to(x_NC.dtype), chosen_NK
 
-    def _choice(self, scores_NE: Tensor) -> Tensor:
+    def _choose_experts(self, scores_NE: Tensor) -> Tensor:
         """Return the experts [N, K] with the highest biased scores: of all groups, or of those
         whose two best scores have the largest sum (DeepSeek-V3, arXiv:2412.19437, equations 15 and
         16, and section 2.1.2 on nodes)."""
@@ -511,24 +511,26 @@ class ExpertPlaces(nn.Module):
         is_own_BQE = F.one_hot(chosen_BQ, self.num_experts)
         before_BQ = (is_own_BQE.cumsum(1) * is_own_BQE).sum(-1) - 1
         samples_B1 = torch.arange(num_samples, device=chosen_BQ.device)[:, None]
-        places_BQ = (chosen_BQ * num_samples + samples_B1) * self._own(num_tokens) + before_BQ
+        places_BQ = (chosen_BQ * num_samples + samples_B1) * self._local_capacity(
+            num_tokens
+        ) + before_BQ
         own = (x_BQ.unflatten(1, (num_chosen, num_tokens)) for x_BQ in (before_BQ, chosen_BQ))
-        before_BQ = self.tokens.before(*own, num_experts=self.num_experts).flatten(1)
-        is_late_BQ = before_BQ >= self._capacity(num_tokens)
-        places_BQ = places_BQ.masked_fill(is_late_BQ, self.number(num_samples, num_tokens))
+        before_BQ = self.tokens.count_earlier(*own, num_experts=self.num_experts).flatten(1)
+        is_late_BQ = before_BQ >= self._sample_capacity(num_tokens)
+        places_BQ = places_BQ.masked_fill(is_late_BQ, self.count_places(num_samples, num_tokens))
         return places_BQ.unflatten(1, (num_chosen, num_tokens)).transpose(1, 2).flatten(0, 1)
 
-    def number(self, num_samples: int, num_tokens: int) -> int:
+    def count_places(self, num_samples: int, num_tokens: int) -> int:
         """Return the number of places of all experts, for `num_tokens` tokens of each sample."""
-        return self.num_experts * num_samples * self._own(num_tokens)
+        return self.num_experts * num_samples * self._local_capacity(num_tokens)
 
-    def _capacity(self, num_tokens: int) -> int:
+    def _sample_capacity(self, num_tokens: int) -> int:
         return self.shape.capacity(num_tokens * self.tokens.slices)
 
-    def _own(self, num_tokens: int) -> int:
+    def _local_capacity(self, num_tokens: int) -> int:
         """Return an expert's places per sample on this rank: its capacity, but at most the rank's
         tokens."""
-        return min(self._capacity(num_tokens), num_tokens)
+        return min(self._sample_capacity(num_tokens), num_tokens)
 
 
 class MoE(nn.Module):
@@ -550,17 +552,19 @@ class MoE(nn.Module):
         weights_NK, chosen_NK = self.router(x_BTC)
         journey = self.journey()
         if (shared := self.shared) is not None:
-            journey.compute_beside(lambda: shared(x_BTC))
+            journey.set_overlapped(lambda: shared(x_BTC))
         if self.places is None:
-            rows_NKC = dropless(x_NC, chosen_NK, self.experts.num_experts, journey, self.experts)
+            rows_NKC = run_dropless(
+                x_NC, chosen_NK, self.experts.num_experts, journey, self.experts
+            )
         else:
             places_NK = self.places(chosen_NK.unflatten(0, x_BTC.shape[:2]))
-            num_places = self.places.number(*x_BTC.shape[:2])
-            rows_NKC = self._in_places(journey, x_NC, places_NK, num_places)
+            num_places = self.places.count_places(*x_BTC.shape[:2])
+            rows_NKC = self._run_with_capacity(journey, x_NC, places_NK, num_places)
         y_BTC = (rows_NKC * weights_NK[..., None]).sum(1).view_as(x_BTC)
-        return y_BTC if shared is None else y_BTC + journey.computed_beside()
+        return y_BTC if shared is None else y_BTC + journey.overlapped_result()
 
-    def _in_places(
+    def _run_with_capacity(
         self, journey: Journey, x_NC: Tensor, places_NK: Tensor, num_places: int
     ) -> Tensor:
         """Return the outputs of each token's experts [N, K, C]; zeros for choices without a
@@ -569,9 +573,9 @@ class MoE(nn.Module):
         tokens_S = places_NK.new_full((num_places + 1,), len(x_NC))  # an empty place has row N
         owners_NK = torch.arange(len(x_NC), device=x_NC.device)[:, None].expand_as(places_NK)
         tokens_S = tokens_S.scatter(0, places_NK.flatten(), owners_NK.flatten())[:-1]
-        x_ESC = journey.places_there(
+        x_ESC = journey.send_places(
             F.pad(x_NC, (0, 0, 0, 1))[tokens_S].unflatten(0, (num_experts, -1))
         )
-        y_ESC = journey.places_back(self.experts(x_ESC))
+        y_ESC = journey.return_places(self.experts(x_ESC))
         del x_ESC
         return F.pad(y_ESC.flatten(0, 1), (0, 0, 0, 1))[places_NK]

@@ -24,6 +24,6 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def capped(x: Tensor, cap: float | None) -> Tensor:
+def cap_values(x: Tensor, cap: float | None) -> Tensor:
     """Return `x` bounded to ±cap by tanh, or `x` itself if `cap` is None."""
     return x if cap is None else torch.tanh(x / cap) * cap

@@ -36,15 +36,15 @@ from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ptrain.errors import refused
-from ptrain.internals.autograd import next_number, number_of
+from ptrain.internals.autograd import next_sequence_number, sequence_number
 from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
-from ptrain.internals.part import replaced
-from ptrain.models.boundary import kind_of
+from ptrain.internals.part import replace_attributes
+from ptrain.models.boundary import describe_value
 from ptrain.models.cross_entropy import IGNORED, token_loss_sum
-from ptrain.models.external import dataset_of, resolved
+from ptrain.models.external import dataset_of, resolve_target
 from ptrain.models.numerics import TORCH_DTYPES, widen
 from ptrain.models.transformer import Transformer
-from ptrain.models.watch import watching
+from ptrain.models.watch import watch_modules
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ChunkedLoss
@@ -62,14 +62,14 @@ class ModelCalls:
         self._spans: list[range] = []
 
     @property
-    def count(self) -> int:
+    def num_calls(self) -> int:
         return len(self._spans)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Temporarily record calls of the model. Its output does not change."""
         root = [("", self._model)]
-        with watching(root, before=self._begin, after=self._end, is_first=True):
+        with watch_modules(root, before=self._begin, after=self._end, is_first=True):
             yield
 
     def used_beside(self, loss: Tensor) -> list[str]:
@@ -83,13 +83,13 @@ class ModelCalls:
         return [name for name in names.values() if name in beside]
 
     def _is_within(self, node: Node | None) -> bool:
-        return node is not None and any(number_of(node) in span for span in self._spans)
+        return node is not None and any(sequence_number(node) in span for span in self._spans)
 
     def _begin(self, *_: object) -> None:
-        self._begun.append(next_number())
+        self._begun.append(next_sequence_number())
 
     def _end(self, *_: object) -> None:
-        self._spans.append(range(self._begun.pop(), next_number()))
+        self._spans.append(range(self._begun.pop(), next_sequence_number()))
 
 
 def uses_of_leaves(tensor: Tensor) -> Iterator[tuple[Tensor, Node | None]]:
@@ -183,11 +183,11 @@ class SampleBatch:
         """The number of samples."""
         return len(self.tensors[0])
 
-    def between(self, start: int, end: int) -> SampleBatch:
+    def slice_rows(self, start: int, end: int) -> SampleBatch:
         """Return the samples from `start` up to `end`, as views."""
         return SampleBatch(tree_map(lambda leaf: leaf[start:end], self.data))
 
-    def of(self, rows: list[int]) -> SampleBatch:
+    def select_rows(self, rows: list[int]) -> SampleBatch:
         """Return the samples of these rows."""
         return SampleBatch(tree_map(lambda leaf: leaf[rows], self.data))
 
@@ -258,28 +258,28 @@ def sample_batch(
         SpecError: The dataset cannot be read.
     """
     rows = spec.batch.micro if rows is None else rows
-    if (first := _first(spec)) is None:
+    if (first := _first_sample(spec)) is None:
         shape = rows, spec.batch.sequence + 1
         return of_tokens(torch.zeros(shape, dtype=torch.int64, device=device))
-    of_leaf = _repeated if detect_fake_mode() is None else _zeros
+    of_leaf = _repeat_leaf if detect_fake_mode() is None else _zero_leaf
     return SampleBatch(tree_map(lambda leaf: of_leaf(leaf, rows, device), first.data))
 
 
 def sample_bytes(spec: Spec) -> int | None:
     """Return the bytes of one sample of the user's dataset; None for token data."""
-    first = _first(spec)
+    first = _first_sample(spec)
     return None if first is None else sum(leaf.nbytes for leaf in first.tensors)
 
 
 def in_dtype_of(spec: Spec, data: Any) -> SampleBatch:
     """Return collated samples with floating-point tensors cast to the spec's compute dtype."""
-    dtype = TORCH_DTYPES[spec.precision.effective.parameters]
+    dtype = TORCH_DTYPES[spec.precision.effective_layout.parameters]
     return SampleBatch(
         tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, data)
     )
 
 
-def _first(spec: Spec) -> SampleBatch | None:
+def _first_sample(spec: Spec) -> SampleBatch | None:
     """Return sample 0 of the user's dataset, as a batch of one; None for token data."""
     if (function := spec.data.function) is None:
         return None
@@ -287,11 +287,11 @@ def _first(spec: Spec) -> SampleBatch | None:
         return in_dtype_of(spec, dataset_of(function).first)
 
 
-def _zeros(leaf: Tensor, rows: int, device: torch.device | None) -> Tensor:
+def _zero_leaf(leaf: Tensor, rows: int, device: torch.device | None) -> Tensor:
     return torch.zeros((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
 
 
-def _repeated(leaf: Tensor, rows: int, device: torch.device | None) -> Tensor:
+def _repeat_leaf(leaf: Tensor, rows: int, device: torch.device | None) -> Tensor:
     return leaf.to(device).repeat_interleave(rows, dim=0)
 
 
@@ -312,9 +312,9 @@ class Objective:
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Run the model forward, and return the loss."""
         output = model(samples.inputs)
-        return self.of(output, samples)
+        return self.compute_loss(output, samples)
 
-    def of(self, output: Any, samples: SampleBatch) -> Tensor:
+    def compute_loss(self, output: Any, samples: SampleBatch) -> Tensor:
         """Return the loss of a model's output."""
         return token_loss_sum(output, samples.targets, self.padding)
 
@@ -329,7 +329,7 @@ class Objective:
 
     def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
         """Return the loss of the result of `forward`."""
-        return self.of(output, samples)
+        return self.compute_loss(output, samples)
 
     def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
         """Return the divisor of these samples' loss, so that the losses of a global batch sum to
@@ -337,7 +337,7 @@ class Objective:
         return batch.global_tokens
 
 
-class OfOutput(Objective):
+class OutputLoss(Objective):
     """The mean loss that a user's function computes from the model's output and the batch.
 
     Every call raises SpecError if the result is no loss.
@@ -348,9 +348,9 @@ class OfOutput(Objective):
     def __init__(self, function: UserFunction) -> None:
         super().__init__()
         self.function = function
-        self._call: Any = resolved(function, *self.given)
+        self._call: Any = resolve_target(function, *self.given)
 
-    def of(self, output: Any, samples: SampleBatch) -> Tensor:
+    def compute_loss(self, output: Any, samples: SampleBatch) -> Tensor:
         loss = self._call(output, samples.contiguous, **self.function.arguments)
         return _require_loss(loss, self.function)
 
@@ -364,7 +364,7 @@ class OfOutput(Objective):
         return batch.global_samples / samples.rows
 
 
-class OfModel(OfOutput):
+class ModelLoss(OutputLoss):
     """The mean loss that a user's function computes with the model and the batch."""
 
     given = ("model", "batch")
@@ -376,18 +376,18 @@ class OfModel(OfOutput):
             SpecError: The function does not call the model, so that no hook of its wrapper runs.
         """
         calls = ModelCalls(model)
-        with calls.watching():
-            loss = self.of(model, samples)
-        if not calls.count:
+        with calls.watch():
+            loss = self.compute_loss(model, samples)
+        if not calls.num_calls:
             raise refused(
-                self.function.place,
+                self.function.target_key,
                 f"{self.function.target} does not call the model",
                 f"Call `model(…)` in it: {AROUND_CALLS}",
             )
         return loss
 
     def forward(self, model: Any, samples: SampleBatch) -> Tensor:
-        return self.of(model, samples)
+        return self.compute_loss(model, samples)
 
 
 def objective_of(spec: Spec) -> Objective:
@@ -398,9 +398,9 @@ def objective_of(spec: Spec) -> Objective:
     """
     loss = spec.loss
     if loss.step is not None:
-        return OfModel(loss.step)
+        return ModelLoss(loss.step)
     if loss.function is not None:
-        return OfOutput(loss.function)
+        return OutputLoss(loss.function)
     return Objective(spec.vocab_padding)
 
 
@@ -411,11 +411,13 @@ def _require_loss(loss: object, function: UserFunction) -> Tensor:
         SpecError: It is not.
     """
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        raise refused(function.place, f"{function.target} returned {kind_of(loss)}", _LOSS)
+        raise refused(
+            function.target_key, f"{function.target} returned {describe_value(loss)}", _LOSS
+        )
     if torch.is_grad_enabled() and not loss.requires_grad:
         finding = f"{function.target} returned a loss that depends on no trainable "
         raise refused(
-            function.place, f"{finding}parameter", "Compute it from the output of the model."
+            function.target_key, f"{finding}parameter", "Compute it from the output of the model."
         )
     return loss
 
@@ -425,7 +427,7 @@ Make = Callable[[Tensor], Tensor]  # returns the logits of hidden states
 LossOf = Callable[[Tensor, Tensor, int], Tensor]
 
 
-class LossInside:
+class LossInHead:
     """A change of a model's head, which returns the summed loss instead of logits while targets
     are set."""
 
@@ -433,10 +435,10 @@ class LossInside:
         self.step, self.loss = step, loss
         self.targets: Tensor | None = None
 
-    def given(self, targets_BT: Tensor) -> AbstractContextManager[None]:
+    def provide_targets(self, targets_BT: Tensor) -> AbstractContextManager[None]:
         """Temporarily make the model return the summed loss (0-d) of these targets. IGNORED targets
         have no loss."""
-        return replaced(self, targets=targets_BT)
+        return replace_attributes(self, targets=targets_BT)
 
     def attach(self, model: nn.Module, head: str) -> None:
         """Change a model, or the stage of it that computes the logits.
@@ -445,38 +447,40 @@ class LossInside:
             model: The model, changed in place.
             head: The path of the module that computes the logits; unused for built-in models.
         """
-        if (module := _head(model, head)) is None:
+        if (module := _find_head(model, head)) is None:
             assert isinstance(model, Transformer), "other models have a head"
             plain = model.logits
-            model.__dict__["logits"] = lambda x_BTC: self._instead(model.embed, plain, x_BTC)
+            model.__dict__["logits"] = lambda x_BTC: self._logits_or_loss(model.embed, plain, x_BTC)
         else:
             module.__class__ = _with_loss(type(module), self)
 
     @staticmethod
     def detach(model: nn.Module, head: str) -> None:
         """Undo `attach`."""
-        if (module := _head(model, head)) is None:
+        if (module := _find_head(model, head)) is None:
             del model.__dict__["logits"]
         else:
             module.__class__ = type(module).__base__
 
-    def _instead(self, owner: nn.Module, make: Make, x_BTC: Tensor) -> Tensor:
+    def _logits_or_loss(self, owner: nn.Module, make: Make, x_BTC: Tensor) -> Tensor:
         """Return the logits of hidden states, or their summed loss while targets are set."""
         if self.targets is None:
             return make(x_BTC)
         assert x_BTC.shape[:-1] == self.targets.shape, "the head receives all tokens"
         targets_N = self.targets.flatten()
         if self.step.fused:
-            return _fused(x_BTC.flatten(0, 1), targets_N, owner, self.step.tokens)
-        x_BTC, whole = _local(x_BTC)
+            return _fused_loss(x_BTC.flatten(0, 1), targets_N, owner, self.step.tokens)
+        x_BTC, whole = _to_plain_tensor(x_BTC)
         chunks = zip(
             x_BTC.flatten(0, 1).split(self.step.tokens),
             targets_N.split(self.step.tokens),
             strict=True,
         )
-        return sum_of(self._again(lambda x: make(whole(x)), x, targets) for x, targets in chunks)
+        return sum_of(
+            self._recomputed_loss(lambda x: make(whole(x)), x, targets) for x, targets in chunks
+        )
 
-    def _again(self, make: Make, x_NC: Tensor, targets_N: Tensor) -> Tensor:
+    def _recomputed_loss(self, make: Make, x_NC: Tensor, targets_N: Tensor) -> Tensor:
         """Return the loss of a chunk, and recompute its logits in backward. The chunk is passed as
         one sample, because a head may expect [batch, tokens, features]."""
 
@@ -505,7 +509,7 @@ def can_fuse() -> bool:
     return hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
 
 
-def _fused(x_NC: Tensor, targets_N: Tensor, owner: nn.Module, tokens: int) -> Tensor:
+def _fused_loss(x_NC: Tensor, targets_N: Tensor, owner: nn.Module, tokens: int) -> Tensor:
     """Return the loss by torch's fused operator, summed here over tokens, because the operator's
     sum is rounded to the compute dtype."""
     weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
@@ -521,23 +525,23 @@ def _fused(x_NC: Tensor, targets_N: Tensor, owner: nn.Module, tokens: int) -> Te
     return widen(losses_N).sum()
 
 
-def _head(model: nn.Module, name: str) -> nn.Module | None:
+def _find_head(model: nn.Module, name: str) -> nn.Module | None:
     """Return the module that computes the logits; None for a built-in model with a tied head."""
     return model.head if isinstance(model, Transformer) else model.get_submodule(name)
 
 
-def _with_loss(kind: Any, inside: LossInside) -> type:
+def _with_loss(kind: Any, inside: LossInHead) -> type:
     """Return a subclass of the head's class, so that its hooks run once around all chunks."""
 
     class Head(kind):
         def forward(self, x_BTC: Tensor) -> Tensor:
-            return inside._instead(self, super().forward, x_BTC)
+            return inside._logits_or_loss(self, super().forward, x_BTC)
 
     Head.__name__ = Head.__qualname__ = kind.__name__
     return Head
 
 
-def _local(x_BTC: Tensor) -> tuple[Tensor, Make]:
+def _to_plain_tensor(x_BTC: Tensor) -> tuple[Tensor, Make]:
     """Return replicated hidden states as a plain tensor, and a function that makes a chunk of them
     a DTensor again.
 
@@ -546,10 +550,10 @@ def _local(x_BTC: Tensor) -> tuple[Tensor, Make]:
     if not isinstance(x_BTC, DTensor):
         return x_BTC, lambda x: x
     mesh = x_BTC.device_mesh
-    return x_BTC.to_local(grad_placements=[Partial()]), lambda x: _Whole.apply(x, mesh)
+    return x_BTC.to_local(grad_placements=[Partial()]), lambda x: _ReplicatedTensor.apply(x, mesh)
 
 
-class _Whole(torch.autograd.Function):
+class _ReplicatedTensor(torch.autograd.Function):
     """A replicated DTensor of a plain tensor, whose gradient stays a partial sum."""
 
     @staticmethod

@@ -73,12 +73,12 @@ class Projections:
         self._features: dict[str, int] = {}
         self._pieces: dict[str, set[tuple[int, int]]] = {}  # first feature and number of features
 
-    def gives(self, name: str, output: torch.Tensor) -> None:
+    def register_output(self, name: str, output: torch.Tensor) -> None:
         """Register the output of a layer."""
         self._features[name] = features = output.shape[-1]
         self._outputs[storage_of(output)] = name, features, output.numel()
 
-    def see(self, read: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+    def record_views(self, read: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
         """Record the results of an operator that are views of part of a layer's output."""
         whole = {storage_of(tensor) for tensor in read if self.is_whole(tensor)}
         for tensor in results:
@@ -90,7 +90,7 @@ class Projections:
                     piece = tensor.storage_offset() % features, number
                     self._pieces.setdefault(name, set()).add(piece)
 
-    def lengths(self, name: str) -> tuple[int, ...]:
+    def projection_widths(self, name: str) -> tuple[int, ...]:
         """Return the widths of a layer's projections, or () if it is a single one.
 
         Views count as projections if they tile the output's features without gaps.
@@ -100,7 +100,7 @@ class Projections:
         is_tiled = [0, *ends] == [*(first for first, _ in pieces), self._features.get(name)]
         return tuple(number for _, number in pieces) if is_tiled and len(pieces) > 1 else ()
 
-    def owner(self, tensor: torch.Tensor) -> str:
+    def owner_of(self, tensor: torch.Tensor) -> str:
         """Return the name of the layer whose output the tensor is or views, or ""."""
         return self._outputs.get(storage_of(tensor), ("", 0, -1))[0]
 
@@ -117,7 +117,7 @@ VIEWS = frozenset(
 _APART = VIEWS | {"aten::glu", "aten::index_select", "aten::unsafe_split", "aten::cat"}
 
 
-def _places(tensor: torch.Tensor, cut: int, result: torch.Tensor) -> Iterable[int]:
+def _candidate_dims(tensor: torch.Tensor, cut: int, result: torch.Tensor) -> Iterable[int]:
     """Yield the dimensions of a result that may be the sharded one: same size, same place from an
     end."""
     from_end = cut - tensor.dim() + result.dim()
@@ -141,7 +141,7 @@ _UNFLATTENED = (torch.Tensor.unflatten, torch.unflatten)
 _RESHAPED = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 
-class Parting:
+class ShardChecks:
     """The checks of operators and views on feature shards.
 
     Splitting the direct output of a column layer is valid if the pieces are its projections, which
@@ -155,12 +155,12 @@ class Parting:
         self._extents: OfStorages[int] = WeakKeyDictionary()
         self._if_not_projections: list[tuple[str, int, Problem]] = []  # layer, their number
 
-    def gives(self, column: str, output: torch.Tensor) -> None:
+    def register_output(self, column: str, output: torch.Tensor) -> None:
         """Register the output of a column layer, whose last dimension is sharded."""
-        self.projections.gives(column, output)
-        self._keep(output, output.dim() - 1)
+        self.projections.register_output(column, output)
+        self._set_sharded_dim(output, output.dim() - 1)
 
-    def operator(
+    def check_operator(
         self,
         function: Any,
         args: tuple[Any, ...],
@@ -180,14 +180,14 @@ class Parting:
         for tensor, column in slices:
             if self._is_parted(function, args, kwargs, tensor):
                 name = function._schema.name
-                problem = _parted(name, column, where)
+                problem = _split_problem(name, column, where)
                 is_all = self.projections.is_whole(tensor)
-                if name in VIEWS and is_all and (owner := self.projections.owner(tensor)):
+                if name in VIEWS and is_all and (owner := self.projections.owner_of(tensor)):
                     self._if_not_projections.append((owner, 0, problem))
                 else:
                     yield problem
 
-    def view(
+    def check_view(
         self,
         tensor: torch.Tensor,
         sizes: tuple[int, ...],
@@ -197,18 +197,18 @@ class Parting:
     ) -> Iterator[Problem]:
         """Yield a problem if a shard is viewed as a fixed number of heads with an inferred
         width."""
-        before, after = self._dimension(tensor), self._dimension(view)
+        before, after = self._sharded_dim(tensor), self._sharded_dim(view)
         if before is None or after is None or -1 not in sizes[after + 1 :]:
             return
         if view.shape[after] < tensor.shape[before]:
-            problem = _counted(sizes[sizes.index(-1, after) - 1], column, where)
+            problem = _fixed_heads_problem(sizes[sizes.index(-1, after) - 1], column, where)
             may_be_projections = sizes[after + 1] == -1 and self.projections.is_whole(tensor)
-            if may_be_projections and (owner := self.projections.owner(tensor)):
+            if may_be_projections and (owner := self.projections.owner_of(tensor)):
                 self._if_not_projections.append((owner, sizes[after], problem))
             else:
                 yield problem
 
-    def _dimension(self, tensor: torch.Tensor) -> int | None:
+    def _sharded_dim(self, tensor: torch.Tensor) -> int | None:
         """Return the sharded dimension of a tensor, or None if it is unknown."""
         extent = self._extents.get(storage_of(tensor), 0)
         strides = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
@@ -221,15 +221,19 @@ class Parting:
         It is a dimension with the size of an input's sharded dimension, at the same place counted
         from either end.
         """
-        sources = [(tensor, cut) for tensor in read if (cut := self._dimension(tensor)) is not None]
+        sources = [
+            (tensor, cut) for tensor in read if (cut := self._sharded_dim(tensor)) is not None
+        ]
         views = {storage_of(tensor) for tensor in read}
         for result in results:
             if storage_of(result) not in views:
                 places = (
-                    place for tensor, cut in sources for place in _places(tensor, cut, result)
+                    place
+                    for tensor, cut in sources
+                    for place in _candidate_dims(tensor, cut, result)
                 )
                 if (dimension := next(places, None)) is not None:
-                    self._keep(result, dimension)
+                    self._set_sharded_dim(result, dimension)
 
     def _is_parted(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: torch.Tensor
@@ -238,7 +242,7 @@ class Parting:
         dimension."""
         if function._schema.name not in _APART:
             return False
-        cut = self._dimension(tensor)
+        cut = self._sharded_dim(tensor)
         values = {
             declared.name: value if value is not None else declared.default_value
             for declared, value in zip_longest(function._schema.arguments, args)
@@ -253,20 +257,20 @@ class Parting:
             case _:
                 return True
 
-    def _keep(self, tensor: torch.Tensor, dimension: int) -> None:
+    def _set_sharded_dim(self, tensor: torch.Tensor, dimension: int) -> None:
         extent = tensor.stride(dimension) * tensor.shape[dimension]
         self._extents[storage_of(tensor)] = extent
 
-    def end(self) -> Iterator[Problem]:
+    def check_splits(self) -> Iterator[Problem]:
         """Yield the problems of splits that would be valid for projections but turned out to be
         none."""
         for owner, number, problem in self._if_not_projections:
-            lengths = self.projections.lengths(owner)
+            lengths = self.projections.projection_widths(owner)
             if not lengths or number not in (0, len(lengths)):
                 yield problem
 
 
-def _parted(operator: str, column: str, where: str) -> Problem:
+def _split_problem(operator: str, column: str, where: str) -> Problem:
     """Return the problem of an operator that splits or concatenates shards."""
     verb = "concatenates shards" if operator == "aten::cat" else "splits a shard"
     finding = f"in the forward pass of {where}, {operator} {verb} of the features of {column}: "
@@ -275,7 +279,7 @@ def _parted(operator: str, column: str, where: str) -> Problem:
     return finding, f"{remedy}or remove its role and the role of its row."
 
 
-def _counted(heads: int, column: str, where: str) -> Problem:
+def _fixed_heads_problem(heads: int, column: str, where: str) -> Problem:
     """Return the problem of a view with a fixed number of heads."""
     finding = (
         f"the forward pass of {where} splits the output of {column} into {heads} heads "
@@ -308,7 +312,7 @@ class ViewCalls(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _RESHAPED or func in _UNFLATTENED:
             tensor, *others = (*args, *(kwargs or {}).values())
-            sizes = _flat(others)
+            sizes = _view_sizes(others)
             if func in _UNFLATTENED and sizes is not None:
                 shape, at = tuple(tensor.shape), sizes[0] % tensor.dim()
                 sizes = (*shape[:at], *sizes[1:], *shape[at + 1 :])
@@ -317,7 +321,7 @@ class ViewCalls(TorchFunctionMode):
         return result
 
 
-def _flat(written: list[Any]) -> tuple[int, ...] | None:
+def _view_sizes(written: list[Any]) -> tuple[int, ...] | None:
     """Return the sizes of a view call as one tuple, or None if it changes the dtype instead."""
     sizes = [
         s for value in written for s in (value if isinstance(value, list | tuple) else [value])
@@ -337,7 +341,7 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
-def features(module: nn.Module) -> tuple[int, int]:
+def linear_features(module: nn.Module) -> tuple[int, int]:
     """Return (inputs, outputs) of a linear layer."""
     first, second = module.get_parameter("weight").shape
     return (first, second) if is_transposed(module) else (second, first)

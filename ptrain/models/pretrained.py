@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.internals.part import replaced
-from ptrain.models.boundary import boundary
+from ptrain.internals.part import replace_attributes
+from ptrain.models.boundary import convert_exceptions
 from ptrain.models.meta import has_memory
 from ptrain.models.published_config import (
     EXPERTS,
@@ -38,14 +38,14 @@ from ptrain.models.published_config import (
     StoredTensor,
     experts_setting,
     faults_of_class,
-    stored,
-    taken,
+    select_fields,
+    stored_tensor,
 )
-from ptrain.models.window import Window, stretches
+from ptrain.models.window import Window, split_window
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.resolve_sections import CONFIG
-from ptrain.spec.slips import near_word
+from ptrain.spec.slips import suggest_word
 
 # Fields that ptrain sets: no key-value cache. Attention and dtypes come from the spec.
 _FIXED = {"use_cache": False}
@@ -73,7 +73,7 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
         named = _class_of(model.hf)
     except SpecError as error:  # a class with custom code is often unknown too
         raise SpecError(*faults_of_class(model.config), *error.faults) from error
-    config = _config(named, model)
+    config = _build_config(named, model)
     _require_plain_loss(named, config, "model.config")
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions < sequence:
@@ -82,7 +82,7 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
             f"max_position_embeddings is {positions}, but a sample has {sequence} tokens",
             f"Set `max_position_embeddings` to {sequence} or more.",
         )
-    with boundary(partial(_unbuilt, named, _attention(named, model))):
+    with convert_exceptions(partial(_build_fault, named, _choose_attention(named, model))):
         module: nn.Module = _with_logits(named)(config)
         is_flex = model.attention is Attention.FLEX  # a CPU would compile it for minutes
         is_real = all(has_memory(parameter) for parameter in module.parameters())
@@ -114,13 +114,13 @@ def layers_of(model: HuggingFaceModel) -> int | None:
     """Return the number of layers in the config, or None; raise SpecError as
     `build_hugging_face`."""
     require_transformers(model)
-    layers = getattr(_config(_class_of(model.hf), model), _LAYERS, None)
+    layers = getattr(_build_config(_class_of(model.hf), model), _LAYERS, None)
     return layers if isinstance(layers, int) else None
 
 
 def ignored_fields(model: HuggingFaceModel) -> tuple[str, ...]:
     """Return the fields of a full config that have no effect, each with the reason."""
-    return taken(_class_of(model.hf), model.config).ignored
+    return select_fields(_class_of(model.hf), model.config).ignored
 
 
 def config_of_class(model: HuggingFaceModel) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def config_of_class(model: HuggingFaceModel) -> dict[str, Any]:
     that nothing here reads. Raise SpecError as `build_hugging_face`."""
     require_transformers(model)
     named = _class_of(model.hf)
-    fields: dict[str, Any] = json.loads(_config(named, model).to_json_string())
+    fields: dict[str, Any] = json.loads(_build_config(named, model).to_json_string())
     said = {name: value for name, value in model.config.items() if name != EXPERTS}
     kept = {name: said.get(name, True) for name in _FIXED}  # the cache is used after training
     return {**said, **fields, **kept, "architectures": [named.__name__]}
@@ -141,19 +141,24 @@ def as_saved(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # older versions keep the layout of files
         return state
-    with boundary(
-        lambda error: _unfit(f"the layout of its tensors in files is unknown: {_line(error)}")
+    with convert_exceptions(
+        lambda error: _config_field_fault(
+            f"the layout of its tensors in files is unknown: {_one_line_message(error)}"
+        )
     ):
         saved: dict[str, Tensor] = revert_weight_conversion(module, state)
     return saved
 
 
-def unreal(model: HuggingFaceModel) -> nn.Module:
+def build_meta_module(model: HuggingFaceModel) -> nn.Module:
     """Return the module on the meta device; raise SpecError as `build_hugging_face`."""
     require_transformers(model)
     named = _class_of(model.hf)
-    config = _config(named, model)
-    with boundary(partial(_unbuilt, named, _attention(named, model))), torch.device("meta"):
+    config = _build_config(named, model)
+    with (
+        convert_exceptions(partial(_build_fault, named, _choose_attention(named, model))),
+        torch.device("meta"),
+    ):
         module: nn.Module = _with_logits(named)(config)
     return module
 
@@ -171,7 +176,7 @@ def with_layers(model: HuggingFaceModel, layers: int) -> HuggingFaceModel:
     return replace(model, config={**config, names[-1]: layers}, pretrained=None)
 
 
-def _attention(named: type, model: HuggingFaceModel) -> Attention:
+def _choose_attention(named: type, model: HuggingFaceModel) -> Attention:
     """Return the spec's attention, else SDPA if the class supports it, as transformers chooses."""
     if model.attention is not None:
         return model.attention
@@ -179,21 +184,23 @@ def _attention(named: type, model: HuggingFaceModel) -> Attention:
     return Attention.SDPA if getattr(named, supported, True) else Attention.EAGER
 
 
-def _unbuilt(named: type, attention: Attention, error: BaseException) -> Fault:
+def _build_fault(named: type, attention: Attention, error: BaseException) -> Fault:
     _, supported = _KINDS[attention]
     if not getattr(named, supported, True):
         finding, remedy = f"{named.__name__} does not support {attention}", "Use `attention=eager`."
         return Fault(place="attention", finding=finding, remedy=remedy)
-    return _unfit(f"{named.__name__} cannot be built from this config: {_line(error)}")
+    return _config_field_fault(
+        f"{named.__name__} cannot be built from this config: {_one_line_message(error)}"
+    )
 
 
-def _unfit(finding: str) -> Fault:
+def _config_field_fault(finding: str) -> Fault:
     return Fault(
         place="model.config", finding=finding, remedy=("Change the field that the error names.")
     )
 
 
-def masks() -> ModuleType:
+def masks_module() -> ModuleType:
     """Return the module of transformers that makes attention masks."""
     from transformers import masking_utils
 
@@ -204,8 +211,8 @@ def masks() -> ModuleType:
 def _never_packed() -> AbstractContextManager[None]:
     """Temporarily disable transformers' detection of packed samples, which takes a jump in
     positions for a new sample; here the positions are a rank's chunks of one sample."""
-    looks = hasattr(masks(), PACKED)  # older versions have no detection
-    return replaced(masks(), **{PACKED: never_packed}) if looks else nullcontext()
+    looks = hasattr(masks_module(), PACKED)  # older versions have no detection
+    return replace_attributes(masks_module(), **{PACKED: never_packed}) if looks else nullcontext()
 
 
 def never_packed(position_ids: Tensor) -> None:
@@ -270,31 +277,31 @@ def _class_of(name: str) -> Any:
     kind = kinds.get(name, name.replace("-", "_"))
     if kind not in classes or kind not in CONFIG_MAPPING:
         finding = f"Transformers has no causal language model {name!r}"
-        near = near_word(name, [*classes, *kinds])
+        near = suggest_word(name, [*classes, *kinds])
         raise refused("model.hf", finding, near or "Use a class such as `LlamaForCausalLM`.")
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
     except (ImportError, AttributeError) as error:
         raise refused(
             "model.hf",
-            f"Transformers cannot load {name}: {_line(error)}",
+            f"Transformers cannot load {name}: {_one_line_message(error)}",
             "Install the package that the error names.",
         ) from error
 
 
-def _config(named: Any, model: HuggingFaceModel) -> Any:
+def _build_config(named: Any, model: HuggingFaceModel) -> Any:
     """Build the class's config from the spec's fields.
 
     Raises:
         SpecError: with all faults: fields that the class does not have, and values that it rejects.
     """
-    kind, chosen = named.config_class, taken(named, model.config)
+    kind, chosen = named.config_class, select_fields(named, model.config)
     faults, fields = [*chosen.faults], {**chosen.fields}
-    attention, _ = _KINDS[_attention(named, model)]
-    own = {_ATTENTION: attention, **_experts(fields.get(EXPERTS)), **_FIXED}
+    attention, _ = _KINDS[_choose_attention(named, model)]
+    own = {_ATTENTION: attention, **_experts_field(fields.get(EXPERTS)), **_FIXED}
     while True:  # each attempt names one field, which the next leaves out
         try:
-            with boundary(lambda error: _rejected(kind, error, fields)):
+            with convert_exceptions(lambda error: _rejected_value_fault(kind, error, fields)):
                 config = kind(**{**fields, **own})
             break
         except SpecError as error:
@@ -308,16 +315,16 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
     return config
 
 
-def _rejected(kind: type, error: BaseException, fields: Mapping[str, object]) -> Fault:
+def _rejected_value_fault(kind: type, error: BaseException, fields: Mapping[str, object]) -> Fault:
     """Return the fault of a value that a config rejects, at the field that the error names."""
-    fault = _unfit(f"{kind.__name__} rejects it: {_line(error)}")
-    named = _FIELD.search(_line(error))
+    fault = _config_field_fault(f"{kind.__name__} rejects it: {_one_line_message(error)}")
+    named = _FIELD.search(_one_line_message(error))
     if named is None or named[1] not in fields:
         return fault
     return fault._replace(place=f"{fault.place}.{named[1]}")
 
 
-def _experts(given: object) -> dict[str, object]:
+def _experts_field(given: object) -> dict[str, object]:
     """Return the config field for the implementation of experts; {} for older versions."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
@@ -326,7 +333,7 @@ def _experts(given: object) -> dict[str, object]:
     return experts_setting(ALL_EXPERTS_FUNCTIONS.register, grouped_mm_experts_forward, given)
 
 
-def _line(error: BaseException) -> str:
+def _one_line_message(error: BaseException) -> str:
     """Return an error's message on one line, or its class name."""
     return " ".join(str(error).split()) or type(error).__name__
 
@@ -355,7 +362,7 @@ _TABLES = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 _MOST_INDEX = 2**28  # bytes of an index; a 405B model's has 10^5
 
 
-def _wrong(folder: Path, finding: str, remedy: str = "") -> Exception:
+def _folder_error(folder: Path, finding: str, remedy: str = "") -> Exception:
     usual = "Use a folder of safetensors files that Transformers loads."
     return refused(_PLACE, f"{folder}: {finding}", remedy or usual)
 
@@ -367,27 +374,27 @@ class PretrainedFolder:
 
     def __init__(self, folder: Path, prefixes: Sequence[str] = ()) -> None:
         self.folder, self._prefixes = folder, prefixes
-        safetensors = _safetensors()
+        safetensors = _import_safetensors()
         self._open, self._error = safetensors.safe_open, safetensors.SafetensorError
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.file_of: dict[str, str] = {}
         self.bytes_read = 0  # of tensors, not of headers
-        listed = self._index()
+        listed = self._read_index()
         for file in dict.fromkeys(listed.values()) if listed else [WHOLE]:
             self._read_header(file)
         for name, file in (listed or {}).items():
             if self.file_of.get(name) != file:
                 elsewhere = self.file_of.get(name)
                 has = f"it is in {elsewhere}" if elsewhere else "no file contains it"
-                raise _wrong(folder, f"{INDEX} lists {name} in {file}, but {has}")
+                raise _folder_error(folder, f"{INDEX} lists {name} in {file}, but {has}")
 
-    def called(self, name: str) -> str | None:
+    def find_name(self, name: str) -> str | None:
         """Return a tensor's name in this folder, or None if it is missing."""
         bare = (name.removeprefix(prefix) for prefix in self._prefixes)
         return next((name for name in (name, *bare) if name in self.file_of), None)
 
-    def read(self, piece: StoredPiece, *dtypes: torch.dtype) -> None:
+    def read_piece(self, piece: StoredPiece, *dtypes: torch.dtype) -> None:
         """Write a window of a tensor to its target, rounded to each of `dtypes` in turn; a 0-d
         tensor is one row. The file is mapped again for every MOST_MAPPED bytes, since mapped pages
         count as memory of the process. A window of columns maps full rows."""
@@ -396,7 +403,7 @@ class PretrainedFolder:
             return
         shape = self.shapes[piece.name]
         most = MOST_MAPPED // _ALL_WIDTHS[self.dtypes[piece.name]]
-        for sizes, target in stretches(piece.window, place, shape, most):
+        for sizes, target in split_window(piece.window, place, shape, most):
             with self._open(self.folder / self.file_of[piece.name], "pt") as file:
                 part = file.get_slice(piece.name)[tuple(slice(a, a + n) for a, n in sizes)]
                 self.bytes_read += part.nbytes
@@ -404,41 +411,41 @@ class PretrainedFolder:
                     part = part.to(dtype)
                 target.copy_(part)
 
-    def require(
+    def require_tensor(
         self, name: str, expected: tuple[int, ...], dtype: torch.dtype = torch.float32
     ) -> None:
         """Raise SpecError unless a tensor has this name and shape, in a dtype of weights, or in
         `dtype` if that is no floating-point type."""
         if name not in self.file_of:
-            raise _wrong(self.folder, f"the tensor {name} is missing", _AS_IT_IS)
+            raise _folder_error(self.folder, f"the tensor {name} is missing", _AS_IT_IS)
         if self.shapes[name] != expected:
-            raise _wrong(
+            raise _folder_error(
                 self.folder,
                 f"{name} is {list(self.shapes[name])}, but the model of the spec has {expected}",
                 _AS_IT_IS,
             )
         if not dtype.is_floating_point:
             if _OTHERS.get(self.dtypes[name]) != dtype:
-                raise _wrong(
+                raise _folder_error(
                     self.folder,
                     f"{name} is {self.dtypes[name]}, but the model has {str(dtype)[6:]}",
                     "Save it in the dtype of the model.",
                 )
         elif self.dtypes[name] not in WIDTHS:
-            raise _wrong(
+            raise _folder_error(
                 self.folder, f"{name} is {self.dtypes[name]}; weights must be {', '.join(WIDTHS)}"
             )
 
-    def refuse(self, others: Iterable[str]) -> None:
+    def reject_unused(self, others: Iterable[str]) -> None:
         """Raise SpecError for tensors that the model does not use, except computed tables."""
         if surplus := sorted(name for name in others if not _TABLES.fullmatch(name)):
-            raise _wrong(
+            raise _folder_error(
                 self.folder,
                 f"{len(surplus)} tensors do not belong to this model, for example {surplus[0]}",
                 _AS_IT_IS,
             )
 
-    def _index(self) -> dict[str, str] | None:
+    def _read_index(self) -> dict[str, str] | None:
         path = self.folder / INDEX
         if not path.exists():
             return None
@@ -447,14 +454,14 @@ class PretrainedFolder:
                 raise ValueError("the file is too large for an index")
             files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise _wrong(
+            raise _folder_error(
                 self.folder, f"{INDEX} cannot be read: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(files, dict) or not files:
-            raise _wrong(self.folder, f"{INDEX} lists no tensors")
+            raise _folder_error(self.folder, f"{INDEX} lists no tensors")
         for name, file in files.items():
             if not isinstance(file, str) or not _BARE.fullmatch(file):
-                raise _wrong(
+                raise _folder_error(
                     self.folder,
                     f"{INDEX} lists {name} in {file!r}, which is not a file name in its folder",
                     "Download the folder again from a source that you trust.",
@@ -464,14 +471,14 @@ class PretrainedFolder:
     def _read_header(self, file: str) -> None:
         path = self.folder / file
         if path.is_symlink() and not path.exists():
-            raise _wrong(self.folder, f"{file} is a broken link")
+            raise _folder_error(self.folder, f"{file} is a broken link")
         if not path.is_file():
-            raise _wrong(self.folder, f"there is no {file}")
+            raise _folder_error(self.folder, f"there is no {file}")
         try:
             with self._open(path, "pt") as opened:
                 for name in sorted(opened.keys()):
                     if name in self.file_of:
-                        raise _wrong(
+                        raise _folder_error(
                             self.folder, f"{self.file_of[name]} and {file} both contain {name}"
                         )
                     part = opened.get_slice(name)
@@ -479,7 +486,9 @@ class PretrainedFolder:
                     self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = str(part.get_dtype())
         except (OSError, ValueError, self._error) as error:
-            raise _wrong(self.folder, f"{file} is not a valid safetensors file: {error}") from error
+            raise _folder_error(
+                self.folder, f"{file} is not a valid safetensors file: {error}"
+            ) from error
 
 
 class PretrainedWeights:
@@ -491,22 +500,22 @@ class PretrainedWeights:
         self._shape, self._folder = shape, PretrainedFolder(Path(shape.pretrained), _PREFIXES)
         self._kind = kind_of(Path(shape.pretrained))
 
-    def require(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+    def require_parameters(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Raise SpecError unless the folder has exactly these parameters, by ptrain's names."""
         used: set[str] = set()
         for name, shape in parameters.items():
-            of_files = self._stored(name)
-            for theirs in map(self._called, of_files.names):
+            of_files = self._stored_tensor(name)
+            for theirs in map(self._file_name, of_files.names):
                 used.add(theirs)
-                expected = _expected(shape, of_files)
+                expected = _file_shape(shape, of_files)
                 if name == POSITIONS:
-                    expected = self._longer(theirs, expected)
+                    expected = self._with_file_positions(theirs, expected)
                 elif name in OF_VOCABULARY:  # files have no padding
                     expected = (self._shape.vocab, *expected[1:])
-                self._folder.require(theirs, expected)
-        self._folder.refuse(self._folder.file_of.keys() - used - {"lm_head.weight"})
+                self._folder.require_tensor(theirs, expected)
+        self._folder.reject_unused(self._folder.file_of.keys() - used - {"lm_head.weight"})
 
-    def read(
+    def read_window(
         self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
     ) -> None:
         """Write a window of a parameter to `part`, rounded to `dtype`. Only the first positions are
@@ -519,27 +528,27 @@ class PretrainedWeights:
             if not count:
                 return
             window, part = ((first, count), *others), part[:count]
-        for piece in self._stored(name).pieces(part, window):
-            self._folder.read(piece._replace(name=self._called(piece.name)), dtype)
+        for piece in self._stored_tensor(name).window_pieces(part, window):
+            self._folder.read_piece(piece._replace(name=self._file_name(piece.name)), dtype)
 
     @property
     def bytes_read(self) -> int:
         """The bytes of tensors that this process has read."""
         return self._folder.bytes_read
 
-    def _stored(self, name: str) -> StoredTensor:
-        return stored(self._kind, name, self._shape)
+    def _stored_tensor(self, name: str) -> StoredTensor:
+        return stored_tensor(self._kind, name, self._shape)
 
-    def _called(self, theirs: str) -> str:
+    def _file_name(self, theirs: str) -> str:
         """Return a tensor's name in this folder, or its standard name if it is missing."""
-        return self._folder.called(theirs) or theirs
+        return self._folder.find_name(theirs) or theirs
 
-    def _longer(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...]:
+    def _with_file_positions(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...]:
         """Return the expected shape with as many positions as the folder has; raise SpecError for
         fewer than a sample needs."""
         there = self._folder.shapes.get(name, expected)
         if there[1:] == expected[1:] and there[0] < expected[0]:
-            raise _wrong(
+            raise _folder_error(
                 self._folder.folder,
                 f"it has {there[0]} positions, but a sample has {expected[0]} tokens",
                 f"Use `batch.sequence={there[0]}` or less.",
@@ -547,7 +556,7 @@ class PretrainedWeights:
         return (*there[:1], *expected[1:])
 
 
-def _expected(shape: tuple[int, ...], of_files: StoredTensor) -> tuple[int, ...]:
+def _file_shape(shape: tuple[int, ...], of_files: StoredTensor) -> tuple[int, ...]:
     """Return the shape in files of a parameter with this shape."""
     if of_files.is_stacked:
         return shape[1:]
@@ -564,10 +573,12 @@ def weights_of(shape: ModelShape) -> PretrainedWeights:
 
 def require_weights(module: nn.Module, shape: ModelShape) -> None:
     """Raise SpecError unless a shape's folder has exactly the tensors of `module`."""
-    weights_of(shape).require({name: tuple(p.shape) for name, p in module.named_parameters()})
+    weights_of(shape).require_parameters(
+        {name: tuple(p.shape) for name, p in module.named_parameters()}
+    )
 
 
-def _safetensors() -> Any:
+def _import_safetensors() -> Any:
     try:
         import safetensors
     except ImportError as error:

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import Fault, refused
-from ptrain.models.window import Window, overlaps
+from ptrain.models.window import Window, has_overlapping_rows
 from ptrain.spec.model import ModelShape
 from ptrain.spec.published import find_refused, list_ignored
-from ptrain.spec.slips import ask, close, near_word
+from ptrain.spec.slips import closest_word, did_you_mean, suggest_word
 
 Names = Mapping[str, str]
 
@@ -157,7 +157,7 @@ class StoredTensor:
     is_transposed: bool = False
     section: JoinedRows | None = None
 
-    def pieces(self, part: Tensor, window: Window) -> Iterator[StoredPiece]:
+    def window_pieces(self, part: Tensor, window: Window) -> Iterator[StoredPiece]:
         """Yield the windows of file tensors that fill `part`, which is this window of the
         parameter."""
         (first, count), *others = window
@@ -171,14 +171,14 @@ class StoredTensor:
             window, part = window[::-1], part.T
         yield StoredPiece(self.names[0], window, part)
 
-    def write(self, tensor: Tensor) -> Mapping[str, Tensor]:
+    def to_file_tensors(self, tensor: Tensor) -> Mapping[str, Tensor]:
         """Return the file tensors of this parameter by name; for a fused one, only its rows."""
         if self.is_stacked:
             return dict(zip(self.names, tensor.unbind(), strict=True))
         return {self.names[0]: tensor.T if self.is_transposed else tensor}
 
 
-def stored(kind: str, name: str, shape: ModelShape) -> StoredTensor:
+def stored_tensor(kind: str, name: str, shape: ModelShape) -> StoredTensor:
     """Return the representation of a parameter in files.
 
     Args:
@@ -197,11 +197,11 @@ def stored(kind: str, name: str, shape: ModelShape) -> StoredTensor:
         names=tuple(f"{theirs.format(*places)}.{leaf}" for places in own),
         is_stacked=is_of_experts,
         is_transposed=is_turned and leaf == "weight" and "norm" not in part,
-        section=_section(kind, part, shape),
+        section=_fused_rows(kind, part, shape),
     )
 
 
-def _section(kind: str, part: str, shape: ModelShape) -> JoinedRows | None:
+def _fused_rows(kind: str, part: str, shape: ModelShape) -> JoinedRows | None:
     """Return the rows of a module in the fused file tensor; None if the tensor is not fused."""
     widths = {"query": shape.query_width, "key": shape.kv_width, "value": shape.kv_width}
     for parts in (widths, {"gate": shape.ffn, "up": shape.ffn}):
@@ -262,7 +262,7 @@ def _is_grouped(module: nn.Module, hidden_ND: Tensor) -> bool:
     weights = [*module.parameters()]
     widths = (width for weight in weights for width in weight.shape[1:])
     aligned = all(width * hidden_ND.itemsize % _ALIGNED == 0 for width in widths)
-    return aligned and hidden_ND.dtype in _GROUPED and not any(map(overlaps, weights))
+    return aligned and hidden_ND.dtype in _GROUPED and not any(map(has_overlapping_rows, weights))
 
 
 _OF_FILE = ("architectures", "model_type", "_name_or_path", "transformers_version")
@@ -303,7 +303,7 @@ class TakenConfig:
     faults: tuple[Fault, ...] = ()
 
 
-def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
+def select_fields(named: Any, config: Mapping[str, object]) -> TakenConfig:
     """Select the fields of a spec's config that a class accepts.
 
     Args:
@@ -313,21 +313,21 @@ def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
     Returns:
         The fields, the ignored ones, and all faults.
     """
-    kind, known, faults = named.config_class, _fields(named), [*faults_of_class(config)]
+    kind, known, faults = named.config_class, _accepted_fields(named), [*faults_of_class(config)]
     fields = {**config}
     unread: dict[str, object] = {}
     if is_whole(config):
         given = config.get("model_type", kind.model_type)
         if given != kind.model_type:
             faults.append(
-                _fault(
+                _field_fault(
                     "model_type",
                     f"{given!r}, but {named.__name__} has model_type {kind.model_type!r}",
                     f"Use `model.hf={given}`, or remove `model.hf`.",
                 )
             )
         else:  # fields of another class are not compared
-            faults += _slips(kind, known, config)
+            faults += _misspelled_fields(kind, known, config)
         fields = {name: value for name, value in config.items() if _is_taken(name, known)}
         unread = {
             name: value
@@ -336,7 +336,7 @@ def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
         }
     else:
         passed = {fault.place.removeprefix(_PLACE) for fault in faults}
-        faults += _unknown(kind, known, [name for name in config if name not in passed])
+        faults += _unknown_fields(kind, known, [name for name in config if name not in passed])
     bad = {fault.place for fault in faults}
     fields = {name: value for name, value in fields.items() if _PLACE + name not in bad}
     said = (name for name, by in _SAID_BY.items() if by == "attention" and config.get(name))
@@ -355,12 +355,14 @@ def faults_of_class(config: Mapping[str, object]) -> Iterator[Fault]:
     These are nested models, custom code and quantized weights.
     """
     for fault in find_refused(config):
-        yield _fault(fault.field, fault.finding.removeprefix(f"{fault.field}: "), fault.remedy)
+        yield _field_fault(
+            fault.field, fault.finding.removeprefix(f"{fault.field}: "), fault.remedy
+        )
     for field, value in config.items():
         is_model = isinstance(value, Mapping) and value and field.endswith("_config")
         if is_model and field != "quantization_config":
             finding = f"not supported yet: {field} is a nested model, as in multimodal "
-            yield _fault(
+            yield _field_fault(
                 field,
                 f"{finding}models",
                 "Use the config of its language model only, and set `model.hf` to the "
@@ -373,34 +375,40 @@ def _is_taken(field: str, known: tuple[str, ...]) -> bool:
     return field == EXPERTS or (field in known and field not in (*_OF_FILE, *_SAID_BY))
 
 
-def _slips(kind: Any, known: tuple[str, ...], config: Mapping[str, object]) -> Iterator[Fault]:
+def _misspelled_fields(
+    kind: Any, known: tuple[str, ...], config: Mapping[str, object]
+) -> Iterator[Fault]:
     """Yield a fault for each unknown field of a full file that nearly matches a missing field."""
     missing = [name for name in known if name not in config]
     for field in config:
         is_known = field in (*known, *_OF_FILE, *_SAID_BY, EXPERTS)
-        if not is_known and (near := ask(close(field, missing, cutoff=_TYPO))):
-            yield _fault(field, f"{kind.__name__} has no field {field!r}", near)
+        if not is_known and (near := did_you_mean(closest_word(field, missing, cutoff=_TYPO))):
+            yield _field_fault(field, f"{kind.__name__} has no field {field!r}", near)
 
 
-def _unknown(kind: Any, known: tuple[str, ...], fields: Iterable[str]) -> Iterator[Fault]:
+def _unknown_fields(kind: Any, known: tuple[str, ...], fields: Iterable[str]) -> Iterator[Fault]:
     """Yield a fault for each field that the class lacks or that another part of the spec sets."""
     for field in fields:
         if by := _SAID_BY.get(field):
             remedy = "Remove it."
             if by == "attention":
                 remedy += " Use `attention=eager`, `attention=sdpa` or `attention=flex`."
-            yield _fault(field, f"{field} is set by {by}, not by the config", remedy)
+            yield _field_fault(field, f"{field} is set by {by}, not by the config", remedy)
         elif field not in known and field != EXPERTS:
-            near = near_word(field, known)
-            yield _fault(field, f"{kind.__name__} has no field {field!r}", near or _some(known))
+            near = suggest_word(field, known)
+            yield _field_fault(
+                field,
+                f"{kind.__name__} has no field {field!r}",
+                near or _usual_fields_remedy(known),
+            )
 
 
-def _fault(field: str, finding: str, remedy: str) -> Fault:
+def _field_fault(field: str, finding: str, remedy: str) -> Fault:
     return Fault(place=f"{_PLACE}{field}", finding=finding, remedy=remedy)
 
 
 @cache
-def _fields(named: Any) -> tuple[str, ...]:
+def _accepted_fields(named: Any) -> tuple[str, ...]:
     """Return the field names that a class's config accepts.
 
     First come declared fields, then aliases, old names, and names that the code reads if present
@@ -408,11 +416,11 @@ def _fields(named: Any) -> tuple[str, ...]:
     """
     kind = named.config_class
     return tuple(
-        dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, *_read(named)])
+        dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, *_fields_read(named)])
     )
 
 
-def _read(named: Any) -> Iterator[str]:
+def _fields_read(named: Any) -> Iterator[str]:
     """Yield field names that the config classes convert or that the model's module reads by
     getattr."""
     for kind in named.config_class.__mro__:
@@ -428,17 +436,17 @@ def _is_read(named: Any, field: str) -> bool:
     An occurrence of the name in their sources, or in a computed attribute of the config, counts.
     """
     kind = named.config_class
-    if field in (*_OLD_NAMES, *_read(named)):
+    if field in (*_OLD_NAMES, *_fields_read(named)):
         return True
     names = (field, *(name for name, other in kind.attribute_map.items() if other == field))
-    if any(re.search(rf"\b{re.escape(name)}\b", _sources(named)) for name in names):
+    if any(re.search(rf"\b{re.escape(name)}\b", _source_text(named)) for name in names):
         return True
     own = inspect.getsource(sys.modules[kind.__module__])
     return re.search(rf"self\.{re.escape(field)}\b(?! *=[^=])", own) is not None
 
 
 @cache
-def _sources(named: Any) -> str:
+def _source_text(named: Any) -> str:
     """Return the sources of a class's module and of the transformers modules that it uses."""
     module = sys.modules[named.__module__]
     used = {getattr(value, "__module__", None) for value in vars(module).values()}
@@ -447,7 +455,7 @@ def _sources(named: Any) -> str:
     return "".join(map(inspect.getsource, {module, *map(sys.modules.__getitem__, modules)}))
 
 
-def _some(known: tuple[str, ...]) -> str:
+def _usual_fields_remedy(known: tuple[str, ...]) -> str:
     """Return a remedy that lists usual fields of the class."""
     usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     named = [field for field in usual if field in known]

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from ptrain.errors import refused
-from ptrain.facts.roles import roles_of
-from ptrain.models.boundary import raising
-from ptrain.models.cuttable import cutting, matching
+from ptrain.facts.parameters import roles_of
+from ptrain.models.boundary import report_exceptions
+from ptrain.models.cuttable import check_sharding, matching_names
 from ptrain.models.external import named_in_spec
 from ptrain.models.parting import is_transposed
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis, R
-from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, fits, in_any_block
+from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, in_any_block, matches_pattern
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
 
@@ -73,10 +73,10 @@ class _Plan:
 
     place: str
     entries: Mapping[str, str]
-    theirs: bool
+    is_from_transformers: bool
 
 
-def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
+def module_roles(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
     """Return the roles of a custom model's modules, and the widths of fused projections.
 
     Returns:
@@ -93,17 +93,17 @@ def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
             return (), ()
         place, roles, blocks = named_in_spec(module, spec)[0], roles_of(module.shape), []
     else:
-        place, roles = _planned(module, spec)
+        place, roles = _plan_roles(module, spec)
         is_whole = all(f.placement.activations == R for f in spec.factors if f.axis is Axis.TP)
-        blocks = [] if is_whole else _blocks(module, place, spec)
-    shared, fusions = cutting(module, roles, blocks, place, spec)
+        blocks = [] if is_whole else _block_names(module, place, spec)
+    shared, fusions = check_sharding(module, roles, blocks, place, spec)
     cut = tuple(  # a fused projection is recognized by its widths
         (pattern, Role.COLUMN if role is Role.FUSED_COLUMN else role) for pattern, role in roles
     )
-    return (*cut, *shared, *_ends(blocks)), fusions
+    return (*cut, *shared, *_block_roles(blocks)), fusions
 
 
-def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
+def _block_names(module: nn.Module, place: str, spec: Spec) -> list[str]:
     """Return the names of the model's blocks; raise SpecError if it has none."""
     if not (names := blocks_of(module, spec.model.blocks)):
         raise refused(
@@ -114,7 +114,7 @@ def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
     return names
 
 
-def _ends(blocks: list[str]) -> Iterator[tuple[str, Role]]:
+def _block_roles(blocks: list[str]) -> Iterator[tuple[str, Role]]:
     """Yield the roles of blocks, between which ranks hold token shards."""
     if blocks:
         yield from ((pattern, Role.BLOCK) for pattern in dict.fromkeys(map(in_any_block, blocks)))
@@ -122,13 +122,13 @@ def _ends(blocks: list[str]) -> Iterator[tuple[str, Role]]:
         yield blocks[-1], Role.LAST_BLOCK
 
 
-def _planned(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
+def _plan_roles(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
     """Return the place of the plan, and the roles from it."""
     plan = _plan_of(module, spec)
-    roles = tuple(_known(module, plan))
-    if plan.theirs:
+    roles = tuple(_translate_roles(module, plan))
+    if plan.is_from_transformers:
         roles = (*roles, *_whole_inputs(module, roles))
-    return plan.place, (*roles, *_tied(module, roles))
+    return plan.place, (*roles, *_tied_roles(module, roles))
 
 
 def names_of_experts(module: nn.Module, spec: Spec) -> tuple[str, list[str]]:
@@ -139,11 +139,17 @@ def names_of_experts(module: nn.Module, spec: Spec) -> tuple[str, list[str]]:
     """
     plan = _given_plan(module, spec)
     meant = [pattern for pattern, word in plan.entries.items() if word in _OF_EXPERTS]
-    names = [name for name, _ in module.named_modules() if any(fits(x, name) for x in meant)]
+    names = [
+        name for name, _ in module.named_modules() if any(matches_pattern(x, name) for x in meant)
+    ]
     if not names:
         finding = f"{named_in_spec(module, spec)[1]} declares no module that holds all experts of "
         finding += f"a layer{f' (no module is named {meant[0]})' if meant else ''}"
-        raise refused(plan.place, finding, _missing(f'"layers.*.experts": {Role.EXPERTS}', plan))
+        raise refused(
+            plan.place,
+            finding,
+            _missing_entries_remedy(f'"layers.*.experts": {Role.EXPERTS}', plan),
+        )
     return plan.place, names
 
 
@@ -152,13 +158,13 @@ def _given_plan(module: nn.Module, spec: Spec) -> _Plan:
     place, _ = named_in_spec(module, spec)
     if spec.tensor.roles:
         entries = {pattern: role.value for pattern, role in spec.tensor.roles}
-        return _Plan(place="tensor.plan", entries=entries, theirs=False)
+        return _Plan(place="tensor.plan", entries=entries, is_from_transformers=False)
     is_theirs = hasattr(module, "_no_split_modules")
     with plan_of_module(module, "tp_plan", spec):
         own = _their_plan(module) if is_theirs else getattr(module, "tp_plan", None)
     written = own if isinstance(own, Mapping) else {}
     entries = {str(pattern): str(word) for pattern, word in written.items()}
-    return _Plan(place=place, entries=entries, theirs=is_theirs)
+    return _Plan(place=place, entries=entries, is_from_transformers=is_theirs)
 
 
 def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
@@ -168,16 +174,16 @@ def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
         _, name = named_in_spec(module, spec)
         finding = f"{name} has no tensor-parallel plan"
         entries = '"layers.*.mlp.up": column, "layers.*.mlp.down": row, …'
-        raise refused(plan.place, finding, _missing(entries, plan))
+        raise refused(plan.place, finding, _missing_entries_remedy(entries, plan))
     return plan
 
 
-def _missing(entries: str, plan: _Plan) -> str:
+def _missing_entries_remedy(entries: str, plan: _Plan) -> str:
     """Return the remedy for a plan that lacks entries."""
     remedy = f"Add `tensor: {{plan: {{{entries}}}}}`."
     return (
         remedy
-        if plan.theirs
+        if plan.is_from_transformers
         else (f"{remedy} Or set the attribute `tp_plan` of the module to this mapping.")
     )
 
@@ -186,7 +192,9 @@ def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractCon
     """Temporarily turn exceptions into SpecError while a plan attribute, maybe a property, is
     read."""
     place, name = named_in_spec(module, spec)
-    return raising(place, f"{attribute} of {name}", "Correct the attribute, or remove it.")
+    return report_exceptions(
+        place, f"{attribute} of {name}", "Correct the attribute, or remove it."
+    )
 
 
 def _their_plan(module: nn.Module) -> dict[str, str]:
@@ -209,13 +217,13 @@ def _their_plan(module: nn.Module) -> dict[str, str]:
     return {**named, **(getattr(type(module), "_tp_plan", None) or {}), **own}
 
 
-def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
+def _translate_roles(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
     """Yield the plan's (pattern, role) pairs in ptrain's roles; raise SpecError for an invalid
     entry."""
     for pattern, word in plan.entries.items():
         is_count = word == Role.COUNT
-        names = list((_counting if is_count else matching)(module, pattern))
-        is_head = any(module.get_submodule(name) is _head(module) for name in names)
+        names = list((_count_modules if is_count else matching_names)(module, pattern))
+        is_head = any(module.get_submodule(name) is _output_head(module) for name in names)
         if word in _GATHERED and not is_head:
             finding = (
                 f"the plan entry {pattern}: {word} all-gathers the output of a module "
@@ -235,10 +243,12 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
             raise refused(
                 plan.place, finding, f"Known roles: {', '.join(words)}. Set a custom `tensor.plan`."
             )
-        if not names and not plan.theirs:
+        if not names and not plan.is_from_transformers:
             finding = f"no {'integer attribute' if is_count else 'module'} is named {pattern}"
             raise refused(
-                plan.place, finding, f"Use one of the names of this model: {_shown(module)}."
+                plan.place,
+                finding,
+                f"Use one of the names of this model: {_describe_layers(module)}.",
             )
         role = Role(word) if word in GIVEN else _THEIRS[word]
         role = None if role in (*_SEEN, Role.EXPERTS) else role
@@ -246,10 +256,10 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
             yield pattern, role if is_count else _as_stored(role, module.get_submodule(names[0]))
 
 
-def _counting(module: nn.Module, pattern: str) -> Iterator[str]:
+def _count_modules(module: nn.Module, pattern: str) -> Iterator[str]:
     """Yield the names of modules with the integer attribute that a pattern names."""
     owners, _, attribute = pattern.rpartition(".")
-    for name in matching(module, owners):
+    for name in matching_names(module, owners):
         value = getattr(module.get_submodule(name), attribute, None)
         if isinstance(value, int) and not isinstance(value, bool):
             yield name
@@ -266,14 +276,14 @@ def _as_stored(role: Role, module: nn.Module) -> Role:
             return role
 
 
-def _head(module: nn.Module) -> nn.Module | None:
+def _output_head(module: nn.Module) -> nn.Module | None:
     """Return the output head that the model names, or None."""
     ask = getattr(module, "get_output_embeddings", None)
     head = ask() if callable(ask) else None
     return head if isinstance(head, nn.Module) else None
 
 
-def _shown(module: nn.Module) -> str:
+def _describe_layers(module: nn.Module) -> str:
     """Return the patterns of the model's layers, for messages."""
     names = [name for name, child in module.named_modules() if isinstance(child, _LAYERS)]
     patterns = dict.fromkeys(map(in_any_block, names))
@@ -293,12 +303,12 @@ def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]
         pattern.rpartition(".")[0] for pattern, role in roles if role in COLUMNS
     )
     for pattern in parents:
-        modules = [module.get_submodule(name) for name in matching(module, pattern)]
+        modules = [module.get_submodule(name) for name in matching_names(module, pattern)]
         if pattern and not any(type(submodule).__name__ in blocks for submodule in modules):
             yield pattern, Role.WHOLE_INPUT
 
 
-def _tied(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
+def _tied_roles(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
     """Yield the roles of embeddings and heads that share a weight with a sharded one."""
     owners = grouped(
         (id(child.weight), name)
@@ -309,7 +319,7 @@ def _tied(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
         name
         for pattern, role in roles
         if role in (Role.VOCABULARY, Role.HEAD)
-        for name in matching(module, pattern)
+        for name in matching_names(module, pattern)
     }
     for names in owners.values():
         if cut & set(names):

@@ -22,8 +22,8 @@ from torch import nn
 
 from ptrain.models.contract import OnePass
 from ptrain.models.ledger import OfStorages, OperatorMode, storage_of, tensors_of
-from ptrain.models.parting import Parting, Problem, ViewCalls, is_linear
-from ptrain.models.watch import is_real, watching
+from ptrain.models.parting import Problem, ShardChecks, ViewCalls, is_linear
+from ptrain.models.watch import is_real, watch_modules
 from ptrain.spec.role import COLUMNS, ROWS, Role, in_any_block
 
 Named = Mapping[str, Role]  # modules with their roles
@@ -33,7 +33,7 @@ _LIKE = "empty_like"
 _WITH_MASKS = ("aten::bernoulli", "aten::bernoulli_", "aten::native_dropout", "aten::uniform_")
 
 
-class Draws:
+class SeparateDraws:
     """The tracker of regions in which ranks draw separate random numbers.
 
     They lie inside a row layer's parent module, from the output of its first column to the input of
@@ -60,7 +60,9 @@ class Draws:
         if self._named.get(name) in COLUMNS and not self._blocks:
             self._inside.update(o for o in self._owners if o and name.startswith(f"{o}."))
 
-    def see(self, function: Any, results: Iterable[torch.Tensor], *, is_own: bool) -> bool:
+    def is_wrong_mask(
+        self, function: Any, results: Iterable[torch.Tensor], *, is_own: bool
+    ) -> bool:
         """Return True if an operator draws a mask that would be wrong on ranks.
 
         `is_own`: the operator reads tensors that differ between ranks.
@@ -113,7 +115,9 @@ class TokenSlices:
         elif role in ROWS and self._slices:
             self._slices.update(outputs)
 
-    def see(self, owners: Iterable[str], results: Iterable[Storage], *, is_slice: bool) -> None:
+    def record_operator(
+        self, owners: Iterable[str], results: Iterable[Storage], *, is_slice: bool
+    ) -> None:
         """Note an operator that reads parameters of `owners`, on a token shard or on all tokens."""
         (self.modules if is_slice else self._on_all).update(owners)
         if is_slice:
@@ -129,7 +133,7 @@ _OPERATORS = (
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 
 
-def follow(
+def follow_pass(
     module: nn.Module,
     named: Named,
     counting: frozenset[str],
@@ -137,7 +141,7 @@ def follow(
     *,
     once: OnePass,
     is_naive: bool,
-) -> Follower:
+) -> ShardFollower:
     """Run the model forward and return the follower of the pass.
 
     Its `problem` is the first violation of the roles. Buffers and torch's generators are left
@@ -153,23 +157,25 @@ def follow(
             sub-block shares one input.
     """
     device = next(module.parameters()).device
-    follower = Follower(module, named, counting, tokens, is_naive=is_naive)
+    follower = ShardFollower(module, named, counting, tokens, is_naive=is_naive)
     devices = [device] if device.type == "cuda" else []
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=devices),
-        once.prepared() as run,
-        watching(module.named_modules(), before=follower.begins, after=follower.ends) as running,
+        once.prepare() as run,
+        watch_modules(
+            module.named_modules(), before=follower.on_begin, after=follower.on_end
+        ) as running,
         follower,
         ViewCalls(follower.judge_view),
     ):
         follower.running = running
-        follower.give(once.samples.tensors)
-        follower.end(run())
+        follower.register_inputs(once.samples.tensors)
+        follower.check_output(run())
     return follower
 
 
-class Follower(OperatorMode):
+class ShardFollower(OperatorMode):
     """The mode that classifies every live storage of a forward pass.
 
     - Feature shards, with the column layers that they come from.
@@ -190,10 +196,10 @@ class Follower(OperatorMode):
     ) -> None:
         super().__init__()
         self.problem: Problem | None = None
-        self._parting = Parting()
+        self._parting = ShardChecks()
         self.projections = self._parting.projections
         self.tokens = tokens
-        self._draws = Draws(named, tokens.blocks)
+        self._draws = SeparateDraws(named, tokens.blocks)
         self._counting = counting
         self._counted: OfStorages[str] = WeakKeyDictionary()  # inputs of counting modules, by name
         self._module, self._named, self._is_naive = module, named, is_naive
@@ -205,29 +211,29 @@ class Follower(OperatorMode):
         )  # parameter names; empty if tokens are used too
         self._given: WeakSet[Storage] = WeakSet()
 
-    def give(self, inputs: Iterable[torch.Tensor]) -> None:
+    def register_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
         """Register the model's inputs and parameters."""
         self._given.update(map(storage_of, inputs))
         for name, parameter in self._module.named_parameters():
             self._learnt[storage_of(parameter)] = frozenset((name,))
 
-    def end(self, output: object) -> None:
+    def check_output(self, output: object) -> None:
         """Check that the model does not return a feature shard, except of the output head."""
-        self._say_first(self._parting.end())
+        self._report_first(self._parting.check_splits())
         origins = self._origins(map(storage_of, tensors_of(output)))
         if columns := [name for name in origins if self._named.get(name) is not Role.HEAD]:
             column = min(columns)
-            self._say(
+            self._report_problem(
                 f"the model returns the output of {column}, a shard of the features",
                 f"Give {column} the role `head`, or the next layer the role `row`.",
             )
 
-    def begins(self, name: str, child: nn.Module, args: Any, kwargs: Any) -> None:
+    def on_begin(self, name: str, child: nn.Module, args: Any, kwargs: Any) -> None:
         """Check and track the input of a module that starts."""
         role = self._named.get(name)
         self._draws.enter(name)
         if role in _OPERATORS and not args:  # torch's parallel styles see positional inputs only
-            self._say(
+            self._report_problem(
                 f"{name} has the role {role}, but receives its input as a keyword argument",
                 "Pass the input as the first positional argument: `layer(x)`.",
             )
@@ -236,24 +242,24 @@ class Follower(OperatorMode):
             return
         given = storage_of(first)
         self.tokens.enter(name, given)
-        self._enter(name, role, given)
+        self._check_role(name, role, given)
         if name in self._counting:
             self._counted[given] = name
             if self._is_own(given):
-                self._say(
+                self._report_problem(
                     f"{name} has the role count, but receives a shard of the tokens",
                     f"Give {in_any_block(name)} the role `whole input`.",
                 )
         if name == self.tokens.first and first.shape[1:2] != (self.tokens.count,):
             shape = tuple(first.shape)
             finding = f"{name}, the first block, receives {shape} for {self.tokens.count} tokens"
-            self._say(
+            self._report_problem(
                 f"{finding}; dimension 1 must be the tokens", "Use `placement.tp.activations=R`."
             )
         if role is None and is_linear(child) and given in self._slices:
             self._say_unpaired(name, min(self._slices[given]))
 
-    def ends(self, name: str, _: nn.Module, __: object, output: object) -> None:
+    def on_end(self, name: str, _: nn.Module, __: object, output: object) -> None:
         """Track the outputs of a module that has ended."""
         role = self._named.get(name)
         self._draws.leave(name)
@@ -261,17 +267,17 @@ class Follower(OperatorMode):
             del self._counted[storage]
         outputs = [storage_of(tensor) for tensor in tensors_of(output)]
         self.tokens.leave(name, outputs)
-        self._leave(name, role, outputs)
+        self._classify_outputs(name, role, outputs)
         if role in COLUMNS and isinstance(output, torch.Tensor):
-            self._parting.gives(name, output)
+            self._parting.register_output(name, output)
 
-    def _enter(self, name: str, role: Role | None, first: Storage) -> None:
+    def _check_role(self, name: str, role: Role | None, first: Storage) -> None:
         """Check that a module's role fits its input."""
         match role:
             case Role.ROW | Role.TRANSPOSED_ROW if first not in self._slices:
                 finding = f"{name} has the role row, but its input is replicated: "
                 finding += "there is no column before it"
-                self._say(
+                self._report_problem(
                     finding,
                     "Give the layer before it the role `column`, or remove the role of "
                     f"{in_any_block(name)}.",
@@ -279,7 +285,7 @@ class Follower(OperatorMode):
             case _ if role in (*COLUMNS, Role.HEAD) and first in self._slices:
                 column = min(self._slices[first])
                 finding = f"{name} has the role {role}, but its input is already sharded, by "
-                self._say(
+                self._report_problem(
                     f"{finding}{column}",
                     f"Give {in_any_block(name)} the role `row`, or remove the role of "
                     f"{in_any_block(column)}.",
@@ -297,9 +303,9 @@ class Follower(OperatorMode):
             f"Give {in_any_block(name)} the role `row` (`shared` if it computes each head "
             "separately), "
         )
-        self._say(finding, f"{remedy}or remove the role of {in_any_block(column)}.")
+        self._report_problem(finding, f"{remedy}or remove the role of {in_any_block(column)}.")
 
-    def _leave(self, name: str, role: Role | None, outputs: list[Storage]) -> None:
+    def _classify_outputs(self, name: str, role: Role | None, outputs: list[Storage]) -> None:
         """Classify the outputs of a module by its role."""
         match role:
             case _ if role in (*COLUMNS, Role.HEAD):
@@ -313,14 +319,14 @@ class Follower(OperatorMode):
                     del self._opened[key]
                     self._learnt[key] = frozenset()
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, check its inputs and classify its results."""
         tensors = list(tensors_of((args, kwargs)))
         read = [storage_of(tensor) for tensor in tensors]
         result = function(*args, **kwargs)
-        self.projections.see(tensors, tensors_of(result))
+        self.projections.record_views(tensors, tensors_of(result))
         is_own = bool(self._origins(read)) or any(map(self._is_own, read))
-        if self._draws.see(function, tensors_of(result), is_own=is_own):
+        if self._draws.is_wrong_mask(function, tensors_of(result), is_own=is_own):
             self._say_drawn(function)
         self._judge_count(read)
         if not function._schema.name.endswith(_SHAPES_ALONE):
@@ -331,11 +337,13 @@ class Follower(OperatorMode):
                     for t in tensors
                     if storage_of(t) in self._slices
                 ]
-                parted = self._parting.operator(function, args, kwargs, slices, self._where())
-                self._say_first(parted)
-            self._judge(read)
+                parted = self._parting.check_operator(
+                    function, args, kwargs, slices, self._running_place()
+                )
+                self._report_first(parted)
+            self._check_inputs(read)
             for tensor in tensors_of(result):
-                self._mark(tensor, read)
+                self._classify_result(tensor, read)
             narrow = [tensor for tensor in tensors if storage_of(tensor) in self._slices]
             self._parting.passes_on(narrow, tensors_of(result))
         return result
@@ -345,11 +353,13 @@ class Follower(OperatorMode):
         modules."""
         column = min(self._slices.get(storage_of(tensor), ()), default="")
         if column and not any(name in self._counting for name in self.running[-1:]):
-            self._say_first(self._parting.view(tensor, sizes, view, column, self._where()))
+            self._report_first(
+                self._parting.check_view(tensor, sizes, view, column, self._running_place())
+            )
 
-    def _judge(self, read: list[Storage]) -> None:
+    def _check_inputs(self, read: list[Storage]) -> None:
         """Check the tensors that an operator combines."""
-        slices, learnt = self._origins(read), self._whole(read)
+        slices, learnt = self._origins(read), self._replicated_storages(read)
         if any(self._named.get(name) in _OPERATORS for name in self.running[-1:]):
             return
         if slices:
@@ -361,7 +371,7 @@ class Follower(OperatorMode):
         if shared and (opened or on_all):
             owner = shared[0].rpartition(".")[0]
             finding = f"{owner} has the role shared, but {shared[0]} is used on all features"
-            self._say(finding, f"Remove the role of {in_any_block(owner)}.")
+            self._report_problem(finding, f"Remove the role of {in_any_block(owner)}.")
         elif opened and learnt:
             met = " ".join(sorted(chain(*(self._learnt[key] for key in learnt)))[:1])
             finding = (
@@ -369,7 +379,7 @@ class Follower(OperatorMode):
                 f"{met or 'another tensor'} "
             )
             finding += "there; only its column layers may use it"
-            self._say(finding, f"Remove the role of {in_any_block(opened[0])}.")
+            self._report_problem(finding, f"Remove the role of {in_any_block(opened[0])}.")
 
     def _is_own(self, storage: Storage) -> bool:
         """Return True for a token shard that no sub-block has all-gathered."""
@@ -378,19 +388,19 @@ class Follower(OperatorMode):
     def _see_tokens(self, read: list[Storage], results: list[Storage]) -> None:
         """Check and track operators that combine token shards with parameters or full tensors."""
         on_slice = [key for key in read if self._is_own(key)]
-        learnt = [key for key in self._whole(read) if key not in self.tokens]
+        learnt = [key for key in self._replicated_storages(read) if key not in self.tokens]
         names = {name for key in learnt for name in self._learnt[key]}
         owners = {name.rpartition(".")[0] for name in names}
         is_met = any(not self._learnt[key] for key in learnt)
         if on_slice and (is_met or not owners <= {"", *self.running}):
             met = min(names) if names else "a tensor of all tokens"
             where = self.running[-1] if self.running else "the model"
-            self._say(
+            self._report_problem(
                 f"in the forward pass of {where}, a shard of the tokens is combined with {met}",
                 "Use `placement.tp.activations=R`.",
             )
         if on_slice or is_met or any(key in self._opened for key in read):
-            self.tokens.see(owners, results, is_slice=bool(on_slice))
+            self.tokens.record_operator(owners, results, is_slice=bool(on_slice))
 
     def _judge_meeting(self, slices: list[str], learnt: list[Storage]) -> None:
         """Report parameters and replicated tensors that are combined with feature shards."""
@@ -405,7 +415,7 @@ class Follower(OperatorMode):
                 finding += f"tensor in the forward pass of {where or 'the model'}: "
                 finding += "there is no row between them"
                 column = in_any_block(slices[0])
-                self._say(
+                self._report_problem(
                     finding,
                     f"Give the layer after {column} the role `row`, or remove the role of "
                     f"{column}.",
@@ -423,7 +433,7 @@ class Follower(OperatorMode):
                 f"{counted[0]} has attributes with the role count, but its input is also used "
             )
             finding += "outside of its column layers"
-            self._say(finding, "Give attributes of another module the role `count`.")
+            self._report_problem(finding, "Give attributes of another module the role `count`.")
 
     def _say_drawn(self, function: Any) -> None:
         """Report a random mask in the wrong region."""
@@ -434,7 +444,9 @@ class Follower(OperatorMode):
         )
         finding += "for replicated values between a column and its row, or for a shard elsewhere: "
         finding += "ranks would need identical or different masks there"
-        self._say(finding, "Build the model with dropout 0 there, or use another `tensor.plan`.")
+        self._report_problem(
+            finding, "Build the model with dropout 0 there, or use another `tensor.plan`."
+        )
 
     def _say_parameter(self, parameter: str, slices: list[str]) -> None:
         """Report a parameter used on feature shards whose gradient is not summed."""
@@ -448,7 +460,7 @@ class Follower(OperatorMode):
                 f"Move {in_any_block(parameter)} into a separate module, and give it "
                 "the role `shared`."
             )
-        self._say(finding, remedy)
+        self._report_problem(finding, remedy)
 
     def _is_summed(self, parameter: str) -> bool:
         """Return True if ranks sum a parameter's gradient: its module has the role shared and is
@@ -456,9 +468,9 @@ class Follower(OperatorMode):
         owner = parameter.rpartition(".")[0]
         return self._named.get(owner) is Role.SHARED and owner in self.running
 
-    def _mark(self, tensor: torch.Tensor, read: list[Storage]) -> None:
+    def _classify_result(self, tensor: torch.Tensor, read: list[Storage]) -> None:
         """Classify the result of an operator by the tensors that it read."""
-        key, learnt = storage_of(tensor), self._whole(read)
+        key, learnt = storage_of(tensor), self._replicated_storages(read)
         opened = [self._opened[source] for source in read if source in self._opened]
         if slices := self._origins(read):
             self._slices[key] = slices
@@ -475,7 +487,7 @@ class Follower(OperatorMode):
         """Return the column layers that the feature shards among these storages come from."""
         return frozenset(chain(*(self._slices.get(key, ()) for key in storages)))
 
-    def _whole(self, storages: Iterable[Storage]) -> list[Storage]:
+    def _replicated_storages(self, storages: Iterable[Storage]) -> list[Storage]:
         """Return the storages that are replicated on all ranks and carry gradients."""
         return [
             key
@@ -483,14 +495,14 @@ class Follower(OperatorMode):
             if key in self._learnt and key not in self._slices and key not in self._opened
         ]
 
-    def _where(self) -> str:
+    def _running_place(self) -> str:
         return (self.running[-1] if self.running else "") or "the model"
 
-    def _say_first(self, problems: Iterable[Problem]) -> None:
+    def _report_first(self, problems: Iterable[Problem]) -> None:
         """Report the first of several problems."""
         for problem in problems:
-            self._say(*problem)
+            self._report_problem(*problem)
 
-    def _say(self, finding: str, remedy: str) -> None:
+    def _report_problem(self, finding: str, remedy: str) -> None:
         """Keep the problem if it is the first one."""
         self.problem = self.problem or (finding, remedy)

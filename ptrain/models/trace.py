@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from ptrain import timeline
-from ptrain.models.work import OperatorWork, SentTensor, When
+from ptrain.models.work import OperatorWork, PassKind, RecordedCollective
 from ptrain.timeline import Boundary, Item, Timeline
 
 
@@ -47,7 +47,7 @@ _OF_SHAPES = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_em
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selected:
+class DataDependence:
     """The data-dependent part of a trace.
 
     Attributes:
@@ -60,7 +60,7 @@ class Selected:
     modules: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
     unbounded: tuple[str, ...] = ()
-    reads: bool = False
+    has_reads: bool = False
 
 
 class Selection:
@@ -77,69 +77,69 @@ class Selection:
         self._dependent: set[int] = set()
 
     @property
-    def selected(self) -> Selected:
+    def result(self) -> DataDependence:
         """The selections so far."""
-        return Selected(
+        return DataDependence(
             modules=tuple(self._modules),
             operators=tuple(self._operators),
             unbounded=tuple(self._unbounded),
-            reads=self._reads,
+            has_reads=self._reads,
         )
 
     def depends_on(self, tensor: Tensor) -> None:
         """Register an input tensor: everything computed from it depends on data."""
-        self._given.add(_key(tensor))
-        self._dependent.add(_key(tensor))
+        self._given.add(_storage_key(tensor))
+        self._dependent.add(_storage_key(tensor))
 
     def forget(self, key: int) -> None:
         """Remove a freed storage, whose key may be reused."""
         self._given.discard(key)
         self._dependent.discard(key)
 
-    def read(self, tree: object) -> None:
+    def mark_read(self, tree: object) -> None:
         """Register tensors whose values Python reads."""
         self._reads |= self._is_dependent(tree)
 
-    def before(self, function: Any, arguments: tuple[Any, ...], module: str) -> None:
+    def before_operator(self, function: Any, arguments: tuple[Any, ...], module: str) -> None:
         """Record and overwrite data-dependent selections of an operator before it runs in
         `module`."""
         name = function._schema.name
         if name in _VALUES:
-            self.read(arguments)
+            self.mark_read(arguments)
         if torch.Tag.dynamic_output_shape not in function.tags:
             return
-        masks = list(_masks(name, arguments))
+        masks = list(_selecting_arguments(name, arguments))
         if not self._is_dependent(masks if name == _INDEX or masks else arguments):
             return
         is_first = module not in self._modules
         self._operators[name] = self._modules[module] = None
-        if not masks or any(_key(mask) in self._given for mask in masks):
+        if not masks or any(_storage_key(mask) in self._given for mask in masks):
             self._unbounded[name] = None  # a mask that is an input is not overwritten either
         elif self.extent is not Extent.GIVEN:
             for mask in masks:
-                _select(mask, self.extent, is_first=is_first)
+                _overwrite_mask(mask, self.extent, is_first=is_first)
 
-    def after(self, function: Any, arguments: object, result: object) -> None:
+    def after_operator(self, function: Any, arguments: object, result: object) -> None:
         """Mark results that depend on data: drawn ones, and those computed from dependent
         values."""
         name = function._schema.name
         is_drawn = torch.Tag.nondeterministic_seeded in function.tags
         if is_drawn or (not name.endswith(_OF_SHAPES) and self._is_dependent(arguments)):
-            self._dependent |= {_key(tensor) for tensor in _tensors(result)}
+            self._dependent |= {_storage_key(tensor) for tensor in _iter_tensors(result)}
 
     def _is_dependent(self, tree: object) -> bool:
-        return any(_key(tensor) in self._dependent for tensor in _tensors(tree))
+        return any(_storage_key(tensor) in self._dependent for tensor in _iter_tensors(tree))
 
 
-def _masks(name: str, arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+def _selecting_arguments(name: str, arguments: tuple[Any, ...]) -> Iterator[Tensor]:
     """Yield the arguments that select elements."""
     if name in _SELECTS_BY:
         yield arguments[_SELECTS_BY[name]]
     elif name == _INDEX:
-        yield from (tensor for tensor in _tensors(arguments[1]) if tensor.dtype in _MASKS)
+        yield from (tensor for tensor in _iter_tensors(arguments[1]) if tensor.dtype in _MASKS)
 
 
-def _select(mask: Tensor, extent: Extent, *, is_first: bool) -> None:
+def _overwrite_mask(mask: Tensor, extent: Extent, *, is_first: bool) -> None:
     """Overwrite a mask in place, because its backward pass reads it too."""
     mask.fill_(extent is Extent.MOST)
     has_one = extent is Extent.LEAST or (extent is Extent.FIRST and is_first)
@@ -147,11 +147,11 @@ def _select(mask: Tensor, extent: Extent, *, is_first: bool) -> None:
         mask.as_strided((1,), (1,), mask.storage_offset()).fill_(1)
 
 
-def _key(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _tensors(tree: object) -> Iterable[Tensor]:
+def _iter_tensors(tree: object) -> Iterable[Tensor]:
     return (
         leaf
         for leaf in tree_iter(tree)
@@ -160,7 +160,7 @@ def _tensors(tree: object) -> Iterable[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Born:
+class StorageAllocated:
     """An operator allocates a storage of `size` bytes."""
 
     id: int
@@ -169,14 +169,14 @@ class Born:
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
-    """The storage of an earlier `Born` is freed."""
+class StorageFreed:
+    """The storage of an earlier `StorageAllocated` is freed."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class GradientComplete:
     """A parameter's gradient is complete, in storage `id`.
 
     `cloned`: autograd copied it there because it could not keep the incoming tensor. `freed`:
@@ -185,11 +185,11 @@ class Completion:
 
     parameter: str
     id: int
-    cloned: bool
+    is_cloned: bool
     freed: tuple[int, ...] = ()
 
 
-Event = Born | Died | Completion | Boundary
+Event = StorageAllocated | StorageFreed | GradientComplete | Boundary
 Works = tuple[tuple[int, OperatorWork], ...]
 
 
@@ -217,7 +217,7 @@ class Recording:
     is_opaque: bool = False
     statistics: frozenset[int] = frozenset()
     output: int | None = None
-    selected: Selected = field(default_factory=Selected)
+    selected: DataDependence = field(default_factory=DataDependence)
 
     @property
     def forward(self) -> tuple[Event, ...]:
@@ -231,49 +231,47 @@ class Recording:
         return tuple(event for events in others for event in events)
 
     @property
-    def saved(self) -> tuple[Born, ...]:
-        """The allocations of forward that are alive at its end, in order."""
-        dead = {event.id for event in self.forward if isinstance(event, Died)}
+    def recomputed_collectives(self) -> tuple[tuple[str, int], ...]:
+        """The tensor-parallel collectives of forward that backward ran again, for a timeline."""
         return tuple(
-            event for event in self.forward if isinstance(event, Born) and event.id not in dead
+            pair for works in self.works.values() for pair in list_recomputed_collectives(works)
         )
 
-    @property
-    def repeated(self) -> tuple[tuple[str, int], ...]:
-        """The tensor-parallel collectives of forward that backward ran again, for a timeline."""
-        return tuple(pair for works in self.works.values() for pair in sent_again(works))
 
-
-def sent_again(works: Works) -> list[tuple[str, int]]:
+def list_recomputed_collectives(works: Works) -> list[tuple[str, int]]:
     """Return kind and full-tensor bytes of each tensor-parallel collective that ran again."""
     return [
-        (work.what.collective.value, work.what.payload)
+        (work.record.collective.value, work.record.payload)
         for _, work in works
-        if work.when is When.AGAIN and isinstance(work.what, SentTensor) and not work.what.axis
+        if work.pass_kind is PassKind.AGAIN
+        and isinstance(work.record, RecordedCollective)
+        and not work.record.axis
     ]
 
 
 def to_timeline(recording: Recording) -> Timeline:
     """Return the recording in bytes, with all events between two boundaries merged."""
     return Timeline(
-        forward=tuple(_items(recording.forward, recording.sizes)),
-        backward=tuple(_items(recording.backward, recording.sizes)),
+        forward=tuple(_timeline_items(recording.forward, recording.sizes)),
+        backward=tuple(_timeline_items(recording.backward, recording.sizes)),
         moved=tuple((tier, recording.sizes[number]) for number, tier in recording.moved),
-        repeated=recording.repeated,
+        repeated=recording.recomputed_collectives,
     )
 
 
-def _items(events: Sequence[Event], sizes: Mapping[int, int]) -> Iterator[Item]:
+def _timeline_items(events: Sequence[Event], sizes: Mapping[int, int]) -> Iterator[Item]:
     """Yield the timeline items of a pass."""
     last = last_views(events)
     for part in between_boundaries(events):
         match part:
             case Boundary():
                 yield part
-            case Completion():
-                yield completion(part, last, sizes)
+            case GradientComplete():
+                yield to_complete_item(part, last, sizes)
             case lives:
-                deltas = (sizes[e.id] if isinstance(e, Born) else -sizes[e.id] for e in lives)
+                deltas = (
+                    sizes[e.id] if isinstance(e, StorageAllocated) else -sizes[e.id] for e in lives
+                )
                 merged = timeline.run(deltas)
                 assert merged is not None, "there are operators"
                 yield merged
@@ -281,11 +279,11 @@ def _items(events: Sequence[Event], sizes: Mapping[int, int]) -> Iterator[Item]:
 
 def between_boundaries(
     events: Sequence[Event],
-) -> Iterator[Boundary | Completion | list[Born | Died]]:
+) -> Iterator[Boundary | GradientComplete | list[StorageAllocated | StorageFreed]]:
     """Yield boundaries and completed gradients, and the allocations between them as lists."""
-    lives: list[Born | Died] = []
+    lives: list[StorageAllocated | StorageFreed] = []
     for event in events:
-        if isinstance(event, Born | Died):
+        if isinstance(event, StorageAllocated | StorageFreed):
             lives.append(event)
             continue
         if lives:
@@ -296,13 +294,13 @@ def between_boundaries(
         yield lives
 
 
-def last_views(events: Sequence[Event]) -> dict[int, Completion]:
+def last_views(events: Sequence[Event]) -> dict[int, GradientComplete]:
     """Return the last completed gradient in each storage of a pass."""
-    return {event.id: event for event in events if isinstance(event, Completion)}
+    return {event.id: event for event in events if isinstance(event, GradientComplete)}
 
 
-def completion(
-    event: Completion, last: Mapping[int, Completion], sizes: Mapping[int, int]
+def to_complete_item(
+    event: GradientComplete, last: Mapping[int, GradientComplete], sizes: Mapping[int, int]
 ) -> timeline.Complete:
     """Return a completed gradient in bytes.
 
@@ -310,4 +308,4 @@ def completion(
     """
     size = sizes[event.id] if last[event.id] is event else 0
     beside = sum(sizes[number] for number in event.freed)
-    return timeline.Complete(event.parameter, size, event.cloned, beside)
+    return timeline.Complete(event.parameter, size, event.is_cloned, beside)

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from ptrain.facts.parameters import LOCAL, tables_of
 from ptrain.models.attention import attention_core, documents_of
 from ptrain.models.moe import FeedForward, MoE
-from ptrain.models.numerics import capped, widen
+from ptrain.models.numerics import cap_values, widen
 from ptrain.spec.block import Bias, Norm, Positions, RopeScaling
 from ptrain.spec.model import ModelShape
 
 
-def rotate(x_BTHD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+def apply_rotary(x_BTHD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     """Apply rotary positions: rotate pair (i, i + K) of every head by position · base^(-i/K).
 
     Elements after the pairs stay unchanged. The tables may have rows for more tokens than there
@@ -78,12 +78,12 @@ def fill_tables(
     where: Any = {"dtype": torch.float64, "device": cos_TK.device}
     spans = spans or ((0, cos_TK.shape[0]),)
     positions_T = torch.cat([torch.arange(first, behind, **where) for first, behind in spans])
-    angles_TK = positions_T[:, None] * _frequencies(shape, cos_TK.device, is_local=is_local)
+    angles_TK = positions_T[:, None] * _rotary_frequencies(shape, cos_TK.device, is_local=is_local)
     cos_TK.copy_(angles_TK.cos())
     sin_TK.copy_(angles_TK.sin())
 
 
-def _frequencies(shape: ModelShape, device: torch.device, *, is_local: bool) -> Tensor:
+def _rotary_frequencies(shape: ModelShape, device: torch.device, *, is_local: bool) -> Tensor:
     """Return the radians per token of each pair."""
     num_pairs = shape.rotary_dim // 2
     pairs_K = torch.arange(num_pairs, dtype=torch.float64, device=device)
@@ -207,14 +207,14 @@ class LatentAttention(nn.Module):
         self.latent_and_turning = shape.kv_lora_rank, shape.qk_rope_head_dim
         self.key_and_value = shape.qk_nope_head_dim, shape.v_head_dim
         rank = shape.q_lora_rank
-        self.query_down = None if rank is None else _linear(shape.hidden, rank)
+        self.query_down = None if rank is None else _make_linear(shape.hidden, rank)
         self.query_norm = None if rank is None else norm_of(shape, rank)
-        self.query_up = _linear(rank or shape.hidden, shape.query_width)
-        self.kv_down = _linear(shape.hidden, sum(self.latent_and_turning))
+        self.query_up = _make_linear(rank or shape.hidden, shape.query_width)
+        self.kv_down = _make_linear(shape.hidden, sum(self.latent_and_turning))
         self.kv_norm = norm_of(shape, shape.kv_lora_rank)
-        self.kv_up = _linear(shape.kv_lora_rank, shape.heads * sum(self.key_and_value))
+        self.kv_up = _make_linear(shape.kv_lora_rank, shape.heads * sum(self.key_and_value))
         self.core = attention_core(shape, layer)
-        self.output = _linear(shape.value_width, shape.hidden)
+        self.output = _make_linear(shape.value_width, shape.hidden)
 
     def forward(
         self,
@@ -223,24 +223,24 @@ class LatentAttention(nn.Module):
         sin_TK: Tensor,
         mask_TT: Tensor | None = None,
     ) -> Tensor:
-        q_BTHD = rotate(self._queries(x_BTC), cos_TK, sin_TK)
+        q_BTHD = apply_rotary(self._project_queries(x_BTC), cos_TK, sin_TK)
         latent_BTL, key_BTR = self.kv_down(x_BTC).split(self.latent_and_turning, -1)
         own_BTHE = self.kv_up(self.kv_norm(latent_BTL)).unflatten(-1, (-1, sum(self.key_and_value)))
         key_BTHN, v_BTHV = own_BTHE.split(self.key_and_value, -1)
-        key_BT1R = rotate(key_BTR[:, :, None], cos_TK, sin_TK)
+        key_BT1R = apply_rotary(key_BTR[:, :, None], cos_TK, sin_TK)
         k_BTHD = torch.cat((key_BT1R.expand(-1, -1, key_BTHN.shape[2], -1), key_BTHN), -1)
         y_BHTV = self.core(*(x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHV)), mask_TT)
         y: Tensor = self.output(y_BHTV.transpose(1, 2).flatten(2))
         return y
 
-    def _queries(self, x_BTC: Tensor) -> Tensor:
+    def _project_queries(self, x_BTC: Tensor) -> Tensor:
         """Return the queries [B, T, H, D], by a low-rank projection if the model has one."""
         if self.query_down is not None and self.query_norm is not None:
             x_BTC = self.query_norm(self.query_down(x_BTC))
         return self.query_up(x_BTC).unflatten(-1, (-1, self.head_dim))
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
+def _make_linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
 
@@ -274,29 +274,31 @@ class SelfAttention(nn.Module):
             sin_TK: Sines of rotary angles.
             mask_TT: Additive mask of a window or of documents; None for plain causal attention.
         """
-        heads = self._heads(x_BTC, cos_TK, sin_TK)
+        heads = self._project_heads(x_BTC, cos_TK, sin_TK)
         y_BHTD = self.core(*heads, mask_TT)
         if cos_TK is None:
             del heads  # rotated ones stay alive until the output exists, as in committed traces
         y: Tensor = self.output(y_BHTD.transpose(1, 2).flatten(2))
         return y
 
-    def _heads(
+    def _project_heads(
         self, x_BTC: Tensor, cos_TK: Tensor | None, sin_TK: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values with heads in dimension 1."""
 
         def placed(x_BTHD: Tensor, norm: nn.Module | None) -> Tensor:
             x_BTHD = x_BTHD if norm is None else norm(x_BTHD)
-            return x_BTHD if cos_TK is None or sin_TK is None else rotate(x_BTHD, cos_TK, sin_TK)
+            return (
+                x_BTHD if cos_TK is None or sin_TK is None else apply_rotary(x_BTHD, cos_TK, sin_TK)
+            )
 
         return (
-            placed(self._split(self.query(x_BTC)), self.query_norm).transpose(1, 2),
-            placed(self._split(self.key(x_BTC)), self.key_norm).transpose(1, 2),
-            self._split(self.value(x_BTC)).transpose(1, 2),
+            placed(self._split_projection(self.query(x_BTC)), self.query_norm).transpose(1, 2),
+            placed(self._split_projection(self.key(x_BTC)), self.key_norm).transpose(1, 2),
+            self._split_projection(self.value(x_BTC)).transpose(1, 2),
         )
 
-    def _split(self, x_BTC: Tensor) -> Tensor:
+    def _split_projection(self, x_BTC: Tensor) -> Tensor:
         return x_BTC.unflatten(-1, (-1, self.head_dim))
 
 
@@ -320,14 +322,16 @@ class Block(nn.Module):
         attention."""
         if self.mlp_norm is None:
             y_BTC = self.attention_norm(x_BTC)
-            x_BTC = x_BTC + self._added(self.attention(y_BTC, *given), self.attention_post_norm)
-            return x_BTC + self._added(self.mlp(y_BTC), self.mlp_post_norm)
-        x_BTC = x_BTC + self._added(
+            x_BTC = x_BTC + self._residual_term(
+                self.attention(y_BTC, *given), self.attention_post_norm
+            )
+            return x_BTC + self._residual_term(self.mlp(y_BTC), self.mlp_post_norm)
+        x_BTC = x_BTC + self._residual_term(
             self.attention(self.attention_norm(x_BTC), *given), self.attention_post_norm
         )
-        return x_BTC + self._added(self.mlp(self.mlp_norm(x_BTC)), self.mlp_post_norm)
+        return x_BTC + self._residual_term(self.mlp(self.mlp_norm(x_BTC)), self.mlp_post_norm)
 
-    def _added(self, x_BTC: Tensor, norm: nn.Module | None) -> Tensor:
+    def _residual_term(self, x_BTC: Tensor, norm: nn.Module | None) -> Tensor:
         """Return the term that a sub-block's output adds to the residual stream."""
         if norm is not None:
             x_BTC = norm(x_BTC)
@@ -373,7 +377,7 @@ class CappedHead(nn.Linear):
         self.cap = cap
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return capped(super().forward(x_BTC), self.cap)
+        return cap_values(super().forward(x_BTC), self.cap)
 
 
 class Transformer(nn.Module):
@@ -444,7 +448,7 @@ class Transformer(nn.Module):
         x_BTC = self.dropout(self.positions(self.scale(self.embed(tokens_BT))))
         documents = self.documents
         mask_B1TT = None if documents is None else documents(tokens_BT, x_BTC.dtype)
-        tables = self._tables(x_BTC, mask_B1TT)
+        tables = self._attention_tables(x_BTC, mask_B1TT)
         for layer, block in enumerate(self.blocks):
             x_BTC = block(x_BTC, *tables[self.shape.is_local(layer)])
         x_BTC = self.norm(x_BTC)
@@ -453,11 +457,11 @@ class Transformer(nn.Module):
     def logits(self, x_BTC: Tensor) -> Tensor:
         """Return the logits of normalized hidden states."""
         if self.head is None:
-            return capped(F.linear(x_BTC, self.embed.weight), self.shape.logit_soft_cap)
+            return cap_values(F.linear(x_BTC, self.embed.weight), self.shape.logit_soft_cap)
         logits_BTV: Tensor = self.head(x_BTC)
         return logits_BTV
 
-    def _tables(
+    def _attention_tables(
         self, x_BTC: Tensor, mask_B1TT: Tensor | None = None
     ) -> tuple[tuple[Tensor | None, ...], ...]:
         """Return the further arguments of blocks without a window and of those with one.

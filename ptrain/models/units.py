@@ -11,7 +11,7 @@ from torch import nn
 
 from ptrain.errors import refused
 from ptrain.spec.dials import UnitKind, UnitSize
-from ptrain.spec.role import fits
+from ptrain.spec.role import matches_pattern
 
 ROOT = ""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without forward, so their hooks never run
@@ -43,7 +43,7 @@ def unit_modules(
             starts = range(0, len(names), size.count)
             inner = [tuple(names[start : start + size.count]) for start in starts]
         case UnitKind.SUB_BLOCK:
-            inner = [(name,) for block in names for name in (*_parts(module, block), block)]
+            inner = [(name,) for block in names for name in (*_sub_blocks(module, block), block)]
         case UnitKind.MODEL:
             inner = []
         case kind:
@@ -79,8 +79,11 @@ def blocks_of(module: nn.Module, pattern: str | None = None) -> list[str]:
 def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
     """Return the modules that a pattern matches, after checks."""
     named = dict(module.named_modules())
-    names = [name for name in named if name and fits(pattern, name)]
-    remedy = f"Use the names of its blocks, with * for a number: `model.blocks={_example(module)}`."
+    names = [name for name in named if name and matches_pattern(pattern, name)]
+    remedy = (
+        "Use the names of its blocks, with * for a number: "
+        f"`model.blocks={_example_pattern(module)}`."
+    )
     if not names:
         raise refused("model.blocks", f"no module is named {pattern!r}", remedy)
     for name in names:
@@ -97,7 +100,7 @@ def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
     return names
 
 
-def _example(module: nn.Module) -> str:
+def _example_pattern(module: nn.Module) -> str:
     """Return an example of a pattern, from the blocks found without one."""
     names = _named_blocks(module) or _listed_blocks(module)
     return re.sub(r"\d+", "*", names[0]) if names else "layers.*"
@@ -109,7 +112,7 @@ def _named_blocks(module: nn.Module) -> list[str]:
     names: list[str] = []
     for name, child in module.named_modules():
         is_inner = bool(names) and name.startswith(f"{names[-1]}.")
-        if type(child).__name__ in kinds and name and not is_inner and _numel(child):
+        if type(child).__name__ in kinds and name and not is_inner and _count_elements(child):
             names.append(name)
     return names
 
@@ -121,25 +124,25 @@ def _listed_blocks(module: nn.Module) -> list[str]:
     is empty.
     """
     lists = {
-        name: _numel(child)
+        name: _count_elements(child)
         for name, child in module.named_modules()
-        if isinstance(child, nn.ModuleList) and _numel(child)
+        if isinstance(child, nn.ModuleList) and _count_elements(child)
     }
     if not lists:
         return []
     largest = max(lists, key=lambda name: lists[name])
     elements = module.get_submodule(largest).named_children()
     prefix = f"{largest}." if largest else ""
-    return [f"{prefix}{name}" for name, child in elements if _numel(child)]
+    return [f"{prefix}{name}" for name, child in elements if _count_elements(child)]
 
 
-def _parts(module: nn.Module, block: str) -> Iterator[str]:
+def _sub_blocks(module: nn.Module, block: str) -> Iterator[str]:
     """Yield a block's children that have children themselves: attention and mlp, but not a norm."""
     for name, child in module.get_submodule(block).named_children():
         is_composite = next(child.children(), None) is not None
-        if is_composite and not isinstance(child, _CONTAINERS) and _numel(child):
+        if is_composite and not isinstance(child, _CONTAINERS) and _count_elements(child):
             yield f"{block}.{name}"
 
 
-def _numel(module: nn.Module) -> int:
+def _count_elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

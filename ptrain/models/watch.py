@@ -28,7 +28,7 @@ IN_PROGRAMS: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
-def watching(
+def watch_modules(
     modules: Iterable[tuple[str, nn.Module]],
     *,
     before: Before | None = None,
@@ -75,7 +75,7 @@ def watching(
 
 
 @contextmanager
-def listening(listeners: list[X], *more: X) -> Iterator[None]:
+def add_listeners(listeners: list[X], *more: X) -> Iterator[None]:
     """Temporarily add listeners to a list."""
     listeners.extend(more)
     try:
@@ -85,7 +85,7 @@ def listening(listeners: list[X], *more: X) -> Iterator[None]:
             listeners.remove(listener)
 
 
-def runs_again() -> bool:
+def is_recomputing() -> bool:
     """Return True if the current forward is a recomputation within a backward pass.
 
     Hooks have already done their work in the first forward. The state belongs to the thread of the

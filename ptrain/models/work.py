@@ -64,7 +64,7 @@ def kind_of(name: str) -> OperatorKind:
     return next((_KIND_OF[known] for known in names if known in _KIND_OF), OperatorKind.POINTWISE)
 
 
-class When(StrEnum):
+class PassKind(StrEnum):
     """The pass of a micro-batch."""
 
     FORWARD = "forward"
@@ -99,7 +99,7 @@ class OperatorSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class SentTensor:
+class RecordedCollective:
     """A collective inside a layer, over tp or over the axis in `axis`.
 
     Attributes:
@@ -131,8 +131,8 @@ class SentTensor:
 class OperatorWork:
     """One computation or collective, with its pass."""
 
-    when: When
-    what: OperatorSizes | SentTensor
+    pass_kind: PassKind
+    record: OperatorSizes | RecordedCollective
 
 
 # Integer operators count as fp32: they move bytes too, but have no measured rates.
@@ -147,7 +147,7 @@ VIEW = OperatorSizes(OperatorKind.VIEW, _WIDE, ())  # no kernel runs
 _Moved = tuple[int, DType | None]  # bytes, and the dtype of what they hold
 
 
-def products(name: str, args: Any, result: Any = None) -> list[tuple[int, int, int, int]]:
+def matrix_products(name: str, args: Any, result: Any = None) -> list[tuple[int, int, int, int]]:
     """Return (matrices, rows, inner, columns) of each matrix product of an operator; [] for others.
 
     In a grouped product each row meets the factor of one group only. A convolution counts as the
@@ -158,15 +158,15 @@ def products(name: str, args: Any, result: Any = None) -> list[tuple[int, int, i
         *matrices, rows, inner = left.shape
         return [(matrices[0] if matrices else 1, rows, inner, right.shape[-1])]
     if name == "_grouped_mm":
-        return [_grouped(args[0], args[1], args[2] if len(args) > 2 else None)]
+        return [_grouped_product(args[0], args[1], args[2] if len(args) > 2 else None)]
     if name == "convolution":
-        return [_convolution(args[0], args[1], result, args[6], args[8])]
+        return [_convolution_product(args[0], args[1], result, args[6], args[8])]
     if name == "convolution_backward":
         return _convolution_backward(*args)
     return []
 
 
-def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> tuple[int, int, int, int]:
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None) -> tuple[int, int, int, int]:
     """Return the dimensions of a grouped product, as if all groups were equally large."""
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     if left.dim() == right.dim() == 3:
@@ -182,7 +182,7 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> tuple[int, int
     return (groups, rows, inner // groups, columns) if is_even else (1, rows, inner, columns)
 
 
-def _convolution(
+def _convolution_product(
     x: Tensor, weight: Tensor, y: Tensor, is_transposed: bool, groups: int
 ) -> tuple[int, int, int, int]:
     """Return the dimensions of the matrix product of a convolution."""
@@ -201,7 +201,9 @@ def _convolution_backward(
     """Return the dimensions of the needed products: gradient of the input, gradient of the
     weight."""
     *_, is_transposed, _, groups, needs = rest
-    matrices, rows, inner, columns = _convolution(x, weight, gradient, is_transposed, groups)
+    matrices, rows, inner, columns = _convolution_product(
+        x, weight, gradient, is_transposed, groups
+    )
     of_input, of_weight = (
         (matrices, rows, columns, inner),
         (matrices, inner, rows, columns),
@@ -233,12 +235,12 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
         return []  # collectives are recorded by `sent`, and waiting is no work
     if is_free(function._schema.name):
         return [VIEW]
-    if of_products := products(name, args, result):
-        dtype = _dtype(next(tensors_of(args)))
+    if of_products := matrix_products(name, args, result):
+        dtype = _dtype_of(next(tensors_of(args)))
         return [OperatorSizes(OperatorKind.PRODUCT, dtype, dims) for dims in of_products]
     if name.startswith(_ATTENTION) and "attention" in name:
-        return [_attention(function, name, args, kwargs)]
-    if not (moved := [*_moved(function, name, args, kwargs, result)]):
+        return [_attention_sizes(function, name, args, kwargs)]
+    if not (moved := [*_moved_bytes(function, name, args, kwargs, result)]):
         return [VIEW]
     is_drawn = torch.Tag.nondeterministic_seeded in function.tags
     kind = OperatorKind.DRAW if is_drawn else kind_of(name)
@@ -248,7 +250,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
     return [OperatorSizes(kind, dtype, sizes, dtypes)]
 
 
-def _attention(function: Any, name: str, args: Any, kwargs: Any) -> OperatorSizes:
+def _attention_sizes(function: Any, name: str, args: Any, kwargs: Any) -> OperatorSizes:
     """Return the sizes of fused attention.
 
     Forward has two products: scores, and probabilities times values. Backward has five: the scores
@@ -263,10 +265,10 @@ def _attention(function: Any, name: str, args: Any, kwargs: Any) -> OperatorSize
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     masks = (given.get(mask) for mask in _MASKS)
     is_masked = given.get("is_causal", False) or any(isinstance(mask, Tensor) for mask in masks)
-    return OperatorSizes(kind, _dtype(query), sizes, is_whole=not is_masked)
+    return OperatorSizes(kind, _dtype_of(query), sizes, is_whole=not is_masked)
 
 
-def _dtype(tensor: Tensor) -> DType:
+def _dtype_of(tensor: Tensor) -> DType:
     return _DTYPES.get(tensor.dtype, _WIDE)
 
 
@@ -287,11 +289,11 @@ _UNREAD = {
 }  # index of an argument of which only the shape is read
 
 
-def _moved(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Iterator[_Moved]:
+def _moved_bytes(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Iterator[_Moved]:
     """Yield the bytes that an operator reads of each tensor, then those it writes; nothing for
     views."""
     given = [*tensors_of((args, kwargs))]
-    into = _written(function, args, kwargs)
+    into = _written_arguments(function, args, kwargs)
     results = [tensor for tensor in tensors_of(result) if all(tensor is not own for own in into)]
     storages = {tensor.untyped_storage()._cdata for tensor in given}
     new = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
@@ -299,33 +301,33 @@ def _moved(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Ite
         return
     if name in _SCATTERS:
         values = given[-1]  # old values are read where new ones are written
-        yield from map(_whole, (*given[1:], values, values))
+        yield from map(_tensor_bytes, (*given[1:], values, values))
         return
-    yield from _read(name, args, given, into, new)
-    yield from map(_whole, (*into, *new))
+    yield from _read_bytes(name, args, given, into, new)
+    yield from map(_tensor_bytes, (*into, *new))
 
 
-def _read(
+def _read_bytes(
     name: str, args: Any, given: list[Tensor], into: list[Tensor], new: list[Tensor]
 ) -> Iterator[_Moved]:
     """Yield the bytes that an operator reads of each tensor."""
     if name.endswith("_like") or name.startswith("new_"):
         return
     if name in _JOINS:  # as many bytes as the results, however many inputs there are
-        yield from map(_whole, new)
+        yield from map(_tensor_bytes, new)
         return
     for place, tensor in enumerate(given):
         if name in _OVERWRITES and any(tensor is own for own in into):
             continue
         if place == 0 and name in _GATHERS:
-            yield from map(_whole, new)
+            yield from map(_tensor_bytes, new)
         elif place == 0 and name in _NAMED:
             yield given[1].numel() * tensor.itemsize, _DTYPES.get(tensor.dtype)
         elif not (name in _UNREAD and tensor is args[_UNREAD[name]]):
-            yield _whole(tensor)
+            yield _tensor_bytes(tensor)
 
 
-def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written_arguments(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that an operator changes."""
     written: list[Tensor] = []
     for place, argument in enumerate(function._schema.arguments):
@@ -334,7 +336,7 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return written
 
 
-def _whole(tensor: Tensor) -> _Moved:
+def _tensor_bytes(tensor: Tensor) -> _Moved:
     """Return bytes and dtype of a tensor; elements repeated by stride 0 count once."""
     sides = zip(tensor.shape, tensor.stride(), strict=True)
     elements = math.prod(length if stride or not length else 1 for length, stride in sides)
@@ -351,7 +353,7 @@ _COLLECTIVES = {
 }
 
 
-def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
+def find_collective(function: Any, args: Any, result: Any) -> RecordedCollective | None:
     """Return the collective that an operator starts, with the bytes of the full tensor; else
     None."""
     name = function._schema.name.split("::")[-1]
@@ -360,16 +362,16 @@ def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
     collective, is_result = _COLLECTIVES[name]
     whole = result if is_result else args[0]
     size = whole.numel() * whole.itemsize
-    axis = process_groups.axis_of(args)
+    axis = process_groups.group_axis(args)
     is_exchange = collective is Collective.ALL_TO_ALL
     is_named = not {*axes_named(axis)}.isdisjoint(_BY_NAME)
-    return SentTensor(
+    return RecordedCollective(
         collective,
         size,
         _DTYPES.get(whole.dtype),
         axis=axis if is_named else "",
         is_hop=is_exchange and max(args[2], default=0) == whole.shape[0],
-        ranks=process_groups.size_of(args) if is_named else 0,
+        ranks=process_groups.group_size(args) if is_named else 0,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from ptrain.facts.model import Operator
-from ptrain.rooms.ghost import Ghost, Reader, Storage
+from ptrain.rooms.ghost import EventReceiver, Ghost, Storage
 from ptrain.rooms.room import OptimizerLeaf, Shape
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
@@ -18,7 +18,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
-# as `optimizers.by_operator.ITERATIONS`, which needs torch
+# as `optimizers.build.ITERATIONS`, which needs torch
 _ITERATIONS = 5
 
 
@@ -36,7 +36,9 @@ class GhostLeaf:
 class GhostFused:
     """An optimizer that updates in place and allocates nothing."""
 
-    def __init__(self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
+    def __init__(
+        self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: EventReceiver
+    ) -> None:
         self.rule, self.leaves, self.reader = rule, leaves, reader
 
     def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
@@ -55,7 +57,7 @@ class GhostByTensor(GhostFused):
         self,
         rule: str,
         leaves: Sequence[OptimizerLeaf[Ghost]],
-        reader: Reader,
+        reader: EventReceiver,
         temporaries: Callable[[Ghost, bool], int],
     ) -> None:
         super().__init__(rule, leaves, reader)
@@ -67,8 +69,8 @@ class GhostByTensor(GhostFused):
         for leaf in self.leaves:
             if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
                 size = self.temporaries(leaf.value, scalars is not None)
-                self.reader.allocated(size, Tier.DEVICE)
-                self.reader.allocated(-size, Tier.DEVICE)
+                self.reader.record_allocation(size, Tier.DEVICE)
+                self.reader.record_allocation(-size, Tier.DEVICE)
 
 
 class GhostScale:
@@ -77,27 +79,27 @@ class GhostScale:
     The wrap accounts for their copies between tiers.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: EventReceiver) -> None:
         self._scalar = Ghost(Storage(0, Tier.DEVICE, None, "", reader), DType.FP32, ())
 
-    def beside(self, tensor: Ghost) -> tuple[Ghost, Ghost]:
+    def scalars_for(self, tensor: Ghost) -> tuple[Ghost, Ghost]:
         """Return scale and skip flag for the device of `tensor`."""
         return self._scalar, self._scalar
 
 
-class GhostRules:
+class GhostOptimizerFactory:
     """The factory of ghost optimizers by rule, for CPUs or GPUs."""
 
-    def __init__(self, reader: Reader, *, is_cpu: bool = True) -> None:
+    def __init__(self, reader: EventReceiver, *, is_cpu: bool = True) -> None:
         self.reader, self.is_cpu = reader, is_cpu
 
-    def leaf(self, like: Ghost, dtype: DType) -> GhostLeaf:
+    def create_leaf(self, like: Ghost, dtype: DType) -> GhostLeaf:
         return GhostLeaf(Ghost(Storage(0, like.tier, None, "", self.reader), dtype, (0,)))
 
-    def leaf_of(self, tensor: Ghost) -> GhostLeaf:
+    def wrap_leaf(self, tensor: Ghost) -> GhostLeaf:
         return GhostLeaf(tensor)
 
-    def optimizer(
+    def create_optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], spec: OptimizerSpec
     ) -> GhostFused:
         if (temporaries := self._temporary_bytes(rule, leaves, spec)) is None:
@@ -121,11 +123,13 @@ class GhostRules:
         return None
 
 
-def _report_update(rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
+def _report_update(
+    rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: EventReceiver
+) -> None:
     """Report the updated shapes to the reader; all leaves of an optimizer are on one tier."""
     if values := [leaf.value for leaf in leaves if leaf.gradient is not None]:
         shapes = [value.shape for value in values]
-        reader.updated(rule, values[0].dtype, values[0].tier, shapes)
+        reader.record_update(rule, values[0].dtype, values[0].tier, shapes)
 
 
 def muon_temporaries(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> int:
@@ -171,7 +175,7 @@ def _newton_schulz(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> I
 def muon_operators(shape: Shape, updated: DType) -> Iterator[Operator]:
     """Yield the operators that Muon's update of one matrix runs, in order.
 
-    The update is `optimizers.by_operator.Muon`.
+    The update is `optimizers.build.Muon`.
     """
     rows, columns = sorted(shape)
     iterated = DType.FP64 if updated is DType.FP64 else DType.BF16

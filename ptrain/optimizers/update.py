@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ptrain.cost import State
-from ptrain.rooms.room import Optimizer, OptimizerLeaf, Room, Rules, T
+from ptrain.rooms.room import Optimizer, OptimizerFactory, OptimizerLeaf, T, TensorRuntime
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout
@@ -46,7 +46,7 @@ class Slot(Protocol[T]):
         """Store this rank's part of the tensor that `fetch` returned, after its update."""
 
 
-class Resident(Generic[T]):
+class ResidentSlot(Generic[T]):
     """A slot whose state is stored as it is used."""
 
     is_resident = True
@@ -79,7 +79,7 @@ class Target(Protocol[T]):
         """True if value, gradient and state are updated in the tensors in which they are stored."""
         ...
 
-    def lasting(self) -> T | None:
+    def persistent_parameter(self) -> T | None:
         """Return the tensor that an optimizer can keep as its parameter for the full training.
 
         It is the target's value, and its `.grad` is the gradient whenever there is one. Returns
@@ -102,10 +102,15 @@ class Target(Protocol[T]):
         """
         ...
 
-    def store(self, value: T) -> None:
-        """Write the updated value back, from any dtype, and update the replicas where required."""
+    def store(self, value: T) -> T | None:
+        """Write the updated value back, from any dtype, and update the replicas where required.
 
-    def slot(self, initial: T) -> Slot[T]:
+        Returns:
+            The tensor to which the value is still to be copied, together with the values of other
+            targets, or None if it is written.
+        """
+
+    def create_slot(self, initial: T) -> Slot[T]:
         """Create the slot of a state tensor, in the dtype of `initial`.
 
         Args:
@@ -123,7 +128,7 @@ class Scale(Protocol[T]):
     The flag is 1 if a gradient overflowed or the training stops.
     """
 
-    def beside(self, tensor: T) -> tuple[T | None, T]:
+    def scalars_for(self, tensor: T) -> tuple[T | None, T]:
         """Return scale and skip flag on the device of `tensor`."""
         ...
 
@@ -136,8 +141,8 @@ class TargetsUpdate(Generic[T, X]):
         groups: Sequence[Sequence[X]],
         spec: OptimizerSpec,
         layout: Layout,
-        room: Room[T],
-        rules: Rules[T],
+        room: TensorRuntime[T],
+        rules: OptimizerFactory[T],
         hidden: Sequence[Sequence[bool]] | None = None,
     ) -> None:
         """Create the optimizer state and the optimizers.
@@ -154,7 +159,7 @@ class TargetsUpdate(Generic[T, X]):
         trained = [[target for target in group if not target.is_frozen] for group in groups]
         members = [
             [
-                Member(target, rule_of(spec, is_hidden), spec, layout, room, rules)
+                TargetState(target, rule_of(spec, is_hidden), spec, layout, room, rules)
                 for target, is_hidden in zip(targets, flags, strict=True)
             ]
             for targets, flags in zip(trained, hidden or _no_hidden_flags(trained), strict=True)
@@ -164,16 +169,16 @@ class TargetsUpdate(Generic[T, X]):
         if not self.is_by_unit:
             # nothing has to be brought, so one optimizer call updates all units
             members = [[member for group in members for member in group]]
-        self.groups = [UpdateGroup(group, spec, rules) for group in members]
+        self.groups = [UpdateGroup(group, spec, room, rules) for group in members]
 
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
         """Update all targets from their gradients with this learning rate.
 
         `scaling` carries the loss scale and the flag that skips the update on the device.
         """
-        self.do(lambda group: group.step(lr, scaling))
+        self.for_each_group(lambda group: group.step(lr, scaling))
 
-    def do(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
+    def for_each_group(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
         """Call `act` with each group, in order."""
         for group in self.groups:
             act(group)
@@ -215,7 +220,7 @@ class TargetsUpdate(Generic[T, X]):
                 yield State.OPTIMIZER, tensor
 
 
-class Member(Generic[T, X]):
+class TargetState(Generic[T, X]):
     """A target with its slots and its optimizer leaf.
 
     If `rests`, the leaf is the target's tensor for the full training; else it is empty between
@@ -228,24 +233,24 @@ class Member(Generic[T, X]):
         rule: str,
         spec: OptimizerSpec,
         layout: Layout,
-        room: Room[T],
-        rules: Rules[T],
+        room: TensorRuntime[T],
+        rules: OptimizerFactory[T],
     ) -> None:
         self.target, self.rule, self.layout, self.room = target, rule, layout, room
         value = target.value()
         self.slots: dict[str, Slot[T]] = {}
         for name in moment_names(rule, spec):
-            self.slots[name] = target.slot(room.zeros_like(value, layout.moments))
+            self.slots[name] = target.create_slot(room.zeros_like(value, layout.moments))
         self.numbers = OPTIMIZERS[rule].numbers
         for name, initial in self.numbers.items():
-            self.slots[name] = target.slot(room.scalar_like(value, DType.FP32, initial))
+            self.slots[name] = target.create_slot(room.scalar_like(value, DType.FP32, initial))
         if layout.master is not None and not target.owns_master:
-            self.slots[MASTER] = target.slot(room.cast(value, layout.master, copy=True))
+            self.slots[MASTER] = target.create_slot(room.cast(value, layout.master, copy=True))
         self.moving = {  # slots that are moved or cast for each update
             name: slot
             for name, slot in self.slots.items()
             if not slot.is_resident
-            or (name not in self.numbers and room.dtype(slot.stored) is not layout.updated)
+            or (name not in self.numbers and room.dtype(slot.stored) is not layout.update_dtype)
         }
         self._fetched: dict[str, T] = {}
         # Nothing is moved or cast: the leaf gets value and state once and keeps them, so later
@@ -256,15 +261,21 @@ class Member(Generic[T, X]):
             and not target.owns_master
             and MASTER not in self.slots
             and not self.moving
-            and layout.gradients is layout.parameters is layout.updated
+            and layout.gradients is layout.parameters is layout.update_dtype
         )
         self._has_stayed = False
-        itself = target.lasting() if self._can_stay else None
+        itself = target.persistent_parameter() if self._can_stay else None
         self.rests = itself is not None
-        self.leaf = rules.leaf(value, layout.updated) if itself is None else rules.leaf_of(itself)
+        self.leaf = (
+            rules.create_leaf(value, layout.update_dtype)
+            if itself is None
+            else rules.wrap_leaf(itself)
+        )
         self.nothing = self.leaf.value
+        # The leaf is a master copy where it is stored, and needs only its gradient.
+        self.has_master_in_place = MASTER in self.slots and target.is_in_place and not self.moving
 
-    def join(self) -> None:
+    def register_state(self) -> None:
         """Give the optimizer the state that is used where it is stored, once."""
         for name, slot in self.slots.items():
             if name in self.moving:
@@ -276,7 +287,7 @@ class Member(Generic[T, X]):
 
     def fetch(self) -> bool:
         """Bring value, gradient and state to the leaf; return False if there is no gradient."""
-        leaf, updated = self.leaf, self.layout.updated
+        leaf, updated = self.leaf, self.layout.update_dtype
         if (gradient := self.target.working_gradient()) is None:
             return False
         if self._has_stayed:
@@ -295,8 +306,12 @@ class Member(Generic[T, X]):
                 leaf.state[name] = held if name in self.numbers else self.room.cast(held, updated)
         return True
 
-    def put(self) -> None:
-        """Store value and state, and drop each working copy as soon as it is stored."""
+    def put(self) -> Iterator[tuple[T, T]]:
+        """Store value and state, and drop each working copy as soon as it is stored.
+
+        Yields:
+            The value and the tensor to which it is still to be copied, if it is not stored yet.
+        """
         leaf = self.leaf
         leaf.gradient = None
         if self._can_stay:
@@ -314,7 +329,8 @@ class Member(Generic[T, X]):
                 del held
         if MASTER in self.moving:
             self.slots[MASTER].put(leaf.value)
-        self.target.store(leaf.value)
+        if (place := self.target.store(leaf.value)) is not None:
+            yield leaf.value, place
         if MASTER not in self.slots or MASTER in self.moving:
             leaf.value = self.nothing
 
@@ -326,17 +342,23 @@ class UpdateGroup(Generic[T, X]):
     """
 
     def __init__(
-        self, members: Sequence[Member[T, X]], spec: OptimizerSpec, rules: Rules[T]
+        self,
+        members: Sequence[TargetState[T, X]],
+        spec: OptimizerSpec,
+        room: TensorRuntime[T],
+        rules: OptimizerFactory[T],
     ) -> None:
-        self.members = list(members)
+        self.members, self.room = list(members), room
         self.optimizers: dict[str, Optimizer[T]] = {
-            rule: rules.optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
+            rule: rules.create_optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
             for rule in dict.fromkeys(member.rule for member in members)
         }
         for member in members:
-            member.join()
-        self._moving = [member for member in members if not member.rests]
-        self._rests = len(self._moving) < len(members)
+            member.register_state()
+        self._with_masters = [member for member in members if member.has_master_in_place]
+        brought = [member for member in members if not member.rests]
+        self._moving = [member for member in brought if not member.has_master_in_place]
+        self._rests = len(brought) < len(members)
 
     def step(self, lr: float, scaling: Scale[T] | None, *, is_taken: bool = True) -> None:
         """Update the group from the targets' gradients.
@@ -346,16 +368,31 @@ class UpdateGroup(Generic[T, X]):
             scaling: Loss scale and skip flag, None for an unscaled loss that is never skipped.
             is_taken: If False, state is fetched and stored without an update.
         """
-        fetched = [member for member in self._moving if member.fetch()]
+        fetched = self._fetch_with_masters()
+        fetched += [member for member in self._moving if member.fetch()]
         if not fetched and not self._rests:
             return
         beside = fetched or self.members
-        scalars = scaling.beside(beside[0].leaf.value) if scaling else None
+        scalars = scaling.scalars_for(beside[0].leaf.value) if scaling else None
         if is_taken:
             for optimizer in self.optimizers.values():
                 optimizer.step(lr, scalars)
-        for member in fetched:
-            member.put()
+        if copies := [copy for member in fetched for copy in member.put()]:
+            self.room.copy_all(copies)
+
+    def _fetch_with_masters(self) -> list[TargetState[T, X]]:
+        """Bring the gradients of master copies in place, cast by one operator.
+
+        Members without a gradient are left out.
+        """
+        held = [(member, member.target.working_gradient()) for member in self._with_masters]
+        members = [member for member, gradient in held if gradient is not None]
+        gradients = [gradient for _, gradient in held if gradient is not None]
+        if members:
+            cast = self.room.cast_all(gradients, members[0].layout.update_dtype)
+            for member, gradient in zip(members, cast, strict=True):
+                member.leaf.gradient = gradient
+        return members
 
 
 def _no_hidden_flags(groups: Sequence[Sequence[X]]) -> list[list[bool]]:
@@ -370,7 +407,7 @@ def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
     """
     targets = [target for group in groups for target in group]
     is_whole = bool(targets) and all(target.is_in_place for target in targets)
-    return is_whole and layout.updated is layout.gradients is layout.moments
+    return is_whole and layout.update_dtype is layout.gradients is layout.moments
 
 
 def rule_of(spec: OptimizerSpec, is_hidden: bool) -> str:
@@ -378,7 +415,7 @@ def rule_of(spec: OptimizerSpec, is_hidden: bool) -> str:
 
     Muon, for example, updates matrices within the model; its row names the rule of the remainder.
     """
-    return spec.name if is_hidden else spec.row.remainder or spec.name
+    return spec.name if is_hidden else spec.properties.remainder or spec.name
 
 
 def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from ptrain.axes.context.attention import is_partition
 from ptrain.spec.placement import SAMPLE_AXES
-from ptrain.spec.spec import Spec, groups, positions
+from ptrain.spec.spec import Spec, indices_in_groups, rank_groups
 from ptrain.steps.step import Parallelize, Plan
-from ptrain.steps.wraps import Ran, WrapStep
+from ptrain.steps.wraps import ExecutedStep, WrapStep
 from ptrain.units import grouped
 
 Groups = Sequence[tuple[int, ...]]
@@ -37,9 +37,9 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """
     if (step := plan.context) is None:
         return ()
-    within = tuple(groups(spec, (step.axis,)))
-    places = positions(spec, plan.sample_axes)
-    across = tuple(groups(spec, plan.summed_axes))
+    within = tuple(rank_groups(spec, (step.axis,)))
+    places = indices_in_groups(spec, plan.sample_axes)
+    across = tuple(rank_groups(spec, plan.summed_axes))
     return (
         Condition(
             name="Theorem 3 of samples",
@@ -73,11 +73,11 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """
     if (step := plan.experts) is None:
         return ()
-    within, names = tuple(groups(spec, step.axes)), " × ".join(step.axes)
+    within, names = tuple(rank_groups(spec, step.axes)), " × ".join(step.axes)
     summed = plan.wrap_of(step.modules).summed_axes
-    across = tuple(groups(spec, summed)) if summed else ()
-    whole = tuple(groups(spec, plan.summed_axes))
-    places = positions(spec, step.axes)
+    across = tuple(rank_groups(spec, summed)) if summed else ()
+    whole = tuple(rank_groups(spec, plan.summed_axes))
+    places = indices_in_groups(spec, step.axes)
     why = (
         f"it is summed over {' × '.join(summed)}, whose ranks hold the same experts: "
         f"{_groups_text(across)}"
@@ -99,7 +99,7 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         ),
         Condition(
             name="Theorem 3 of the rest's gradients",
-            holds=are_within(groups(spec, (step.axis,)), whole),
+            holds=are_within(rank_groups(spec, (step.axis,)), whole),
             why=(
                 "gradients of replicated parameters are summed over "
                 f"{' × '.join(plan.summed_axes)}: {_groups_text(whole)}; by construction, both are "
@@ -109,7 +109,7 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     )
 
 
-def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Condition, ...]:
+def theorem_6(spec: Spec, plan: Plan, ran: Sequence[ExecutedStep] = ()) -> tuple[Condition, ...]:
     """Return the three conditions of Theorem 6; none without tp, or without a summed axis.
 
     Args:
@@ -120,10 +120,10 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
     data = plan.summed_axes
     if plan.tensor is None or not data:
         return ()
-    within = tuple(groups(spec, (plan.tensor.axis,)))
-    across = tuple(group for axis in data for group in groups(spec, (axis,)))
+    within = tuple(rank_groups(spec, (plan.tensor.axis,)))
+    across = tuple(group for axis in data for group in rank_groups(spec, (axis,)))
     names = " and ".join(data)
-    is_cut_first = cuts_before_wraps(ran or tuple(map(Ran, plan.steps)))
+    is_cut_first = cuts_before_wraps(ran or tuple(map(ExecutedStep, plan.steps)))
     return (
         Condition(
             name="Theorem 6.1",
@@ -164,10 +164,10 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     data = plan.summed_axes
     if plan.pipeline is None or not data:
         return ()
-    within = tuple(groups(spec, (plan.pipeline.axis,)))
+    within = tuple(rank_groups(spec, (plan.pipeline.axis,)))
     others = tuple(axis for axis in plan.mesh.axes if axis is not plan.pipeline.axis)
-    stages = tuple(groups(spec, others))
-    across = tuple(group for axis in data for group in groups(spec, (axis,)))
+    stages = tuple(rank_groups(spec, others))
+    across = tuple(group for axis in data for group in rank_groups(spec, (axis,)))
     names = " and ".join(data)
     is_outermost = are_consecutive(stages)
     order = "consecutive ranks" if is_outermost else "not consecutive, as in Remark 4"
@@ -194,7 +194,7 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     )
 
 
-def compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Condition, ...]]]:
+def explain_compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Condition, ...]]]:
     """Yield a heading and the conditions for each theorem that applies to the plan."""
     has_samples = any(axis in plan.summed_axes for axis in SAMPLE_AXES)
     others = "data axes" if has_samples else " and ".join(plan.summed_axes)
@@ -211,10 +211,10 @@ def compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Condition,
 
 def all_conditions(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """Return the conditions of all theorems that apply to the plan."""
-    return tuple(c for _, conditions in compositions(spec, plan) for c in conditions)
+    return tuple(c for _, conditions in explain_compositions(spec, plan) for c in conditions)
 
 
-def cuts_before_wraps(ran: Sequence[Ran]) -> bool:
+def cuts_before_wraps(ran: Sequence[ExecutedStep]) -> bool:
     """Return True if Theorem 6.2 holds for the executed steps.
 
     Every model or stage with wrapped units must have had its operators sharded before. The result

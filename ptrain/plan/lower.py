@@ -1,9 +1,8 @@
-"""Lowering: from a product of placements to the steps that execute it.
+"""Lowering: the conversion of a product of placements to the steps that implement it.
 
-The wrapper follows from the modes of the states, the layout and the optimizer alone. Some forms
-have a torch part of their own (one device; everything replicated; Theta gathered with Omega and G
-on the same shards, replicas outside them; Omega's tensors spread over replicas); every other legal
-tuple runs as flat units with one handler per state.
+The wrap depends only on the modes of the states, the layout and the optimizer. Some forms are
+implemented by torch: a single device; DDP; FSDP2, also with replicas; and ZeroRedundancyOptimizer.
+All other legal tuples run as flat units, with one handler per state.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from ptrain.activations.rules import blocks_outside
+from ptrain.activations.rules import missing_block_faults
 from ptrain.axes.context.attention import context_of
 from ptrain.axes.data.form import (
     data_factors,
@@ -31,9 +30,8 @@ from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.cost import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.parameters import expert_layers, expert_modules
+from ptrain.facts.parameters import expert_layers, expert_modules, roles_of
 from ptrain.facts.parameters import facts as facts_of
-from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ModelShape
@@ -64,8 +62,12 @@ from ptrain.steps.wraps import (
 )
 
 
-def own_facts(spec: Spec) -> ModelFacts:
-    """Return the facts of a built-in model, from its shape. Raises SpecError for any other."""
+def built_in_facts(spec: Spec) -> ModelFacts:
+    """Return the facts of a built-in model, which follow from its shape.
+
+    Raises:
+        SpecError: The model is not built in.
+    """
     if not isinstance(spec.model, ModelShape):
         finding = "the sizes of this model are known only after running its code"
         remedy = "Add `--allow-import` (in Python, pass facts to derive: "
@@ -94,19 +96,19 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
         >>> plan.spec.name
         'zero3'
     """
-    facts = own_facts(spec) if facts is None else facts
+    facts = built_in_facts(spec) if facts is None else facts
     spec = spec if facts.model is None else replace(spec, model=facts.model)
     units, stages, form = facts.unit_modules, stages_of(spec, facts), form_of(spec)
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
-    wrap, tensor = _wrap(spec, form), _parallelize(spec, facts.roles, facts.fusions)
-    pipeline = _pipeline(spec, stages)
+    wrap, tensor = _make_wrap(spec, form), _make_parallelize(spec, facts.roles, facts.fusions)
+    pipeline = _make_pipeline(spec, stages)
     own = experts_of(spec, units, facts.experts or expert_layers(spec))
     # of what is whole on ep all ranks have the same, of the experts each has its own
     apart = () if own is None or own.axis in wrap.reduced_axes else (own.axis,)
     operator_axes = (*((tensor.axis,) if tensor else ()), *apart)
     routing_axes = (*wrap.summed_axes, *spec.folded_axes)
     cut_axes = (*((pipeline.axis,) if pipeline else ()), *wrap.reduced_axes)
-    layout = spec.precision.effective
+    layout = spec.precision.effective_layout
     mesh = CreateMesh(
         axes=tuple(factor.axis for factor in factors),
         degrees=tuple(factor.degree for factor in factors),
@@ -122,12 +124,12 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
         tensor,  # Theorem 6.2: operators are cut before units are wrapped
         context_of(spec),  # attention over cp is of the heads that tp leaves
         own,
-        _keep(spec, facts.blocks),  # what wraps do before a block runs is then done once
-        _compile(spec),  # recomputation is part of the program, hooks of wraps are not
+        _make_keep(spec, facts.blocks),  # what wraps do before a block runs is then done once
+        _make_compile(spec),  # recomputation is part of the program, hooks of wraps are not
         wrap,
         chunked_loss(spec),  # whose head the wrap has gathered
-        _accumulate(spec),
-        _clip(spec, cut_axes, operator_axes),
+        _make_accumulate(spec),
+        _make_clip(spec, cut_axes, operator_axes),
         update,
         balance_of(spec, tuple(f.axis for f in factors if f.axis in routing_axes)),
     )
@@ -141,7 +143,7 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
     )
 
 
-def _wrap(spec: Spec, form: Form) -> Wrap:
+def _make_wrap(spec: Spec, form: Form) -> Wrap:
     data = data_factors(spec)
     match form:
         case Form.LOCAL:
@@ -165,12 +167,12 @@ def _wrap(spec: Spec, form: Form) -> Wrap:
                 overlaps=reduces_in_backward(spec, form, keeps_parts=True),
             )
         case Form.FLAT:
-            return _flat(spec, data)
+            return _make_flat_units(spec, data)
         case _:
             assert_never(form)
 
 
-def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
+def _make_flat_units(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
     def cut(state: State, *distributions: Distribution) -> tuple[Axis, ...]:
         return tuple(
             factor.axis for factor in data if factor.placement[state].distribution in distributions
@@ -203,17 +205,17 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         prefetch=units_ahead(spec, Form.FLAT) or 0,
         gather_after_update=when_gathered(spec),
         path=spec.offload.path,
-        frozen=_frozen(frozen_factors(spec)) if places_frozen(spec) else None,
+        frozen=_make_frozen_place(frozen_factors(spec)) if places_frozen(spec) else None,
         bucket_bytes=spec.bucket_bytes if joins_units(spec, Form.FLAT) else 0,
     )
 
 
-def _frozen(factors: tuple[Factor, ...]) -> FrozenPlace:
+def _make_frozen_place(factors: tuple[Factor, ...]) -> FrozenPlace:
     cut = (f.axis for f in factors if f.placement.parameters.distribution in CUT)
     return FrozenPlace(axes=tuple(cut), tier=tier_of(factors, State.PARAMETERS))
 
 
-def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
+def _make_pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
     if pipeline_of(spec) is None:
         return None
     return Pipeline(
@@ -225,7 +227,7 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
     )
 
 
-def _accumulate(spec: Spec) -> Accumulate:
+def _make_accumulate(spec: Spec) -> Accumulate:
     if spec.batch.micro_is_open:  # a call from Python: commands have chosen
         raise refused(
             "batch.micro",
@@ -235,7 +237,7 @@ def _accumulate(spec: Spec) -> Accumulate:
     return Accumulate(micro_batches=spec.batch.accumulate)
 
 
-def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
+def _make_keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     """Return the step that keeps activations, None where all blocks are plain. `blocks` are named
     as the model calls them; those of a built-in one are known."""
     if spec.activations.is_open:  # a call from Python: commands have chosen
@@ -246,22 +248,22 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
         )
     if isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
-    if outside := tuple(blocks_outside(spec, len(blocks))):
+    if outside := tuple(missing_block_faults(spec, len(blocks))):
         raise SpecError(*outside)
     if all(mode.is_plain for mode in spec.activations.distinct_of(len(blocks))):
         return None
-    named = zip(blocks, spec.activations.of(len(blocks)), strict=True)
+    named = zip(blocks, spec.activations.block_modes(len(blocks)), strict=True)
     kept = tuple((name, mode) for name, mode in named if not mode.is_plain)
     return Keep(blocks=kept, path=spec.offload.path)
 
 
-def _compile(spec: Spec) -> Compile | None:
+def _make_compile(spec: Spec) -> Compile | None:
     if spec.compile is Compiled.NONE or not isinstance(spec.model, ModelShape):
         return None
     return Compile(blocks=tuple(f"blocks.{index}" for index in range(spec.model.layers)))
 
 
-def _parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | None:
+def _make_parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | None:
     factor = next((f for f in spec.factors if f.axis is Axis.TP and f.degree > 1), None)
     if factor is None:
         return None
@@ -279,7 +281,7 @@ def _parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | No
     )
 
 
-def _clip(spec: Spec, axes: tuple[Axis, ...], operator_axes: tuple[Axis, ...]) -> Clip | None:
+def _make_clip(spec: Spec, axes: tuple[Axis, ...], operator_axes: tuple[Axis, ...]) -> Clip | None:
     if spec.optimizer.clip is None:
         return None
     return Clip(max_norm=spec.optimizer.clip, axes=axes, operator_axes=operator_axes)

@@ -13,11 +13,11 @@ from ptrain.axes.expert.draw import expert_lines
 from ptrain.axes.expert.draw import step_text as expert_text
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.simulate import bubble_text, draw, simulate
+from ptrain.axes.pipeline.simulate import bubble_text, draw_schedule, simulate
 from ptrain.axes.pipeline.stage_facts import most_held_of
 from ptrain.facts.stages import Units
 from ptrain.plan.composition import all_conditions, condition_lines, ranks_text
-from ptrain.spec.activations import Kept, Operators, Scope
+from ptrain.spec.activations import ActivationMode, Operators, Scope
 from ptrain.spec.dials import (
     WHOLE_BUCKET,
     GatherAfterUpdate,
@@ -31,7 +31,7 @@ from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Role, Roles
-from ptrain.spec.spec import Spec, groups
+from ptrain.spec.spec import Spec, rank_groups
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import (
     Accumulate,
@@ -54,54 +54,54 @@ from ptrain.units import counted, format_memory, grouped
 _FEW_GROUPS = 8
 
 
-def show(spec: Spec, plan: Plan) -> str:
-    """Return the whole plan, ready to print."""
+def format_plan(spec: Spec, plan: Plan) -> str:
+    """Return the full plan as text."""
     lines = [f"plan of {spec.name}: {counted(spec.world_size, 'rank')}", ""]
     stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
-    steps = [_step(step, stateless=stateless) for step in plan.steps]
+    steps = [_step_text(step, stateless=stateless) for step in plan.steps]
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
-    lines += ["", *_groups(spec, plan), *_composition(spec, plan), *_policy(plan)]
+    lines += ["", *_group_lines(spec, plan), *_composition_lines(spec, plan), *_policy_lines(plan)]
     lines += token_lines(spec, plan.context) if plan.context else ()
-    lines += _experts(spec, plan)
-    lines += _stages(spec, plan)
+    lines += _expert_lines(spec, plan)
+    lines += _stage_lines(spec, plan)
     whose = "of the full model; each stage has its units and a root: "
-    lines.append(f"units    {whose if plan.pipeline else ''}{_units(plan.units)}")
+    lines.append(f"units    {whose if plan.pipeline else ''}{_units_text(plan.units)}")
     if plan.tensor and not isinstance(spec.model, ModelShape):
-        lines += _roles(plan.tensor.roles)
-    lines += _drawn(spec)
+        lines += _role_lines(plan.tensor.roles)
+    lines += _schedule_lines(spec)
     return "\n".join(lines)
 
 
-def _roles(roles: Roles) -> Iterator[str]:
+def _role_lines(roles: Roles) -> Iterator[str]:
     """Yield the roles of modules in the plan of a model that is not built in."""
     for role in dict.fromkeys(role for _, role in roles):
         names = ", ".join(pattern for pattern, has in roles if has is role)
         yield f"roles    {role}: {names}"
 
 
-def _experts(spec: Spec, plan: Plan) -> Iterator[str]:
-    """Yield what ep does, and how units of experts are wrapped, which the other axes alone do."""
+def _expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
+    """Yield lines about ep, and about the wrap of expert units, which excludes ep."""
     yield from expert_lines(spec, plan)
     if plan.experts is not None:
         wrap = plan.wrap_of(plan.experts.modules)
         stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
-        yield f"wrapped  experts: {_step(wrap, stateless=stateless)}"
+        yield f"wrapped  experts: {_step_text(wrap, stateless=stateless)}"
 
 
-def _step(step: Step, *, stateless: bool) -> str:
+def _step_text(step: Step, *, stateless: bool) -> str:
     if isinstance(step, FlatUnits):
-        return _flat(step, stateless=stateless)
+        return _flat_text(step, stateless=stateless)
     return _TEXTS[type(step)](step)
 
 
-def _mesh(step: CreateMesh) -> str:
+def _mesh_text(step: CreateMesh) -> str:
     if not step.axes:
         return "no mesh"
     pairs = zip(step.axes, step.degrees, strict=True)
     return "create a mesh " + " × ".join(f"{axis} {degree}" for axis, degree in pairs)
 
 
-def _pipeline(step: Pipeline) -> str:
+def _pipeline_text(step: Pipeline) -> str:
     ranks, names = max(step.rank_of) + 1, ", ".join(name for name, _ in step.shared)
     shared = f"; first and last stage share {names}; its gradients are summed" if names else ""
     return (
@@ -111,59 +111,62 @@ def _pipeline(step: Pipeline) -> str:
     )
 
 
-def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
+def _stage_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     """Yield a line for each stage: its rank along the axis, what it has, and how much is in
     flight."""
-    step, schedule = plan.pipeline, _schedule(spec)
+    step, schedule = plan.pipeline, _schedule_of(spec)
     if step is None or schedule is None:
         return
     for stage, (rank, layers) in enumerate(zip(step.rank_of, step.layers, strict=True)):
         ends = ["input modules"] * (stage == 0), ["output modules"] * (stage == step.stages - 1)
-        names = ", ".join([*ends[0], _shortened(list(layers)), *ends[1]])
+        names = ", ".join([*ends[0], _shorten_names(list(layers)), *ends[1]])
         most = counted(most_held_of(schedule, stage), "micro-batch")
         yield f"stage    {stage} on {step.axis} {rank}: {names}; up to {most} in flight"
 
 
-def _drawn(spec: Spec) -> Iterator[str]:
+def _schedule_lines(spec: Spec) -> Iterator[str]:
     """Yield the bubble in both conventions of the literature, then the drawn schedule."""
-    if (schedule := _schedule(spec)) is None:
+    if (schedule := _schedule_of(spec)) is None:
         return
     yield f"bubble   {bubble_text(simulate(schedule))}"
     yield ""
-    yield from draw(schedule).splitlines()
+    yield from draw_schedule(schedule).splitlines()
 
 
-def _schedule(spec: Spec) -> Schedule | None:
+def _schedule_of(spec: Spec) -> Schedule | None:
     return schedule_of(spec) if pipeline_of(spec) else None
 
 
-def _parallelize(step: Parallelize) -> str:
+def _parallelize_text(step: Parallelize) -> str:
     pairs = "column-wise, one by one" if step.is_naive else "column- and row-wise in pairs"
     between = "sharded by tokens" if step.is_sequence else "replicated"
     saved = ", saved as shards and all-gathered again in backward" if step.is_saved_cut else ""
     return (
         f"shard operators over {step.axis}: {pairs}; activations between them {between}{saved}; "
-        f"logits {_logits(step)}"
+        f"logits {_logits_text(step)}"
     )
 
 
-def _logits(step: Parallelize) -> str:
-    """A tied head has no role of its own in a built-in model: the norm before it has one."""
+def _logits_text(step: Parallelize) -> str:
+    """Describe the sharding of the logits.
+
+    In a built-in model with a tied head, the head has no role; the norm before it has one.
+    """
     if not any(role in (Role.HEAD, Role.LAST_NORM) for _, role in step.roles):
         return "replicated, since no head is sharded"
     return "sharded over the vocabulary" if step.loss_parallel else "all-gathered"
 
 
-def _replicate(step: Replicate) -> str:
+def _replicate_text(step: Replicate) -> str:
     when = "overlapped with" if step.overlaps else "after"
     owners = "; each tensor of Ω on a single rank, which updates and broadcasts it"
     return (
-        f"replicate over {_names(step.axes)}: DistributedDataParallel, {_bucket(step)} reduced "
-        f"once, {when} the last micro-batch's backward{owners * step.zero_redundancy}"
+        f"replicate over {_axes_text(step.axes)}: DistributedDataParallel, {_bucket_text(step)} "
+        f"reduced once, {when} the last micro-batch's backward{owners * step.zero_redundancy}"
     )
 
 
-def _bucket(step: Replicate) -> str:
+def _bucket_text(step: Replicate) -> str:
     match step.bucket_bytes:
         case 1:
             return "gradients one by one"
@@ -175,59 +178,59 @@ def _bucket(step: Replicate) -> str:
 
 def _fully_shard(step: FullyShard) -> str:
     theta = "Θ M (all-gathered as casts of the master shards)" if step.materialized else "Θ S*"
-    copies = f"; replicate over {_names(step.replicate_axes)}" if step.replicate_axes else ""
-    ahead = "" if step.prefetch is None else f"; {_ahead(step.prefetch)}"
+    copies = f"; replicate over {_axes_text(step.replicate_axes)}" if step.replicate_axes else ""
+    ahead = "" if step.prefetch is None else f"; {_prefetch_text(step.prefetch)}"
     dials = ahead if step.overlaps else "; no overlap, no prefetch"
-    shards = f"fully_shard each unit over {_names(step.shard_axes)}: {theta}, Ω S, G S"
-    return f"{shards}{copies}{dials}{_via(step.reduce_scatter)}"
+    shards = f"fully_shard each unit over {_axes_text(step.shard_axes)}: {theta}, Ω S, G S"
+    return f"{shards}{copies}{dials}{_reduce_scatter_text(step.reduce_scatter)}"
 
 
-def _ahead(num: int) -> str:
+def _prefetch_text(num: int) -> str:
     return f"prefetch {counted(num, 'unit')}" if num else "no prefetch"
 
 
-def _flat(step: FlatUnits, *, stateless: bool) -> str:
-    over = f" over {_names(step.axes)}" if step.axes else ""
+def _flat_text(step: FlatUnits, *, stateless: bool) -> str:
+    over = f" over {_axes_text(step.axes)}" if step.axes else ""
     optimizer = "Ω none" if stateless else _flat_optimizer(step)
     states = ", ".join((_flat_parameters(step), optimizer, _flat_gradients(step)))
     if step.frozen is not None:
         states += f"; frozen parameters: {_flat_parameters(step.of_frozen)}"
     return "; ".join([f"keep each unit in a flat buffer{over}: {states}", *_flat_dials(step)]) + (
-        _via(step.reduce_scatter)
+        _reduce_scatter_text(step.reduce_scatter)
     )
 
 
 def _flat_parameters(step: FlatUnits) -> str:
     if step.materialized:
         return "Θ made unit by unit from the masters in Ω"
-    stored = _stored("Θ", step.parameters, step.parameters_tier)
+    stored = _stored_text("Θ", step.parameters, step.parameters_tier)
     if step.parameters:
         return f"{stored}, all-gathered for use"
     return stored if step.parameters_tier is Tier.DEVICE else f"{stored}, copied for use"
 
 
 def _flat_optimizer(step: FlatUnits) -> str:
-    stored = _stored("Ω", step.optimizer, step.optimizer_tier)
-    stored += _gathered([axis for axis in step.optimizer if axis not in step.updated])
+    stored = _stored_text("Ω", step.optimizer, step.optimizer_tier)
+    stored += _gathered_text([axis for axis in step.optimizer if axis not in step.updated])
     is_near = step.optimizer_tier is Tier.DEVICE
     return stored if is_near else f"{stored}, updated on the {step.update_tier}"
 
 
-def _gathered(axes: Sequence[Axis]) -> str:
-    return f", all-gathered over {_names(axes)} for the update" if axes else ""
+def _gathered_text(axes: Sequence[Axis]) -> str:
+    return f", all-gathered over {_axes_text(axes)} for the update" if axes else ""
 
 
 def _flat_gradients(step: FlatUnits) -> str:
     if step.consumed:
         return "G freed: each unit is reduced and updated within backward"
-    stored = _stored("G", step.gradients, step.gradients_tier)
-    return stored + _gathered(step.gathered_gradients)
+    stored = _stored_text("G", step.gradients, step.gradients_tier)
+    return stored + _gathered_text(step.gathered_gradients)
 
 
-def _stored(letter: str, axes: Sequence[Axis], tier: Tier) -> str:
+def _stored_text(letter: str, axes: Sequence[Axis], tier: Tier) -> str:
     """Return `Ω sharded over dp_shard on the host`."""
     where = {Tier.DEVICE: "", Tier.HOST: " on the host", Tier.FILE: " in files"}[tier]
-    return f"{letter} {'sharded over ' + _names(axes) if axes else 'replicated'}{where}"
+    return f"{letter} {'sharded over ' + _axes_text(axes) if axes else 'replicated'}{where}"
 
 
 def _flat_dials(step: FlatUnits) -> Iterator[str]:
@@ -238,7 +241,7 @@ def _flat_dials(step: FlatUnits) -> Iterator[str]:
     if step.overlaps:
         yield "reductions overlapped with backward"
     if step.prefetch:
-        yield _ahead(step.prefetch)
+        yield _prefetch_text(step.prefetch)
     if any(axis not in step.parameters for axis in step.updated):
         when = {
             GatherAfterUpdate.BLOCKING: "after each unit's update",
@@ -248,26 +251,28 @@ def _flat_dials(step: FlatUnits) -> Iterator[str]:
         yield f"updated shards all-gathered {when}"
 
 
-def _via(via: ReduceScatterVia) -> str:
+def _reduce_scatter_text(via: ReduceScatterVia) -> str:
     return "" if via is ReduceScatterVia.NATIVE else "; reduce-scatter as all-to-all and a sum"
 
 
-def _clip(step: Clip) -> str:
+def _clip_text(step: Clip) -> str:
     axes = step.reduced_axes
     over = f", a scalar all-reduce over {' and '.join(axes)}" if axes else ""
     return f"clip the gradient norm to {step.max_norm:g}{over}"
 
 
-def _update(step: Update) -> str:
+def _update_text(step: Update) -> str:
     remainder = OPTIMIZERS[step.optimizer].remainder
     rest = f" ({remainder} for all but the blocks' matrices)" if remainder else ""
-    over = f" over {_names(step.scale_axes)}" if step.scale_axes else ""
+    over = f" over {_axes_text(step.scale_axes)}" if step.scale_axes else ""
     scaled = f"; the loss is scaled, and a step whose gradients overflow{over} is skipped"
     layout = step.layout
-    return f"update with {step.optimizer}{rest}, {_layout(layout)}{scaled * layout.scales_loss}"
+    return (
+        f"update with {step.optimizer}{rest}, {_layout_text(layout)}{scaled * layout.scales_loss}"
+    )
 
 
-def _balance(step: BalanceExperts) -> str:
+def _balance_text(step: BalanceExperts) -> str:
     over = f", an all-reduce over {' × '.join(step.axes)}" if step.axes else ""
     return (
         f"move each expert's bias by {step.rate:g} towards the mean of {step.choices} choices per "
@@ -275,7 +280,7 @@ def _balance(step: BalanceExperts) -> str:
     )
 
 
-def _layout(layout: Layout) -> str:
+def _layout_text(layout: Layout) -> str:
     sent = "" if layout.reduced is layout.gradients else f" reduced in {layout.reduced}"
     both = " next to each micro-batch's gradients" if layout.keeps_both else ""
     master = f", master {layout.master}" if layout.master else ""
@@ -285,12 +290,12 @@ def _layout(layout: Layout) -> str:
     )
 
 
-def _groups(spec: Spec, plan: Plan) -> Iterator[str]:
+def _group_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     for axes in _axes_of_groups(plan):
-        members = list(groups(spec, axes))
+        members = list(rank_groups(spec, axes))
         shown = " ".join(ranks_text(group) for group in members[:_FEW_GROUPS])
         rest = f" … {len(members)} groups" if len(members) > _FEW_GROUPS else ""
-        yield f"groups   {_names(axes)}: {shown}{rest}"
+        yield f"groups   {_axes_text(axes)}: {shown}{rest}"
 
 
 def _axes_of_groups(plan: Plan) -> Iterator[tuple[Axis, ...]]:
@@ -301,19 +306,19 @@ def _axes_of_groups(plan: Plan) -> Iterator[tuple[Axis, ...]]:
         yield plan.mesh.axes
 
 
-def _composition(spec: Spec, plan: Plan) -> Iterator[str]:
+def _composition_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     for line in condition_lines(all_conditions(spec, plan)):
         yield f"composed {line}"
 
 
-def _policy(plan: Plan) -> Iterator[str]:
+def _policy_lines(plan: Plan) -> Iterator[str]:
     if plan.wrap.is_updated_in_backward:
         yield "sync     gradients reduced unit by unit, during backward"
     elif (policy := plan.wrap.policy) is not None:
-        yield f"sync     {_sync(policy, gathers=plan.wrap.gathers_parameters)}"
+        yield f"sync     {_sync_text(policy, gathers=plan.wrap.gathers_parameters)}"
 
 
-def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
+def _sync_text(sync: SyncPolicy, *, gathers: bool) -> str:
     is_once = sync.gradients is GradientSync.LAST
     when = "once, after the last micro-batch" if is_once else "after every micro-batch"
     if not gathers:
@@ -329,20 +334,20 @@ def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
     return f"gradients {when}; parameters {forward} and {backward}"
 
 
-def _units(units: Units) -> str:
+def _units_text(units: Units) -> str:
     """`blocks.0 … blocks.79, the root`."""
     names = ["+".join(modules) for modules in units]
-    blocks = _shortened([name for name in names if name])
+    blocks = _shorten_names([name for name in names if name])
     root = ["the root"] if "" in names else []
     return f"{len(names)}: {', '.join([blocks, *root] if blocks else root)}"
 
 
-def _shortened(names: list[str]) -> str:
+def _shorten_names(names: list[str]) -> str:
     """`blocks.0, blocks.1`, `blocks.0 … blocks.79`."""
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}"
 
 
-def _names(axes: Sequence[Axis]) -> str:
+def _axes_text(axes: Sequence[Axis]) -> str:
     return " × ".join(axes)
 
 
@@ -363,13 +368,15 @@ _RESULTS = {
 def keep_text(step: Keep) -> str:
     """`recompute blocks 0-7, keeping inputs; offload the saved tensors of block 8 …`."""
     alike = grouped((kept, name) for name, kept in step.blocks)
-    texts = [_alike(kept, _blocks(names)) for kept, names in alike.items()]
+    texts = [_kept_text(kept, _blocks_text(names)) for kept, names in alike.items()]
     files = [f"files in {step.path}"] if step.path is not None else []
     return "; ".join([*texts, *files])
 
 
-def _compiled(step: Compile) -> str:
-    return f"compile the forward pass of {_blocks(step.blocks)}, one program per distinct block"
+def _compile_text(step: Compile) -> str:
+    return (
+        f"compile the forward pass of {_blocks_text(step.blocks)}, one program per distinct block"
+    )
 
 
 def loss_text(step: ChunkedLoss) -> str:
@@ -378,7 +385,7 @@ def loss_text(step: ChunkedLoss) -> str:
     return f"compute logits and loss of {tokens} at a time, {how}"
 
 
-def _alike(kept: Kept, blocks: str) -> str:
+def _kept_text(kept: ActivationMode, blocks: str) -> str:
     if kept.policy is None:
         to = _TO[kept.tier]
         return f"offload the saved tensors of {blocks} {to}, and bring them back for backward"
@@ -387,22 +394,22 @@ def _alike(kept: Kept, blocks: str) -> str:
         what = f"the scores and softmax of {blocks}"
     inputs = f"inputs{_ON[kept.tier]}"
     results = [_RESULTS[kind] for kind in kept.policy.keep]
-    too = f" and the results of {_and(results)}" if results else ""
+    too = f" and the results of {_join_words(results)}" if results else ""
     return f"recompute {what}, keeping {inputs}{too}"
 
 
-def _and(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _blocks(names: Sequence[str]) -> str:
+def _blocks_text(names: Sequence[str]) -> str:
     """`blocks 0-7`, `blocks 0, 2, 4`, `every 2nd of blocks 0-78`, `encoder.layers.0-5`."""
-    return _and([_numbered(prefix, numbers) for prefix, numbers in _by_list(names)])
+    return _join_words([_numbers_text(prefix, numbers) for prefix, numbers in _by_list(names)])
 
 
 def _by_list(names: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
-    """Yield prefix and numbers of names that differ in their last number alone; a name without one
-    is its own prefix and has no numbers."""
+    """Yield (prefix, numbers) for names that differ only in their last number. A name without a
+    number is its own prefix, with no numbers."""
     parts = [re.fullmatch(r"(.*\.|)(\d+)", name) for name in names]
     pairs = [
         (match[1], int(match[2])) if match else (name, -1)
@@ -412,7 +419,7 @@ def _by_list(names: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
         yield prefix, [number for _, number in entries if number >= 0]
 
 
-def _numbered(prefix: str, numbers: list[int]) -> str:
+def _numbers_text(prefix: str, numbers: list[int]) -> str:
     if not numbers:
         return prefix
     first, last = numbers[0], numbers[-1]
@@ -424,48 +431,48 @@ def _numbered(prefix: str, numbers: list[int]) -> str:
     if steps == {1}:
         return f"{said}{first}-{last}"
     if len(steps) == 1 and len(numbers) > _FEW:
-        return f"every {_ordinal(steps.pop())} of {said}{first}-{last}"
-    return f"{said}{', '.join(_ranges(numbers))}"
+        return f"every {_ordinal_text(steps.pop())} of {said}{first}-{last}"
+    return f"{said}{', '.join(_iter_ranges(numbers))}"
 
 
 _FEW = 3  # numbers that are shown as they are
 
 
-def _ranges(numbers: list[int]) -> Iterator[str]:
+def _iter_ranges(numbers: list[int]) -> Iterator[str]:
     """`0-3`, `5`."""
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         yield f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0])
 
 
-def _ordinal(number: int) -> str:
+def _ordinal_text(number: int) -> str:
     ends = {1: "st", 2: "nd", 3: "rd"}
     return f"{number}{'th' if 10 < number % 100 < 14 else ends.get(number % 10, 'th')}"
 
 
-def _local(step: LocalGradients) -> str:
+def _local_text(step: LocalGradients) -> str:
     return "leave the units as they are: no data axis, nothing to reduce"
 
 
-def _accumulate(step: Accumulate) -> str:
+def _accumulate_text(step: Accumulate) -> str:
     return f"accumulate {counted(step.micro_batches, 'micro-batch')}"
 
 
 # How each kind of step is worded.
 _TEXTS: Mapping[type[PlanStep], Callable[[Any], str]] = {
-    CreateMesh: _mesh,
-    Pipeline: _pipeline,
-    Parallelize: _parallelize,
+    CreateMesh: _mesh_text,
+    Pipeline: _pipeline_text,
+    Parallelize: _parallelize_text,
     ContextParallel: step_text,
     ExpertParallel: expert_text,
     Keep: keep_text,
-    Compile: _compiled,
+    Compile: _compile_text,
     ChunkedLoss: loss_text,
-    LocalGradients: _local,
-    Replicate: _replicate,
+    LocalGradients: _local_text,
+    Replicate: _replicate_text,
     FullyShard: _fully_shard,
-    Accumulate: _accumulate,
-    Clip: _clip,
-    Update: _update,
-    BalanceExperts: _balance,
+    Accumulate: _accumulate_text,
+    Clip: _clip_text,
+    Update: _update_text,
+    BalanceExperts: _balance_text,
 }

@@ -22,7 +22,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import CLIP, Hook, LinkTier, OperatorKind, RateRow, Rates
-from ptrain.spec.resolve_sections import tables
+from ptrain.spec.resolve_sections import expand_rates
 
 Shape = tuple[int, ...]  # the dimensions of an operator, or (elements, tensors) of an update
 
@@ -43,7 +43,7 @@ class Curve:
         self.sizes = sorted(seconds)
         self.seconds = [seconds[size] for size in self.sizes]
 
-    def at(self, size: int) -> float:
+    def interpolate(self, size: int) -> float:
         """Return the seconds of `size` bytes."""
         if size <= self.sizes[0]:
             return self.seconds[0]
@@ -70,7 +70,7 @@ class Line:
     def __init__(self, seconds: Mapping[float, float]) -> None:
         self.points = [(0.0, 0.0), *sorted(seconds.items())]
 
-    def at(self, quantity: float) -> float:
+    def interpolate(self, quantity: float) -> float:
         """Return the seconds of a quantity."""
         end = bisect_left(self.points, (quantity,))
         if end == len(self.points):
@@ -111,7 +111,7 @@ class Surface:
             point = self._log_coordinates(shape), math.log(taken / expected(shape))
             self.kinds.setdefault(kind(shape), []).append(point)
 
-    def at(self, shape: Shape) -> float:
+    def interpolate(self, shape: Shape) -> float:
         """Return the seconds of a shape."""
         if shape not in self.known:
             self.known[shape] = self._interpolate(shape)
@@ -155,7 +155,7 @@ def pace_of(cluster: Cluster | None, ranks: int) -> Pace | None:
         None if the rates were not measured for this number of ranks per node; `lacking` has the
         reason.
     """
-    if cluster is None or cluster.rates is None or lacking(cluster, ranks):
+    if cluster is None or cluster.rates is None or missing_rates_reason(cluster, ranks):
         return None
     return _cached_pace(cluster, _ranks_per_node(cluster, ranks))
 
@@ -174,9 +174,9 @@ def pace_while_others_wait(cluster: Cluster | None, ranks: int, busy: int) -> Pa
     Returns:
         None if this was not measured, or the file has no numbers of threads.
     """
-    if cluster is None or cluster.rates is None or not tables(cluster.rates).threads:
+    if cluster is None or cluster.rates is None or not expand_rates(cluster.rates).threads:
         return None
-    rates = tables(cluster.rates)
+    rates = expand_rates(cluster.rates)
     # An operator's time depends on its threads: a rank keeps as many when the others wait.
     threads = dict(zip(rates.at_once, rates.threads, strict=True))
     here = _ranks_per_node(cluster, ranks)
@@ -187,10 +187,10 @@ def pace_while_others_wait(cluster: Cluster | None, ranks: int, busy: int) -> Pa
 def _cached_pace(cluster: Cluster, ranks: int) -> Pace:
     """Return a pace, cached, since a search needs the same one thousands of times."""
     assert cluster.rates is not None, "the cluster has no rates"
-    return MeasuredPace(cluster, tables(cluster.rates), ranks)
+    return MeasuredPace(cluster, expand_rates(cluster.rates), ranks)
 
 
-def lacking(cluster: Cluster | None, ranks: int) -> str:
+def missing_rates_reason(cluster: Cluster | None, ranks: int) -> str:
     """Return the reason why there is no pace, with the remedy; empty if there is one."""
     if cluster is None:
         return "the spec has no cluster. Add `cluster.preset=h100-8`, for example."
@@ -199,7 +199,7 @@ def lacking(cluster: Cluster | None, ranks: int) -> str:
             f"the cluster {cluster.name} has no rates. Run `ptrain calibrate` to measure this "
             "machine, then add `cluster.preset=cluster.yaml`."
         )
-    at_once, here = tables(cluster.rates).at_once, _ranks_per_node(cluster, ranks)
+    at_once, here = expand_rates(cluster.rates).at_once, _ranks_per_node(cluster, ranks)
     # Ranks on GPUs do not share compute units; ranks on CPUs share cores and memory bandwidth.
     if cluster.kind == "cuda" or here in at_once:
         return ""
@@ -272,7 +272,7 @@ class MeasuredPace:
                 return 0.0
             case OperatorKind.PRODUCT:
                 surface = self._of_dtype(self.products, operator.kind, operator.dtype)
-                return operator.times * surface.at(operator.dimensions)
+                return operator.times * surface.interpolate(operator.dimensions)
             case OperatorKind.ATTENTION | OperatorKind.ATTENTION_BACKWARD:
                 by_dtype = {
                     (dtype,): surface
@@ -281,10 +281,10 @@ class MeasuredPace:
                 }
                 surface = self._of_dtype(by_dtype, operator.kind, operator.dtype)
                 parts = 2 if operator.is_whole else 1  # causal attention is measured
-                return parts * operator.times * surface.at(operator.dimensions)
+                return parts * operator.times * surface.interpolate(operator.dimensions)
             case _:
                 (size,) = operator.dimensions
-                return operator.times * self._cached_curve(operator.kind, operator.dtype).at(size)
+                return operator.times * self._curve(operator.kind, operator.dtype).interpolate(size)
 
     def _of_dtype(
         self, surfaces: Mapping[tuple[Any, ...], Surface], kind: OperatorKind, dtype: DType
@@ -298,7 +298,7 @@ class MeasuredPace:
             raise self._unknown_rate(f"{kind} in {dtype}", is_calibrated=dtype in CALIBRATED)
         return surface
 
-    def _cached_curve(self, kind: OperatorKind, dtype: DType) -> Curve:
+    def _curve(self, kind: OperatorKind, dtype: DType) -> Curve:
         """Return the curve of a kind of operator and a dtype, cached."""
         if (kind, dtype) not in self.nearest:
             self.nearest[kind, dtype] = self._nearest_curve(kind, dtype)
@@ -391,7 +391,7 @@ class MeasuredPace:
             return 0.0
         curve = self.collectives.get((collective, ranks, nodes))
         if curve is not None:
-            return curve.at(payload)
+            return curve.interpolate(payload)
         if (LinkTier.BETWEEN if nodes > 1 else LinkTier.WITHIN) not in self.links:
             where = "one node" if nodes == 1 else f"{nodes} nodes"
             raise self._unknown_rate(
@@ -403,13 +403,13 @@ class MeasuredPace:
 
     def late_seconds(self, computed: float) -> float:
         """Return the additional seconds of a collective after computing; 0 if not measured."""
-        return self.lateness.at(computed)
+        return self.lateness.interpolate(computed)
 
     def copy_seconds(self, copy: Collective, size: int) -> float:
         """Return the seconds of a copy between tiers, if its kind was measured."""
         if (copy,) not in self.copies:
             raise self._unknown_rate(str(copy))
-        return self.copies[copy,].at(size)
+        return self.copies[copy,].interpolate(size)
 
     # -------- update and hooks
 
@@ -421,7 +421,7 @@ class MeasuredPace:
         A fused optimizer has measured times. Other optimizers have the times of their pointwise
         operators.
         """
-        dtype, elements_per_tensor = layout.updated, elements // max(1, tensors)
+        dtype, elements_per_tensor = layout.update_dtype, elements // max(1, tensors)
         row, surface = OPTIMIZERS[optimizer], self.updates.get((optimizer, dtype))
         operators = [
             Operator(OperatorKind.COPY, wide, (elements_per_tensor * both,))
@@ -439,7 +439,7 @@ class MeasuredPace:
                 )
                 for number in row.operators
             ]
-        seconds = 0.0 if surface is None else surface.at((elements, tensors))
+        seconds = 0.0 if surface is None else surface.interpolate((elements, tensors))
         return seconds + sum(tensors * self.operator_seconds(operator) for operator in operators)
 
     def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
@@ -447,7 +447,7 @@ class MeasuredPace:
         dtype = layout.gradients
         surface = self.updates.get((CLIP, dtype))
         if surface is not None:
-            return surface.at((elements, tensors))
+            return surface.interpolate((elements, tensors))
         if not self.is_cuda:
             raise self._unknown_rate(f"clipping in {dtype}", is_calibrated=dtype in CALIBRATED)
         size = elements * dtype.itemsize  # read for the norm; read and written to be scaled
@@ -484,10 +484,10 @@ def _update_casts(moments: int, layout: Layout) -> Iterator[tuple[DType, int]]:
         (layout.moments, 2 * moments),
         (layout.parameters, 1),
     ):
-        if dtype is not layout.updated:
-            wide = max(dtype, layout.updated, key=lambda known: known.itemsize)
+        if dtype is not layout.update_dtype:
+            wide = max(dtype, layout.update_dtype, key=lambda known: known.itemsize)
             for _ in range(times):
-                yield wide, dtype.itemsize + layout.updated.itemsize
+                yield wide, dtype.itemsize + layout.update_dtype.itemsize
 
 
 def _product_flops(shape: Shape) -> int:

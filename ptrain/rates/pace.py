@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from ptrain.cost import Collective
 from ptrain.facts.model import Operator, PassWork
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.rates import Hook, LinkTier, OperatorKind
@@ -209,7 +209,7 @@ class Pace(Protocol):
         ...
 
 
-def around(kept: Kept, kind: Kind) -> Hook:
+def operator_hook(kept: ActivationMode, kind: Kind) -> Hook:
     """Return the kind of host work per operator in a layer's pass.
 
     It depends on how the layer keeps its activations: with selective recomputation a dispatch mode

@@ -72,7 +72,7 @@ def axes_text(spec: Spec) -> str:
     tuples = " ⊗ ".join(
         f"{factor.axis} {factor.degree} ({factor.placement})" for factor in spec.factors
     )
-    frozen = ", ".join(f"{mode} on {axis}" for axis, mode in spec.frozen.written().items())
+    frozen = ", ".join(f"{mode} on {axis}" for axis, mode in spec.frozen.modes_by_axis().items())
     frozen_text = [f"frozen {frozen}"] if frozen else []
     return " · ".join([tuples or "one device", *frozen_text, *_activations_text(spec)])
 

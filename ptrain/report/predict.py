@@ -24,7 +24,7 @@ from ptrain.cost import (
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.memory import ranks_per_node
 from ptrain.errors import refused
-from ptrain.plan.composition import compositions, condition_lines, ranks_text
+from ptrain.plan.composition import condition_lines, explain_compositions, ranks_text
 from ptrain.report.heading import by_data_lines, heading, measuring_command, needs_gpu
 from ptrain.report.screen import command_line, fold_line, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
@@ -60,7 +60,7 @@ from ptrain.spec.batch import batch_lines
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, positions
+from ptrain.spec.spec import Spec, indices_in_groups
 from ptrain.steps.step import Plan
 from ptrain.units import format_bytes, format_operations, format_seconds
 
@@ -424,7 +424,7 @@ def explanation_lines(prediction: Prediction) -> list[str]:
 def composition_lines(prediction: Prediction) -> list[str]:
     """Return the conditions under which axes compose, for each theorem that has any."""
     lines: list[str] = []
-    for title, conditions in compositions(prediction.spec, prediction.derivation.plan):
+    for title, conditions in explain_compositions(prediction.spec, prediction.derivation.plan):
         lines += [title, *(f"  {line}" for line in condition_lines(conditions))]
     return lines
 
@@ -539,7 +539,7 @@ def place_table(spec: Spec, plan: Plan, exact: Estimate) -> str:
     """
     if (step := plan.pipeline) is None:
         return ""
-    places = positions(spec, (step.axis,))
+    places = indices_in_groups(spec, (step.axis,))
     ranks: list[list[int]] = [[] for _ in range(max(places) + 1)]
     for rank, place in enumerate(places):
         ranks[place].append(rank)

@@ -16,11 +16,11 @@ from ptrain.algebra.legality import check
 from ptrain.axes.data.form import data_factors, frozen_factors, tier_of
 from ptrain.cost import PLACED, Estimate, State
 from ptrain.derivation.estimate import Derivation
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.report.predict import estimate_tables, prediction_of, prediction_screen
 from ptrain.report.selection import selection_text
 from ptrain.selection.ranking import PlacementRanking
-from ptrain.spec.keys import dials
+from ptrain.spec.keys import data_axis_dials
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
@@ -42,7 +42,7 @@ def _(derivation: Derivation) -> str:
 
 @worded.register(Plan)
 def _(plan: Plan) -> str:
-    return show(plan.spec, plan)
+    return format_plan(plan.spec, plan)
 
 
 @worded.register(PlacementRanking)
@@ -81,9 +81,9 @@ def minimal_spec(spec: Spec) -> MinimalSpec:
 
 def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:
     """Yield each option at its default, with a spec that sets it to another value."""
-    for key in dials():
+    for key in data_axis_dials():
         if key.dial.other is not None and key.is_free(spec):
-            yield key.place, key.set(spec, key.dial.other)
+            yield key.place, key.replace_value(spec, key.dial.other)
 
 
 def _is_rejected(spec: Spec, place: str) -> bool:

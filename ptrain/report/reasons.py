@@ -20,7 +20,7 @@ from ptrain.axes.pipeline.simulate import simulate
 from ptrain.codec import encode
 from ptrain.cost import PLACED, Phase, Spent, State, busiest
 from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.interconnect import link
+from ptrain.derivation.interconnect import axis_link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
 from ptrain.errors import refused
 from ptrain.selection.algorithm1 import STATE_BYTES, Advice, Answer, Thresholds
@@ -244,7 +244,7 @@ def _exposed_text(derivation: Derivation, *axes: Axis, is_of_states: bool = Fals
 
 def _link_text(derivation: Derivation, axis: Axis, cluster: Cluster | None) -> str:
     """Return the links that an axis uses: within a node or across nodes, and their bandwidth."""
-    over = link(derivation.spec, derivation.exact.traffic, axis)
+    over = axis_link(derivation.spec, derivation.exact.traffic, axis)
     if over is None or cluster is None:
         return "over links of unknown bandwidth"
     if over.nodes == 1:

@@ -30,7 +30,7 @@ from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.report.step_time import time_row
 from ptrain.spec.rates import are_calibrated
-from ptrain.spec.resolve_sections import tables
+from ptrain.spec.resolve_sections import expand_rates
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
 from ptrain.version import is_tested
@@ -152,7 +152,7 @@ def time_checks(spec: Spec, step: StepTime | None, measured: float | None) -> It
     if (
         not cluster
         or not rates
-        or not are_calibrated(tables(rates))
+        or not are_calibrated(expand_rates(rates))
         or (cluster.kind == "cuda") != spec.is_for_cuda
         or not step
         or not step.interval

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ptrain.derivation.allocator import COMPUTING, Reserved
-from ptrain.derivation.workspaces import Workspace
+from ptrain.derivation.kernels import Workspace
 from ptrain.report.table import (
     Importance,
     TableColumn,

@@ -6,10 +6,10 @@ import csv
 import io
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from math import isfinite
 
-from ptrain.axes.candidates import Written
+from ptrain.axes.candidates import FixedChoices
 from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.form import form_of, joins_units
 from ptrain.codec import encode
@@ -29,10 +29,9 @@ from ptrain.selection.ranking import Demand, Lost, PlacementRanking, Ranked, Sea
 from ptrain.selection.where import keeping, recompute_of, unit_of
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.dials import STOCK_BUCKET_BYTES, Overlap
-from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import listing
 from ptrain.spec.placement import DATA_AXES, Axis
+from ptrain.spec.shorthand import placement_names
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.units import format_bytes, format_count, format_memory, format_seconds, grouped
@@ -40,8 +39,6 @@ from ptrain.units import format_bytes, format_count, format_memory, format_secon
 _OVER_CONTEXT = "peaks with cp are those of CPU kernels and have not been confirmed on a GPU"
 TOP, _BILLION = 10, 10**9
 _ALIKE_TIME, _ALIKE_MEMORY = 0.01, 0.05  # rows of one idea within these shares are merged
-# A strategy that changes other keys too is not named by its placement tuple alone.
-_TUPLE_KEYS = {"name", "mesh", "placement", "precision", "tensor"}
 _MARK_LEGENDS = {
     SearchGoal.DEVICES: "* marks the fewest devices that meet the demand",
     SearchGoal.COST: "* marks the least device time per token",
@@ -387,26 +384,10 @@ def _placement_cells(spec: Spec) -> tuple[str, str, str, str]:
     return words or "one device", batch, kept, ", ".join(dials)
 
 
-@cache
-def _tuple_names() -> dict[tuple[Axis, str], str]:
-    """Return the names of strategies that only set the tuple of one axis, by axis and tuple."""
-    names: dict[tuple[Axis, str], str] = {}
-    usual = load(None).spec.resolved
-    # The shortest name of a tuple wins.
-    for name in sorted(listing("strategies"), key=len):
-        spec = load(name).spec
-        changed = {
-            key for key in {*usual, *spec.resolved} if usual.get(key) != spec.resolved.get(key)
-        }
-        if len(spec.factors) == 1 and changed <= _TUPLE_KEYS:
-            names.setdefault((spec.factors[0].axis, str(spec.factors[0].placement)), name)
-    return names
-
-
-def fixed_settings(written: Written) -> tuple[str, ...]:
+def fixed_settings(written: FixedChoices) -> tuple[str, ...]:
     """Return the settings that the spec fixes, which are the same in all candidates."""
     words = dict.fromkeys(keeping(kept) for kept in written.kept)
-    return (*written.texts, *([f"recompute={' or '.join(words)}"] if words else []))
+    return (*written.overrides, *([f"recompute={' or '.join(words)}"] if words else []))
 
 
 def describe_settings(spec: Spec) -> str:
@@ -418,10 +399,9 @@ def describe_settings(spec: Spec) -> str:
 def _axis_text(spec: Spec, axis: Axis, *, named: bool = False) -> str:
     """Return an axis with its degree and its placement, or with its schedule if it is pp."""
     factor = next(f for f in spec.factors if f.axis is axis)
-    if named and (name := _tuple_names().get((axis, str(factor.placement)))):
-        return f"{axis}={factor.degree} {name}"
     if axis is not Axis.PP:
-        return f"{axis}={factor.degree}({factor.placement})"
+        name = placement_names(axis).get(str(factor.placement)) if named else None
+        return f"{axis}={factor.degree}" + (f" {name}" if name else f"({factor.placement})")
     per_rank = spec.pipeline.stages_over(factor.degree) // factor.degree
     several = f"×{per_rank}" if per_rank > 1 else ""
     return f"pp={factor.degree}({spec.pipeline.schedule}{several})"

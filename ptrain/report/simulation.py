@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ptrain.cost import Estimate, Phase, State
 from ptrain.derivation.allocator import Reserved
-from ptrain.derivation.workspaces import Workspace
+from ptrain.derivation.kernels import Workspace
 from ptrain.plan.composition import ranks_text
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import operations_lines

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from ptrain.codec import encode
 from ptrain.cost import Collective, Column, Estimate, Phase, Spent, StepTime
-from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.throughput import (
+from ptrain.derivation.estimate import (
+    Derivation,
     Throughput,
     best_collected_mfu,
+    predict_throughput,
     published_steps,
-    throughput,
 )
 from ptrain.report.table import (
     Importance,
@@ -125,7 +125,7 @@ def pace_parts(spec: Spec, seconds: float | None, pace: Throughput | None) -> li
 def job_pace(derivation: Derivation) -> Throughput | None:
     """Return the tokens per second of the job and its MFU; None if no time is predicted."""
     step = derivation.exact.step
-    return None if step is None else throughput(derivation.spec, derivation.facts, step)
+    return None if step is None else predict_throughput(derivation.spec, derivation.facts, step)
 
 
 def device_name(spec: Spec) -> str:

@@ -41,7 +41,7 @@ from ptrain.selection.fit import HOST_UNKNOWN, usable_text
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import MeshFollower, parse_override
 from ptrain.spec.spec import Spec
-from ptrain.spec.write import unwritten
+from ptrain.spec.write import omitted_sections
 from ptrain.units import format_count, format_seconds, grouped, leaves
 
 _NAMED_POINTS = 6  # points listed for a key that followed the mesh; beyond that, a range
@@ -297,7 +297,7 @@ def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
 def _follower_lines(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield a line for each key that followed the mesh, with its values by point."""
     became = grouped(
-        ((follower.key, follower.before), (follower.after, point.label))
+        ((follower.key, follower.old_value), (follower.new_value, point.label))
         for point in points
         for follower in point.follows
     )
@@ -486,7 +486,7 @@ def _settings(before: Spec, after: Spec) -> Iterator[str]:
         # With one micro-batch, syncing on each and on the last are the same.
         del left["sync.gradients"], right["sync.gradients"]
     # A key that one side leaves out and the other sets to its default is not a difference.
-    defaults = dict(leaves(unwritten()))
+    defaults = dict(leaves(omitted_sections()))
     for key in dict.fromkeys((*left, *right)):
         values = left.get(key, _UNSET), right.get(key, _UNSET)
         is_default = _UNSET in values and defaults.get(key) in values

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.cost import Collective, Phase, State
 from ptrain.errors import Fault, SpecError
-from ptrain.internals.dtensor import flattened
+from ptrain.internals.dtensor import flatten_mesh
 from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.internals.fsdp2 import AllGather, ReduceScatter
-from ptrain.internals.part import replaced
+from ptrain.internals.part import replace_attributes
 from ptrain.internals.process_groups import (
     Work,
     all_gather_single,
@@ -35,7 +35,7 @@ from ptrain.internals.process_groups import (
     reduce_scatter_single,
 )
 from ptrain.models.ledger import OfStorages
-from ptrain.rooms.room import Move
+from ptrain.rooms.room import PendingResult
 from ptrain.rooms.world import World, set_timeout
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis
@@ -61,7 +61,7 @@ class Tag:
     name: str = ""
 
 
-class Registry:
+class TagRegistry:
     """The tags of the live storages of one program. Costs about 2 microseconds per new storage.
 
     Attributes:
@@ -77,9 +77,9 @@ class Registry:
         self.listeners: list[Callable[[torch.UntypedStorage, Tag], None]] = []
         self.executed: Collective | None = None
 
-    def executing(self, collective: Collective) -> AbstractContextManager[None]:
+    def mark_calls_as(self, collective: Collective) -> AbstractContextManager[None]:
         """Temporarily mark all calls as parts of `collective`."""
-        return replaced(self, executed=collective)
+        return replace_attributes(self, executed=collective)
 
     def tag(
         self,
@@ -116,15 +116,15 @@ class Registry:
         """
         self.inputs.add(tensor.untyped_storage())
 
-    def of(self, tensor: torch.Tensor) -> Tag | None:
+    def tag_of(self, tensor: torch.Tensor) -> Tag | None:
         """Return the tag of a tensor's storage, None if it has none."""
-        return self.of_storage(tensor.untyped_storage())
+        return self.tag_of_storage(tensor.untyped_storage())
 
-    def of_storage(self, storage: torch.UntypedStorage) -> Tag | None:
+    def tag_of_storage(self, storage: torch.UntypedStorage) -> Tag | None:
         """Return the tag of a storage, None if it has none."""
         return self._tags.get(storage)
 
-    def knows(self, storage: torch.UntypedStorage) -> bool:
+    def has_tag(self, storage: torch.UntypedStorage) -> bool:
         """Return True if a storage is tagged."""
         return storage in self._tags
 
@@ -140,7 +140,7 @@ def all_gather(
     output: torch.Tensor,
     shard: torch.Tensor,
     group: dist.ProcessGroup,
-    registry: Registry,
+    registry: TagRegistry,
     *,
     is_awaited: bool = True,
 ) -> dist.Work | None:
@@ -167,7 +167,7 @@ def all_gather(
     parts = output.view(-1).chunk(group.size())
     if (own := parts[group.rank()]).data_ptr() != shard.data_ptr():
         own.copy_(shard.view(-1))
-    with registry.executing(Collective.ALL_GATHER):
+    with registry.mark_calls_as(Collective.ALL_GATHER):
         works = [
             dist.broadcast(part, group=group, group_src=place, async_op=True)
             for place, part in enumerate(parts)
@@ -204,9 +204,11 @@ def _is_large(whole: torch.Tensor) -> bool:
 
 def all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, is_awaited: bool = True
-) -> Move[torch.Tensor]:
+) -> PendingResult[torch.Tensor]:
     """Sum `tensor` over the ranks in place."""
-    return Move(tensor, tensor, dist.all_reduce(tensor, group=group, async_op=not is_awaited))
+    return PendingResult(
+        tensor, tensor, dist.all_reduce(tensor, group=group, async_op=not is_awaited)
+    )
 
 
 def reduce_scatter(
@@ -214,10 +216,10 @@ def reduce_scatter(
     whole: torch.Tensor,
     group: dist.ProcessGroup,
     via: ReduceScatterVia,
-    registry: Registry,
+    registry: TagRegistry,
     *,
     is_awaited: bool = True,
-) -> Move[torch.Tensor]:
+) -> PendingResult[torch.Tensor]:
     """Reduce-scatter `whole` (1-d, size x shard) into this rank's `shard`; `whole` is overwritten.
 
     gloo's native reduce-scatter all-reduces a clone. Two cheaper forms give bitwise equal sums. Two
@@ -231,19 +233,19 @@ def reduce_scatter(
         via: The native collective; or an all-to-all, which is a true reduce-scatter for any number
             of ranks but needs another buffer of the size of `whole`.
         registry: Marks the calls as a reduce-scatter.
-        is_awaited: Wait for the communication. The sums are complete after `Move.wait`.
+        is_awaited: Wait for the communication. The sums are complete after `PendingResult.wait`.
     """
     if via is ReduceScatterVia.NATIVE:
         if _is_gloo(whole, group) and group.size() == 2:
             return _exchange_halves(shard, whole, group, registry, is_awaited=is_awaited)
         if _is_gloo(whole, group) and _is_large(whole):
-            with registry.executing(Collective.REDUCE_SCATTER):
+            with registry.mark_calls_as(Collective.REDUCE_SCATTER):
                 work = dist.all_reduce(whole, group=group, async_op=not is_awaited)
             own = whole.chunk(group.size())[group.rank()]
-            return Move(shard, whole, work, partial(shard.copy_, own))
+            return PendingResult(shard, whole, work, partial(shard.copy_, own))
         work = _reduce_scatter(shard, whole, group=group, async_op=not is_awaited)
-        return Move(shard, whole, work)
-    tag = registry.of(whole)
+        return PendingResult(shard, whole, work)
+    tag = registry.tag_of(whole)
     # the meter reads this tag before the tag of `whole`, which stays
     received = torch.empty_like(whole)
     registry.tag(received, tag.state if tag else State.OTHER, Collective.REDUCE_SCATTER)
@@ -254,27 +256,27 @@ def reduce_scatter(
         # gloo's thread may hold its tensors for a moment after `wait` on a loaded machine
         received.untyped_storage().resize_(0)
 
-    return Move(shard, whole, work, add)
+    return PendingResult(shard, whole, work, add)
 
 
 def _exchange_halves(
     shard: torch.Tensor,
     whole: torch.Tensor,
     group: dist.ProcessGroup,
-    registry: Registry,
+    registry: TagRegistry,
     *,
     is_awaited: bool,
-) -> Move[torch.Tensor]:
+) -> PendingResult[torch.Tensor]:
     """Receive the other rank's summand of this rank's half in `shard`, and add this rank's."""
     place = group.rank()
     halves, sizes = whole.chunk(2), [0, 0]
     # each rank sends the other rank's half only, and keeps its half
     sizes[1 - place] = shard.numel()
-    with registry.executing(Collective.REDUCE_SCATTER):
+    with registry.mark_calls_as(Collective.REDUCE_SCATTER):
         work = dist.all_to_all_single(
             shard, halves[1 - place], sizes, sizes, group=group, async_op=not is_awaited
         )
-    return Move(shard, whole, work, partial(shard.add_, halves[place]))
+    return PendingResult(shard, whole, work, partial(shard.add_, halves[place]))
 
 
 class _TaggedBuffers:
@@ -282,7 +284,7 @@ class _TaggedBuffers:
 
     state: State
 
-    def __init__(self, registry: Registry, name: str) -> None:
+    def __init__(self, registry: TagRegistry, name: str) -> None:
         self.registry = registry
         self.name = name
 
@@ -322,7 +324,7 @@ class TaggedReduceScatter(_TaggedBuffers, ReduceScatter):
     state = State.GRADIENTS
 
     def __init__(
-        self, via: ReduceScatterVia, registry: Registry, name: str, *, is_awaited: bool = False
+        self, via: ReduceScatterVia, registry: TagRegistry, name: str, *, is_awaited: bool = False
     ) -> None:
         super().__init__(registry, name)
         self.via = via
@@ -363,7 +365,7 @@ class Mesh:
         self.axes = step.axes
         self.degrees = dict(zip(step.axes, step.degrees, strict=True))
         self.world = world
-        self.registry = Registry()
+        self.registry = TagRegistry()
         self.device_mesh: DeviceMesh | None = None
         self._groups: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
         self._submeshes: dict[tuple[Axis, ...], DeviceMesh] = {}
@@ -380,30 +382,30 @@ class Mesh:
                     backend_override=_pipeline_backend_options(step, world),
                 )
 
-    def ordered(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    def sort_axes(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
         """Return these axes in mesh order."""
         return tuple(axis for axis in self.axes if axis in axes)
 
-    def size(self, axes: Sequence[Axis]) -> int:
+    def group_size(self, axes: Sequence[Axis]) -> int:
         """Return the number of ranks in a group over these axes."""
         return math.prod(self.degrees[axis] for axis in axes)
 
     def submesh(self, axes: Sequence[Axis]) -> DeviceMesh:
         """Return the 1-d mesh over these axes; several are flattened in mesh order."""
-        names = self.ordered(axes)
+        names = self.sort_axes(axes)
         assert self.device_mesh is not None and names, "a submesh needs at least one axis"
         if names not in self._submeshes:
             with unset_fake_temporarily():
                 self._submeshes[names] = (
                     self.device_mesh[str(names[0])]
                     if len(names) == 1
-                    else flattened(self.device_mesh[tuple(map(str, names))], "_".join(names))
+                    else flatten_mesh(self.device_mesh[tuple(map(str, names))], "_".join(names))
                 )
         return self._submeshes[names]
 
     def group(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
         """Return the process group over these axes that contains this rank."""
-        names = self.ordered(axes)
+        names = self.sort_axes(axes)
         if names not in self._groups:
             group = self.submesh(names).get_group()
             if self.world.backend != "fake":
@@ -411,7 +413,7 @@ class Mesh:
             self._groups[names] = group
         return self._groups[names]
 
-    def group_at(self, axis: Axis, places: Sequence[int]) -> dist.ProcessGroup | None:
+    def create_group_at(self, axis: Axis, places: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the group of the ranks at these coordinates along `axis`, None on all other ranks.
 
         All ranks create the groups of all lines along the axis. torch names a group that only its
@@ -425,14 +427,14 @@ class Mesh:
             groups = [dist.new_group(line, group_desc=f"mesh_{axis}") for line in lines]
         own = [group for line, group in zip(lines, groups, strict=True) if self.world.rank in line]
         for group in own:
-            self.adopt(group, (axis,))
+            self.register_group(group, (axis,))
         return own[0] if own else None
 
-    def adopt(self, group: dist.ProcessGroup, axes: Sequence[Axis]) -> None:
+    def register_group(self, group: dist.ProcessGroup, axes: Sequence[Axis]) -> None:
         """Register a group along `axes` that was created elsewhere, and set its timeout."""
         if self.world.backend != "fake":
             set_timeout(group, self.world.timeout)
-        self._adopted[group.group_name] = self.ordered(axes)
+        self._adopted[group.group_name] = self.sort_axes(axes)
 
     def coordinate(self, axis: Axis) -> int:
         """Return this rank's coordinate along `axis`, cached.
@@ -444,7 +446,7 @@ class Mesh:
             self._coordinates[axis] = int(self.device_mesh.get_local_rank(str(axis)))
         return self._coordinates[axis]
 
-    def place(self, axes: Sequence[Axis]) -> int:
+    def position(self, axes: Sequence[Axis]) -> int:
         """Return this rank's row-major position over `axes`, the first outermost; 0 over none."""
         return row_major((self.coordinate(axis), self.degrees[axis]) for axis in axes)
 

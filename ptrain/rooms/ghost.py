@@ -11,20 +11,20 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ptrain.cost import Collective, State
-from ptrain.rooms.room import Axes, Move, Shape, Work
+from ptrain.rooms.room import Axes, PendingResult, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
 
-class Reader(Protocol):
+class EventReceiver(Protocol):
     """The receiver of a step's events. Sizes are in bytes."""
 
-    def allocated(self, size: int, tier: Tier) -> None:
+    def record_allocation(self, size: int, tier: Tier) -> None:
         """Note that `size` bytes were allocated on a tier, or freed if negative."""
 
-    def sent(
+    def record_collective(
         self,
         collective: Collective,
         axes: Sequence[Axis],
@@ -45,13 +45,13 @@ class Reader(Protocol):
             is_awaited: The caller waits for it at once.
         """
 
-    def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+    def record_copy(self, source: Tier, target: Tier, state: State, size: int) -> None:
         """Note a copy of `size` bytes between two tiers."""
 
-    def computed(self, kind: OperatorKind, dtype: DType, size: int) -> None:
+    def record_operator(self, kind: OperatorKind, dtype: DType, size: int) -> None:
         """Note an operator that reads and writes `size` bytes in total."""
 
-    def updated(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
+    def record_update(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
         """Note an optimizer step by a rule, on tensors of these shapes on one tier."""
 
 
@@ -68,19 +68,19 @@ class Storage:
     __slots__ = ("_reader", "name", "size", "state", "tier")
 
     def __init__(
-        self, size: int, tier: Tier, state: State | None, name: str, reader: Reader
+        self, size: int, tier: Tier, state: State | None, name: str, reader: EventReceiver
     ) -> None:
         self.size, self.tier, self.state, self.name = size, tier, state, name
         self._reader = reader
-        reader.allocated(size, tier)
+        reader.record_allocation(size, tier)
 
     def __del__(self) -> None:
         if self.size:
-            self._reader.allocated(-self.size, self.tier)
+            self._reader.record_allocation(-self.size, self.tier)
 
     def resize(self, size: int) -> None:
         """Set the size and report the difference."""
-        self._reader.allocated(size - self.size, self.tier)
+        self._reader.record_allocation(size - self.size, self.tier)
         self.size = size
 
 
@@ -103,12 +103,12 @@ class Ghost:
         return self.storage.tier
 
 
-class GhostRoom:
+class GhostRuntime:
     """The runtime of one rank, given by its coordinates along the axes, on ghosts."""
 
     def __init__(
         self,
-        reader: Reader,
+        reader: EventReceiver,
         degrees: Mapping[Axis, int],
         places: Mapping[Axis, int],
     ) -> None:
@@ -122,9 +122,9 @@ class GhostRoom:
         self.reader = reader
         self._degrees, self._places = degrees, places
 
-    def at(self, places: Mapping[Axis, int]) -> GhostRoom:
+    def with_coordinates(self, places: Mapping[Axis, int]) -> GhostRuntime:
         """Return the runtime of the rank at other coordinates."""
-        return GhostRoom(self.reader, self._degrees, places)
+        return GhostRuntime(self.reader, self._degrees, places)
 
     def degree(self, axis: Axis) -> int:
         return self._degrees[axis]
@@ -132,10 +132,10 @@ class GhostRoom:
     def coordinate(self, axis: Axis) -> int:
         return self._places.get(axis, 0)
 
-    def ordered(self, axes: Axes) -> tuple[Axis, ...]:
+    def sort_axes(self, axes: Axes) -> tuple[Axis, ...]:
         return tuple(axis for axis in self._degrees if axis in axes)
 
-    def new(
+    def new_empty(
         self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
     ) -> Ghost:
         shape = () if numel is None else (numel,)
@@ -145,11 +145,11 @@ class GhostRoom:
     def zeros(
         self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
     ) -> Ghost:
-        tensor = self.new(numel, dtype, tier, state, name)
-        self.reader.computed(OperatorKind.POINTWISE, dtype, tensor.nbytes)
+        tensor = self.new_empty(numel, dtype, tier, state, name)
+        self.reader.record_operator(OperatorKind.POINTWISE, dtype, tensor.nbytes)
         return tensor
 
-    def like(self, tensor: Ghost, numel: int) -> Ghost:
+    def empty_like(self, tensor: Ghost, numel: int) -> Ghost:
         size, of = numel * tensor.dtype.itemsize, tensor.storage
         storage = Storage(size, _in_memory(of.tier), of.state, of.name, self.reader)
         return Ghost(storage, tensor.dtype, (numel,))
@@ -182,8 +182,8 @@ class GhostRoom:
         if tensor.dtype is not dtype or copy:
             copied = self._empty_in_memory(tensor, dtype, state, name if state else "")
             if copied.tier is not tensor.tier:
-                self.reader.moved(tensor.tier, copied.tier, _state_of(tensor), tensor.nbytes)
-            self.reader.computed(OperatorKind.COPY, dtype, tensor.nbytes + copied.nbytes)
+                self.reader.record_copy(tensor.tier, copied.tier, _state_of(tensor), tensor.nbytes)
+            self.reader.record_operator(OperatorKind.COPY, dtype, tensor.nbytes + copied.nbytes)
             return copied
         if state is not None:
             tensor.storage.state, tensor.storage.name = state, name or tensor.storage.name
@@ -197,33 +197,40 @@ class GhostRoom:
         storage = Storage(tensor.numel * dtype.itemsize, tier, state, name, self.reader)
         return Ghost(storage, dtype, tensor.shape)
 
-    def move(self, tensor: Ghost, tier: Tier, state: State) -> Ghost:
+    def copy_to_tier(self, tensor: Ghost, tier: Tier, state: State) -> Ghost:
         storage = Storage(tensor.nbytes, tier, state, "", self.reader)
         moved = Ghost(storage, tensor.dtype, tensor.shape)
         self.copy(tensor, moved)
         return moved
 
+    def cast_all(self, tensors: Sequence[Ghost], dtype: DType) -> Sequence[Ghost]:
+        return [self.cast(tensor, dtype) for tensor in tensors]
+
+    def copy_all(self, pairs: Sequence[tuple[Ghost, Ghost]]) -> None:
+        for source, into in pairs:
+            self.copy(source, into)
+
     def copy(self, source: Ghost, into: Ghost) -> None:
         assert source.numel == into.numel, f"{source.numel} elements to {into.numel}"
         if source.tier is not into.tier:
             state = _state_of(into, source)
-            self.reader.moved(source.tier, into.tier, state, source.nbytes)
+            self.reader.record_copy(source.tier, into.tier, state, source.nbytes)
         else:
-            self.reader.computed(OperatorKind.COPY, into.dtype, source.nbytes + into.nbytes)
+            self.reader.record_operator(OperatorKind.COPY, into.dtype, source.nbytes + into.nbytes)
 
     def add(self, tensor: Ghost, part: Ghost) -> None:
         assert tensor.numel == part.numel, f"{part.numel} elements to {tensor.numel}"
         size = 2 * tensor.nbytes + part.nbytes
-        self.reader.computed(OperatorKind.POINTWISE, tensor.dtype, size)
+        self.reader.record_operator(OperatorKind.POINTWISE, tensor.dtype, size)
 
-    def clear(self, tensor: Ghost) -> None:
+    def fill_zeros(self, tensor: Ghost) -> None:
         """Report the operator; zeros need no other memory."""
-        self.reader.computed(OperatorKind.POINTWISE, tensor.dtype, tensor.nbytes)
+        self.reader.record_operator(OperatorKind.POINTWISE, tensor.dtype, tensor.nbytes)
 
-    def piece(self, tensor: Ghost, start: int, shape: Shape) -> Ghost:
+    def view_range(self, tensor: Ghost, start: int, shape: Shape) -> Ghost:
         return Ghost(tensor.storage, tensor.dtype, shape, tensor.start + start)
 
-    def window(self, tensor: Ghost, shape: Shape, places: Mapping[int, int]) -> Ghost:
+    def view_window(self, tensor: Ghost, shape: Shape, places: Mapping[int, int]) -> Ghost:
         assert math.prod(shape) == tensor.numel, f"{tensor.numel} elements as {shape}"
         start, stride = tensor.start, 1
         for dim in reversed(range(len(shape))):
@@ -232,50 +239,56 @@ class GhostRoom:
         narrowed = tuple(1 if dim in places else size for dim, size in enumerate(shape))
         return Ghost(tensor.storage, tensor.dtype, narrowed, start)
 
-    def flat(self, tensor: Ghost) -> Ghost:
+    def flatten(self, tensor: Ghost) -> Ghost:
         return Ghost(tensor.storage, tensor.dtype, (tensor.numel,), tensor.start)
 
-    def permuted(self, tensor: Ghost, shape: Shape, order: Sequence[int]) -> Ghost:
-        self.reader.computed(OperatorKind.COPY, tensor.dtype, 2 * tensor.nbytes)
-        return self.like(tensor, tensor.numel)
+    def permute(self, tensor: Ghost, shape: Shape, order: Sequence[int]) -> Ghost:
+        self.reader.record_operator(OperatorKind.COPY, tensor.dtype, 2 * tensor.nbytes)
+        return self.empty_like(tensor, tensor.numel)
 
     def unpermute(self, tensor: Ghost, shape: Shape, order: Sequence[int], into: Ghost) -> None:
         self.copy(tensor, into)
 
-    def same(self, tensor: Ghost, other: Ghost) -> bool:
+    def is_same_memory(self, tensor: Ghost, other: Ghost) -> bool:
         return tensor.storage is other.storage and tensor.start == other.start
 
-    def empty(self, tensor: Ghost) -> None:
+    def free_storage(self, tensor: Ghost) -> None:
         tensor.storage.resize(0)
 
-    def refill(self, tensor: Ghost) -> None:
+    def allocate_storage(self, tensor: Ghost) -> None:
         tensor.storage.resize(tensor.nbytes)
 
-    def ahead(self, tensor: Ghost) -> None:
+    def prefetch(self, tensor: Ghost) -> None:
         """Do nothing: pages that are read ahead are in the kernel's page cache."""
 
     def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> Work | None:
         self._require_matching(Collective.ALL_GATHER, axes, into, shard)
         state, gather = _state_of(into, shard), Collective.ALL_GATHER
-        return self.reader.sent(gather, axes, state, into.nbytes, "", is_awaited=is_awaited)
+        return self.reader.record_collective(
+            gather, axes, state, into.nbytes, "", is_awaited=is_awaited
+        )
 
     def reduce_scatter(
         self, whole: Ghost, into: Ghost, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
-    ) -> Move[Ghost]:
+    ) -> PendingResult[Ghost]:
         self._require_matching(Collective.REDUCE_SCATTER, axes, whole, into)
         is_native = via is ReduceScatterVia.NATIVE
-        received = None if is_native else self.like(whole, whole.numel)
+        received = None if is_native else self.empty_like(whole, whole.numel)
         named = "" if is_native else via.value
         state = _state_of(*((into, whole) if is_native else (whole,)))
         reduce, size = Collective.REDUCE_SCATTER, whole.nbytes
-        work = self.reader.sent(reduce, axes, state, size, named, is_awaited=is_awaited)
-        return Move(into, (whole, received), work)
+        work = self.reader.record_collective(
+            reduce, axes, state, size, named, is_awaited=is_awaited
+        )
+        return PendingResult(into, (whole, received), work)
 
-    def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> Move[Ghost]:
+    def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> PendingResult[Ghost]:
         assert tensor.tier is Tier.DEVICE, "collectives need device tensors"
         state, reduce = _state_of(tensor), Collective.ALL_REDUCE
-        work = self.reader.sent(reduce, axes, state, tensor.nbytes, "", is_awaited=is_awaited)
-        return Move(tensor, tensor, work)
+        work = self.reader.record_collective(
+            reduce, axes, state, tensor.nbytes, "", is_awaited=is_awaited
+        )
+        return PendingResult(tensor, tensor, work)
 
     def _require_matching(
         self, collective: Collective, axes: Axes, whole: Ghost, shard: Ghost

@@ -24,11 +24,11 @@ from ptrain.internals import (
     grouped_products,
     modules,
 )
-from ptrain.internals.dispatch import without_modes
-from ptrain.internals.dtensor import TRACERS, ShardingPropagator, forget_shapes
+from ptrain.internals.dispatch import disable_modes
+from ptrain.internals.dtensor import TRACERS, ShardingPropagator, clear_shape_caches
 from ptrain.internals.fakes import FakeTensor
-from ptrain.internals.part import replaced
-from ptrain.models.pretrained import PACKED, masks, never_packed
+from ptrain.internals.part import replace_attributes
+from ptrain.models.pretrained import PACKED, masks_module, never_packed
 from ptrain.spec.model import HuggingFaceModel, ModelSpec
 from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, is_tested
 
@@ -68,17 +68,17 @@ def require_supported() -> None:
 
 
 @contextmanager
-def patched(model: ModelSpec) -> Iterator[None]:
+def patch_torch(model: ModelSpec) -> Iterator[None]:
     """Temporarily patch torch to run `model` on fake ranks."""
     require_supported()
-    forget_shapes()
+    clear_shape_caches()
     with ExitStack() as stack:
         # shapes cached under the patches must not be used outside, nor the other way round
-        stack.callback(forget_shapes)
+        stack.callback(clear_shape_caches)
         for patch in (*PATCHES, *_transformers_patches(model)):
             original = getattr(patch.owner, patch.attribute)
             stand_in = {patch.attribute: patch.replacement(original)}
-            stack.enter_context(replaced(patch.owner, **stand_in))
+            stack.enter_context(replace_attributes(patch.owner, **stand_in))
         yield
 
 
@@ -90,7 +90,7 @@ def _propagate_outside_modes(original: Callable[..., Any]) -> Callable[..., Any]
     """
 
     def propagate(self: ShardingPropagator, op_schema: object) -> Any:
-        with without_modes():
+        with disable_modes():
             return original(self, op_schema)
 
     return propagate
@@ -132,7 +132,7 @@ def _chunk_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
     return chunk_with_empty
 
 
-def _never_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _report_not_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Report that torch is not tracing.
 
     With fake tensors torch assumes that it compiles: DTensor then resolves each operator again, and
@@ -145,7 +145,7 @@ def _never_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
     return are_we_tracing
 
 
-def _without_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the result of a functional collective without a wrapper.
 
     torch wraps it until it is waited for. On fake tensors the wrapper would be another tensor, and
@@ -175,13 +175,16 @@ def _deepcopy_by_clone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _transformers_patches(model: ModelSpec) -> Iterator[Patch]:
     """Yield the patches of transformers, for a model of that library."""
-    if isinstance(model, HuggingFaceModel) and hasattr(masks(), PACKED):
+    if isinstance(model, HuggingFaceModel) and hasattr(masks_module(), PACKED):
         yield Patch(
-            name="packed samples", owner=masks(), attribute=PACKED, replacement=_never_packed
+            name="packed samples",
+            owner=masks_module(),
+            attribute=PACKED,
+            replacement=_report_not_packed,
         )
 
 
-def _never_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+def _report_not_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Report that no row contains several samples.
 
     transformers infers from the positions whether a row has several samples, and builds a mask if
@@ -190,7 +193,7 @@ def _never_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     return never_packed
 
 
-def _shapes_of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
+def _accept_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
     """Accept any dtype in the shape function of a grouped matrix product.
 
     torch's accepts bf16 only, like its first kernel. fp32 and fp16 run, and have the same shapes.
@@ -230,13 +233,11 @@ def _patch_at(name: str, place: tuple[Any, str], replacement: Replacement) -> Pa
 
 
 PATCHES = (
-    *(_patch_at("tracing", (module, "_are_we_tracing"), _never_tracing) for module in TRACERS),
-    _patch_at(
-        "results of functional collectives", functional_collectives.RESULTS, _without_wrapper
-    ),
+    *(_patch_at("tracing", (module, "_are_we_tracing"), _report_not_tracing) for module in TRACERS),
+    _patch_at("results of functional collectives", functional_collectives.RESULTS, _skip_wrapper),
     _patch_at("shapes of DTensor's results", dtensor.SHAPES, _propagate_outside_modes),
     _patch_at("copies of fake tensors", fakes.COPIES, _deepcopy_by_clone),
     _patch_at("chunks of FSDP2", fsdp2.CHUNKS, _chunk_lazily),
     _patch_at("modules that are moved to where they are", modules.MOVES, _skip_unchanged_moves),
-    _patch_at("dtypes of grouped products", grouped_products.SHAPES, _shapes_of_any_dtype),
+    _patch_at("dtypes of grouped products", grouped_products.SHAPES, _accept_any_dtype),
 )

@@ -35,7 +35,7 @@ _HEADERS = ("cuda.h", "driver_types.h", "crt/host_defines.h")
 _TRITON_FOLDER = "backends/nvidia"
 
 
-class Uncompiled(PtrainError):
+class StubsNotCompiled(PtrainError):
     """The replacements of CUDA's libraries do not compile on this machine."""
 
 
@@ -46,12 +46,12 @@ def is_on() -> bool:
     return torch.cuda.get_device_name(0) == _NAME
 
 
-def capability() -> str:
+def compute_capability() -> str:
     """Return the compute capability of the simulated GPU, such as `90`."""
     return os.environ[_SM]
 
 
-def lacking() -> str | None:
+def missing_requirement() -> str | None:
     """Return the first missing requirement and its fix, None if CUDA's kernels can be queried."""
     if not sys.platform.startswith("linux"):
         return "CUDA kernels can only be queried on Linux"
@@ -67,9 +67,9 @@ def lacking() -> str | None:
             "the folder of temporary files has a space or a colon in its path. Set TMPDIR "
             "to another folder."
         )
-    if not _compiler():
+    if not _compiler_command():
         return "there is no C compiler. Install gcc or clang."
-    if _headers() is None:
+    if _cuda_headers() is None:
         return (
             f"some headers of CUDA {_torch_cuda_major()} are missing. Install the packages "
             "nvidia-cuda-runtime and nvidia-cuda-crt of this version, or the CUDA toolkit."
@@ -77,7 +77,7 @@ def lacking() -> str | None:
     return None
 
 
-def run(words: Sequence[str], sm: int) -> int:
+def run_with_simulated_gpu(words: Sequence[str], sm: int) -> int:
     """Run `python WORDS` with a simulated GPU, and return its exit code.
 
     SIGTERM is passed on to the process. Call `lacking` first.
@@ -91,8 +91,8 @@ def run(words: Sequence[str], sm: int) -> int:
         PtrainError: A signal ended the process.
     """
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder, standard_output() as output:
-        runtime = _compiled("runtime", Path(folder, "runtime.so"))
-        driver = _compiled("driver", Path(folder, "libcuda.so.1"))
+        runtime = _compile_library("runtime", Path(folder, "runtime.so"))
+        driver = _compile_library("driver", Path(folder, "libcuda.so.1"))
         preloaded = [str(runtime), *os.environ.get("LD_PRELOAD", "").split()]
         searched = [str(driver.parent), os.environ.get("LD_LIBRARY_PATH", "")]
         environment = {
@@ -125,10 +125,10 @@ def _wait_for(child: subprocess.Popen[bytes]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _compiled(name: str, library: Path) -> Path:
+def _compile_library(name: str, library: Path) -> Path:
     """Compile one of the replacements to a shared library."""
-    command = [*_compiler(), "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}"]
-    command += [f"-I{headers}"] if (headers := _headers()) else []
+    command = [*_compiler_command(), "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}"]
+    command += [f"-I{headers}"] if (headers := _cuda_headers()) else []
     ended = subprocess.run(
         [*command, str(_SOURCES / f"{name}.c"), "-o", str(library)],
         capture_output=True,
@@ -137,14 +137,14 @@ def _compiled(name: str, library: Path) -> Path:
     )
     if ended.returncode:
         said = " ".join(ended.stderr.split())[:200]
-        raise Uncompiled(
+        raise StubsNotCompiled(
             f"{name}.c, which replaces the CUDA {name}, does not compile: {said}. Set CC to "
             "another compiler."
         )
     return library
 
 
-def _compiler() -> list[str]:
+def _compiler_command() -> list[str]:
     """Return the command of the C compiler, split into words; empty if there is none."""
     choices = map(shlex.split, (os.environ.get("CC", ""), "cc", "gcc", "clang"))
     return next((words for words in choices if words and shutil.which(words[0])), [])
@@ -157,7 +157,7 @@ def _cuda_version(headers: Path) -> str | None:
     return said.group(1) if said else None
 
 
-def _headers() -> Path | None:
+def _cuda_headers() -> Path | None:
     """Return the folder of CUDA's headers of the version that torch was built for, None if missing.
 
     It searches the wheels that torch's CUDA builds depend on, triton, and a toolkit. triton's

@@ -57,14 +57,14 @@ class Milestone(Protocol):
 class HostTime:
     """A mark in a queue that runs synchronously: a time of the host's clock, in seconds."""
 
-    at: float
+    seconds: float
     is_passed = True
 
     def wait(self) -> None:
         """Return at once: the mark has passed."""
 
     def seconds_since(self, earlier: HostTime) -> float:
-        return self.at - earlier.at
+        return self.seconds - earlier.seconds
 
 
 class DeviceEvent:

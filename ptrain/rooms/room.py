@@ -1,4 +1,4 @@
-"""The runtime interface (`Room`): allocate tensors, move them between tiers, communicate them.
+"""The runtime interface `TensorRuntime`: allocation, copies between memory tiers, collectives.
 
 The code that updates parameters and shards units (`axes.data`, `optimizers.update`) is generic in
 the type of tensor. On torch tensors it trains (`rooms.torch`); on ghosts it predicts
@@ -28,7 +28,7 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-class Move(Generic[T]):
+class PendingResult(Generic[T]):
     """A collective that is running or finished. Its buffer is kept alive until `wait`."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Optimizer(Protocol[T_contra]):
         """
 
 
-class Room(Protocol[T]):
+class TensorRuntime(Protocol[T]):
     """The tensor operations of one rank.
 
     Sizes are in elements. `state` and `name` of a tensor are the state and unit that its bytes and
@@ -103,11 +103,13 @@ class Room(Protocol[T]):
         """Return this rank's coordinate along an axis."""
         ...
 
-    def ordered(self, axes: Axes) -> tuple[Axis, ...]:
+    def sort_axes(self, axes: Axes) -> tuple[Axis, ...]:
         """Return axes in mesh order, the order of ranks in a group over them."""
         ...
 
-    def new(self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = "") -> T:
+    def new_empty(
+        self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
+    ) -> T:
         """Return an uninitialized tensor.
 
         Args:
@@ -123,7 +125,7 @@ class Room(Protocol[T]):
         """Return a tensor of `numel` zeros on a tier."""
         ...
 
-    def like(self, tensor: T, numel: int) -> T:
+    def empty_like(self, tensor: T, numel: int) -> T:
         """Return an uninitialized 1-d tensor of `numel` elements like `tensor`.
 
         It has the dtype and the state of `tensor`.
@@ -163,20 +165,27 @@ class Room(Protocol[T]):
         """
         ...
 
-    def move(self, tensor: T, tier: Tier, state: State) -> T:
+    def cast_all(self, tensors: Sequence[T], dtype: DType) -> Sequence[T]:
+        """Return tensors of one dtype in another dtype, each on its tier, by one operator."""
+        ...
+
+    def copy_to_tier(self, tensor: T, tier: Tier, state: State) -> T:
         """Return a copy on another tier."""
         ...
 
     def copy(self, source: T, into: T) -> None:
         """Copy all elements of `source` to `into`, which has as many elements."""
 
+    def copy_all(self, pairs: Sequence[tuple[T, T]]) -> None:
+        """Copy the first tensor of each pair to the second of equal shape, by one operator."""
+
     def add(self, tensor: T, part: T) -> None:
         """Add `part` to `tensor` in place."""
 
-    def clear(self, tensor: T) -> None:
+    def fill_zeros(self, tensor: T) -> None:
         """Set all elements to zero in place."""
 
-    def piece(self, tensor: T, start: int, shape: Shape) -> T:
+    def view_range(self, tensor: T, start: int, shape: Shape) -> T:
         """Return a view of contiguous elements.
 
         Args:
@@ -186,7 +195,7 @@ class Room(Protocol[T]):
         """
         ...
 
-    def window(self, tensor: T, shape: Shape, places: Mapping[int, int]) -> T:
+    def view_window(self, tensor: T, shape: Shape, places: Mapping[int, int]) -> T:
         """Return a view with size 1 in some dimensions.
 
         Args:
@@ -196,11 +205,11 @@ class Room(Protocol[T]):
         """
         ...
 
-    def flat(self, tensor: T) -> T:
+    def flatten(self, tensor: T) -> T:
         """Return a 1-d view of a contiguous tensor."""
         ...
 
-    def permuted(self, tensor: T, shape: Shape, order: Sequence[int]) -> T:
+    def permute(self, tensor: T, shape: Shape, order: Sequence[int]) -> T:
         """Return a contiguous 1-d copy with permuted dimensions.
 
         Args:
@@ -220,17 +229,17 @@ class Room(Protocol[T]):
             into: Receives the elements, viewed as `shape`.
         """
 
-    def same(self, tensor: T, other: T) -> bool:
+    def is_same_memory(self, tensor: T, other: T) -> bool:
         """Return True if two tensors of equal size begin at the same byte of the same storage."""
         ...
 
-    def empty(self, tensor: T) -> None:
+    def free_storage(self, tensor: T) -> None:
         """Free a tensor's bytes; the tensor object stays valid for `refill`."""
 
-    def refill(self, tensor: T) -> None:
+    def allocate_storage(self, tensor: T) -> None:
         """Allocate the bytes of an emptied tensor again, uninitialized."""
 
-    def ahead(self, tensor: T) -> None:
+    def prefetch(self, tensor: T) -> None:
         """Announce that a tensor is needed next, so that reading its file starts now."""
 
     def all_gather(self, shard: T, into: T, axes: Axes, *, is_awaited: bool) -> Work | None:
@@ -249,7 +258,7 @@ class Room(Protocol[T]):
 
     def reduce_scatter(
         self, whole: T, into: T, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
-    ) -> Move[T]:
+    ) -> PendingResult[T]:
         """Sum a tensor over the ranks, and keep this rank's part.
 
         Args:
@@ -264,30 +273,30 @@ class Room(Protocol[T]):
         """
         ...
 
-    def all_reduce(self, tensor: T, axes: Axes, *, is_awaited: bool) -> Move[T]:
+    def all_reduce(self, tensor: T, axes: Axes, *, is_awaited: bool) -> PendingResult[T]:
         """Sum a tensor over the ranks in place."""
         ...
 
 
-class Rules(Protocol[T]):
+class OptimizerFactory(Protocol[T]):
     """The optimizer factory of a runtime, by the name of a rule."""
 
-    def leaf(self, like: T, dtype: DType) -> OptimizerLeaf[T]:
+    def create_leaf(self, like: T, dtype: DType) -> OptimizerLeaf[T]:
         """Return an empty leaf in a dtype, on the device of a tensor."""
         ...
 
-    def leaf_of(self, tensor: T) -> OptimizerLeaf[T]:
+    def wrap_leaf(self, tensor: T) -> OptimizerLeaf[T]:
         """Return a leaf that uses the tensor, with its gradient, as the parameter."""
         ...
 
-    def optimizer(
+    def create_optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[T]], spec: OptimizerSpec
     ) -> Optimizer[T]:
         """Return an optimizer of a rule for leaves on one device."""
         ...
 
 
-class Members(Protocol[T_contra]):
+class UnitParameters(Protocol[T_contra]):
     """The parameters of one unit as the model holds them, in order."""
 
     @property
@@ -308,10 +317,10 @@ class Members(Protocol[T_contra]):
         """The axes over which these operators are sharded."""
         ...
 
-    def adopt(self, whole: T_contra) -> None:
+    def bind_views(self, whole: T_contra) -> None:
         """Copy the parameters to a flat tensor and make them views of it."""
 
-    def write(self, index: int, whole: T_contra, *, is_bound: bool) -> None:
+    def write_gradient(self, index: int, whole: T_contra, *, is_bound: bool) -> None:
         """Write one parameter's gradient to its place in a flat tensor, and drop it.
 
         Args:
@@ -321,11 +330,11 @@ class Members(Protocol[T_contra]):
                 it.
         """
 
-    def collect(self, index: int, whole: T_contra) -> None:
+    def add_gradient(self, index: int, whole: T_contra) -> None:
         """Add one parameter's gradient to its place in a flat tensor, and drop it.
 
         Does nothing if the parameter has no gradient.
         """
 
-    def unbind(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients of all parameters."""

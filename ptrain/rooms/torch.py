@@ -20,23 +20,23 @@ import torch
 
 from ptrain.cost import State
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.models.ledger import is_tagged, tag, tier_of
+from ptrain.models.ledger import has_tier, set_tier, tier_of
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
-from ptrain.rooms.comm import Mesh, Registry, all_gather, all_reduce, reduce_scatter
-from ptrain.rooms.room import Axes, Move, Shape, Work
+from ptrain.rooms.comm import Mesh, TagRegistry, all_gather, all_reduce, reduce_scatter
+from ptrain.rooms.room import Axes, PendingResult, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.extras import unusable
+from ptrain.spec.extras import unusable_folder_error
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 
 _LIBC = ctypes.CDLL(None)
 
 
-def alike(derived: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def tag_like(derived: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Tag `derived` as a host tensor if `source` is on the host or in a file; return `derived`."""
     storage = source.untyped_storage()
-    if is_tagged(storage) and derived.untyped_storage()._cdata != storage._cdata:
-        tag(derived, Tier.HOST)  # also for a mapped source: results are in memory
+    if has_tier(storage) and derived.untyped_storage()._cdata != storage._cdata:
+        set_tier(derived, Tier.HOST)  # also for a mapped source: results are in memory
     return derived
 
 
@@ -49,10 +49,10 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> tor
         return tensor
     # not `tensor.to`: the result is tagged before an operator writes to it
     converted = torch.empty_like(tensor, dtype=dtype)
-    return alike(converted, tensor).copy_(tensor)
+    return tag_like(converted, tensor).copy_(tensor)
 
 
-def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors of equal size begin at the same byte of the same storage."""
     here, there = tensor.untyped_storage()._cdata, other.untyped_storage()._cdata
     return bool(here == there and tensor.storage_offset() == other.storage_offset())
@@ -61,7 +61,9 @@ def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 class Tiers:
     """The memory tiers of one rank: its device, the host's memory, and files in a folder."""
 
-    def __init__(self, device: torch.device, registry: Registry, path: str | None = None) -> None:
+    def __init__(
+        self, device: torch.device, registry: TagRegistry, path: str | None = None
+    ) -> None:
         """Use these tiers.
 
         Args:
@@ -95,24 +97,24 @@ class Tiers:
                 pinned = self.device.type == "cuda"
                 tensor = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned)
             case Tier.FILE:
-                tensor = self._mapped(1 if numel is None else numel, dtype)
-        tag(tensor, tier)  # before any operator runs on it: meters read the tier there
+                tensor = self._map_file(1 if numel is None else numel, dtype)
+        set_tier(tensor, tier)  # before any operator runs on it: meters read the tier there
         tensor = tensor.view(size)
         return self.registry.tag(tensor, state)
 
-    def move(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
+    def copy_to_tier(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
         """Return a copy of `tensor` on another tier."""
         numel = None if tensor.dim() == 0 else tensor.numel()
         return self.empty(numel, tensor.dtype, tier, state).view(tensor.shape).copy_(tensor)
 
-    def ahead(self, tensor: torch.Tensor) -> None:
+    def prefetch(self, tensor: torch.Tensor) -> None:
         """Make the kernel start to read a tensor's file. Does nothing for other tiers."""
         storage = tensor.untyped_storage()
         if tier_of(storage) is Tier.FILE and detect_fake_mode() is None and storage.nbytes():
             address, size = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
             _LIBC.madvise(address, size, mmap.MADV_WILLNEED)  # advice only: an error has no effect
 
-    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _map_file(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor that maps an unlinked file of its exact size.
 
         Fake tensors, and empty ones, are not mapped.
@@ -123,7 +125,7 @@ class Tiers:
         try:
             descriptor, name = tempfile.mkstemp(prefix="ptrain-", dir=self.path)
         except OSError as error:
-            raise unusable(self.path, error) from error
+            raise unusable_folder_error(self.path, error) from error
         try:
             # reserve the blocks: a full disk raises here, instead of SIGBUS on a later write
             if hasattr(os, "posix_fallocate"):
@@ -132,20 +134,20 @@ class Tiers:
                 os.truncate(descriptor, nbytes)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError if mapping fails
-            raise unusable(self.path, error) from error
+            raise unusable_folder_error(self.path, error) from error
         finally:
             # the mapping stays valid; thousands of open files would exceed the limit
             os.close(descriptor)
             os.unlink(name)
 
 
-class TorchRoom:
+class TorchRuntime:
     """The runtime of a rank on torch tensors.
 
     `path` is the folder of the file tier, None for the system's temporary folder.
     """
 
-    def __init__(self, mesh: Mesh, registry: Registry, path: str | None = None) -> None:
+    def __init__(self, mesh: Mesh, registry: TagRegistry, path: str | None = None) -> None:
         self.mesh, self.registry = mesh, registry
         self.device = mesh.world.device
         self.tiers = Tiers(self.device, registry, path)
@@ -156,10 +158,10 @@ class TorchRoom:
     def coordinate(self, axis: Axis) -> int:
         return self.mesh.coordinate(axis)
 
-    def ordered(self, axes: Axes) -> tuple[Axis, ...]:
-        return self.mesh.ordered(axes)
+    def sort_axes(self, axes: Axes) -> tuple[Axis, ...]:
+        return self.mesh.sort_axes(axes)
 
-    def new(
+    def new_empty(
         self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
     ) -> torch.Tensor:
         """Return an uninitialized tensor; see `Room.new`.
@@ -173,21 +175,21 @@ class TorchRoom:
     def zeros(
         self, numel: int, dtype: DType, tier: Tier, state: State, name: str = ""
     ) -> torch.Tensor:
-        return self.new(numel, dtype, tier, state, name).zero_()
+        return self.new_empty(numel, dtype, tier, state, name).zero_()
 
-    def like(self, tensor: torch.Tensor, numel: int) -> torch.Tensor:
-        return self._copy_tag(alike(tensor.new_empty(numel), tensor), tensor)
+    def empty_like(self, tensor: torch.Tensor, numel: int) -> torch.Tensor:
+        return self._copy_tag(tag_like(tensor.new_empty(numel), tensor), tensor)
 
     def _copy_tag(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Give a tensor the state and name of another, if that has a tag."""
-        tag = self.registry.of(other)
+        tag = self.registry.tag_of(other)
         return tensor if tag is None else self.registry.tag(tensor, tag.state, name=tag.name)
 
     def zeros_like(self, tensor: torch.Tensor, dtype: DType) -> torch.Tensor:
-        return alike(torch.zeros_like(tensor, dtype=TORCH_DTYPES[dtype]), tensor)
+        return tag_like(torch.zeros_like(tensor, dtype=TORCH_DTYPES[dtype]), tensor)
 
     def scalar_like(self, tensor: torch.Tensor, dtype: DType, initial: float = 0.0) -> torch.Tensor:
-        return alike(tensor.new_full((), initial, dtype=TORCH_DTYPES[dtype]), tensor)
+        return tag_like(tensor.new_full((), initial, dtype=TORCH_DTYPES[dtype]), tensor)
 
     def numel(self, tensor: torch.Tensor) -> int:
         return int(tensor.numel())
@@ -210,33 +212,46 @@ class TorchRoom:
         tensor = cast(tensor, TORCH_DTYPES[dtype], copy=copy)
         return tensor if state is None else self.registry.tag(tensor, state, name=name)
 
-    def move(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
-        return self.tiers.move(tensor, tier, state)
+    def cast_all(self, tensors: Sequence[torch.Tensor], dtype: DType) -> Sequence[torch.Tensor]:
+        to = TORCH_DTYPES[dtype]
+        if all(tensor.dtype == to for tensor in tensors):
+            return tensors
+        converted = [tag_like(torch.empty_like(tensor, dtype=to), tensor) for tensor in tensors]
+        torch._foreach_copy_(converted, tensors)
+        return converted
+
+    def copy_to_tier(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
+        return self.tiers.copy_to_tier(tensor, tier, state)
 
     def copy(self, source: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(source.view(into.shape) if source.shape != into.shape else source)
 
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        torch._foreach_copy_([place for _, place in pairs], [source for source, _ in pairs])
+
     def add(self, tensor: torch.Tensor, part: torch.Tensor) -> None:
         tensor.add_(part)
 
-    def clear(self, tensor: torch.Tensor) -> None:
+    def fill_zeros(self, tensor: torch.Tensor) -> None:
         tensor.zero_()
 
-    def piece(self, tensor: torch.Tensor, start: int, shape: Shape) -> torch.Tensor:
+    def view_range(self, tensor: torch.Tensor, start: int, shape: Shape) -> torch.Tensor:
         return tensor.view(-1)[start : start + math.prod(shape)].view(shape)
 
-    def window(self, tensor: torch.Tensor, shape: Shape, places: Mapping[int, int]) -> torch.Tensor:
+    def view_window(
+        self, tensor: torch.Tensor, shape: Shape, places: Mapping[int, int]
+    ) -> torch.Tensor:
         view = tensor.view(shape)
         for dim, place in places.items():
             view = view.narrow(dim, place, 1)
         return view
 
-    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+    def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(-1)
 
-    def permuted(self, tensor: torch.Tensor, shape: Shape, order: Sequence[int]) -> torch.Tensor:
+    def permute(self, tensor: torch.Tensor, shape: Shape, order: Sequence[int]) -> torch.Tensor:
         seen = tensor.view(shape).permute(tuple(order))
-        lying = alike(seen.clone(memory_format=torch.contiguous_format), tensor)
+        lying = tag_like(seen.clone(memory_format=torch.contiguous_format), tensor)
         return self._copy_tag(lying.view(-1), tensor)
 
     def unpermute(
@@ -246,17 +261,17 @@ class TorchRoom:
         inverse = [order.index(dim) for dim in range(len(order))]
         into.view(shape).copy_(moved.permute(inverse))
 
-    def same(self, tensor: torch.Tensor, other: torch.Tensor) -> bool:
-        return same_memory(tensor, other)
+    def is_same_memory(self, tensor: torch.Tensor, other: torch.Tensor) -> bool:
+        return is_same_memory(tensor, other)
 
-    def empty(self, tensor: torch.Tensor) -> None:
+    def free_storage(self, tensor: torch.Tensor) -> None:
         tensor.untyped_storage().resize_(0)
 
-    def refill(self, tensor: torch.Tensor) -> None:
+    def allocate_storage(self, tensor: torch.Tensor) -> None:
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
-    def ahead(self, tensor: torch.Tensor) -> None:
-        self.tiers.ahead(tensor)
+    def prefetch(self, tensor: torch.Tensor) -> None:
+        self.tiers.prefetch(tensor)
 
     def all_gather(
         self, shard: torch.Tensor, into: torch.Tensor, axes: Axes, *, is_awaited: bool
@@ -272,11 +287,11 @@ class TorchRoom:
         via: ReduceScatterVia,
         *,
         is_awaited: bool,
-    ) -> Move[torch.Tensor]:
+    ) -> PendingResult[torch.Tensor]:
         group = self.mesh.group(axes)
         return reduce_scatter(into, whole, group, via, self.registry, is_awaited=is_awaited)
 
     def all_reduce(
         self, tensor: torch.Tensor, axes: Axes, *, is_awaited: bool
-    ) -> Move[torch.Tensor]:
+    ) -> PendingResult[torch.Tensor]:
         return all_reduce(tensor, self.mesh.group(axes), is_awaited=is_awaited)

@@ -31,12 +31,12 @@ from ptrain.internals.fakes import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from ptrain.internals.process_groups import limit_collectives
+from ptrain.internals.process_groups import set_group_timeout
 from ptrain.processor import shares_gpus
 from ptrain.spec.job import Timeout
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Return True if a launcher (torchrun or ptrain's) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -101,7 +101,7 @@ class World:
                 backend=dist.get_backend(),
                 timeout=timeout,
             )
-        if not launched():
+        if not is_launched():
             return cls(device=_choose_device(device, 0, 1), timeout=timeout)
         ranks = _ranks_from_environment(os.environ)
         num_local = _num_local(os.environ, ranks["LOCAL_RANK"])
@@ -110,7 +110,7 @@ class World:
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
             _allow_shared_gpus(ranks["RANK"])
-        _start(ranks, backend, timeout)
+        _create_default_group(ranks, backend, timeout)
         return cls(
             rank=ranks["RANK"],
             size=ranks["WORLD_SIZE"],
@@ -241,7 +241,7 @@ def _choose_backend(wanted: str, device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _start(ranks: Mapping[str, int], backend: str, timeout: Timeout) -> None:
+def _create_default_group(ranks: Mapping[str, int], backend: str, timeout: Timeout) -> None:
     """Create the default process group.
 
     Raises:
@@ -285,7 +285,9 @@ def _open_store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.S
         is_master=is_master,
         timeout=waits,
         wait_for_workers=False,
-        **(_inherited_socket() or listener(host, ranks["MASTER_PORT"]) if is_master else {}),
+        **(
+            _inherited_socket() or listen_arguments(host, ranks["MASTER_PORT"]) if is_master else {}
+        ),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
     return dist.PrefixStore(f"attempt{attempt}", store)
@@ -297,7 +299,7 @@ def _inherited_socket() -> dict[str, int]:
     return {} if descriptor is None else {"master_listen_fd": int(descriptor)}
 
 
-def listener(address: str, port: int) -> dict[str, int]:
+def listen_arguments(address: str, port: int) -> dict[str, int]:
     """Return the arguments with which a TCPStore listens on this address only.
 
     torch would listen on all interfaces. The result is empty if `address` is a name, is not an
@@ -321,7 +323,7 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: Timeout) -> None:
 
     torch's default is 30 minutes under gloo, and new groups do not inherit a limit.
     """
-    limit_collectives(group, timedelta(seconds=timeout.step))
+    set_group_timeout(group, timedelta(seconds=timeout.step))
 
 
 _CPU = torch.device("cpu")
@@ -354,7 +356,7 @@ def fake_world(
     )
 
 
-def new_fakes() -> FakeTensorMode:
+def create_fake_mode() -> FakeTensorMode:
     """Return a new mode for `fake_tensors`."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -372,7 +374,7 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     _LOG.setLevel(logging.CRITICAL)
     try:
         with (
-            mode or new_fakes(),
+            mode or create_fake_mode(),
             _AsOnDevices(),
             _SeedsOnHost() if torch.cuda.is_available() else nullcontext(),
         ):

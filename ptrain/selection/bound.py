@@ -13,22 +13,22 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf, prod
 
-from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.candidates import AxisChoice, apply_choices
 from ptrain.axes.data.form import (
     form_of,
-    has,
+    has_distribution,
     joins_units,
     reduces_in_backward,
     tier_of,
     units_ahead,
     when_gathered,
 )
-from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule, size_of, stages_of
+from ptrain.axes.pipeline.catalogue import SCHEDULES, make_schedule, size_of, stages_of
 from ptrain.axes.pipeline.cost import PipelineSize
 from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import equal_stages, simulate
-from ptrain.axes.pipeline.stage_facts import layers
+from ptrain.axes.pipeline.stage_facts import stage_layers
 from ptrain.cost import Collective, State
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Layers
@@ -42,6 +42,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
 from ptrain.units import grouped
 
+_BESIDE_UPDATE = GatherAfterUpdate.DURING_UPDATE
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _BESIDE = ("unit", "overlap", "prefetch", "bucket_bytes")
 Mask = Sequence[bool]
@@ -49,8 +50,21 @@ Mask = Sequence[bool]
 
 @dataclass(frozen=True, kw_only=True)
 class DataWay:
-    """A choice of the data axes for any degrees. `cut`: by state, which axes shard it; `overlaps`:
-    gradients are reduced during backward; `ahead`: units that are all-gathered in advance."""
+    """A choice of the data axes for any degrees.
+
+    Attributes:
+        choice: The choice.
+        spec: A spec with this choice and those of other axes, which affect the wrapper.
+        form: The wrapper.
+        cut: By state, which axes shard it.
+        overlaps: Gradients are reduced during backward.
+        ahead: Number of units that are all-gathered in advance.
+        is_made: Parameters are cast from a master copy for use.
+        is_brought: Parameters are all-gathered or copied for use.
+        is_bucket: The bucket size decides which units are all-gathered or reduced together.
+        keeps_forward: All-gathered parameters stay until the backward pass.
+        keeps_backward: All-gathered parameters stay until the next micro-batch.
+    """
 
     choice: AxisChoice
     spec: Spec
@@ -58,19 +72,25 @@ class DataWay:
     cut: dict[State, tuple[bool, ...]]
     overlaps: bool
     ahead: int
+    is_made: bool
+    is_brought: bool
+    is_bucket: bool
+    keeps_forward: bool
+    keeps_backward: bool
 
     @classmethod
     def of(cls, base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> DataWay:
-        """Return the way of a choice together with choices of other axes, which affect the
-        wrapper."""
-        spec = chosen(base, (choice, *beside))
+        """Return the way of a choice together with choices of other axes."""
+        spec = apply_choices(base, (choice, *beside))
         form, factors = form_of(spec), choice.factors
         cut = {
             state: tuple(f.placement[state].distribution in CUT for f in factors)
             for state in (_THETA, _OMEGA, _GRADS)
         }
-        is_brought = any(cut[_THETA]) or has(factors, _THETA, Distribution.MATERIALIZED)
-        ahead = (units_ahead(spec, form) or 0) if form is Form.FLAT else int(is_brought)
+        is_made = has_distribution(factors, _THETA, Distribution.MATERIALIZED)
+        is_whole = not (is_made or any(cut[_THETA]))
+        ahead = (units_ahead(spec, form) or 0) if form is Form.FLAT else int(not is_whole)
+        is_brought = not is_whole or tier_of(factors, _THETA) is not Tier.DEVICE
         return cls(
             choice=choice,
             spec=spec,
@@ -78,6 +98,11 @@ class DataWay:
             cut=cut,
             overlaps=reduces_in_backward(spec, form, keeps_parts=any(cut[_GRADS])),
             ahead=0 if spec.unit_size.kind is UnitKind.MODEL else ahead,
+            is_made=is_made,
+            is_brought=is_brought,
+            is_bucket=form in REPLICAS or joins_units(spec, form),
+            keeps_forward=is_brought and not spec.sync.reshard_after_forward,
+            keeps_backward=is_brought and not spec.sync.reshard_after_backward,
         )
 
     @cached_property
@@ -88,34 +113,9 @@ class DataWay:
         return tuple(factor.placement for factor in choice.factors), changes
 
     @cached_property
-    def is_bucket(self) -> bool:
-        """True if the bucket size decides which units are all-gathered or reduced together."""
-        return self.form in REPLICAS or joins_units(self.spec, self.form)
-
-    @cached_property
-    def is_made(self) -> bool:
-        """True if parameters are cast from a master copy for use."""
-        return has(self.choice.factors, _THETA, Distribution.MATERIALIZED)
-
-    @cached_property
-    def is_brought(self) -> bool:
-        """True if parameters are all-gathered or copied for use."""
-        return self.is_made or any(self.cut[_THETA]) or not self.is_near(_THETA)
-
-    @cached_property
     def is_late(self) -> bool:
         """True if gradients are reduced once per step."""
         return self.spec.sync.gradients is GradientSync.LAST
-
-    @cached_property
-    def keeps_forward(self) -> bool:
-        """True if all-gathered parameters stay until the backward pass."""
-        return self.is_brought and not self.spec.sync.reshard_after_forward
-
-    @cached_property
-    def keeps_backward(self) -> bool:
-        """True if all-gathered parameters stay until the next micro-batch."""
-        return self.is_brought and not self.spec.sync.reshard_after_backward
 
     def is_near(self, state: State) -> bool:
         """Return True if a state is on the device."""
@@ -127,7 +127,7 @@ class DataWay:
 
     def layers_of_unit(self, sizes: Sizes) -> float:
         """Return the number of layers that are all-gathered or reduced together."""
-        bucket = self.spec.bucket_bytes / self.spec.precision.effective.reduced.itemsize
+        bucket = self.spec.bucket_bytes / self.spec.precision.effective_layout.reduced.itemsize
         if self.form in REPLICAS:
             return min(bucket / sizes.block, sizes.layers)
         if self.is_bucket:
@@ -174,7 +174,7 @@ class WayBytes:
 
 def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) -> WayBytes:
     """Return the bytes of a way with these degrees."""
-    layout = base.precision.effective
+    layout = base.precision.effective_layout
     held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
     optimizer = optimizer_itemsize(base.optimizer, layout)
     lives, grads = [], []
@@ -281,7 +281,7 @@ class WaySeconds:
         self, links: Links, way: DataWay, degrees: tuple[int, ...], sizes: Sizes, within: int
     ) -> None:
         self.links, self.way, self.degrees, self.sizes = links, way, degrees, sizes
-        layout = links.base.precision.effective
+        layout = links.base.precision.effective_layout
         self.held, self.reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.layers = way.layers_of_unit(sizes)
         self.unit = self.layers * sizes.block
@@ -354,7 +354,7 @@ class WaySeconds:
         way, links = self.way, self.links
         if way.is_near(_OMEGA):
             return 0.0
-        layout, parts = links.base.precision.effective, way.parts(_OMEGA, self.degrees)
+        layout, parts = links.base.precision.effective_layout, way.parts(_OMEGA, self.degrees)
         state = optimizer_itemsize(links.base.optimizer, layout) / parts
         is_on_file = tier_of(way.choice.factors, _OMEGA) is Tier.FILE
         seconds = state * links.there_and_back(Tier.FILE) if is_on_file else 0.0
@@ -364,16 +364,9 @@ class WaySeconds:
         seconds += held * links.there_and_back(Tier.HOST)
         return seconds if links.is_nominal else seconds + links.host_update() / parts
 
-    @cached_property
-    def spreads_beside(self) -> bool:
-        """True if updated parameters are all-gathered while others are updated."""
-        way, pace = self.way, self.links.pace
-        is_beside = GatherAfterUpdate.DURING_UPDATE
-        return pace.overlaps and way.form is Form.FLAT and when_gathered(way.spec) is is_beside
-
     def step(self, flow: FlowSeconds) -> float:
         """Return the seconds of a step."""
-        way, number, links = self.way, flow.number, self.links
+        way, number, links, pace = self.way, flow.number, self.links, self.links.pace
         units = flow.layers / self.layers
         every = units + flow.root / self.unit
         gathers = 1 if way.keeps_backward else number
@@ -382,7 +375,7 @@ class WaySeconds:
         copies = (gathers + again) * self.unpack + reduces * self.pack + (number - 1) * self.add
         sent = (gathers + again) * self.gather + reduces * self.reduce
         waits = (copies + sent) * every + number * flow.moving
-        if way.overlaps and links.pace.overlaps:
+        if way.overlaps and pace.overlaps:
             beside, apart = 0.0, reduces * self.reduce
             if way.ahead:
                 beside = gathers * min(self.gather, flow.forward * self.layers)
@@ -394,16 +387,16 @@ class WaySeconds:
         tensors = units + 1 if way.form is Form.FLAT else flow.layers * self.sizes.tensors
         elements = int(held / way.parts(_OMEGA, self.degrees))
         update = links.update(max(1, elements), max(1, int(tensors)))
-        spread = self.spread * every
-        if self.spreads_beside:
-            spread = max(self.spread, spread - update)
         longer = 1 + waits / flow.computing if flow.computing else 1.0
         seconds = flow.computing + waits + flow.idle * longer
+        spread = self.spread * every
+        if pace.overlaps and way.form is Form.FLAT and when_gathered(way.spec) is _BESIDE_UPDATE:
+            spread = max(self.spread, spread - update)
         seconds += update + held * self.copied + self.finish * every + spread
         if not flow.issued:
             return seconds
         hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
-        hooks += (self.spread > 0) * links.pace.hook_seconds(Hook.FLAT_GATHER)
+        hooks += (self.spread > 0) * pace.hook_seconds(Hook.FLAT_GATHER)
         # the root is one unit, however large, unless buckets decide
         calls = every if way.is_bucket else units + (flow.root > 0)
         return max(seconds, flow.issued + calls * hooks)
@@ -440,7 +433,7 @@ def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
     ranks = choice.degree(Axis.PP)
     if ranks == 1:
         return PipelineFlow(choice=choice, ranks=1, per_rank=1, schedule=None)
-    said = chosen(base, (choice,)).pipeline
+    said = apply_choices(base, (choice,)).pipeline
     assert isinstance(said.schedule, ScheduleName), "a schedule with a name"
     per_rank = said.stages_over(ranks) // ranks
     return PipelineFlow(choice=choice, ranks=ranks, per_rank=per_rank, schedule=said.schedule)
@@ -459,7 +452,7 @@ class PipelineFlows:
 
     @cached_property
     def _layers(self) -> Layers:
-        return layers(self.base, self.facts)
+        return stage_layers(self.base, self.facts)
 
     @cached_property
     def num_layers(self) -> int:
@@ -498,7 +491,7 @@ class PipelineFlows:
             return (self.num_layers,)
         stages = flow.ranks * flow.per_rank
         if stages not in self.cuts:
-            cut = stages_of(chosen(self.base, (flow.choice,)), self._layers)
+            cut = stages_of(apply_choices(self.base, (flow.choice,)), self._layers)
             self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
         return self.cuts[stages]
 
@@ -570,7 +563,7 @@ def _few(size: PipelineSize) -> PipelineSize:
 @cache
 def _simulated(size: PipelineSize) -> float:
     """Return the idle time in thirds of a micro-batch's passes on a stage, for equal stages."""
-    planned = schedule(size.schedule, size)
+    planned = make_schedule(size.schedule, size)
     makespan = simulate(planned, equal_stages(planned)).makespan
     return makespan - 3 * size.microbatches * size.stages_per_rank
 

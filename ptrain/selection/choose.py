@@ -16,16 +16,16 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from heapq import merge
-from itertools import accumulate, compress, islice, product
+from itertools import accumulate, compress
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from ptrain.algebra.legality import check, executed
-from ptrain.axes.candidates import NOTHING, AxisChoice, chosen, divisors
+from ptrain.algebra.legality import check, find_unsupported
+from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, divisors
 from ptrain.axes.data.candidates import OVERLAPS, UNITS, is_left_out
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError, refused
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.deriver import BEST, Deriver, work_of
 from ptrain.selection.fit import HOST_UNKNOWN, TIGHT
@@ -53,20 +53,13 @@ from ptrain.selection.ranking import (
 from ptrain.selection.search import DataRow, Search, SearchResult
 from ptrain.selection.space import (
     Candidate,
-    batched,
-    data_choices,
-    degrees_over,
-    inner_products,
     micro_batches,
     pipelines,
-    sized,
     through_of,
-    ways_to_keep,
 )
 from ptrain.selection.where import (
     QUANTITIES,
     RESULTS,
-    Aspect,
     Constraint,
     Value,
     Where,
@@ -85,7 +78,10 @@ _SYNCS = tuple(
     for when in GradientSync
     for forward, backward in ((True, True), (False, True), (False, False))
 )
-_BESIDE = (*((overlap, None) for overlap in OVERLAPS), (Overlap.BACKWARD, 1), (Overlap.BACKWARD, 2))
+_BESIDE = (
+    *((overlap, None) for overlap in OVERLAPS),
+    *((Overlap.BACKWARD, ahead) for ahead in range(3)),
+)
 Changes = tuple[tuple[str, Any], ...]
 
 
@@ -137,7 +133,7 @@ def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
         (("bucket_bytes",), ((size,) for size in _BUCKETS if size != bucket)),
     )
     for names, values in offered:
-        free = [name == "sync" or not written.says(name) for name in names]
+        free = [name == "sync" or not written.sets_field(name) for name in names]
         for value in values if choice.factors else ():
             others = dict(compress(zip(names, value, strict=True), free))
             changes = tuple({**said, **others}.items())
@@ -145,7 +141,6 @@ def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
                 yield changes
 
 
-_TRIED, _PER_FLOW = 200, 2  # specs that are checked, and data choices per flow
 _UNKNOWN = Fault(
     place="activations",
     finding="no degrees divide the devices, or no memory table covers these blocks",
@@ -184,8 +179,8 @@ def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str
         blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
         texts = blame or [other.text for other in others.constraints]
         return f"excluded by {', '.join(texts)}"
-    free = replace(task, written=NOTHING)
-    if task.written != NOTHING and Search(free).has(Where(rules)):
+    free = replace(task, written=NOTHING_FIXED)
+    if task.written != NOTHING_FIXED and Search(free).has(Where(rules)):
         return "excluded by values in the spec"
     fault = _common_fault(free, Where(rules))
     return f"none is legal: {fault.finding}" if fault else "none is legal"
@@ -209,54 +204,15 @@ def _offered(search: Search, rule: Constraint) -> str:
 
 
 def _common_fault(task: SearchTask, where: Where) -> Fault | None:
-    """Return the most common fault of candidates that satisfy constraints, or None."""
-    faults = Counter(islice(_faults(task, where), _TRIED)).most_common(1)
-    return faults[0][0] if faults else None
-
-
-def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
-    """Yield the first fault of each of a sample of candidates that satisfy constraints."""
-    base, written = task.placed, task.written
-    ways = {
-        axes: [c for c in some if where.admits(Aspect.DATA, chosen(base, (c,)))][:_PER_FLOW]
-        for axes, some in data_choices(base, written).items()
-    }
-    for ranks, within in inner_products(base, task.devices, written):
-        cut = chosen(base, within)
-        for left, choices in pipelines(base, task.devices // ranks, written):
-            flows = [c for c in choices if where.admits(Aspect.PIPELINE, chosen(base, (c,)))]
-            if not flows or not where.admits(Aspect.WITHIN, cut):
-                continue
-            batches = list(micro_batches(base, left * cut.data_degree))
-            sizes = [m for m, n in batches if where.admits(Aspect.BATCH, batched(base, m, n))]
-            if not batches:
-                yield _indivisible(base, left * cut.data_degree)
-            if not sizes:
-                continue
-            data = (
-                sized(choice, degrees)
-                for axes, some in ways.items()
-                for degrees in (degrees_over(len(axes), left) if some else ())
-                if where.admits(Aspect.RANKS, chosen(base, (sized(some[0], degrees),)))
-                for choice in some
-            )
-            kept = written.kept or ways_to_keep(written.away)
-            for flow, choice, way in product(flows, islice(data, _PER_FLOW), kept):
-                tried = Candidate(
-                    within=within, pipeline=flow, data=choice, micro=sizes[0], kept=way
-                )
-                spec = tried.spec(base)
-                yield from (*check(spec), *executed(spec))[:1]
-
-
-def _indivisible(base: Spec, data_ranks: int) -> Fault:
-    """Return the fault of a global batch that the data ranks do not divide."""
-    samples = base.batch.global_samples
-    return Fault(
-        place="batch.global",
-        finding=f"a step's {samples} samples are not divisible by {data_ranks} data-parallel ranks",
-        remedy=f"Use `batch.global={max(1, samples // data_ranks) * data_ranks}`.",
+    """Return the most common fault of combinations that satisfy constraints, or None."""
+    search = Search(replace(task, where=where))
+    search.has(where)
+    faults = (
+        (one,) if isinstance(one, Fault) else (*check(one), *find_unsupported(one))[:1]
+        for one in search.legality.rejected
     )
+    common = Counter(fault for first in faults for fault in first).most_common(1)
+    return common[0][0] if common else None
 
 
 _BEST_TRACED = 9  # candidates predicted exactly for a model that must be traced
@@ -523,7 +479,8 @@ class Chooser(Deriver):
         """Yield well-known choices and the paper's recommendation, each with its best row or the
         reason why there is none."""
         base, devices = self.job.base, self.job.devices
-        placed = [(row.first.spec(base), row) for row in result.placements]
+        # rules of well-known choices read no batch and no activations
+        placed = [(row.first.placed(base), row) for row in result.placements]
         for known in KNOWN:
             if (where := known.where(self.job)) is not None:
                 row, why = self._like(placed, ranked, where)
@@ -534,7 +491,7 @@ class Chooser(Deriver):
                 name = f"the placement of the best, recompute={keeping(near.kept)}"
                 yield Lost(name=name, best=row, why="")
         assert base.cluster is not None, "a job that is searched for has a cluster"
-        advised = algorithm1(requirements(own_facts(self.job.sized), base.cluster, devices))
+        advised = algorithm1(requirements(built_in_facts(self.job.sized), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
         if not advised.degrees:
             yield Lost(name=name, best=None, why="the search found one")

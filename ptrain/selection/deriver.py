@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 
 from ptrain.algebra.legality import is_sound
-from ptrain.axes.candidates import NOTHING, chosen
+from ptrain.axes.candidates import NOTHING_FIXED, apply_choices
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import exact_alone
 from ptrain.derivation.machine import Machine, machine_of
-from ptrain.derivation.tape import TooLarge
+from ptrain.derivation.tape import PeakExceeded
 from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts, ModelWork, Operator
 from ptrain.facts.traced_part import traced_part
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import Pace, UnknownRate, bus_factor
 from ptrain.selection.fit import Fit
 from ptrain.selection.job import ReadFacts, SearchedJob, read_or_kept, with_heads
@@ -39,8 +39,6 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.model import ModelShape, ModelSpec
 from ptrain.spec.placement import Axis
-from ptrain.spec.precision import Layout
-from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Plan
@@ -129,22 +127,14 @@ class NominalPace:
         bandwidth = cluster.inter_node_bandwidth if nodes > 1 else cluster.intra_node_bandwidth
         return payload * bus_factor(collective, ranks) / bandwidth
 
-    def late_seconds(self, computed: float) -> float:
+    def _unknown_seconds(self, *_: object, **__: object) -> float:
+        """Return 0, because a cluster declares no rate for this."""
         return 0.0
+
+    late_seconds = update_seconds = clip_seconds = hook_seconds = _unknown_seconds
 
     def copy_seconds(self, copy: Collective, size: int) -> float:
         return size / self.cluster.intra_node_bandwidth
-
-    def update_seconds(
-        self, optimizer: str, layout: Layout, *, elements: int, tensors: int
-    ) -> float:
-        return 0.0
-
-    def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
-        return 0.0
-
-    def hook_seconds(self, hook: Hook) -> float:
-        return 0.0
 
 
 BEST = 150  # candidates that are derived exactly
@@ -159,10 +149,6 @@ _WORK, _LEAST = (
 _PASSES, _HALVES = 300, 60  # pipeline passes, full or split, that take as long as a plain step
 _PER_CUT = 3  # wanted candidates per traced part of a model
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
-
-
-def _unwatched(done: int, count: int) -> None:
-    """Do not report progress."""
 
 
 MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
@@ -195,7 +181,7 @@ class Deriver:
     facts: dict[tuple[ModelSpec, UnitSize], ModelFacts] = field(default_factory=dict)
     works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
     rows: dict[Candidate, Ranked | None] = field(default_factory=dict)  # None if it does not fit
-    watch: Callable[[int, int], None] = _unwatched
+    watch: Callable[[int, int], None] = lambda done, count: None
     derived: int = 0
     on_host: list[Fit] = field(
         default_factory=list
@@ -207,8 +193,8 @@ class Deriver:
     def _whole(self) -> tuple[Pace | None, str]:
         """The pace for all devices, or None and the reason why it is unknown."""
         base, devices = self.job.scored, self.job.devices
-        spec = chosen(base, [next(iter(DATA_SPACE.choices(base, devices, NOTHING)))])
-        name, layout = base.optimizer.name, base.precision.effective
+        spec = apply_choices(base, [next(iter(DATA_SPACE.choices(base, devices, NOTHING_FIXED)))])
+        name, layout = base.optimizer.name, base.precision.effective_layout
         try:
             machine = self._machine(spec)
             pace = machine.pace
@@ -286,7 +272,7 @@ class Deriver:
             return self.cuts.of(spec)
         key = spec.model, spec.unit_size
         if key not in self.facts:
-            self.facts[key] = own_facts(spec)
+            self.facts[key] = built_in_facts(spec)
         return self.facts[key]
 
     # -- exactly
@@ -328,7 +314,7 @@ class Deriver:
         if key not in self.rows or (self.rows[key] is None and limit == inf):
             self.derived += 1
             self.rows[key], facts = None, self._facts(spec)
-            with suppress(TooLarge):
+            with suppress(PeakExceeded):
                 exact = exact_alone(spec, facts, self._timing(spec), limit)
                 self.rows[key] = ranked(spec, scored, exact, facts)
         row = self.rows[key]
@@ -385,22 +371,23 @@ class Deriver:
             yield from self._of_cuts(self.cuts, scored)
             return
         work, alike, played = max(_LEAST, _WORK * count), Counter[object](), set[Candidate]()
-        later = list[tuple[Scored, Spec]]()
-        for one in islice(scored, _MOST):
-            candidate, spec = one.candidate, one.candidate.spec(self.job.base)
-            if (key := played_as(candidate, spec)) in played:
+        later = list[Scored]()
+        first = ((False, one) for one in islice(scored, _MOST))
+        for is_last, one in chain(first, ((True, one) for one in later)):
+            kind = _but_tuples(one.candidate)
+            if not is_last and alike[kind] >= _ALIKE:  # most are, and need no spec
+                later.append(one)
                 continue
-            played.add(key)
-            kind, of_one = _but_tuples(candidate), work_of(spec)
-            if alike[kind] >= _ALIKE or of_one > max(work, _PLAIN):
-                later.append((one, spec))
-            elif is_sound(spec):
-                work -= of_one * (of_one > _PLAIN)
-                yield one
-                alike[kind] += key not in self.rows or self.rows[key] is not None
-        for one, spec in later:
-            if (work_of(spec) <= _PLAIN or is_needed()) and is_sound(spec):
-                yield one
+            spec = one.candidate.spec(self.job.base)
+            key, of_one = played_as(one.candidate, spec), work_of(spec)
+            if not is_last and of_one > max(work, _PLAIN):
+                later.append(one)
+            elif key not in played and (not is_last or of_one <= _PLAIN or is_needed()):
+                played.add(key)
+                if is_sound(spec):
+                    work -= of_one * (of_one > _PLAIN)
+                    yield one
+                    alike[kind] += key not in self.rows or self.rows[key] is not None
 
     def _of_cuts(self, cuts: TracedCuts, scored: Iterable[Scored]) -> Iterator[Scored]:
         """Yield candidates of traced parts, at most `count` per part.
@@ -447,8 +434,7 @@ def _but_tuples(candidate: Candidate) -> object:
     pipeline, degrees = candidate.pipeline, tuple[tuple[Axis, int], ...]()
     if not pipeline.factors:
         degrees = tuple((factor.axis, factor.degree) for factor in candidate.data.factors)
-    said = pipeline.factors, str(pipeline.changes)
-    return candidate.within, said, degrees, candidate.micro, str(candidate.kept)
+    return candidate.within, pipeline, degrees, candidate.micro, candidate.kept
 
 
 def played_as(candidate: Candidate, spec: Spec) -> Candidate:

@@ -8,32 +8,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from math import gcd, log
 from pathlib import Path
 from typing import Any
 
 import ptrain
-from ptrain.axes.candidates import NOTHING, Written, divisors
+from ptrain.axes.candidates import NOTHING_FIXED, FixedChoices, divisors
 from ptrain.cost import State
 from ptrain.derivation.layers import is_tabulated
 from ptrain.errors import refused
-from ptrain.facts.cache import kept
+from ptrain.facts.cache import read_or_cache
 from ptrain.facts.model import InnerCollective, LayerWork, ModelFacts, ModelWork, Operator
 from ptrain.facts.parameters import facts
 from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.selection.where import Where
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.extras import require_eager
-from ptrain.spec.keys import Offload, dials
-from ptrain.spec.leaf import nearest
-from ptrain.spec.load import load, written
+from ptrain.spec.keys import Offload, data_axis_dials
+from ptrain.spec.leaf import find_similar
+from ptrain.spec.load import load, read_expanded_tree
 from ptrain.spec.model import Family, ModelShape
-from ptrain.spec.names import listing, names
+from ptrain.spec.names import list_files, load_names
 from ptrain.spec.placement import DATA_AXES, Axis, R, Tier
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import flow
+from ptrain.spec.text import to_flow_yaml
 
 ReadFacts = Callable[[Spec], ModelFacts]
 
@@ -41,7 +41,7 @@ ReadFacts = Callable[[Spec], ModelFacts]
 def read_or_kept(spec: Spec) -> ModelFacts:
     """Return the facts that the user's cache has, else those read off the model, which needs
     torch."""
-    return kept(spec, partial(ptrain.read_facts, spec))
+    return read_or_cache(spec, partial(ptrain.read_facts, spec))
 
 
 AUTO = "auto"
@@ -116,7 +116,7 @@ def unnamed(said: Said) -> Iterator[str]:
     )
 
 
-def written_of(said: Said, load_with: LoadWith) -> Written:
+def written_of(said: Said, load_with: LoadWith) -> FixedChoices:
     """Return what is written of tuples, dials and activations. `load_with` gives the spec with
     overrides and without some places. Raises SpecError for what is wrong with it, and for what no
     candidate can say."""
@@ -127,11 +127,11 @@ def written_of(said: Said, load_with: LoadWith) -> Written:
         for axis in SEARCHED_AXES
         if at(placement, axis.value) is not None and f"placement.{axis}" not in open_places
     ]
-    of_one_rank = flow({axis.value: 1 for axis in placed})
+    of_one_rank = to_flow_yaml({axis.value: 1 for axis in placed})
     more = ("activations=M",) if _recomputes(said) and not _says_activations(said) else ()
     probe = load_with((f"mesh={of_one_rank}", *more), (*_BATCH, *sorted(open_places)))
     degrees = mesh.items() if isinstance(mesh, dict) else ()
-    return Written(
+    return FixedChoices(
         degrees=tuple(
             (Axis(axis), degree)
             for axis, degree in degrees
@@ -150,8 +150,8 @@ def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:
             if _is_said(said, f"{section}.{spot.name}"):
                 yield f"{section}.{spot.name}", getattr(getattr(probe, section), spot.name)
     yield from (
-        (dial.path[0], dial.of(probe))
-        for dial in dials()
+        (dial.path[0], dial.read_value(probe))
+        for dial in data_axis_dials()
         if len(dial.path) == 1 and _is_said(said, dial.place)
     )
     if probe.context is not None:
@@ -182,7 +182,7 @@ def _says_activations(said: Said) -> bool:
     return _is_said(said, "activations") or any(mode not in (None, str(R)) for mode in tuples)
 
 
-def _kept(said: Said, probe: Spec) -> tuple[Kept, ...]:
+def _kept(said: Said, probe: Spec) -> tuple[ActivationMode, ...]:
     """How blocks may keep activations: as it is written; where M says no policy, or `none` is the
     policy of whatever mode, as the search tries it. None where nothing is written."""
     activations = probe.activations
@@ -348,7 +348,7 @@ class SearchedJob:
     where: Where
     source: str
     overrides: tuple[str, ...] = ()
-    written: Written = NOTHING
+    written: FixedChoices = NOTHING_FIXED
     stand_in: ModelShape | None = None
     margin: float = 0.0
 
@@ -403,7 +403,7 @@ def searched_job(
         raise refused(
             "--cluster",
             "the cluster is missing, so device memory and links are unknown",
-            f"Add `--cluster` with one of {', '.join(listing('clusters'))}, or a file.",
+            f"Add `--cluster` with one of {', '.join(list_files('clusters'))}, or a file.",
         )
     if isinstance(base.model, ModelShape):
         like = _stand_in(base, base.model)
@@ -440,15 +440,15 @@ def said_in(
     source: str | dict[str, object] | None, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return what a source and overrides write, before anything is resolved."""
-    root = written(source, overrides).root
+    root = read_expanded_tree(source, overrides).root
     assert isinstance(root, dict), "a file of a spec is a mapping"
     return root
 
 
 def _require_known(source: str) -> None:
     """Raises SpecError for a name that is like a model's and no spec's."""
-    specs = [name for folder in ("strategies", "paper", "node") for name in listing(folder)]
-    near = nearest(source, tuple(listing("models")))
+    specs = [name for folder in ("strategies", "paper", "node") for name in list_files(folder)]
+    near = find_similar(source, tuple(list_files("models")))
     if near and source not in specs and not Path(source).exists():
         raise refused(
             "MODEL",
@@ -459,7 +459,7 @@ def _require_known(source: str) -> None:
 
 def is_model(source: str) -> bool:
     """Return whether it names a model: a preset, or a file of a shape's fields and no spec."""
-    if source in listing("models"):
+    if source in list_files("models"):
         return True
     if not source.endswith((".yaml", ".yml")) or not Path(source).exists():
         return False
@@ -468,7 +468,7 @@ def is_model(source: str) -> bool:
 
 
 def _model_mapping(source: str) -> dict[str, object]:
-    is_preset = source in listing("models")
+    is_preset = source in list_files("models")
     preset = source if is_preset else str(Path(source).resolve())
     return {
         "name": source if is_preset else Path(source).stem,
@@ -546,10 +546,16 @@ def words_of(job: SearchedJob, spec: Spec) -> tuple[str, ...]:
     """Return the name or file of a spec, and the overrides that make a candidate of it; of a model
     the default spec's. `spec` has the mapping that loads to it."""
     if is_model(job.source):
-        source, said = names().default, said_in(None)
-        return (source, *_changes(load(None).spec.resolved, spec.resolved, said))
+        before, said = _default_spec()
+        return (load_names().default, *_changes(before, spec.resolved, said))
     said = said_in(job.source, job.overrides)
     return (job.source, *job.overrides, *_changes(job.base.resolved, spec.resolved, said))
+
+
+@cache
+def _default_spec() -> tuple[dict[str, object], dict[str, Any]]:
+    """Return the default spec, resolved and as it is written."""
+    return load(None).spec.resolved, said_in(None)
 
 
 def _changes(
@@ -560,7 +566,7 @@ def _changes(
     for key, value in after.items():
         is_said = key in of_candidates and said.get(key) not in (None, value)
         if before.get(key) != value or is_said:
-            yield f"{key}={flow(value)}"
+            yield f"{key}={to_flow_yaml(value)}"
     yield from (
         f"{key}={_UNSAID.get(key, '{}')}"
         for key in of_candidates

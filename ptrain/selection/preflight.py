@@ -12,33 +12,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cache, partial
+from functools import partial
 from itertools import combinations
 from math import inf, prod
 from operator import attrgetter
 from typing import NamedTuple
 
-from ptrain.algebra.legality import Located
+from ptrain.algebra.legality import LocatedSpec
 from ptrain.axes.data.form import form_of, units_ahead
 from ptrain.axes.data.rules import DATA
 from ptrain.cost import PLACED, Estimate, Spent, StepTime
 from ptrain.derivation.estimate import facts_from_shape, fullest_alone, step_seconds
-from ptrain.derivation.tape import TooLarge
+from ptrain.derivation.tape import PeakExceeded
 from ptrain.errors import DoesNotFit, Fault, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.selection.fit import Fit, fit, host_text, room_text
 from ptrain.selection.recompute import ChosenDocument, recompute_policies, resolve_auto
 from ptrain.spec.activations import FULL
 from ptrain.spec.dials import GradientSync
-from ptrain.spec.keys import dials
+from ptrain.spec.keys import data_axis_dials
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import listing, strategy
 from ptrain.spec.placement import CUT, DATA_AXES, S_STAR, Axis, Mode, Placement, R, S
 from ptrain.spec.precision import LAYOUTS
-from ptrain.spec.shorthand import POLICIES, modes_of
+from ptrain.spec.shorthand import placement_names
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_memory, format_seconds
@@ -115,7 +114,7 @@ def layout_overrides(spec: Spec) -> Iterator[Overrides]:
     a layout without fp32 master copies would train differently."""
     own = spec.precision.layout
     for layout in LAYOUTS.values():
-        is_as_exact = (layout.updated, layout.moments) == (own.updated, own.moments)
+        is_as_exact = (layout.update_dtype, layout.moments) == (own.update_dtype, own.moments)
         is_smaller = (
             layout.parameters.itemsize < own.parameters.itemsize
             or layout.gradients.itemsize < own.gradients.itemsize
@@ -192,7 +191,7 @@ def ranks_overrides(spec: Spec, axis: Axis) -> Iterator[Overrides]:
 def reset_overrides(faults: Iterable[Fault]) -> Overrides:
     """Return the overrides that reset dials and tiers named in faults."""
     places = [f"{fault.place}." for fault in faults]
-    resets = [dial.override for dial in dials() if f"{dial.place}." in places]
+    resets = [dial.default_override for dial in data_axis_dials() if f"{dial.place}." in places]
     is_tier = any(place.startswith("offload.") for place in places)
     return (*resets, *(["offload={}"] if is_tier else []))
 
@@ -213,28 +212,14 @@ def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Override
     for text in tuples:
         modes = (*map(Mode.parse, text.split(",")), *(kept[:1] or [R]))
         own = {state.value: mode for state, mode in zip(PLACED, modes, strict=True)}
-        texts[str(DATA.nearest(Placement(**own), spec.optimizer))] = None
+        texts[str(DATA.nearest_legal(Placement(**own), spec.optimizer))] = None
     moved = mesh if degree != spec.degree(axis) else ()
     own_text = next((str(f.placement) for f in spec.factors if f.axis is axis), "")
     if not moved:
         texts.pop(own_text, None)
-    yield from ((*moved, f"placement.{axis}={_names(axis).get(text, text)}") for text in texts)
-
-
-@cache
-def _names(axis: str) -> dict[str, str]:
-    """Return strategy names by placement, for strategies with a placement of this axis only."""
-    names: dict[str, str] = {}
-    # lines that show other axes or sections, so that the file need not be parsed
-    others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
-    for name, path in listing("strategies").items():
-        is_named = f"{axis}:" in (text := path.read_text(encoding="utf-8"))
-        named = strategy(name) if is_named and not any(o in text for o in others) else None
-        if named and not {*POLICIES} & {*named}:
-            own = named["placement"]
-            if own.keys() == {axis}:
-                names.setdefault(",".join(modes_of(own[axis])), name)
-    return names
+    yield from (
+        (*moved, f"placement.{axis}={placement_names(axis).get(text, text)}") for text in texts
+    )
 
 
 def _data_ranks(spec: Spec) -> int:
@@ -254,7 +239,7 @@ _TILE = 64
 _FASTER, _MENTIONED = 0.05, 2  # minimum speedup of a dial, and number of dials that are named
 
 _peak, _missing = attrgetter("fit.peak_bytes"), attrgetter("missing_bytes")
-Reload = Callable[[Overrides], Located]
+Reload = Callable[[Overrides], LocatedSpec]
 
 
 _TRIED = (
@@ -367,7 +352,7 @@ def find_changes(
         exact: The spec's exact estimate, if it is derived already.
         reload: Loads the user's spec with more overrides. Default: the resolved spec.
     """
-    facts = own_facts(spec) if facts is None else facts
+    facts = built_in_facts(spec) if facts is None else facts
     memory_fit = fit(spec, fullest_alone(spec, facts) if exact is None else exact)
     if memory_fit.peak_bytes is None or (memory_fit.usable_memory or 1) <= 0:
         return FitAdvice()
@@ -401,7 +386,7 @@ def find_faster(
     return tuple(_shorten(variant, reload, {}) for variant in faster[:_MENTIONED])
 
 
-def _load_resolved(spec: Spec, more: Overrides) -> Located:
+def _load_resolved(spec: Spec, more: Overrides) -> LocatedSpec:
     """Load a resolved spec with overrides, for the same device."""
     document = load(spec.resolved or to_mapping(spec, sync_is_written=True), more)
     changed = replace(document.spec, device=spec.device)
@@ -419,7 +404,7 @@ def _shorten(
         with suppress(SpecError):
             one = tried.get(fewer) or variant
             shorter = one.spec if one.overrides == fewer else resolve_auto(reload(fewer))
-            if shorter.but(resolved={}) == variant.spec.but(resolved={}):
+            if shorter.with_fields(resolved={}) == variant.spec.with_fields(resolved={}):
                 variant = variant._replace(overrides=fewer)
     return variant
 
@@ -506,7 +491,7 @@ class _Search:
                 self.untraced[kinds] = shlex.join(said)  # keep the last, which is the smallest
                 return None
             memory_fit = fit(after, fullest_alone(after, facts, self._limit(after)))
-        except (SpecError, TooLarge):
+        except (SpecError, PeakExceeded):
             return None
         variant = Variant(spec=after, overrides=said, kinds=kinds, fit=memory_fit)
         is_better = memory_fit.fits is not False or variant.missing_bytes < now.missing_bytes

@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 
-from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.candidates import AxisChoice, apply_choices
 from ptrain.axes.expert.cost import rows_bytes
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.cost import Collective, Estimate, Phase, State
-from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Clock
 from ptrain.derivation.estimate import fullest_alone
 from ptrain.derivation.interconnect import Network, host_seconds
+from ptrain.derivation.tape import COPIES
 from ptrain.derivation.tensor import local_units
 from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, UnitFacts
 from ptrain.facts.parameters import is_of_experts
 from ptrain.facts.stages import FRONT, is_within
-from ptrain.plan.lower import lower, own_facts
-from ptrain.rates.pace import Pace, UnknownRate, around
+from ptrain.plan.lower import built_in_facts, lower
+from ptrain.rates.pace import Pace, UnknownRate, operator_hook
 from ptrain.selection.space import kept_so, without_experts
-from ptrain.spec.activations import PLAIN, Kept, Scope
+from ptrain.spec.activations import PLAIN, ActivationMode, Scope
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import EXPERT_AXES, Axis, Factor, Placement, R, S, Tier
@@ -133,7 +133,7 @@ def _in_stages(schedule: ScheduleName) -> AxisChoice:
 _STAGED, _ALL_FIRST = _in_stages(ScheduleName.ONE_F_ONE_B), _in_stages(ScheduleName.GPIPE)
 
 
-def activity_of(spec: Spec, kept: Kept) -> Activity | None:
+def activity_of(spec: Spec, kept: ActivationMode) -> Activity | None:
     """Return the bytes of activations, from predicted peaks; None if no peaks are predicted.
 
     Two models with different numbers of layers, whose blocks set the peak, give the bytes of a
@@ -169,15 +169,17 @@ def activity_of(spec: Spec, kept: Kept) -> Activity | None:
     )
 
 
-def _predicted(spec: Spec, kept: Kept, staged: AxisChoice | None, layers: int) -> Estimate:
+def _predicted(
+    spec: Spec, kept: ActivationMode, staged: AxisChoice | None, layers: int
+) -> Estimate:
     """Return the exact estimate of a model with `layers` layers and micro-batches of one sample."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
     inner = AxisChoice(factors=spec.factors, changes=(("context", spec.context),))
     samples = _MICRO_BATCHES * spec.data_degree
     batch = replace(spec.batch, micro=1, accumulate=_MICRO_BATCHES, global_samples=samples)
-    small = kept_so(chosen(spec, filter(None, (inner, staged)), batch), kept)
-    small = small.but(model=replace(spec.model, layers=layers))
-    return fullest_alone(small, own_facts(small))
+    small = kept_so(apply_choices(spec, filter(None, (inner, staged)), batch), kept)
+    small = small.with_fields(model=replace(spec.model, layers=layers))
+    return fullest_alone(small, built_in_facts(small))
 
 
 def _in_use(estimate: Estimate, rank: int) -> int:
@@ -226,7 +228,7 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassS
         moved: Bytes of activations that a block moves off the device.
     """
     middle = len(work.layers) // 2
-    layer, kept = work.layers[middle], spec.activations.of(len(work.layers))[middle]
+    layer, kept = work.layers[middle], spec.activations.block_modes(len(work.layers))[middle]
     out, back = (
         clock.pace.copy_seconds(copy, int(moved)) if moved else 0.0
         for copy in COPIES[Tier.HOST if kept.tier is Tier.DEVICE else kept.tier]
@@ -234,7 +236,7 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassS
     forward, backward, host = _passes(clock, layer, kept)
     if kept.tier is Tier.FILE:  # the computing thread writes and reads the file
         forward, backward, out, back = forward + out, backward + back, 0.0, 0.0
-    weights = clock.pass_seconds(layer.weights, around(kept, Kind.WEIGHT))
+    weights = clock.pass_seconds(layer.weights, operator_hook(kept, Kind.WEIGHT))
     return PassSums(
         front=_passes(clock, work.front, PLAIN),
         block=(forward, backward, host),
@@ -244,16 +246,18 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: float) -> PassS
     )
 
 
-def _passes(clock: Clock, work: LayerWork, kept: Kept) -> tuple[float, float, float]:
+def _passes(clock: Clock, work: LayerWork, kept: ActivationMode) -> tuple[float, float, float]:
     forward, backward = (
-        clock.pass_seconds(passes, around(kept, kind))
+        clock.pass_seconds(passes, operator_hook(kept, kind))
         for kind, passes in ((Kind.FORWARD, work.forward), (Kind.BACKWARD, work.backward))
     )
     host = forward.on_host + backward.on_host
     return forward.in_a_row(clock.pace), backward.in_a_row(clock.pace), host
 
 
-def exchange_seconds(spec: Spec, shape: ModelShape, pace: Pace, kept: Kept) -> tuple[float, float]:
+def exchange_seconds(
+    spec: Spec, shape: ModelShape, pace: Pace, kept: ActivationMode
+) -> tuple[float, float]:
     """Return the seconds, forward and backward, that a block waits for rows of experts on other
     ranks.
 
@@ -303,7 +307,7 @@ class Links:
         # launch times matter only if devices run asynchronously and hooks have measured times
         self.is_issued = pace.overlaps and any(pace.hook_seconds(hook) for hook in Hook)
         self._collectives = cache(pace.collective_seconds)
-        layout = base.precision.effective
+        layout = base.precision.effective_layout
         update = partial(pace.update_seconds, base.optimizer.name, layout)
         self.update = cache(lambda number, tensors: update(elements=number, tensors=tensors))
         self._operators = cache(
@@ -330,8 +334,10 @@ class Links:
 
     def host_update(self) -> float:
         """Return the seconds of a host to update one element; infinite if unknown."""
-        cluster, row = self.base.cluster, self.base.optimizer.row
-        size = (3 + 2 * len(row.moments)) * self.base.precision.effective.updated.itemsize
+        cluster, row = self.base.cluster, self.base.optimizer.properties
+        size = (
+            3 + 2 * len(row.moments)
+        ) * self.base.precision.effective_layout.update_dtype.itemsize
         try:
             ranks = min(self.devices, cluster.devices_per_node) if cluster else 1
             return host_seconds(cluster, size, ranks)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 
-from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
+from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, FixedChoices, apply_choices
 from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
-from ptrain.derivation.estimate import Derivation
+from ptrain.derivation.estimate import Derivation, Throughput, predict_throughput
 from ptrain.derivation.interconnect import Network
-from ptrain.derivation.throughput import Throughput, throughput
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts, ModelWork
 from ptrain.rates.pace import Pace
@@ -91,7 +90,7 @@ class SearchTask:
     is_nominal: bool = False
     objective: SearchGoal = SearchGoal.TIME
     where: Where = field(default_factory=Where)
-    written: Written = NOTHING
+    written: FixedChoices = NOTHING_FIXED
     own: ModelShape | None = None
     room: float = inf
 
@@ -105,10 +104,10 @@ class SearchTask:
 
         A MoE model is scored by its stand-in without experts.
         """
-        placed = chosen(self.placed, within)
+        placed = apply_choices(self.placed, within)
         if self.own is None:
             return placed, placed
-        return placed, without_experts(chosen(self.base, within))
+        return placed, without_experts(apply_choices(self.base, within))
 
     @property
     def scored(self) -> Spec | None:
@@ -206,7 +205,7 @@ def ranked(spec: Spec, closed: Scored, exact: Estimate, facts: ModelFacts) -> Ra
         memory=fit(spec, exact, takes_unclaimed=spec.has_token_slices, takes_assumed=True),
         assumed=exact.assumed.get("peak", ""),
         tiers=_tiers(spec, exact),
-        throughput=throughput(spec, facts, exact.step) if exact.step else None,
+        throughput=predict_throughput(spec, facts, exact.step) if exact.step else None,
     )
 
 
@@ -242,7 +241,7 @@ def _sent(network: Network, rows: Iterable[Traffic]) -> tuple[int, int]:
         if key.collective is Collective.SEND:
             share = float(network.pair(Axis(key.axes[0])) > 1)
         else:
-            ranks, nodes = network.group(network.ordered(tuple(map(Axis, key.axes))))
+            ranks, nodes = network.group(network.axis_names(tuple(map(Axis, key.axes))))
             share = crossing(key.collective, ranks, nodes)
         sums[0] += share * row.sent_bytes
         sums[1] += (1 - share) * row.sent_bytes

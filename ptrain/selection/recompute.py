@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ptrain.algebra.legality import Located, is_sound, require
+from ptrain.algebra.legality import LocatedSpec, is_sound, require_runnable
 from ptrain.axes.candidates import divisors
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.layers import is_tabulated
-from ptrain.derivation.operations import operations
-from ptrain.derivation.workspaces import unclaimed
+from ptrain.derivation.work import rank_operations
 from ptrain.errors import Fault, refused
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.selection.fit import fit
-from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept, Policy
+from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode, Policy
 from ptrain.spec.extras import require_eager
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
@@ -52,8 +52,8 @@ def recompute_policies(spec: Spec) -> Iterator[tuple[str, Policy]]:
 
 def with_micro(spec: Spec, micro: int) -> Spec:
     """Return the spec with micro-batches of `micro` samples and the same global batch."""
-    accumulate = spec.batch.global_samples // (micro * spec.data_degree)
-    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
+    accumulate = max(1, spec.batch.global_samples // (micro * spec.data_degree))
+    return spec.with_fields(batch=replace(spec.batch, micro=micro, accumulate=accumulate))
 
 
 class ChosenDocument(NamedTuple):
@@ -63,7 +63,7 @@ class ChosenDocument(NamedTuple):
     locate: Callable[[Fault], Fault]
 
 
-def resolve_auto(document: Located) -> Spec:
+def resolve_auto(document: LocatedSpec) -> Spec:
     """Return a legal spec whose `auto` micro-batch and recompute policy are resolved.
 
     Args:
@@ -84,13 +84,13 @@ def resolve_auto(document: Located) -> Spec:
     """
     if document.spec.batch.micro_is_open:  # which of them are legal is seen once one is chosen
         document = ChosenDocument(spec=with_largest_micro(document.spec), locate=document.locate)
-    spec = require(document)
+    spec = require_runnable(document)
     return spec if spec.activations.budget is None else _within(spec, spec.activations.budget)
 
 
 def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
     """Return a warning if the modes of activations raise the predicted peak of a built-in model."""
-    plain = spec.but(activations=ActivationSpec())
+    plain = spec.with_fields(activations=ActivationSpec())
     is_known = all(map(is_tabulated, (spec, plain))) and is_sound(plain)
     if (
         peak is None
@@ -121,7 +121,7 @@ def _within(spec: Spec, budget: int) -> Spec:
     for candidate in ladder(spec) if spec.activations.is_open else (spec,):
         if not (is_tabulated(candidate) and is_sound(candidate)):
             continue
-        if why := unclaimed(candidate, own_facts(candidate)).get("peak"):
+        if why := unclaimed(candidate, built_in_facts(candidate)).get("peak"):
             raise refused(
                 _PLACE,
                 f"the peaks are not claimed: {why}",
@@ -163,7 +163,7 @@ def ladder(spec: Spec) -> list[Spec]:
     """
 
     def again(rung: Spec) -> int:  # of the rank with most; 0 without a table
-        return max((row.again for row in operations(rung, lower(rung))), default=0)
+        return max((row.again for row in rank_operations(rung, lower(rung))), default=0)
 
     return sorted(_rungs(spec), key=again)
 
@@ -194,7 +194,7 @@ def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:
     return replace(variant, resolved=to_mapping(variant, sync_is_written=is_written))
 
 
-def _kept(kept: Kept, policy: Policy | None) -> Kept:
+def _kept(kept: ActivationMode, policy: Policy | None) -> ActivationMode:
     """Return a way to keep activations, with its policy replaced if it has one."""
     if kept.policy is None:
         return kept

@@ -9,15 +9,15 @@ traffic are searched here. The size of units is chosen by a descent (`choose.nei
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import prod
 from operator import itemgetter
 
-from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.candidates import AxisChoice, apply_choices
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.rates.pace import UnknownRate
 from ptrain.selection.bound import (
     DataWay,
@@ -53,6 +53,7 @@ from ptrain.selection.space import (
     batched,
     data_choices,
     degrees_over,
+    indivisible,
     inner_products,
     kept_so,
     micro_batches,
@@ -62,7 +63,7 @@ from ptrain.selection.space import (
     ways_to_keep,
 )
 from ptrain.selection.where import Aspect, Constraint, Where
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import TOKEN_AXES, Axis
@@ -93,12 +94,12 @@ class ScoredCut:
         self.clock = clock_of(spec, task.pace)
         self.activity, self.sums = cache(self._activity), cache(self._sums)
 
-    def _activity(self, kept: Kept) -> Activity:
+    def _activity(self, kept: ActivationMode) -> Activity:
         activity = activity_of(self.spec, kept)
         assert activity is not None, "blocks whose peaks are predicted"
         return activity
 
-    def _sums(self, kept: Kept, micro: int) -> PassSums | None:
+    def _sums(self, kept: ActivationMode, micro: int) -> PassSums | None:
         """Return the seconds of the passes; None if computation or rates are unknown."""
         spec = kept_so(batched(self.spec, micro, 1), kept)
         try:
@@ -170,7 +171,7 @@ class CandidateBlock:
     flow: PipelineFlow
     rows: Sequence[DataRow]
     micro: int
-    kept: Kept
+    kept: ActivationMode
     levels: Sequence[tuple[float, ...]]
     timed: Callable[[], FlowSeconds | None]
 
@@ -202,39 +203,19 @@ class CandidateBlock:
         return Scored(candidate=self.candidate(row), peak=self.peak(row), seconds=self.step(row))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The result of a search.
-
-    Attributes:
-        entries: Best candidates by the objective, best first.
-        front: Fastest candidate of each band of memory.
-        least: Candidate with the smallest peak.
-        placements: All placements.
-        counts: Numbers of candidates.
-    """
-
-    entries: Sequence[Entry]
-    front: tuple[Scored, ...]
-    least: Scored | None
-    placements: Sequence[DataRow]
-    counts: SearchCount
-
-    @property
-    def best(self) -> Iterator[Scored]:
-        """The candidates, best first."""
-        return (block.scored(row) for *_, block, row in self.entries)
-
-
 Entry = tuple[float, float, int, CandidateBlock, DataRow]
 
 
-class Keeper:
-    """The store of the best candidates of each placement."""
+class SearchResult:
+    """The best candidates of each placement, with the `counts` of all.
+
+    Attributes:
+        placements: All placements.
+    """
 
     def __init__(self, task: SearchTask) -> None:
         self.task, self.counts = task, SearchCount()
-        self.rows: list[DataRow] = []
+        self.placements: list[DataRow] = []
         self.limit = task.room * SLACK
         self.by_memory = task.objective is SearchGoal.MEMORY
 
@@ -250,7 +231,7 @@ class Keeper:
             if (size := peaks.get(id(row.memory), 0.0)) == 0.0:
                 size = peaks[id(row.memory)] = block.peak(row)
             if row.smallest is None:
-                self.rows.append(row)
+                self.placements.append(row)
             if size < row.least:
                 row.least, row.smallest = size, block
             if size <= self.limit:
@@ -280,27 +261,34 @@ class Keeper:
         flow = block.flow_seconds
         return flow is not None and flow.computing + flow.idle > seconds
 
-    def result(self) -> SearchResult:
-        """Return the result so far."""
-        best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
-        smallest = min(self.rows, key=lambda row: row.least, default=None)
-        return SearchResult(
-            entries=best,
-            least=None if smallest is None else smallest.tightest,
-            front=tuple(self._front(best)),
-            placements=self.rows,
-            counts=self.counts,
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The best candidates by the objective, best first; read once all blocks are added."""
+        return sorted(
+            (entry for row in self.placements for entry in row.best), key=itemgetter(0, 1, 2)
         )
 
-    def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
-        """Yield the fastest candidate of each band of memory."""
+    @property
+    def best(self) -> Iterator[Scored]:
+        """The candidates, best first."""
+        return (block.scored(row) for *_, block, row in self.entries)
+
+    @property
+    def least(self) -> Scored | None:
+        """The candidate with the smallest peak."""
+        smallest = min(self.placements, key=lambda row: row.least, default=None)
+        return None if smallest is None else smallest.tightest
+
+    @property
+    def front(self) -> list[Scored]:
+        """The fastest candidate of each band of memory."""
         fastest: dict[int, tuple[float, CandidateBlock, DataRow]] = {}
-        for first, second, _, block, row in best:
+        for first, second, _, block, row in self.entries:
             seconds, size = (second, first) if self.by_memory else (first, second)
             band = int(size / self.limit * _BANDS)
             if band not in fastest or seconds < fastest[band][0]:
                 fastest[band] = seconds, block, row
-        yield from (block.scored(row) for _, block, row in fastest.values())
+        return [block.scored(row) for _, block, row in fastest.values()]
 
 
 class Search:
@@ -308,12 +296,12 @@ class Search:
 
     def __init__(self, task: SearchTask) -> None:
         self.task = task
-        self.facts: ModelFacts = own_facts(replace(task.placed, unit=UnitSize()))
+        self.facts: ModelFacts = built_in_facts(replace(task.placed, unit=UnitSize()))
         self.legality = Legality(task.placed, task.written, task.scored)
         self.links = Links(task.base, task.pace, task.devices, is_nominal=task.is_nominal)
         self.flows = PipelineFlows(task.placed, self.facts, self.links, task.devices)
         self.choices = data_choices(task.base, task.written)
-        self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)
+        self.ways_to_keep = task.written.kept or ways_to_keep(task.written.offload_tier)
         self.cut, self.sums = cache(self._cut), cache(self._sums)
         self.scored: dict[tuple[object, ...], ScoredCut] = {}
         self.running, self.rows = cache(self._running), cache(self._rows)
@@ -324,10 +312,10 @@ class Search:
         """Return the best legal candidates that satisfy constraints."""
         self._obey(where)
         self.rows.cache_clear()  # rows hold the best candidates of the previous run
-        keeper = Keeper(self.task)
+        result = SearchResult(self.task)
         for block in self.blocks():
-            keeper.take(block)
-        return keeper.result()
+            result.take(block)
+        return result
 
     def has(self, where: Where) -> bool:
         """Return True if a legal candidate satisfies constraints; later runs are not affected."""
@@ -354,6 +342,8 @@ class Search:
                 continue
             for left, _ in pipelines(base, task.devices // ranks, task.written):
                 samples = left * cut.placed.data_degree
+                if base.batch.global_samples % samples:
+                    self.legality.reject(indivisible(base, samples))
                 for micro, number in apart(micro_batches(base, samples)):
                     if where.admits(Aspect.BATCH, batched(base, micro, number)):
                         yield from self._of_batch(cut, left, micro, number)
@@ -371,7 +361,7 @@ class Search:
                         yield self._block(cut, flow, rows, micro, number, kept)
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[ActivationMode]:
         """The ways to keep activations that satisfy constraints."""
         base, where = self.task.base, self.task.where
         ways = self.ways_to_keep
@@ -385,7 +375,7 @@ class Search:
         return grouped(
             (through_of(choice), flow_of(base, choice))
             for choice in choices
-            if self.task.where.admits(Aspect.PIPELINE, chosen(base, (choice,)))
+            if self.task.where.admits(Aspect.PIPELINE, apply_choices(base, (choice,)))
             and self.legality.pipeline(choice, number)
         )
 
@@ -396,7 +386,7 @@ class Search:
         rows: Sequence[DataRow],
         micro: int,
         number: int,
-        kept: Kept,
+        kept: ActivationMode,
     ) -> CandidateBlock:
         """Return a block of candidates with its memory figures."""
         levels = levels_of(
@@ -413,13 +403,13 @@ class Search:
         )
 
     def _flow_seconds(
-        self, cut: BlockCut, flow: PipelineFlow, micro: int, number: int, kept: Kept
+        self, cut: BlockCut, flow: PipelineFlow, micro: int, number: int, kept: ActivationMode
     ) -> FlowSeconds | None:
         """Return the seconds that a block's candidates share; None if unknown."""
         spec, sums = cut.scored.spec, self.sums(cut, kept, micro)
         assert isinstance(spec.model, ModelShape), "a built-in model"
         tokens = micro * spec.batch.sequence / ranks_over(spec, TOKEN_AXES)
-        hidden = tokens * spec.model.hidden * spec.precision.effective.parameters.itemsize
+        hidden = tokens * spec.model.hidden * spec.precision.effective_layout.parameters.itemsize
         return self.flows.seconds(flow, number, sums, cut.sizes, hidden) if sums else None
 
     def score(self, candidate: Candidate) -> Scored:
@@ -452,10 +442,10 @@ class Search:
             placed=placed,
             scored=self.scored[key],
             sizes=sizes_of(placed, self.facts),
-            shared=prod(choice.shared for choice in within),
+            shared=prod(choice.num_sharing_ranks for choice in within),
         )
 
-    def _sums(self, cut: BlockCut, kept: Kept, micro: int) -> PassSums | None:
+    def _sums(self, cut: BlockCut, kept: ActivationMode, micro: int) -> PassSums | None:
         """Return the seconds of the passes, with the exchange of experts' rows."""
         sums, own = cut.scored.sums(kept, micro), self.task.own
         if sums is None or own is None:
@@ -505,8 +495,8 @@ class Search:
         if not (where.asks(Aspect.RANKS) or where.asks(Aspect.DATA)):
             return True
         choice = sized(way.choice, own)
-        spec = chosen(self.task.base, (choice, THROUGH[through], *cut.within))
-        alone = chosen(self.task.base, (choice,))
+        spec = apply_choices(self.task.base, (choice, THROUGH[through], *cut.within))
+        alone = apply_choices(self.task.base, (choice,))
         return where.admits(Aspect.DATA, spec) and where.admits(Aspect.RANKS, alone)
 
     def _ways(

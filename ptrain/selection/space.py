@@ -13,20 +13,30 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import groupby
 from math import prod
+from typing import Any
 
-from ptrain.algebra.open_spec import Memo, OpenSpec, memos
-from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
+from ptrain.algebra.open_spec import Memo, OpenSpec, make_memos
+from ptrain.axes.candidates import (
+    NOTHING_FIXED,
+    AxisChoice,
+    AxisSpace,
+    FixedChoices,
+    apply_choices,
+    divisors,
+)
 from ptrain.axes.context.attention import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.data.candidates import is_left_out
 from ptrain.axes.expert.form import SPACE as EXPERT_SPACE
 from ptrain.axes.pipeline.catalogue import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.cost import SPACE as TENSOR_SPACE
+from ptrain.derivation.kernels import takes_peak_of
 from ptrain.derivation.layers import is_tabulated
-from ptrain.derivation.workspaces import takes_peak_of
+from ptrain.errors import Fault
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.lower import own_facts
-from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept
+from ptrain.plan.lower import built_in_facts
+from ptrain.selection.recompute import with_micro
+from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, ActivationMode
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
@@ -41,7 +51,11 @@ SPACES = (DATA_SPACE, PIPELINE_SPACE, *WITHIN)
 SEARCHED_AXES = tuple(axis for axis in Axis if any(axis in space.axes for space in SPACES))
 
 _POLICIES = (policy for policy in NAMED_POLICIES.values() if policy != ATTENTION_ONLY)
-KEPT = (PLAIN, *(Kept(policy=policy) for policy in _POLICIES), Kept(tier=Tier.HOST))
+KEPT = (
+    PLAIN,
+    *(ActivationMode(policy=policy) for policy in _POLICIES),
+    ActivationMode(tier=Tier.HOST),
+)
 _MOST_MICRO = 2**9  # samples of a micro-batch
 _ALL_UP_TO, _APART = 16, 1.25  # of larger micro-batches those that are a quarter apart
 
@@ -55,37 +69,34 @@ class Candidate:
     pipeline: AxisChoice
     data: AxisChoice
     micro: int
-    kept: Kept
+    kept: ActivationMode
+
+    def placed(self, base: Spec) -> Spec:
+        """Return the base with these choices of all axes."""
+        return apply_choices(base, (self.pipeline, self.data, *self.within))
 
     def spec(self, base: Spec) -> Spec:
-        """Return the base with this in it."""
-        spec = chosen(base, (self.pipeline, self.data, *self.within))
-        return kept_so(with_batch(spec, self.micro), self.kept)
-
-
-def with_batch(spec: Spec, micro: int) -> Spec:
-    """Return the spec with its samples in micro-batches of so many."""
-    accumulate = max(1, spec.batch.global_samples // (micro * spec.data_degree))
-    return spec.but(batch=replace(spec.batch, micro=micro, accumulate=accumulate))
+        """Return the base with these choices, micro-batch and activations."""
+        return kept_so(with_micro(self.placed(base), self.micro), self.kept)
 
 
 def batched(spec: Spec, micro: int, number: int) -> Spec:
     """Return the spec with so many micro-batches of so many samples."""
-    return spec.but(batch=replace(spec.batch, micro=micro, accumulate=number))
+    return spec.with_fields(batch=replace(spec.batch, micro=micro, accumulate=number))
 
 
-def kept_so(spec: Spec, kept: Kept) -> Spec:
+def kept_so(spec: Spec, kept: ActivationMode) -> Spec:
     """Return the spec with all blocks' activations kept so."""
-    return spec.but(activations=ActivationSpec(default=kept))
+    return spec.with_fields(activations=ActivationSpec(default=kept))
 
 
-def ways_to_keep(away: Tier) -> tuple[Kept, ...]:
+def ways_to_keep(away: Tier) -> tuple[ActivationMode, ...]:
     """Return how blocks may keep activations, where what is off the device is on a tier."""
     return tuple(replace(kept, tier=away) if kept.tier is Tier.HOST else kept for kept in KEPT)
 
 
 def inner_products(
-    base: Spec, devices: int, written: Written = NOTHING
+    base: Spec, devices: int, written: FixedChoices = NOTHING_FIXED
 ) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
     """Yield how many ranks the axes within a block take together, with a choice of each."""
     products: list[tuple[int, tuple[AxisChoice, ...]]] = [(1, ())]
@@ -106,6 +117,16 @@ def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
     if left or not samples:
         return
     yield from ((micro, samples // micro) for micro in divisors(samples) if micro <= _MOST_MICRO)
+
+
+def indivisible(base: Spec, data_ranks: int) -> Fault:
+    """Return the fault of a global batch that the data ranks do not divide."""
+    samples = base.batch.global_samples
+    return Fault(
+        place="batch.global",
+        finding=f"a step's {samples} samples are not divisible by {data_ranks} data-parallel ranks",
+        remedy=f"Use `batch.global={max(1, samples // data_ranks) * data_ranks}`.",
+    )
 
 
 def apart(batches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -133,9 +154,21 @@ class Legality:
     tables are looked for, where those of its own are not."""
 
     base: Spec
-    written: Written = NOTHING
+    written: FixedChoices = NOTHING_FIXED
     scored: Spec | None = None
     open_specs: dict[tuple[object, ...], OpenSpec] = field(default_factory=dict)
+    rejected: list[Spec | Fault] = field(default_factory=list)
+
+    def reject(self, reason: Spec | Fault) -> None:
+        """Record an illegal spec, or the fault of a combination that makes no spec."""
+        if len(self.rejected) < _MOST_REJECTED:
+            self.rejected.append(reason)
+
+    def _is_sound(self, opened: OpenSpec, **changes: Any) -> bool:
+        """Return True if an open spec with these changes is legal; record it if not."""
+        if not (is_sound := opened.is_sound(**changes)):
+            self.reject(opened.spec.with_fields(**changes))
+        return is_sound
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
@@ -143,26 +176,33 @@ class Legality:
         batch = _batch(base, micro_batches, 1)
         kind = ("pipeline", choice.factors, choice.changes)
         if kind not in self.open_specs:
-            self.open_specs[kind] = OpenSpec.of(chosen(base, (choice,), batch), _NUMBERS)
-        return self.open_specs[kind].is_sound(batch=batch)
+            self.open_specs[kind] = OpenSpec.with_open_fields(
+                apply_choices(base, (choice,), batch), _NUMBERS
+            )
+        return self._is_sound(self.open_specs[kind], batch=batch)
 
     def within(
-        self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through, *, several: bool
+        self,
+        choices: tuple[AxisChoice, ...],
+        kept: ActivationMode,
+        through: Through,
+        *,
+        several: bool,
     ) -> bool:
         """Of how blocks are cut and kept, of one sample or `several`; false too where no table
         tells what that allocates on the devices."""
         kind = ("within", choices, through)
         if (opened := self.open_specs.get(kind)) is None:
             tall = self._tall((THROUGH[through], *choices), _ENOUGH)
-            opened = OpenSpec.of(tall, ("activations", *_NUMBERS))
+            opened = OpenSpec.with_open_fields(tall, ("activations", *_NUMBERS))
             self.open_specs[kind] = opened
         spec = kept_so(opened.spec, kept)
-        spec = with_batch(spec, 2) if several else spec
-        is_sound = opened.is_sound(activations=spec.activations, batch=spec.batch)
+        spec = with_micro(spec, 2) if several else spec
+        is_sound = self._is_sound(opened, activations=spec.activations, batch=spec.batch)
         return is_sound and self._is_predicted(spec)
 
     def _is_predicted(self, spec: Spec) -> bool:
-        like = self._like(spec.but(cluster=self.base.cluster))
+        like = self._like(spec.with_fields(cluster=self.base.cluster))
         return is_tabulated(like) and not (
             like.is_for_cuda and not takes_peak_of(like, self._facts)
         )
@@ -182,12 +222,13 @@ class Legality:
         for (_, names), alike in groupby(choices, _tuples_and_dials):
             first = next(alike)
             spec = self._tall((THROUGH[through], first, *within), number, self._even)
-            opened = OpenSpec.of(spec, names)
+            opened = OpenSpec.with_open_fields(spec, names)
+            self._is_sound(opened)  # records a fault for the message if nothing is legal
             if opened.rules is None:
                 continue
             claims = [
                 Memo(lambda spec: not is_left_out(spec, self.written), names),
-                *memos(opened.rules, names),
+                *make_memos(opened.rules, names),
             ]
             for choice in (first, *alike):
                 values = dict(choice.changes)
@@ -203,7 +244,7 @@ class Legality:
     @cached_property
     def _facts(self) -> ModelFacts:
         """Those of the model that is scored, with room: no choice changes them but by its unit."""
-        return own_facts(_with_layers(self.scored or self.base))
+        return built_in_facts(_with_layers(self.scored or self.base))
 
     @cached_property
     def _even(self) -> Spec:
@@ -223,18 +264,18 @@ class Legality:
     ) -> Spec:
         choices = tuple(choices)
         ranks = prod(c.degree(axis) for c in choices for axis in SAMPLE_AXES)
-        return chosen(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
+        return apply_choices(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
 
     def _like(self, spec: Spec) -> Spec:
         """The spec as it is scored: what stands in for a model with experts has none."""
         if self.scored is None:
             return spec
-        return without_experts(spec).but(model=_with_layers(self.scored).model)
+        return without_experts(spec).with_fields(model=_with_layers(self.scored).model)
 
 
 def without_experts(spec: Spec) -> Spec:
     """Return the spec without the axes along which ranks have experts of their own."""
-    return spec.but(factors=tuple(f for f in spec.factors if f.axis not in EXPERT_AXES))
+    return spec.with_fields(factors=tuple(f for f in spec.factors if f.axis not in EXPERT_AXES))
 
 
 def _with_layers(spec: Spec) -> Spec:
@@ -246,6 +287,7 @@ def _with_layers(spec: Spec) -> Spec:
 
 
 _LAYERS, _ENOUGH = 8, 4
+_MOST_REJECTED = 200  # illegal combinations that are recorded
 _NUMBERS = ("batch.micro", "batch.accumulate", "batch.global_samples")
 _ROWS = 2**12
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
@@ -281,7 +323,7 @@ def through_of(choice: AxisChoice) -> Through:
 
 
 def data_choices(
-    base: Spec, written: Written = NOTHING
+    base: Spec, written: FixedChoices = NOTHING_FIXED
 ) -> dict[tuple[Axis, ...], list[AxisChoice]]:
     """Return the choices of the data axes by the axes that they have, two ranks on each."""
     return grouped(
@@ -296,7 +338,9 @@ def sized(choice: AxisChoice, degrees: Sequence[int]) -> AxisChoice:
     """Return a choice with these degrees."""
     factors = zip(choice.factors, degrees, strict=True)
     own = tuple(factor._replace(degree=degree) for factor, degree in factors)
-    return AxisChoice(factors=own, changes=choice.changes, follows=choice.follows)
+    return AxisChoice(
+        factors=own, changes=choice.changes, follows_data_axis=choice.follows_data_axis
+    )
 
 
 def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
@@ -308,7 +352,7 @@ def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def pipelines(
-    base: Spec, ranks: int, written: Written = NOTHING
+    base: Spec, ranks: int, written: FixedChoices = NOTHING_FIXED
 ) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
     """Yield how many of so many ranks are left to the data axes, with the choices of the
     pipeline that leave these."""

@@ -20,10 +20,10 @@ from ptrain.axes.data.candidates import OVERLAPS, UNITS
 from ptrain.axes.data.form import form_of, joins_units, units_ahead
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
-from ptrain.spec.activations import FULL, SELECTIVE, Kept
+from ptrain.spec.activations import FULL, KEPT_MEANINGS, SELECTIVE, ActivationMode
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import GradientSync, Overlap, UnitSize
-from ptrain.spec.leaf import KEPT_MEANINGS, nearest
+from ptrain.spec.leaf import find_similar
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Tier
 from ptrain.spec.shorthand import expand_shorthands
@@ -60,7 +60,7 @@ def recompute_of(spec: Spec) -> str:
     return keeping(spec.activations.default)
 
 
-def keeping(kept: Kept) -> str:
+def keeping(kept: ActivationMode) -> str:
     """Return the word for a way to keep activations."""
     if kept.tier is not Tier.DEVICE:
         return "offload"
@@ -204,7 +204,7 @@ def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
             )
         return int(bound)
     if bound not in quantity.words:
-        near = nearest(bound, quantity.words)
+        near = find_similar(bound, quantity.words)
         meant = f"Did you mean `{near}`? " if near else ""
         choices = f"Use one of {', '.join(quantity.words)}."
         raise refused(FLAG, f"{text}: {bound[:40]} is not a value of {name}", f"{meant}{choices}")

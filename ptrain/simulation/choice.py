@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ptrain.cost import Estimate
 from ptrain.errors import refused
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, positions
+from ptrain.spec.spec import Spec, indices_in_groups
 
 ALL_DISTINCT = "all-distinct"
 
@@ -34,7 +34,7 @@ def require_ranks(spec: Spec, choices: Sequence[str]) -> None:
         )
 
 
-def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[int, ...]:
+def choose_ranks(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[int, ...]:
     """Return the ranks to simulate.
 
     Args:
@@ -48,7 +48,7 @@ def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[in
     """
     require_ranks(spec, choices)
     if ALL_DISTINCT in choices:
-        return tuple(ranks[0] for ranks in classes(spec, exact))
+        return tuple(ranks[0] for ranks in rank_classes(spec, exact))
     if choices:
         return tuple(dict.fromkeys(_parse_rank(choice, spec.world_size) for choice in choices))
     needed = _predicted_bytes(exact)
@@ -56,7 +56,7 @@ def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[in
     return tuple(dict.fromkeys((0, most)))
 
 
-def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
+def rank_classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
     """Return groups of equal ranks, in the order of their first ranks.
 
     Args:
@@ -73,7 +73,7 @@ def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
     for peak in exact.peak:
         rows[peak.rank].append((peak.phase, peak.device_bytes))
     groups: defaultdict[object, list[int]] = defaultdict(list)
-    for rank, place in enumerate(positions(spec, (Axis.PP,))):
+    for rank, place in enumerate(indices_in_groups(spec, (Axis.PP,))):
         account = exact.account_of[rank] if exact.account_of else 0
         groups[place, account, tuple(rows[rank])].append(rank)
     return [tuple(ranks) for ranks in groups.values()]

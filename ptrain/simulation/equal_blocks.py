@@ -24,8 +24,8 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor, nn
 
-from ptrain.derivation.flat import joined
-from ptrain.derivation.layers import alike
+from ptrain.derivation.flat import joined_units
+from ptrain.derivation.layers import block_kinds
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
@@ -34,12 +34,12 @@ from ptrain.models.contract import forward_once
 from ptrain.models.facts import untraced_facts
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.pretrained import layers_of, with_layers
-from ptrain.models.watch import watching
-from ptrain.plan.lower import lower, own_facts
+from ptrain.models.watch import watch_modules
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, positions
+from ptrain.spec.spec import Spec, indices_in_groups
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import Form
 from ptrain.traces.tensor_parts import FakeModel, fake_model
@@ -54,7 +54,7 @@ _PLAIN = (
 )  # fmt: skip
 
 
-class Incomparable(Exception):
+class NotComparableError(Exception):
     """The error for an attribute whose value cannot be compared."""
 
 
@@ -66,13 +66,15 @@ def structure_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Leaves, list[
         blocks: The names of its blocks.
 
     Raises:
-        Incomparable: If an attribute has no comparable value.
+        NotComparableError: If an attribute has no comparable value.
     """
     walk = _LeafWalk({f".{name}": model.get_submodule(name) for name in blocks})
-    return dict(walk.part(model)), [dict(walk.part(block)) for block in walk.blocks.values()]
+    return dict(walk.iter_leaves(model)), [
+        dict(walk.iter_leaves(block)) for block in walk.blocks.values()
+    ]
 
 
-def common(blocks: Sequence[Leaves]) -> Leaves | None:
+def common_leaves(blocks: Sequence[Leaves]) -> Leaves | None:
     """Return the common leaves of blocks; None if they differ in more than their index."""
     first = blocks[0]
     if any(block.keys() != first.keys() for block in blocks):
@@ -116,7 +118,7 @@ class _LeafWalk:
         self._kept: list[object] = []  # so that no other object gets its id
         self._part = 0
 
-    def part(self, module: nn.Module) -> Iterator[_Leaf]:
+    def iter_leaves(self, module: nn.Module) -> Iterator[_Leaf]:
         """Yield the leaves of the model without its blocks, or of one block."""
         self._part += 1
         self._number_of.pop(id(module), None)
@@ -193,13 +195,13 @@ class _LeafWalk:
         """Yield the leaves of an object with attributes.
 
         Raises:
-            Incomparable: If the object has state outside of `vars`.
+            NotComparableError: If the object has state outside of `vars`.
         """
         if again := self._first_place(value, path):
             yield path, again
             return
         if not _has_no_hidden_state(value):
-            raise Incomparable(f"{path} is {type(value).__name__}")
+            raise NotComparableError(f"{path} is {type(value).__name__}")
         yield path, ("instance", type(value))
         for name, entry in getattr(value, "__dict__", {}).items():
             yield from self._of_value(f"{path}.{name}", entry)
@@ -261,7 +263,7 @@ class SectionRecorder(OperatorMode):
     def recording(self) -> Iterator[None]:
         """Temporarily record a forward pass of the model."""
         numbered = zip(map(str, itertools.count()), self._blocks, strict=False)
-        with watching(numbered, before=self._enter_block), self:
+        with watch_modules(numbered, before=self._enter_block), self:
             yield
 
     def _enter_block(self, index: str, *_: object) -> None:
@@ -270,7 +272,7 @@ class SectionRecorder(OperatorMode):
         self.sections.append([])
         self._births = 0
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record it with its arguments and results."""
         inputs = self._as_comparable(args), self._as_comparable(kwargs)
         result = function(*args, **kwargs)
@@ -337,7 +339,7 @@ class EqualBlocks:
             blocks if stage in self.own else count for stage, count in enumerate(self.split)
         )
         # All blocks keep activations in the same way, whatever ranges of blocks the spec names.
-        kept = spec.activations.of(sum(self.split) or self.number)[0]
+        kept = spec.activations.block_modes(sum(self.split) or self.number)[0]
         shorter = replace(
             spec,
             model=_with_layers(spec.model, sum(split) or blocks),
@@ -378,10 +380,10 @@ def equal_blocks(
     """
     match spec.model:
         case ModelShape():
-            kinds = alike(spec, [str(layer) for layer in range(spec.model.layers)])
+            kinds = block_kinds(spec, [str(layer) for layer in range(spec.model.layers)])
             if kinds is None or len({*kinds}) > 1:
                 return None
-            blocks = _blocks_of_plan(spec, rank, own_facts(spec), spec.model.layers, fewest)
+            blocks = _blocks_of_plan(spec, rank, built_in_facts(spec), spec.model.layers, fewest)
             return blocks if blocks and blocks.number >= least else None
         case HuggingFaceModel():
             return _compare_instances(spec, rank, fewest, least)
@@ -405,7 +407,7 @@ def _blocks_of_plan(
     """
     is_within = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
     is_far = spec.prefetch is not None and spec.prefetch >= fewest
-    if not is_within or is_far or len({*spec.activations.of(layers)}) > 1:
+    if not is_within or is_far or len({*spec.activations.block_modes(layers)}) > 1:
         return None
     plan = lower(spec, facts)
     if not plan.wrap.treats_equal_blocks_alike or _are_joined(plan, facts):
@@ -413,7 +415,7 @@ def _blocks_of_plan(
     if plan.pipeline is None:
         return EqualBlocks(spec=spec, number=layers)
     split = tuple(map(len, plan.pipeline.layers))
-    own = plan.pipeline.stages_of(positions(spec, (Axis.PP,))[rank])
+    own = plan.pipeline.stages_of(indices_in_groups(spec, (Axis.PP,))[rank])
     numbers = {split[stage] for stage in own}
     if len(numbers) > 1:
         return None
@@ -428,7 +430,7 @@ def _are_joined(plan: Plan, facts: ModelFacts) -> bool:
     if plan.tensor is not None:
         degree = plan.spec.degree(plan.tensor.axis)
         parts = [units for units, _ in local_units(facts, plan.tensor, degree)]
-    return any(len(joined(plan, units)) < len(units) for units in parts)
+    return any(len(joined_units(plan, units)) < len(units) for units in parts)
 
 
 # -- the proof
@@ -450,20 +452,6 @@ class Repetition:
     block: Leaves
     sections: tuple[Section, ...]
 
-    @property
-    def layers(self) -> int:
-        """The number of blocks."""
-        return len(self.facts.blocks)
-
-    def is_as(self, other: Repetition) -> bool:
-        """Return True if the other model differs only by its number of blocks."""
-        return (
-            self.block == other.block
-            and self.sections == other.sections
-            and self.facts.roles == other.facts.roles
-            and differ_in_layers_alone(self.around, other.around, (self.layers, other.layers))
-        )
-
 
 def _compare_instances(spec: Spec, rank: int, fewest: int, least: int) -> EqualBlocks | None:
     """Return the equal blocks of a Transformers model, if two instances prove them."""
@@ -472,13 +460,19 @@ def _compare_instances(spec: Spec, rank: int, fewest: int, least: int) -> EqualB
     if layers is None or layers < least:  # known from the config, without building the model
         return None
     full = _find_repetition(spec)
-    if full is None or full.layers != layers:
+    if full is None or len(full.facts.blocks) != layers:
         return None
     blocks = _blocks_of_plan(spec, rank, full.facts, layers, fewest)
     if blocks is None or blocks.number < least:
         return None
     few = _find_repetition(blocks.cut_to(fewest))
-    return blocks if few is not None and full.is_as(few) else None
+    is_proven = (
+        few is not None
+        and (few.block, few.sections) == (full.block, full.sections)
+        and few.facts.roles == full.facts.roles
+        and differ_in_layers_alone(full.around, few.around, (layers, len(few.facts.blocks)))
+    )
+    return blocks if is_proven else None
 
 
 def _find_repetition(spec: Spec) -> Repetition | None:
@@ -486,7 +480,12 @@ def _find_repetition(spec: Spec) -> Repetition | None:
     try:
         model = fake_model(spec)
         return None if model is None else _read_structure(model)
-    except (*READ, Incomparable, PtrainError, RuntimeError):  # the simulation reports the error
+    except (
+        *READ,
+        NotComparableError,
+        PtrainError,
+        RuntimeError,
+    ):  # the simulation reports the error
         return None
 
 
@@ -497,7 +496,7 @@ def _read_structure(model: FakeModel) -> Repetition | None:
         facts = untraced_facts(model.module, model.spec)
         around, structures = structure_of(model.module, facts.blocks)
         # Between the first and the last block there must be one to compare.
-        block = common(structures) if len(structures) > 2 else None
+        block = common_leaves(structures) if len(structures) > 2 else None
         if block is None:
             return None
         sections = _record_sections(model, facts.blocks)

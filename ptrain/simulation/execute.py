@@ -27,24 +27,24 @@ from torch.utils.flop_counter import flop_registry
 from ptrain.axes.expert.run.apply import StatedRouting
 from ptrain.cost import Column, Estimate, Operations, Phase, add_traffic
 from ptrain.data.sampler import blank_batch
-from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
-from ptrain.derivation.workspaces import products
+from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, steady_reserved
+from ptrain.derivation.kernels import products
 from ptrain.errors import RankFailed, refused
 from ptrain.internals.fakes import READ
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import StepBatch
-from ptrain.models.watch import listening, runs_again, watching
-from ptrain.models.work import products as product_sizes
+from ptrain.models.watch import add_listeners, is_recomputing, watch_modules
+from ptrain.models.work import matrix_products
 from ptrain.report.simulation import MemoryHistory
 from ptrain.rooms import pretence
-from ptrain.rooms.patches import patched
+from ptrain.rooms.patches import patch_torch
 from ptrain.rooms.world import World, fake_tensors, fake_world
 from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
-from ptrain.simulation.living import LivingMeter, named
-from ptrain.simulation.replay import StepRecord, replayed
+from ptrain.simulation.living import AllocationMeter, named_modules
+from ptrain.simulation.replay import StepRecord, extrapolate_run
 from ptrain.spec.extras import require_eager
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
@@ -81,7 +81,7 @@ class OperationsMeter(OperatorMode):
         """Set the current phase."""
         self._phase = phase
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Count the operations of an operator that has run; updates are not counted.
@@ -105,7 +105,7 @@ class OperationsMeter(OperatorMode):
                 args = _with_equal_heads(args, is_backward=not attends)
             self._add(int(formula(*args, **kwargs, out_val=result)), attends=attends)
         elif function._schema.name.endswith(f"::{_GROUPED}"):  # torch has no formula of it
-            self._add(2 * sum(map(math.prod, product_sizes(_GROUPED, args))))
+            self._add(2 * sum(map(math.prod, matrix_products(_GROUPED, args))))
         elif function._schema.name == _FUSED:
             self._add_logits(args[0], args[1])
 
@@ -129,7 +129,7 @@ class OperationsMeter(OperatorMode):
             attends: True for a forward kernel of attention, which is recomputed even if gradients
                 are off.
         """
-        if runs_again() and (attends or torch.is_grad_enabled()):
+        if is_recomputing() and (attends or torch.is_grad_enabled()):
             # A recomputation records a graph. Operators of a backward pass do not, nor do operators
             # in an autograd.Function such as attention over cp. Module hooks cannot detect every
             # recomputation: for a chunk of the loss none run again.
@@ -146,7 +146,7 @@ class OperationsMeter(OperatorMode):
         """
         return tuple(self._attention)
 
-    def row(self) -> Operations:
+    def to_operations(self) -> Operations:
         """Return the operations of the steps since the meter was created."""
         return Operations(
             rank=self._rank, forward=self._forward, backward=self._backward, again=self._again
@@ -171,7 +171,7 @@ _ROOM = "Remove `--rehearse`: fake tensors need no memory."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class SimulatedRank:
     """The memory, traffic and operations of one simulated rank.
 
     Attributes:
@@ -204,11 +204,11 @@ class Simulated:
         )
 
     @cached_property
-    def course(self) -> MemoryHistory:
+    def memory_history(self) -> MemoryHistory:
         """The course of memory over the step."""
         return self.run.stream.history(self.rank)
 
-    def allocated(self, spec: Spec, *, is_lazy: bool = False) -> AllocatedStep:
+    def allocated_step(self, spec: Spec, *, is_lazy: bool = False) -> AllocatedStep:
         """Return the step as the allocator of the spec's GPUs handles it.
 
         It has the step's storages and the internal allocations of kernels.
@@ -218,7 +218,7 @@ class Simulated:
             is_lazy: Optimizer state is allocated in the first update, as torch's optimizers do. By
                 default it is allocated when the model is wrapped.
         """
-        step = self.run.stream.allocated()
+        step = self.run.stream.allocated_step()
         products_held = (
             AllocatorEvent(-1 - number, size) for number, size in enumerate(products(spec))
         )
@@ -227,7 +227,7 @@ class Simulated:
             resident, moments = [*resident, *moments], []
         return replace(step, resident=resident, moments=moments)
 
-    def reserved(self, spec: Spec) -> dict[str, Reserved | None]:
+    def reserved_memory(self, spec: Spec) -> dict[str, Reserved | None]:
         """Return the memory that CUDA's caching allocator would reserve, by kind of segments.
 
         Returns:
@@ -235,8 +235,8 @@ class Simulated:
         """
         if not spec.is_for_cuda:
             return {}
-        step = self.allocated(spec)
-        return {name: reserved(step, expands=expands) for name, expands in SEGMENTS.items()}
+        step = self.allocated_step(spec)
+        return {name: steady_reserved(step, expands=expands) for name, expands in SEGMENTS.items()}
 
 
 def simulate(
@@ -246,7 +246,7 @@ def simulate(
     rehearse: bool = False,
     allow_import: bool = False,
     every_block: bool = False,
-) -> Simulated:
+) -> SimulatedRank:
     """Simulate one rank of a legal spec in this process, which must not have a process group.
 
     If many blocks are equal, a few run and the rest is inferred (`simulation.replay`), unless they
@@ -283,7 +283,7 @@ def simulate(
 
 def _simulate_few_blocks(
     blocks: EqualBlocks, rank: int, device: torch.device, allow_import: bool
-) -> Simulated | None:
+) -> SimulatedRank | None:
     """Return the simulation from three runs with few blocks.
 
     Args:
@@ -299,7 +299,7 @@ def _simulate_few_blocks(
         _simulate_every_block(blocks.cut_to(FEWEST + more), rank, device, allow_import=allow_import)
         for more in range(3)
     )
-    run = replayed(blocks.spec, (first.run, second.run, third.run), blocks.number - FEWEST)
+    run = extrapolate_run(blocks.spec, (first.run, second.run, third.run), blocks.number - FEWEST)
     if run is None:
         return None
     seconds = {
@@ -316,7 +316,7 @@ def _simulate_every_block(
     *,
     allow_import: bool = False,
     rehearse: bool = False,
-) -> Simulated:
+) -> SimulatedRank:
     """Return the simulation with every block of the model.
 
     Args:
@@ -330,7 +330,7 @@ def _simulate_every_block(
     world = fake_world(rank, spec.world_size, device, stands_in=stands_in)
     try:
         with (
-            patched(spec.model),
+            patch_torch(spec.model),
             nullcontext() if rehearse else fake_tensors(),
             kernels_for(spec) if stands_in else nullcontext(),
             _translate_errors(spec, device),
@@ -383,25 +383,22 @@ def _translate_errors(spec: Spec, device: torch.device) -> Iterator[None]:
             raise
         raise refused(
             "model",
-            f"the model reads the value of a tensor ({_error_line(cause)}), but fake tensors "
-            "have no values",
+            f"the model reads the value of a tensor ({' '.join(str(cause).split())[:120]}), "
+            "but fake tensors have no values",
             "Add `--rehearse` to use real tensors.",
         ) from error
 
 
-def _error_line(error: BaseException) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split())[:120]
-
-
-def _run_program(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
+def _run_program(spec: Spec, world: World, *, allow_import: bool) -> SimulatedRank:
     """Build the program, run it to a steady step, and return the result."""
     began = time.perf_counter()
     program = interpret(spec, world=world, allow_import=allow_import)
     _follow_routing(program)
     wrapped = time.perf_counter()
-    run = _steady_step(program, _make_batch(program))
-    return Simulated(
+    # a batch of the spec's shape, whose values do not matter
+    batch = program.own_tokens(blank_batch(program.spec)).to(program.world.device)
+    run = _steady_step(program, batch)
+    return SimulatedRank(
         rank=world.rank,
         world_size=world.size,
         device=str(world.device),
@@ -417,12 +414,7 @@ def _follow_routing(program: Program) -> None:
     routing = StatedRouting(loads, token_places(program.spec)[program.world.rank])
     program.observers.append(routing)
     for piece in program.pieces:
-        routing.lead(piece.module)
-
-
-def _make_batch(program: Program) -> StepBatch:
-    """Return a batch of the spec's shape; its values do not matter."""
-    return program.own_tokens(blank_batch(program.spec)).to(program.world.device)
+        routing.route_layers(piece.module)
 
 
 def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
@@ -435,15 +427,15 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     for _ in range(FIRST_STEADY - 1):
         _run_step(program, batch)
     before = _traffic_meter(program)
-    with listening(program.observers, before), before:
+    with add_listeners(program.observers, before), before:
         _run_step(program, batch)
     rank, device = program.world.rank, program.world.device.type
     traffic, operations = _traffic_meter(program), OperationsMeter(rank=rank)
-    modules = named(program.model, _vocabulary_size(program.spec))
-    with watching(modules, is_first=True) as running:
-        memory = LivingMeter(program, running, rank=rank, device=device)
-        observing = listening(program.observers, memory, traffic, operations)
-        with observing, memory.listening(), memory, traffic, operations:
+    modules = named_modules(program.model, _vocabulary_size(program.spec))
+    with watch_modules(modules, is_first=True) as running:
+        memory = AllocationMeter(program, running, rank=rank, device=device)
+        observing = add_listeners(program.observers, memory, traffic, operations)
+        with observing, memory.record_tags(), memory, traffic, operations:
             _run_step(program, batch)
     stream = memory.stream()
     peaks = memory.peaks()
@@ -454,7 +446,7 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     return StepRecord(
         resident=memory.footprints(),
         peaks=peaks,
-        operations=operations.row(),
+        operations=operations.to_operations(),
         attention=operations.attention(),
         before=before.calls(),
         calls=traffic.calls(),

@@ -1,6 +1,6 @@
 """Track which storages are alive during a step, with their content and origin.
 
-The memory meter counts live bytes by state. `LivingMeter` also records each storage's origin
+The memory meter counts live bytes by state. `AllocationMeter` also records each storage's origin
 (operator, module, phase) and tags, so that the peak can be itemised. It adds the temporary memory
 that a GPU's kernels allocate inside an operator, computed from the operator's arguments: an
 allocator counts it, a meter of operators does not.
@@ -22,13 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 from ptrain.axes.data.run.apply import allocating_streams, stream_key
 from ptrain.cost import Phase, State
 from ptrain.derivation.allocator import COMPUTING
-from ptrain.derivation.attention import attention_of
-from ptrain.derivation.workspaces import attention_backward, sum_of_rows
+from ptrain.derivation.kernels import attention_backward, attention_of, sum_of_rows
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
-from ptrain.models.watch import listening
+from ptrain.models.watch import add_listeners
 from ptrain.optimizers.update import MASTER
 from ptrain.rooms.comm import Tag
 from ptrain.simulation.replay import Begin, Change, MemoryStream, StorageKind
@@ -37,7 +36,7 @@ from ptrain.spec.spec import Spec
 LOGITS = "logits"
 
 
-def named(model: nn.Module, vocab: int | None) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module, vocab: int | None) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model with their paths; the head is named `logits`.
 
     Args:
@@ -57,7 +56,7 @@ _WIDEST = 4  # bytes of an element; wider elements are not summed in 32 bits
 Within = Callable[[str, tuple[Any, ...]], tuple[int, ...]]
 
 
-def within(spec: Spec) -> Within:
+def kernel_allocations(spec: Spec) -> Within:
     """Return a function of the bytes that a kernel allocates internally.
 
     The function takes an operator's name and arguments, and returns the sizes of its allocations.
@@ -108,7 +107,7 @@ _OLDER = "buffers, batch, and older tensors"
 
 
 @dataclass(slots=True)
-class Life:
+class StorageLife:
     """The history of one storage.
 
     Attributes:
@@ -140,7 +139,7 @@ class Life:
         return self.phase is Phase.UPDATE or (self.tag is not None and self.tag.state in states)
 
 
-class LivingMeter(MemoryMeter):
+class AllocationMeter(MemoryMeter):
     """A memory meter that also records all allocations and frees of the step.
 
     Args:
@@ -153,13 +152,13 @@ class LivingMeter(MemoryMeter):
 
     def __init__(self, program: Program, running: Sequence[str], *, rank: int, device: str) -> None:
         super().__init__(program, rank=rank, device=device, waits=False)
-        self._within = within(program.spec)
+        self._within = kernel_allocations(program.spec)
         self._registry = program.registry
         self._running = running
         self._units = dict(gathered_units(program))
-        self._lives: dict[int, Life] = {}
-        self._before: list[tuple[Life, int]] = []
-        self._events: list[tuple[Life, int] | Begin] = []
+        self._lives: dict[int, StorageLife] = {}
+        self._before: list[tuple[StorageLife, int]] = []
+        self._events: list[tuple[StorageLife, int] | Begin] = []
         self._micro_batch = 0
         self._streams = allocating_streams(program.model)
         self._moments_of = {
@@ -169,24 +168,24 @@ class LivingMeter(MemoryMeter):
             if name != MASTER
         }
 
-    def listening(self) -> AbstractContextManager[None]:
+    def record_tags(self) -> AbstractContextManager[None]:
         """Temporarily record the tags of storages.
 
         A storage gets its tag after its allocation, and loses it when it is freed.
         """
-        return listening(self._registry.listeners, self._store_tag)
+        return add_listeners(self._registry.listeners, self._store_tag)
 
     def _store_tag(self, storage: torch.UntypedStorage, tag: Tag) -> None:
         """Store the tag of a live storage."""
         if life := self._lives.get(storage._cdata):
             life.tag = tag
 
-    def existing(self, key: int, storage: torch.UntypedStorage) -> None:
+    def on_existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """Record a storage that was allocated before the step."""
-        self._lives[key] = Life(None, None, self._registry.of_storage(storage))
-        super().existing(key, storage)
+        self._lives[key] = StorageLife(None, None, self._registry.tag_of_storage(storage))
+        super().on_existing(key, storage)
 
-    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+    def on_allocation(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         """Record an allocation, with the running module and the stream.
 
         Args:
@@ -197,47 +196,50 @@ class LivingMeter(MemoryMeter):
         current = torch.cuda if self._device == "cuda" else torch.cpu
         stream = self._streams.get(stream_key(current.current_stream()), COMPUTING)
         module = self._running[-1] if self._running else None
-        self._lives[key] = Life(module, self._phase, micro_batch=self._micro_batch, stream=stream)
-        super().born(key, storage, operator)
+        self._lives[key] = StorageLife(
+            module, self._phase, micro_batch=self._micro_batch, stream=stream
+        )
+        super().on_allocation(key, storage, operator)
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record its internal allocations."""
-        result = super().operator(function, args, kwargs)
-        self._take_within(self._within(function._schema.name, args))
+        result = super().run_operator(function, args, kwargs)
+        self._record_kernel_allocations(self._within(function._schema.name, args))
         return result
 
-    def _take_within(self, sizes: tuple[int, ...]) -> None:
+    def _record_kernel_allocations(self, sizes: tuple[int, ...]) -> None:
         """Record allocations of a kernel, which are freed when its results exist."""
         if not sizes:
             return
-        self._settle()  # the operator's own allocations and frees come first
+        self._count_pending()  # the operator's own allocations and frees come first
         allocations = [
-            (Life(None, self._phase, state=State.TRANSIENT, is_within=True), size) for size in sizes
+            (StorageLife(None, self._phase, state=State.TRANSIENT, is_within=True), size)
+            for size in sizes
         ]
         self._events += [*allocations, *((life, -size) for life, size in allocations)]
 
-    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+    def on_resize(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         """Record that FSDP2 filled or freed a unit's buffer by resizing its storage."""
         self._lives[key].unit = self._units.get(key, "a unit")
-        super().resized(key, storage, before)
+        super().on_resize(key, storage, before)
 
-    def _bury(self, key: int, size: int) -> None:
+    def _count_free(self, key: int, size: int) -> None:
         self._remember(key)
-        super()._bury(key, size)
+        super()._count_free(key, size)
         del self._lives[key]
 
     def _remember(self, key: int) -> None:
         """Store the current state of a storage in its history."""
         life = self._lives[key]
         life.is_declared = key in self._states
-        life.state = self._state(key)
+        life.state = self._state_of(key)
         # The meter counts undeclared storages as activations; buffers are temporary instead.
         if life.state is State.ACTIVATIONS and not life.is_declared and life.is_passing:
             life.state = State.TRANSIENT
 
-    def _add(self, key: int, size: int) -> None:
+    def _add_live_bytes(self, key: int, size: int) -> None:
         before = self.live
-        super()._add(key, size)
+        super()._add_live_bytes(key, size)
         if self.live != before:
             self._events.append((self._lives[key], self.live - before))
 
@@ -259,15 +261,15 @@ class LivingMeter(MemoryMeter):
         """Return all allocations and frees of the step. Call it after the step."""
         for key in self._lives:
             self._remember(key)
-        # By id(): a freed storage's key may be reused, but its Life is kept alive by the events.
+        # By id(): a freed storage's key may be reused; the events keep its StorageLife alive.
         kinds: dict[int, StorageKind] = {}
         keys: dict[int, int] = {}
 
-        def change(life: Life, size: int) -> Change:
+        def change(life: StorageLife, size: int) -> Change:
             if id(life) not in keys:
                 keys[id(life)] = len(keys)
                 kinds[id(life)] = StorageKind(
-                    what(life),
+                    describe_storage(life),
                     life.state,
                     life.micro_batch,
                     life.stream,
@@ -284,7 +286,7 @@ class LivingMeter(MemoryMeter):
         )
 
 
-def what(life: Life) -> str:
+def describe_storage(life: StorageLife) -> str:
     """Return a description of a storage, without the numbers in the names of modules."""
     if life.is_within:
         return "within a kernel"

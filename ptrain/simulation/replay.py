@@ -94,7 +94,7 @@ class MemoryStream:
                 most[phase] = max(live, most.get(phase, 0))
         return most
 
-    def fullest(self) -> int:
+    def fullest_backward(self) -> int:
         """Return the backward pass, counted from 0, that begins with the most live activations."""
         live = sum(change.size for change in self.resident if _is_activation(change))
         begun: list[int] = []
@@ -110,7 +110,10 @@ class MemoryStream:
         moments = tuple(self._memory_samples())
         peak = max(moments, key=lambda moment: moment.total)
         return MemoryHistory(
-            rank=rank, moments=moments, peak=peak, held=tuple(held(self._live_storages(peak.event)))
+            rank=rank,
+            moments=moments,
+            peak=peak,
+            held=tuple(live_rows(self._live_storages(peak.event))),
         )
 
     def _memory_samples(self) -> Iterator[MemorySample]:
@@ -145,7 +148,7 @@ class MemoryStream:
             living[change.key] = replace(change, size=before + change.size)
         return living.values()
 
-    def allocated(self) -> AllocatedStep:
+    def allocated_step(self) -> AllocatedStep:
         """Return the allocations and frees as an allocator handles them."""
         step = AllocatedStep()
         for change in self.resident:
@@ -163,7 +166,7 @@ def _is_activation(change: Change) -> bool:
     return change.kind.state is State.ACTIVATIONS
 
 
-def held(living: Iterable[Change]) -> list[LiveStorages]:
+def live_rows(living: Iterable[Change]) -> list[LiveStorages]:
     """Return one row for each kind of live storage, the largest first."""
     sizes: defaultdict[tuple[str, State], list[int]] = defaultdict(list)
     for storage in living:
@@ -359,7 +362,7 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Nameless:
+class KeylessEvent:
     """An event without a key; a freed storage has its place among equal ones instead."""
 
     event: Event
@@ -392,7 +395,7 @@ def repeated_storages(streams: Sequence[MemoryStream], times: int) -> MemoryStre
     return MemoryStream(resident=older, events=tuple(events[begin + 1 :]))
 
 
-def _strip_keys(runs: Sequence[Events]) -> list[list[Nameless]]:
+def _strip_keys(runs: Sequence[Events]) -> list[list[KeylessEvent]]:
     """Return the events of each run without keys.
 
     Storages of one kind and size are freed in the order that is the same in all runs: youngest
@@ -414,9 +417,9 @@ def _strip_keys(runs: Sequence[Events]) -> list[list[Nameless]]:
     ends = {kind: end_of(kind) for kinds in seen[End.OLDEST] for kind in [*kinds]}
     return [
         [
-            Nameless(_without_key(event), end := ends[_storage_key(event)], places[end])
+            KeylessEvent(_without_key(event), end := ends[_storage_key(event)], places[end])
             if places
-            else Nameless(_without_key(event))
+            else KeylessEvent(_without_key(event))
             for event, places in zip(run, going, strict=True)
         ]
         for run, going in zip(runs, goings, strict=True)
@@ -454,7 +457,7 @@ def _without_key(event: Event) -> Event:
     return replace(event, key=0) if isinstance(event, Change) else event
 
 
-def _is_growing(seen: Sequence[Nameless]) -> bool:
+def _is_growing(seen: Sequence[KeylessEvent]) -> bool:
     """Return True if three events are one change that grows evenly, outside of buckets."""
     changes = [token.event for token in seen if isinstance(token.event, Change)]
     is_alike = len({(token.end, token.place) for token in seen}) == 1
@@ -464,7 +467,7 @@ def _is_growing(seen: Sequence[Nameless]) -> bool:
     return not is_in_bucket and _is_even([change.size for change in changes])
 
 
-def _scaled_event(seen: Sequence[Nameless], times: int) -> Nameless:
+def _scaled_event(seen: Sequence[KeylessEvent], times: int) -> KeylessEvent:
     """Return the event with its size in a run with `times` more blocks than the first."""
     first, second = (token.event for token in seen[:2])
     if isinstance(first, Change) and isinstance(second, Change) and first.size != second.size:
@@ -473,7 +476,7 @@ def _scaled_event(seen: Sequence[Nameless], times: int) -> Nameless:
     return seen[0]
 
 
-def _assign_keys(tokens: Iterable[Nameless]) -> Iterator[Event]:
+def _assign_keys(tokens: Iterable[KeylessEvent]) -> Iterator[Event]:
     """Yield the events with new keys.
 
     Raises:
@@ -518,7 +521,7 @@ class StepRecord:
     stream: MemoryStream
 
 
-def replayed(
+def extrapolate_run(
     spec: Spec, runs: tuple[StepRecord, StepRecord, StepRecord], times: int
 ) -> StepRecord | None:
     """Return the record of a run with `times` more blocks than the first of three.
@@ -540,7 +543,7 @@ def replayed(
         return None
     streams = [run.stream for run in runs]
     stream = repeated_storages(streams, times)
-    if stream is None or len({course.fullest() for course in (stream, *streams)}) > 1:
+    if stream is None or len({course.fullest_backward() for course in (stream, *streams)}) > 1:
         # Activations are read at the fullest backward pass. If that is a different one with more
         # blocks, their size is not linear in the number of blocks.
         return None
@@ -573,7 +576,8 @@ def _extrapolate_rows(rows: Sequence[Sequence[Row]], times: int) -> tuple[Row, .
 
     The result is None if a number does not grow by equal amounts.
     """
-    if len({tuple(map(_row_key, of_run)) for of_run in rows}) > 1:
+    # operations have no state
+    if len({tuple(getattr(row, "state", None) for row in of_run) for of_run in rows}) > 1:
         return None
     grown = []
     for of_runs in zip(*rows, strict=True):
@@ -584,11 +588,6 @@ def _extrapolate_rows(rows: Sequence[Sequence[Row]], times: int) -> tuple[Row, .
         numbers: Any = {field: first[field] + times * step for field, step in more.items()}
         grown.append(replace(of_runs[0], **numbers))
     return tuple(grown)
-
-
-def _row_key(row: Row) -> State | None:
-    """Return the key of a row: its state, or None for operations."""
-    return row.state if isinstance(row, Footprint) else None
 
 
 def _row_numbers(row: Row) -> dict[str, int]:

@@ -6,25 +6,32 @@ and recomputes the rest. On the tiers host and file, the kept tensors are stored
 back for use.
 """
 
-from collections.abc import Mapping
+import itertools
+import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
 from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH
 from ptrain.spec.leaf import (
+    INVALID,
+    MODE_MEANINGS,
+    Boolean,
     Choice,
     Either,
-    KeptText,
-    ModesByBlock,
+    FreeMapping,
+    Integer,
+    Leaf,
+    ModeText,
     Section,
+    Shape,
     Size,
     Text,
-    Truth,
-    Whole,
     by_word,
-    declared,
-    refuse,
+    grammar_dataclass,
+    reject,
+    words_schema,
 )
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.word import MeantWord, words_of
@@ -68,7 +75,7 @@ NAMED_POLICIES = {"selective": SELECTIVE, "attention": ATTENTION_ONLY, "full": F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class ActivationMode:
     """The activation mode of one block.
 
     Without a policy it is R, or O if `tier` is not the device. With a policy it is M, and `tier` is
@@ -84,7 +91,7 @@ class Kept:
         return self.policy is None and self.tier is Tier.DEVICE
 
 
-PLAIN = Kept()
+PLAIN = ActivationMode()
 
 
 def belongs_to_rank(mode: Mode) -> bool:
@@ -132,16 +139,16 @@ _OTHER_OPERATORS = {
 }
 
 
-@declared
-class Words(Choice):
+@grammar_dataclass
+class WordList(Choice):
     """A list of words from a closed set; a single word stands for a list with that word."""
 
     def check(self, value: Any) -> object:
         values = value if isinstance(value, list) else [value]
-        words = [super(Words, self).check(text) for text in values]
+        words = [super(WordList, self).check(text) for text in values]
         for word in words:
             if words.count(word) > 1:
-                refuse(f"{word} is listed twice", "Remove one of the two.")
+                reject(f"{word} is listed twice", "Remove one of the two.")
         return words
 
     def schema(self) -> dict[str, Any]:
@@ -149,7 +156,7 @@ class Words(Choice):
         return {"anyOf": [{"type": "array", "items": word, "uniqueItems": True}, word]}
 
 
-@declared
+@grammar_dataclass
 class RecomputeRaw:
     """Recomputation of blocks with activations M in backward."""
 
@@ -158,7 +165,7 @@ class RecomputeRaw:
     ] = None
     keep: Annotated[
         list[str] | None,
-        Words(
+        WordList(
             "Operators of a block whose outputs are saved; all others are recomputed.",
             words_of(Operators),
             slips=_OTHER_OPERATORS,
@@ -166,7 +173,7 @@ class RecomputeRaw:
     ] = None
     every: Annotated[
         int,
-        Whole(
+        Integer(
             "Apply activations M only to every n-th of these blocks, starting with the first.",
             1,
             10_000,
@@ -184,7 +191,7 @@ class RecomputeRaw:
     ] = None
 
 
-@declared
+@grammar_dataclass
 class LossRaw:
     """Computation of logits and loss."""
 
@@ -212,10 +219,10 @@ class LossRaw:
     ] = None
     chunk: Annotated[
         int | None,
-        Whole("Number of tokens of a micro-batch whose logits exist at the same time.", 1, 10**9),
+        Integer("Number of tokens of a micro-batch whose logits exist at the same time.", 1, 10**9),
     ] = None
     fused: Annotated[
-        bool | None, Truth("Use torch's linear_cross_entropy if this torch has it.")
+        bool | None, Boolean("Use torch's linear_cross_entropy if this torch has it.")
     ] = None
     target: Annotated[
         str | None,
@@ -230,33 +237,105 @@ class LossRaw:
     folder: Annotated[str | None, FOLDER] = None
 
 
-def _words(words: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
-    return ({"oneOf": [{"const": word, "description": about} for word, about in words.items()]},)
+KEPT_MEANINGS = MODE_MEANINGS | {
+    "M@host": "recomputed, with block inputs in host memory",
+    "M@file": "recomputed, with block inputs in a file (NVMe)",
+}
+
+
+@grammar_dataclass
+class ActivationModeText(ModeText):
+    """A mode of activations, which may also be M@host or M@file: recomputed from inputs off the
+    device."""
+
+    modes = KEPT_MEANINGS
+
+    def suggest(self, value: Any) -> str:
+        return super().suggest(_IN_WORDS.get(str(value).lower(), "") or value)
+
+
+@grammar_dataclass
+class ModesByBlock(FreeMapping):
+    """Modes by block range, `{"0-7": M, "8-": R}`: from block 0, the last one included; a number
+    alone is one block."""
+
+    values: Leaf | None = ActivationModeText("")
+
+    def convert(self, value: Any) -> Any:
+        checked = super().convert(value)
+        ranges = (
+            sorted((_parse_range(key), key) for key in checked) if checked is not INVALID else ()
+        )
+        for ((_, last), key), ((first, _), other) in itertools.pairwise(ranges):
+            if last >= first:
+                reject(
+                    f"the block ranges {key!r} and {other!r} overlap",
+                    "Give each block one mode. Blocks without a range are `R`.",
+                )
+        return checked
+
+    def value_schemas(self) -> tuple[Shape, ...]:
+        assert self.values is not None, "modes"
+        blocks = {f"^{_BLOCKS}$": self.values.schema()}
+        return ({"type": "object", "patternProperties": blocks, "additionalProperties": False},)
+
+
+_IN_WORDS = {
+    **dict.fromkeys(("recompute", "recomputed", "checkpoint", "checkpointing", "full"), "M"),
+    **dict.fromkeys(("offload", "offloaded", "host", "cpu"), "O"),
+    **dict.fromkeys(("keep", "none"), "R"),
+}
+
+
+def blocks_of(text: str) -> tuple[int, int | None]:
+    """Return (first, last) of `0-7`, `3` or `8-`; last is None for an open range."""
+    first, dash, last = text.partition("-")
+    return int(first), int(last) if last else None if dash else int(first)
+
+
+_BLOCKS = r"[0-9]{1,5}(-([0-9]{1,5})?)?"
+
+
+def _parse_range(text: str) -> tuple[int, float]:
+    """Return (first, last) of a block range, or raise RejectedValue if it is malformed."""
+    if not re.fullmatch(_BLOCKS, text):
+        reject(
+            f"{text!r} is not a range of blocks",
+            'Use `first-last`, counted from 0: `{"0-7": M, "8-": R}`.',
+        )
+    first, last = blocks_of(text)
+    if last is not None and last < first:
+        reject(f"the range {text!r} ends before it starts", f'Use `"{last}-{first}"`.')
+    return first, math.inf if last is None else last
 
 
 ACTIVATIONS = Either(
     "Activation checkpointing: what forward saves for backward, for all blocks or by block. "
     "Default: R (save everything).",
     "a mode (R, M or O; M@host), or modes by block",
-    (KeptText(""), ModesByBlock("")),
-    hint=lambda value: "" if isinstance(value, int | float) else KeptText("").meant(value),
+    (ActivationModeText(""), ModesByBlock("")),
+    hint=lambda value: (
+        "" if isinstance(value, int | float) else ActivationModeText("").suggest(value)
+    ),
 )
 RECOMPUTE = Section(
     RecomputeRaw,
     "What backward recomputes in blocks with activations M.",
-    also=_words(POLICIES),
+    other_schemas=(words_schema(POLICIES),),
     alone=by_word("policy"),
 )
 LOSS = Section(
     LossRaw,
     "How the loss is computed.",
-    also=_words(
-        {
-            "cross-entropy": "all logits at once",
-            "chunked": "a slice of the tokens at a time",
-            "fused": "a slice of the tokens at a time, by torch's linear_cross_entropy",
-            "vocab-parallel": "on slices of the vocabulary",
-        }
+    other_schemas=(
+        words_schema(
+            {
+                "cross-entropy": "all logits at once",
+                "chunked": "a slice of the tokens at a time",
+                "fused": "a slice of the tokens at a time, by torch's linear_cross_entropy",
+                "vocab-parallel": "on slices of the vocabulary",
+            }
+        ),
     ),
     alone=by_word("kind"),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, NamedTuple
 
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
-from ptrain.spec.leaf import Choice, Either, Text, Truth, Whole, declared
+from ptrain.spec.leaf import Boolean, Choice, Either, Integer, Text, grammar_dataclass
 from ptrain.spec.placement import S_STAR, TOKEN_AXES, Axis, Factor, R
 from ptrain.units import parse_count
 from ptrain.word import MeantWord, words_of
@@ -44,8 +44,8 @@ class WrittenTokens(NamedTuple):
 class Batch:
     """The resolved batch: `global_samples == micro * accumulate * data_degree`.
 
-    `sequence` is in tokens and includes `padding`; `pads` permits padding. `written` is the batch
-    as written in tokens, if it was. While `micro_is_open`, `micro` is 1 and stands for `auto`;
+    `sequence` is in tokens and includes `padding`, which is 0 unless `allows_padding`. `written` is
+    the batch as written in tokens. While `micro_is_open`, `micro` is 1 and stands for `auto`;
     `micro_choice` gives the reason for the value that was chosen.
     """
 
@@ -56,21 +56,21 @@ class Batch:
     written: WrittenTokens | None = field(default=None, compare=False)
     micro_is_open: bool = False
     micro_choice: str = field(default="", compare=False)
-    pads: bool = False
+    allows_padding: bool = False
     padding: int = 0
 
     @property
-    def window(self) -> int:
+    def unpadded_tokens(self) -> int:
         """The tokens of a sample without padding."""
         return self.sequence - self.padding
 
     @property
     def tokens(self) -> int:
         """The tokens of one step over the full mesh, without padding."""
-        return self.global_samples * self.window
+        return self.global_samples * self.unpadded_tokens
 
 
-@declared
+@grammar_dataclass
 class BatchRaw:
     """global = micro x accumulate x data degree, in samples of `sequence` tokens."""
 
@@ -81,7 +81,7 @@ class BatchRaw:
             "`batch.round` converts to samples. Default: micro x accumulate x data-parallel "
             "ranks.",
             f"an integer in 1..{MAX_SAMPLES} (samples), or tokens like 4M tokens",
-            (Whole("", 1, MAX_SAMPLES), Text("", r"[0-9]{1,15}(\.[0-9]{1,6})? *[kKMBT]? tokens")),
+            (Integer("", 1, MAX_SAMPLES), Text("", r"[0-9]{1,15}(\.[0-9]{1,6})? *[kKMBT]? tokens")),
             key="global",
             aka=("global_batch_size", "train_batch_size"),
         ),
@@ -97,7 +97,7 @@ class BatchRaw:
     ] = None
     micro: Annotated[
         int | str,
-        Whole(
+        Integer(
             "Samples per forward pass and rank; `auto` picks the largest number that is "
             "predicted to fit.",
             1,
@@ -113,11 +113,11 @@ class BatchRaw:
     ] = 1
     sequence: Annotated[
         int,
-        Whole(
+        Integer(
             "Tokens per sample. Required for token data; otherwise the default is 1.",
             1,
             10**8,
-            follows=True,
+            has_derived_default=True,
             aka=(
                 "seq_len",
                 "seq_length",
@@ -130,14 +130,14 @@ class BatchRaw:
     ]
     pad: Annotated[
         bool,
-        Truth(
+        Boolean(
             "Pad samples with ignored targets until cp and tp can split them evenly.",
             aka=("pad_to_multiple_of", "padding"),
         ),
     ] = False
     accumulate: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Micro-batches per step (gradient accumulation). Default: from the other batch keys.",
             1,
             10**6,
@@ -201,9 +201,9 @@ def token_multiple(factors: Sequence[Factor], attention: ContextAttention | Hybr
     return math.lcm(chunks, ranks * slices)
 
 
-def padded(batch: Batch, factors: Sequence[Factor], context: ContextSpec | None) -> Batch:
+def pad_samples(batch: Batch, factors: Sequence[Factor], context: ContextSpec | None) -> Batch:
     """Return the batch with samples padded to the required multiple, if it permits padding."""
-    if not batch.pads:
+    if not batch.allows_padding:
         return batch
     multiple = token_multiple(factors, context.attention if context else None)
     padding = -batch.sequence % multiple
@@ -216,7 +216,7 @@ def batch_lines(batch: Batch, data_degree: int) -> list[str]:
     lines = chosen_lines(batch, data_degree)
     if batch.padding:
         lines.append(
-            f"batch.sequence: {batch.window} tokens are padded to {batch.sequence}; "
+            f"batch.sequence: {batch.unpadded_tokens} tokens are padded to {batch.sequence}; "
             f"{batch.padding / batch.sequence:.1%} of the computation is padding"
         )
     return lines
@@ -236,7 +236,9 @@ def chosen_lines(batch: Batch, data_degree: int) -> list[str]:
 def _tokens_line(batch: Batch, written: WrittenTokens, data_degree: int) -> str:
     """Return the line about a batch given in tokens: the number of samples, and the rounding."""
     samples, step = batch.global_samples, batch.micro * data_degree
-    said = f"batch.global: {written.text} are {written.samples} samples of {batch.window}: "
+    said = (
+        f"batch.global: {written.text} are {written.samples} samples of {batch.unpadded_tokens}: "
+    )
     if samples == written.samples:
         return f"{said}using {samples}"
     off = f"{samples / written.samples - 1:+.1%}"

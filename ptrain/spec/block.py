@@ -1,46 +1,47 @@
-"""What a built-in model is composed of beside its sizes: each option is declared here, once.
+"""The options of a built-in model and its blocks, except its sizes. Each option is declared once,
+here.
 
-The spec's file and the resolved shape (`spec.model.ModelShape`) have the same options; in a file
-each may be left out. What then stands for norm, activation, bias and positions the family says.
+A spec's file and the resolved shape (`spec.model.ModelShape`) have the same options. In a file,
+each may be left out; the defaults of norm, activation, bias and positions depend on the family.
 """
 
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, NamedTuple, dataclass_transform
 
-from ptrain.spec.leaf import Choice, Kind, Real, Truth, Whole, declared
+from ptrain.spec.leaf import Boolean, Choice, Integer, Kind, Real, grammar_dataclass
 from ptrain.word import MeantWord, words_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, eq=False, repr=False)
 class LatentOptions:
-    """Of blocks whose queries, keys and values are made of few features, the latent ones, which all
-    heads share (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+    """Options of latent attention, whose queries, keys and values are computed from low-rank latent
+    vectors that all heads share (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
 
     kv_lora_rank: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Rank of the latent vector from which all keys and values are computed (MLA). "
             "Default: no latent vector.",
             1,
             2**20,
             aka=("kv_compression_dim",),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     q_lora_rank: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Rank of the latent vector from which queries are computed (MLA). Default: no "
             "latent vector.",
             1,
             2**20,
             aka=("q_compression_dim",),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     qk_nope_head_dim: Annotated[
         int,
-        Whole(
+        Integer(
             "Dimensions of each query and key head without rotary embedding (MLA). Default: 128.",
             1,
             2**14,
@@ -48,7 +49,7 @@ class LatentOptions:
     ] = 128
     qk_rope_head_dim: Annotated[
         int,
-        Whole(
+        Integer(
             "Dimensions of each query and key head with rotary embedding; all heads share one "
             "rotary key (MLA). Default: 64.",
             2,
@@ -56,12 +57,12 @@ class LatentOptions:
         ),
     ] = 64
     v_head_dim: Annotated[
-        int, Whole("Dimension of each value head (MLA). Default: 128.", 1, 2**14)
+        int, Integer("Dimension of each value head (MLA). Default: 128.", 1, 2**14)
     ] = 128
 
 
 class Router(MeantWord):
-    """What makes scores of a router's logits."""
+    """The function that converts a router's logits to scores."""
 
     SOFTMAX = "softmax", "softmax over all experts (Mixtral, Qwen3)"
     SIGMOID = "sigmoid", "independent score per expert (DeepSeek-V3)"
@@ -69,21 +70,21 @@ class Router(MeantWord):
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, eq=False, repr=False)
 class ExpertOptions(LatentOptions):
-    """Of blocks whose feed-forward part is several, of which a router chooses some for a token."""
+    """Options of mixture-of-experts blocks, in which a router picks experts for each token."""
 
     experts: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Number of routed experts per MoE layer. Default: dense feed-forward layers.",
             1,
             2**16,
             aka=("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     experts_per_token: Annotated[
         int,
-        Whole(
+        Integer(
             "Number of experts that process each token (top-k). Default: 1.",
             1,
             2**16,
@@ -92,17 +93,17 @@ class ExpertOptions(LatentOptions):
     ] = 1
     expert_ffn: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Inner width of one expert. Default: `ffn`.",
             1,
             2**22,
             aka=("moe_intermediate_size", "moe_ffn_hidden_size"),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     shared_experts: Annotated[
         int,
-        Whole(
+        Integer(
             "Number of shared experts, which process every token; built as one expert of this "
             "multiple of `expert_ffn`. Default: 0.",
             0,
@@ -112,19 +113,19 @@ class ExpertOptions(LatentOptions):
     ] = 0
     expert_groups: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Number of groups of neighbouring experts for group-limited routing. The router "
             "first picks the groups with the largest sum of their two best scores. Default: no "
             "groups.",
             2,
             2**15,
             aka=("n_group", "n_expert_groups", "moe_router_num_groups"),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     groups_per_token: Annotated[
         int,
-        Whole(
+        Integer(
             "Number of expert groups from which a token's experts are picked. Default: 1.",
             1,
             2**15,
@@ -133,7 +134,7 @@ class ExpertOptions(LatentOptions):
     ] = 1
     dense_layers: Annotated[
         int,
-        Whole(
+        Integer(
             "Number of leading layers without experts, of width `ffn`. Default: 0.",
             0,
             10_000,
@@ -152,7 +153,7 @@ class ExpertOptions(LatentOptions):
     ] = Router.SOFTMAX
     router_norm: Annotated[
         bool,
-        Truth(
+        Boolean(
             "Divide the scores of the selected experts by their sum. Default: true.",
             aka=("norm_topk_prob",),
         ),
@@ -163,9 +164,9 @@ class ExpertOptions(LatentOptions):
             "Factor that multiplies the experts' weights. Default: 1.",
             0.0,
             1e6,
-            open=True,
+            excludes_low=True,
             aka=("routed_scaling_factor", "moe_router_topk_scaling_factor"),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     bias_update_rate: Annotated[
@@ -176,9 +177,9 @@ class ExpertOptions(LatentOptions):
             "than the mean and lowered if it received more. Default: no bias.",
             0.0,
             1e3,
-            open=True,
+            excludes_low=True,
             aka=("bias_update_speed", "moe_router_bias_update_rate", "expert_bias_update_rate"),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     capacity_factor: Annotated[
@@ -188,9 +189,9 @@ class ExpertOptions(LatentOptions):
             " beyond it skip the expert, second choices first. Default: no limit (dropless).",
             0.0,
             1e6,
-            open=True,
+            excludes_low=True,
             aka=("moe_expert_capacity_factor", "expert_capacity_factor"),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     aux_loss: Annotated[
@@ -221,13 +222,13 @@ class Norm(MeantWord):
     RMS_PLUS_ONE = "rms-plus-one", "RMSNorm with factor 1 + weight, in fp32 or wider (Gemma)"
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """The names of a norm's parameters, each of as many elements as there are features."""
         return ("weight", "bias") if self is Norm.LAYER else ("weight",)
 
     @property
     def is_rms(self) -> bool:
-        """Whether it subtracts no mean."""
+        """True if the norm does not subtract the mean."""
         return self in (Norm.RMS, Norm.RMS_PLUS_ONE)
 
 
@@ -240,7 +241,7 @@ class Activation(MeantWord):
 
     @property
     def is_gated(self) -> bool:
-        """Whether it multiplies a projection of its own."""
+        """True if the activation multiplies a second projection (GLU variants)."""
         return self in (Activation.SWIGLU, Activation.GEGLU)
 
 
@@ -279,18 +280,18 @@ _ABOVE_0 = (0.0, 1e6)
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, eq=False, repr=False)
 class BlockOptions(ExpertOptions):
-    """What a model and its blocks are composed of; `own_head_dim` is the file's `head_dim`."""
+    """The options of a model and its blocks. `own_head_dim` is the key `head_dim` of files."""
 
     tied: Annotated[
         bool,
-        Truth(
+        Boolean(
             "Share the weights of the embedding and the output head. Default: false; true for gpt.",
             aka=("tie_word_embeddings",),
         ),
     ] = False
     vocab_multiple: Annotated[
         int,
-        Whole(
+        Integer(
             "Pad the embedding and the output head with zero rows to a multiple of this number. "
             "Padding is never predicted, has no gradient, and is not exported. Default: 1.",
             1,
@@ -312,16 +313,16 @@ class BlockOptions(ExpertOptions):
             "Epsilon that the normalization layers add to the variance. Default: 1e-5.",
             0.0,
             0.1,
-            open=True,
+            excludes_low=True,
             aka=("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
         ),
     ] = 1e-5
     post_norm: Annotated[
-        bool, Truth("Also normalize the output of each sub-block (Gemma 2). Default: false.")
+        bool, Boolean("Also normalize the output of each sub-block (Gemma 2). Default: false.")
     ] = False
     parallel: Annotated[
         bool,
-        Truth(
+        Boolean(
             "Compute attention and feed-forward from the same normalized input and add both "
             "(Phi). Default: false."
         ),
@@ -343,27 +344,27 @@ class BlockOptions(ExpertOptions):
             read=Bias,
         ),
     ] = _OF_FAMILY
-    head_bias: Annotated[bool, Truth("Add a bias to the output head. Default: false.")] = False
+    head_bias: Annotated[bool, Boolean("Add a bias to the output head. Default: false.")] = False
     own_head_dim: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Dimension of each attention head. Default: `hidden` / `heads`.",
             1,
             2**14,
             key="head_dim",
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     qk_norm: Annotated[
-        bool, Truth("Normalize queries and keys per head, with a learned weight. Default: false.")
+        bool, Boolean("Normalize queries and keys per head, with a learned weight. Default: false.")
     ] = False
     attention_scale: Annotated[
         float | None,
         Real(
             "Factor that multiplies the attention scores. Default: head_dim ** -0.5.",
             *_ABOVE_0,
-            open=True,
-            null=True,
+            excludes_low=True,
+            accepts_null=True,
         ),
     ] = None
     attention_soft_cap: Annotated[
@@ -372,9 +373,9 @@ class BlockOptions(ExpertOptions):
             "Soft cap of the attention scores by tanh; no fused kernel supports it, so `sdpa` "
             "computes attention operator by operator. Default: no cap.",
             *_ABOVE_0,
-            open=True,
+            excludes_low=True,
             aka=("attn_logit_softcapping",),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     logit_soft_cap: Annotated[
@@ -382,51 +383,51 @@ class BlockOptions(ExpertOptions):
         Real(
             "Soft cap of the logits by tanh. Default: no cap.",
             *_ABOVE_0,
-            open=True,
+            excludes_low=True,
             aka=("final_logit_softcapping",),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     window: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Sliding-window size in tokens, including the query token. Default: full attention.",
             1,
             2**24,
             aka=("sliding_window",),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     document_start: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Token id that starts a document or separates two; tokens then attend only within "
             "their document. Default: tokens attend to all previous tokens of the sample.",
             0,
             10**9,
             aka=("reset_attention_mask", "document_mask", "block_diagonal_mask", "bos_token_id"),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     document_end: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Token id that ends a document; use it instead of `document_start` if start tokens "
             "also occur inside documents, as in chats.",
             0,
             10**9,
             aka=("eod", "eod_token_id", "eod_token"),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     global_every: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Use full attention in every n-th layer and the window in all others. Default: the "
             "window in every layer.",
             2,
             10_000,
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     positions: Annotated[
@@ -444,7 +445,7 @@ class BlockOptions(ExpertOptions):
             "embeddings. Default: 1.",
             0.0,
             1.0,
-            open=True,
+            excludes_low=True,
             aka=("partial_rotary_factor", "rotary_pct"),
         ),
     ] = 1.0
@@ -454,7 +455,7 @@ class BlockOptions(ExpertOptions):
             "Base of the rotary frequencies (theta). Default: 10000.",
             0.0,
             1e12,
-            open=True,
+            excludes_low=True,
             aka=("rope_theta",),
         ),
     ] = 10000.0
@@ -465,9 +466,9 @@ class BlockOptions(ExpertOptions):
             "Default: as in all other layers.",
             0.0,
             1e12,
-            open=True,
+            excludes_low=True,
             aka=("rope_local_base_freq",),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     rope_scaling: Annotated[
@@ -487,7 +488,7 @@ class BlockOptions(ExpertOptions):
             "llama3 and yarn: number of turns within `rope_original` below which frequencies "
             "are divided in full. Default: 1.",
             *_ABOVE_0,
-            open=True,
+            excludes_low=True,
         ),
     ] = 1.0
     rope_high_factor: Annotated[
@@ -496,12 +497,12 @@ class BlockOptions(ExpertOptions):
             "llama3 and yarn: number of turns within `rope_original` above which frequencies "
             "are unchanged. Default: 4.",
             *_ABOVE_0,
-            open=True,
+            excludes_low=True,
         ),
     ] = 4.0
     rope_original: Annotated[
         int,
-        Whole(
+        Integer(
             "llama3 and yarn: context length of the original training, in tokens. Default: 8192.",
             1,
             2**24,
@@ -509,7 +510,12 @@ class BlockOptions(ExpertOptions):
     ] = 8192
     embedding_scale: Annotated[
         float | None,
-        Real("Factor that multiplies the embeddings. Default: 1.", *_ABOVE_0, open=True, null=True),
+        Real(
+            "Factor that multiplies the embeddings. Default: 1.",
+            *_ABOVE_0,
+            excludes_low=True,
+            accepts_null=True,
+        ),
     ] = None
     residual_scale: Annotated[
         float | None,
@@ -517,9 +523,9 @@ class BlockOptions(ExpertOptions):
             "Factor that multiplies each sub-block's output before the residual addition "
             "(Granite). Default: 1.",
             *_ABOVE_0,
-            open=True,
+            excludes_low=True,
             aka=("residual_multiplier",),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     dropout: Annotated[
@@ -531,7 +537,7 @@ class BlockOptions(ExpertOptions):
             "Dropout probability after the embedding. Default: `dropout`.",
             *_RATE,
             aka=("embd_pdrop",),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     attention_dropout: Annotated[
@@ -540,7 +546,7 @@ class BlockOptions(ExpertOptions):
             "Dropout probability of the attention weights. Default: `dropout`.",
             *_RATE,
             aka=("attn_pdrop",),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     hidden_dropout: Annotated[
@@ -549,7 +555,7 @@ class BlockOptions(ExpertOptions):
             "Dropout probability of each sub-block's output. Default: `dropout`.",
             *_RATE,
             aka=("resid_pdrop", "residual_dropout"),
-            null=True,
+            accepts_null=True,
         ),
     ] = None
 
@@ -569,8 +575,11 @@ OF_VALUES = (
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def with_options(kind: type[Kind]) -> type[Kind]:
-    """Declare a part of the grammar that has the options too, in front of its key `hf`: UNSAID is
-    what a file does not say, and None that there is none."""
+    """Declare a part of the grammar that also has the options of `BlockOptions`, before its key
+    `hf`.
+
+    The value of an option that a file leaves out is UNSAID; None is a written null.
+    """
     own = dict(kind.__annotations__)
     at = list(own).index("hf")
     options = {spot.name: spot.type for spot in fields(BlockOptions)}
@@ -578,4 +587,4 @@ def with_options(kind: type[Kind]) -> type[Kind]:
     kind.__annotations__ = dict([*rows[:at], *options.items(), *rows[at:]])
     for name in options:
         setattr(kind, name, field(default_factory=lambda: UNSAID))
-    return declared(kind)
+    return grammar_dataclass(kind)

@@ -17,19 +17,19 @@ from ptrain.spec.grammar import MeshRaw, SpecRaw
 from ptrain.spec.leaf import (
     Choice,
     Leaf,
-    Refused,
+    RejectedValue,
     Route,
     Section,
     describe,
+    find_similar,
     is_required,
-    keys,
-    nearest,
-    walk,
+    iter_keys,
+    section_keys,
 )
 from ptrain.spec.model import ModelRaw
-from ptrain.spec.names import listing, table_of
+from ptrain.spec.names import list_files, load_table
 from ptrain.spec.shorthand import REST
-from ptrain.spec.text import COMMAND_LINE, Findings, Tree, flow
+from ptrain.spec.text import COMMAND_LINE, Findings, Tree, to_flow_yaml
 
 _MOST_LISTED = 12  # keys in a remedy
 _MOST_MEANT = 4  # places in a question
@@ -42,16 +42,16 @@ Show = Callable[[Route, str], str]  # writes a key and its value in the syntax t
 Places = Mapping[Route, tuple[str, ...]]  # a key's name and aliases
 
 
-def hints() -> Mapping[str, Any]:
+def load_hints() -> Mapping[str, Any]:
     """Return the tables of `specs/hints.yaml`: remedies by tool and key, and the files of each
     tool."""
-    return table_of("hints.yaml")
+    return load_table("hints.yaml")
 
 
 @cache
 def foreign_keys() -> Mapping[str, str | Mapping[str, str]]:
     """Return the remedies for other tools' keys: a text, or texts by value."""
-    return {key: said for tool in hints()["keys"].values() for key, said in tool.items()}
+    return {key: said for tool in load_hints()["keys"].values() for key, said in tool.items()}
 
 
 def for_foreign(route: Route, value: object, show: Show) -> str:
@@ -69,7 +69,7 @@ def for_foreign(route: Route, value: object, show: Show) -> str:
     while not (answer := foreign_keys().get(word)) and "." in word:
         word = word.partition(".")[2]  # without its outermost section
     if isinstance(answer, Mapping):
-        text = flow(value).strip('"').lower()
+        text = to_flow_yaml(value).strip('"').lower()
         answer = answer.get(text, answer["else"])
     if not (match := _ANSWER.fullmatch(answer or "")):
         return answer or ""
@@ -101,14 +101,14 @@ def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] 
     is_toml = path.suffix == ".toml"
     if not is_toml and not _OF_SPECS.isdisjoint(root):
         return None  # every spec has one of these keys, and need not load the hints
-    counts = [len(root.keys() & {*row["keys"]}) for row in hints()["files"]]
-    row = hints()["files"][counts.index(max(counts))] if max(counts) > 1 else {}
+    counts = [len(root.keys() & {*row["keys"]}) for row in load_hints()["files"]]
+    row = load_hints()["files"][counts.index(max(counts))] if max(counts) > 1 else {}
     if not is_toml and not row:
         return None
     kind = ": ".join(filter(None, ["a TOML file" * is_toml, row.get("is", "")]))
     finding = f"this is {kind}. A spec is a YAML file with other keys"
     if "next" in row:
-        return finding, f"Use `{row['next'].replace('FILE', flow(str(path.resolve())))}`."
+        return finding, f"Use `{row['next'].replace('FILE', to_flow_yaml(str(path.resolve())))}`."
     leaves = foreign_leaves((), dict(root))
     answers = (for_foreign(*leaf, lambda key, text: f"{'.'.join(key)}={text}") for leaf in leaves)
     settings = filter(None, (re.match(r"Use `((?!.*=[A-Z]{2})[^`]+)`", said) for said in answers))
@@ -120,14 +120,14 @@ def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] 
 
 def for_unknown(key: str, kind: type, route: Route) -> str:
     """Return the remedy for a key that the section of type `kind` at `route` does not have."""
-    if "." in key and tuple(key.split(".")) in _places(SpecRaw, ()):
+    if "." in key and tuple(key.split(".")) in _key_aliases(SpecRaw, ()):
         section, _, rest = key.partition(".")
         return f"Use `{section}: {{{rest}: …}}`."
     meant = _guess_routes(key, kind, route)
     if route and (key,) in meant:
         return f"{key!r} belongs to the top level of the spec, not to {'.'.join(route)}"
     shown = [".".join(place).removeprefix(".".join((*route, ""))) for place in meant]
-    return _did_you_mean(shown) or listed("Keys here", kind, route)
+    return _did_you_mean(shown) or list_keys("Keys here", kind, route)
 
 
 def of_any_section(key: str) -> str:
@@ -136,7 +136,7 @@ def of_any_section(key: str) -> str:
     Exact names of keys do not count, because the section around the key may be misspelled.
     """
     word = key.lower().replace("-", "_")
-    places = _routes_named(word, _places(SpecRaw, ()))
+    places = _routes_named(word, _key_aliases(SpecRaw, ()))
     return _did_you_mean([".".join(place) for place in places if place[-1] != word])
 
 
@@ -144,9 +144,9 @@ def _did_you_mean(shown: list[str]) -> str:
     return f"Did you mean {' or '.join(map(repr, shown))}?" if shown else ""
 
 
-def listed(what: str, kind: type, route: Route) -> str:
+def list_keys(what: str, kind: type, route: Route) -> str:
     """Return the list of a section's keys, or a command that lists them if there are many."""
-    known = tuple(keys(kind))
+    known = tuple(section_keys(kind))
     if len(known) <= _MOST_LISTED:
         return f"{what}: {', '.join(known)}."
     return f"Run `ptrain help {'.'.join(route) or 'keys'}` to list all keys."
@@ -160,31 +160,31 @@ def _guess_routes(key: str, kind: type, route: Route) -> list[Route]:
     names.
     """
     word = key.lower().replace("-", "_")
-    here = {(*route, name): (name, *holds.aka) for name, (_, holds) in keys(kind).items()}
-    known = tuple(name for name, (_, holds) in keys(kind).items() if holds.executed != ())
-    everywhere = _places(SpecRaw, ())
+    here = {(*route, name): (name, *holds.aka) for name, (_, holds) in section_keys(kind).items()}
+    known = tuple(name for name, (_, holds) in section_keys(kind).items() if holds.supported != ())
+    everywhere = _key_aliases(SpecRaw, ())
     if exact := _routes_named(word, here):
         return exact
-    if route and (slip := slips.close(word, known, cutoff=_ALIKE)):
+    if route and (slip := slips.closest_word(word, known, cutoff=_ALIKE)):
         return [(*route, slip)]
     if exact := _routes_named(word, everywhere):
         return exact
     section, _, rest = word.partition("_")
     if (section, rest) in everywhere:  # log_every is log.every
         return [(section, rest)]
-    if near := slips.whole_part(key, known) or nearest(key, known):
+    if near := slips.find_by_part(key, known) or find_similar(key, known):
         return [(*route, near)]
     if route:
         return []
     names = {place[-1] for place in everywhere}
-    guess = nearest(word, tuple(sorted(names)))
+    guess = find_similar(word, tuple(sorted(names)))
     return [place for place in everywhere if place[-1] == guess][:_MOST_MEANT]
 
 
 def is_called(key: str, kind: type, route: Route) -> bool:
     """Return True if `key` is an alias of a key of a section below the top level."""
     word = key.lower().replace("-", "_")
-    return bool(route) and any(word in holds.aka for _, holds in keys(kind).values())
+    return bool(route) and any(word in holds.aka for _, holds in section_keys(kind).values())
 
 
 def _routes_named(word: str, places: Places) -> list[Route]:
@@ -192,15 +192,15 @@ def _routes_named(word: str, places: Places) -> list[Route]:
 
 
 @cache
-def _places(kind: type, above: Route) -> Places:
+def _key_aliases(kind: type, above: Route) -> Places:
     """Return the supported keys of the grammar with their names and aliases.
 
     Keys inside placement tuples are left out, because all tuples have the same ones.
     """
     return {
         place: (place[-1], *holds.aka)
-        for place, _, holds in walk(kind, above)
-        if holds.executed != () and (place[0] != "placement" or len(place) == 1)
+        for place, _, holds in iter_keys(kind, above)
+        if holds.supported != () and (place[0] != "placement" or len(place) == 1)
     }
 
 
@@ -238,15 +238,15 @@ def validate(
     Returns:
         The raw section, or None if too much of it is faulty; and the faults by route.
     """
-    checked = _Walk(tree=tree)
-    raw = checked.section(kind, tree.root, (), is_partial=is_partial)
+    checked = _TreeChecker(tree=tree)
+    raw = checked.check_section(kind, tree.root, (), is_partial=is_partial)
     return (None if raw is MISSING else raw), checked.faults
 
 
-class _Walk(Findings):
-    """Walks a tree along the grammar once. MISSING stands for a faulty value."""
+class _TreeChecker(Findings):
+    """Checks a tree against the grammar in one pass. MISSING replaces a faulty value."""
 
-    def section(
+    def check_section(
         self, kind: type, written: object, route: Route, *, is_partial: bool = False
     ) -> object:
         """Check a mapping against a section; return the section, or MISSING if a required key is
@@ -254,7 +254,7 @@ class _Walk(Findings):
         if not isinstance(written, dict):
             self._report_no_mapping(kind, written, route)
             return MISSING
-        known = keys(kind)
+        known = section_keys(kind)
         values: dict[str, object] = {}
         for key, (spot, holds) in known.items():
             inner = (*route, key)
@@ -264,7 +264,7 @@ class _Walk(Findings):
             elif (
                 is_required(spot)
                 and not is_partial
-                and self.tree.at(_GIVEN_BY.get(inner, inner)) is None
+                and self.tree.value_at(_GIVEN_BY.get(inner, inner)) is None
             ):
                 self.add(inner, *_describe_missing(inner), at=route, key=True)
             values[spot.name] = _NEEDED.get(inner, value) if value is MISSING else value
@@ -280,21 +280,21 @@ class _Walk(Findings):
 
     def _check_value(self, holds: Leaf | Section, value: object, route: Route) -> object:
         if isinstance(holds, Section):
-            if value is None and holds.null:
+            if value is None and holds.accepts_null:
                 return None
-            return self.section(holds.kind, value, route, is_partial=holds.is_partial)
+            return self.check_section(holds.kind, value, route, is_partial=holds.is_partial)
         try:
-            return holds.take(value)
-        except Refused as error:
+            return holds.parse(value)
+        except RejectedValue as error:
             self.add(route, error.finding, error.remedy)
             return MISSING
 
     def _report_no_mapping(self, kind: type, value: object, route: Route) -> None:
         remedy = (
-            (slips.checkpointed(value) if route == ("checkpoint",) else "")
+            (slips.suggest_recompute(value) if route == ("checkpoint",) else "")
             or self._bare_value_remedy(kind, value, route)
             or (self._foreign_remedy(route, value) if route else "")
-            or listed("its keys", kind, route)
+            or list_keys("its keys", kind, route)
         )
         self.add(route, f"must be a mapping; got {describe(value)}", remedy)
 
@@ -336,14 +336,14 @@ class _Walk(Findings):
         `precision=fp16`."""
         if not isinstance(value, str):
             return ""
-        known = keys(kind)
+        known = section_keys(kind)
         for key, (_, holds) in known.items():
-            if isinstance(holds, Choice) and (word := holds.word(value)):
-                return f"Use `{self._format_setting((*route, key), flow(word), route)}`."
+            if isinstance(holds, Choice) and (word := holds.find_word(value)):
+                return f"Use `{self._format_setting((*route, key), to_flow_yaml(word), route)}`."
         folder = f"{route[-1].removesuffix('s')}s" if route else ""  # of models, clusters, rates
-        preset = nearest(value, tuple(listing(folder))) if "preset" in known else ""
+        preset = find_similar(value, tuple(list_files(folder))) if "preset" in known else ""
         return (
-            f"Use `{self._format_setting((*route, 'preset'), flow(preset), route)}`."
+            f"Use `{self._format_setting((*route, 'preset'), to_flow_yaml(preset), route)}`."
             if preset
             else ""
         )
@@ -351,7 +351,7 @@ class _Walk(Findings):
     def _format_setting(self, route: Route, text: str, at: Route) -> str:
         """Return a key and its value's text in the syntax of the faulty key: command line
         or file."""
-        if self.tree.mark(at, key=True).source.startswith(COMMAND_LINE):
+        if self.tree.locate(at, key=True).source.startswith(COMMAND_LINE):
             return f"{'.'.join(route)}={text}"
         section, *inner = route
         if not inner:

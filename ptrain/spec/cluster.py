@@ -1,30 +1,30 @@
-"""What the job runs on: devices, their memory, and links by tier. Used by fit and legality."""
+"""The hardware of a job: devices, their memory, and links by tier."""
 
 from typing import Annotated, Any
 
 from ptrain.spec.leaf import (
     Choice,
+    Integer,
     Leaf,
     Real,
     Section,
     Size,
     Text,
-    Whole,
     describe,
-    refuse,
-    section,
+    reject,
+    section_dataclass,
 )
 from ptrain.spec.model import NAME_OR_FILE
 from ptrain.spec.rates import Rates
 
 
-class _Alike(Leaf):
+class _HomogeneousLeaf(Leaf):
     """A leaf for one value that holds for all devices of a cluster; it rejects a list with a
     reason."""
 
     def check(self, value: Any) -> object:
         if isinstance(value, list | dict):
-            refuse(
+            reject(
                 f"must be one value for all devices; got {describe(value)}",
                 "Use the value of the slowest or smallest device: all ranks of an axis get "
                 "the same share.",
@@ -32,15 +32,15 @@ class _Alike(Leaf):
         return super().check(value)
 
 
-class _Count(_Alike, Whole):
+class _HomogeneousCount(_HomogeneousLeaf, Integer):
     pass
 
 
-class _Bytes(_Alike, Size):
+class _HomogeneousSize(_HomogeneousLeaf, Size):
     pass
 
 
-class _Figure(_Alike, Real):
+class _HomogeneousFigure(_HomogeneousLeaf, Real):
     pass
 
 
@@ -75,7 +75,7 @@ _GPU_STRAGGLERS = 0.014
 PROCESS_BYTES = 300 * 2**20
 
 
-@section
+@section_dataclass
 class Cluster:
     """The hardware of the job: a preset and the fields that override it. Bandwidths are in bytes
     per second; None means unknown, or the default of the device type."""
@@ -85,27 +85,34 @@ class Cluster:
         Text("Name of a cluster in specs/clusters, or a YAML file with its fields.", NAME_OR_FILE),
     ] = None
     name: Annotated[str, Text("Name of the cluster in reports.")] = "cluster"
-    devices: Annotated[int, _Count("Total number of devices.", 1, 2**17)]
+    devices: Annotated[int, _HomogeneousCount("Total number of devices.", 1, 2**17)]
     devices_per_node: Annotated[
-        int, _Count("Devices per node. Default: all devices in one node.", 1, 2**17, follows=True)
+        int,
+        _HomogeneousCount(
+            "Devices per node. Default: all devices in one node.",
+            1,
+            2**17,
+            has_derived_default=True,
+        ),
     ] = 0
     device_memory: Annotated[
-        int, _Bytes("Memory of one device, as torch reports it (79.1 GiB for an 80 GB card).")
+        int,
+        _HomogeneousSize("Memory of one device, as torch reports it (79.1 GiB for an 80 GB card)."),
     ]
     reserve: Annotated[
         int | None,
-        _Bytes(
+        _HomogeneousSize(
             "Memory of one device that tensors cannot use: CUDA context, NCCL, libraries, "
             "fragmentation. Default for GPUs: 3 GiB + 1/40 of the memory; 0 compares bare "
             "peaks.",
             low=0,
             example="5 GiB",
-            follows=True,
+            has_derived_default=True,
         ),
     ] = None
     host_memory: Annotated[
         int | None,
-        _Bytes(
+        _HomogeneousSize(
             "Host memory of one node, shared by its devices, for offloaded states. Default: "
             "unknown, and then it is also unknown whether offloaded states fit.",
             example="2 TB",
@@ -113,7 +120,7 @@ class Cluster:
     ] = None
     intra_node_bandwidth: Annotated[
         float,
-        _Bytes(
+        _HomogeneousSize(
             "Bandwidth of one device within a node, in bytes per second.",
             rate=True,
             read=float,
@@ -122,20 +129,20 @@ class Cluster:
     ]
     inter_node_bandwidth: Annotated[
         float,
-        _Bytes(
+        _HomogeneousSize(
             "Bandwidth of one device between nodes, in bytes per second. Default: as within a "
             "node.",
             rate=True,
-            follows=True,
+            has_derived_default=True,
             read=float,
             write=round,
         ),
     ] = 0.0
     intra_node_latency: Annotated[
-        float, _Figure("Latency of a message within a node, in seconds.", 0.0, 60.0)
+        float, _HomogeneousFigure("Latency of a message within a node, in seconds.", 0.0, 60.0)
     ] = 5e-6
     inter_node_latency: Annotated[
-        float, _Figure("Latency of a message between nodes, in seconds.", 0.0, 60.0)
+        float, _HomogeneousFigure("Latency of a message between nodes, in seconds.", 0.0, 60.0)
     ] = 10e-6
     kind: Annotated[
         str | None,
@@ -147,7 +154,7 @@ class Cluster:
     ] = None
     sm: Annotated[
         int | None,
-        _Count(
+        _HomogeneousCount(
             "Compute capability of the GPUs (80: A100, 90: H100, 100: B200), which decides the "
             "CUDA kernels.",
             50,
@@ -156,40 +163,41 @@ class Cluster:
     ] = None
     interference: Annotated[
         float | None,
-        _Figure(
+        _HomogeneousFigure(
             "How much longer compute takes while a collective runs on the same GPU; 0.7 means 70 % "
             "longer. Default: 0.7 for GPUs, otherwise 0.",
             0.0,
             100.0,
-            follows=True,
+            has_derived_default=True,
         ),
     ] = None
     stragglers: Annotated[
         float | None,
-        _Figure(
+        _HomogeneousFigure(
             "How much longer a step takes with each doubling of the number of nodes, because of "
             "slow nodes and shared links; 0.01 means 1 %. Default: 0.014 for GPUs, otherwise 0.",
             0.0,
             1.0,
-            follows=True,
+            has_derived_default=True,
         ),
     ] = None
     host_bandwidth: Annotated[
         float | None,
-        _Bytes(
+        _HomogeneousSize(
             "Memory bandwidth of one node's host, in bytes per second, shared by its devices, for "
             "updates on the host. Default: unknown, and then their time is unknown.",
             rate=True,
-            follows=True,
+            has_derived_default=True,
             read=float,
             write=round,
         ),
     ] = None
     price: Annotated[
-        float | None, _Figure("Price of one device per hour, in any currency.", 0.0, 1e9)
+        float | None, _HomogeneousFigure("Price of one device per hour, in any currency.", 0.0, 1e9)
     ] = None
     flops: Annotated[
-        float, _Figure("Peak operations per second of one device; 0 if unknown.", 0.0, 1e20)
+        float,
+        _HomogeneousFigure("Peak operations per second of one device; 0 if unknown.", 0.0, 1e20),
     ] = 0.0
     rates: Annotated[
         Rates | None,
@@ -197,7 +205,7 @@ class Cluster:
             Rates,
             "Measured or published speeds of operators, collectives and updates, used for step "
             "times.",
-            null=True,
+            accepts_null=True,
             is_partial=True,
             is_sparse=True,
         ),

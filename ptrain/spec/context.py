@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Choice, Either, Free, Whole, declared, refuse, section
+from ptrain.spec.leaf import (
+    Choice,
+    Either,
+    FreeMapping,
+    Integer,
+    grammar_dataclass,
+    reject,
+    section_dataclass,
+)
 from ptrain.word import MeantWord, words_of
 
 _MOST = 2**17
@@ -48,14 +56,14 @@ class Hybrid:
         return f"{{ulysses: {self.ulysses}, ring: {self.ring}}}"
 
 
-@declared
-class _Degrees(Free):
+@grammar_dataclass
+class _HybridDegrees(FreeMapping):
     """A mapping with the two degrees of a hybrid."""
 
     def check(self, value: Any) -> object:
         degrees = super().check(value)
         if not isinstance(degrees, dict) or {*degrees} != {*_PARTS}:
-            refuse(
+            reject(
                 "a mapping must have the keys `ulysses` and `ring`", "Use `{ulysses: 2, ring: 2}`."
             )
         return degrees
@@ -74,7 +82,7 @@ def _to_file_syntax(attention: ContextAttention | Hybrid) -> object:
     return attention.value
 
 
-@section
+@section_dataclass
 class ContextSpec:
     """Context-parallel attention: how attention reaches tokens on other ranks along cp."""
 
@@ -101,9 +109,9 @@ class ContextSpec:
                     },
                     read=ContextAttention,
                 ),
-                _Degrees(
+                _HybridDegrees(
                     "ulysses over neighbouring ranks, a zigzag ring over such groups",
-                    values=Whole("ranks", 1, _MOST),
+                    values=Integer("ranks", 1, _MOST),
                     read=lambda degrees: Hybrid(**degrees),
                 ),
             ),

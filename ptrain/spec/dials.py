@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Dial, Either, Truth, Whole, section
+from ptrain.spec.leaf import Boolean, Choice, Dial, Either, Integer, section_dataclass
 from ptrain.word import MeantWord, Word, words_of
 
 MAX_SHARDS = 2**17
@@ -23,9 +23,11 @@ class GradientSync(MeantWord):
 
 
 class Reshard(MeantWord):
-    """Which gathered units are given back after forward, where that is neither all nor none:
-    `non-root` keeps the root for its backward pass, which begins at once. It is what torch's
-    `fully_shard` does by itself (`reshard_after_forward=None`)."""
+    """The units that are resharded after forward, if neither all nor none.
+
+    `non-root` keeps the root unsharded, because its backward begins at once. That is the default of
+    torch's `fully_shard` (`reshard_after_forward=None`).
+    """
 
     NON_ROOT = (
         "non-root",
@@ -40,8 +42,8 @@ RESHARD = Either(
     "over n neighbouring ranks. Default: true; false with pp.",
     "true, false, non-root or a number of shards >= 2",
     (
-        Truth(""),
-        Whole("", 2, MAX_SHARDS),
+        Boolean(""),
+        Integer("", 2, MAX_SHARDS),
         Choice(
             "",
             words_of(Reshard),
@@ -49,12 +51,12 @@ RESHARD = Either(
             read=Reshard,
         ),
     ),
-    follows=True,
+    has_derived_default=True,
     dial=Dial(free=True, other=False),
 )
 
 
-@section
+@section_dataclass
 class SyncPolicy:
     """The accumulation's policy: from 3K units moved per step (every) down to K + 1.
 
@@ -74,23 +76,23 @@ class SyncPolicy:
             " Default: every; last if gradients are R on every data axis.",
             words_of(GradientSync),
             read=GradientSync,
-            follows=True,
+            has_derived_default=True,
         ),
     ] = GradientSync.EVERY
     reshard_after_forward: Annotated[bool | int | Reshard, RESHARD] = True
     reshard_after_backward: Annotated[
         bool,
-        Truth(
+        Boolean(
             "Whether gathered parameters are freed after each backward pass. Default: true; "
             "false with pp.",
-            follows=True,
+            has_derived_default=True,
             dial=Dial(free=True, other=False),
         ),
     ] = True
 
     def after_forward(self, *, is_root: bool) -> bool | int:
-        """Return whether a gathered unit is given back after its forward pass, or the number of
-        shards that it is kept in."""
+        """Return whether a unit is resharded after its forward pass, or the number of shards it is
+        resharded to."""
         if isinstance(self.reshard_after_forward, Reshard):
             return not is_root
         return self.reshard_after_forward
@@ -107,15 +109,19 @@ class Compiled(MeantWord):
 
 
 class ReduceScatterVia(Word):
-    """`native`: the backend's own (on gloo an all-reduce; between two ranks an exchange of halves);
-    `all_to_all`: an exchange and a local sum, a true reduce-scatter between any ranks on gloo."""
+    """The implementation of reduce-scatter.
+
+    `native` is the backend's: on gloo an all-reduce, or an exchange of halves between two ranks.
+    `all_to_all` exchanges shards and sums them locally, which sends no more than a reduce-scatter
+    on gloo, too.
+    """
 
     NATIVE = "native"
     ALL_TO_ALL = "all_to_all"
 
 
 class UnitKind(Word):
-    """What is gathered, reduced and freed together (the paper's s_unit)."""
+    """The modules that are gathered, reduced and freed together (the paper's s_unit)."""
 
     BLOCK = "block"
     SUB_BLOCK = "sub-block"  # a block's children that have children; the block keeps the rest
@@ -135,7 +141,7 @@ class UnitSize:
 
 
 class Overlap(MeantWord):
-    """Whether gradients are reduced beside the backward pass."""
+    """The overlap of gradient reductions with backward."""
 
     NONE = (
         "none",
@@ -147,7 +153,7 @@ class Overlap(MeantWord):
 
 
 class GatherAfterUpdate(MeantWord):
-    """When the ranks' updated parts of the parameters become whole."""
+    """The time at which updated parameters are all-gathered."""
 
     BLOCKING = "blocking", "after each unit's update, before the next unit's update"
     DURING_UPDATE = "during-update", "start after each unit's update, wait after the last update"

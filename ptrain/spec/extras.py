@@ -1,4 +1,5 @@
-"""What a spec's model needs beside ptrain's own requirements, and the leave to run its code."""
+"""Checks of what a spec needs at run time: optional packages, writable folders, and permission to
+import the user's code."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
     """Before this one is."""
     if not allow_import:
         raise refused(
-            function.place,
+            function.target_key,
             f"the code of {function.target} is not imported",
             "Add `--allow-import`; in Python, pass `allow_import=True`.",
         )
@@ -59,13 +60,19 @@ def require_file_tier(spec: Spec) -> None:
     try:
         tempfile.TemporaryFile(prefix="ptrain-", dir=spec.offload.path).close()
     except OSError as error:
-        raise unusable(spec.offload.path, error) from error
+        raise unusable_folder_error(spec.offload.path, error) from error
 
 
-def unusable(path: str | None, error: OSError | RuntimeError) -> SpecError:
-    """Return the SpecError for what `error` says of the folder (None: the system's temporary one).
-    Where a folder exists but takes no files, as /proc, the kernel's answer is that there is
-    none."""
+def unusable_folder_error(path: str | None, error: OSError | RuntimeError) -> SpecError:
+    """Return the SpecError for a folder that cannot be used.
+
+    A folder that exists but accepts no files (such as /proc) reports ENOENT, so the path is checked
+    first.
+
+    Args:
+        path: The folder; None for the system's temporary folder.
+        error: The operating system's error.
+    """
     folder = path or tempfile.gettempdir()
     reason = getattr(error, "strerror", None) or str(error)
     if not os.path.lexists(folder):

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ptrain.spec.leaf import Free, Text, declared
+from ptrain.spec.leaf import FreeMapping, Text, grammar_dataclass
 
 PATH = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 FORM = "package.module:function"
-ARGUMENTS = Free("Keyword arguments of `target`.")
+ARGUMENTS = FreeMapping("Keyword arguments of `target`.")
 FOLDER = Text(
     "Folder in which `target` is searched after the installed packages. Default: the folder of "
     "the spec.",
@@ -29,7 +29,7 @@ class UserFunction:
     folder: str | None = field(default=None, compare=False, repr=False)
 
     @property
-    def place(self) -> str:
+    def target_key(self) -> str:
         """The dotted key that names the function."""
         return f"{self.section}.target"
 
@@ -38,7 +38,7 @@ class UserFunction:
         return hash((self.section, self.target, repr(self.arguments)))
 
 
-@declared
+@grammar_dataclass
 class StepRaw:
     """User-defined function that runs a micro-batch through the model."""
 

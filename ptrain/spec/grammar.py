@@ -9,23 +9,29 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
 
-from ptrain.spec.activations import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, RecomputeRaw
+from ptrain.spec.activations import (
+    ACTIVATIONS,
+    KEPT_MEANINGS,
+    LOSS,
+    RECOMPUTE,
+    ActivationModeText,
+    LossRaw,
+    RecomputeRaw,
+)
 from ptrain.spec.batch import BatchRaw
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import RESHARD
 from ptrain.spec.function import StepRaw
 from ptrain.spec.keys import Keys
 from ptrain.spec.leaf import (
-    KEPT_MEANINGS,
     Choice,
-    Free,
-    KeptText,
+    FreeMapping,
+    Integer,
     ModeText,
     Section,
     Text,
-    Whole,
-    declared,
-    meanings,
+    grammar_dataclass,
+    words_schema,
 )
 from ptrain.spec.model import ModelRaw
 from ptrain.spec.placement import Mode, S
@@ -36,7 +42,7 @@ _TUPLE_TEXTS = (
     {"type": "string", "description": "a strategy's name, or the modes in the order Θ,Ω,G,A"},
     {
         "type": "array",
-        "items": meanings(KEPT_MEANINGS),
+        "items": words_schema(KEPT_MEANINGS),
         "minItems": 4,
         "maxItems": 4,
         "description": "the modes in the order Θ, Ω, G, A",
@@ -47,17 +53,17 @@ _TUPLE_TEXTS = (
 _Degree = int | str | None
 
 
-def _degree(about: str, *aka: str) -> Whole:
-    return Whole(about, 1, MAX_DEGREE, words=("auto",), aka=aka)
+def _degree_leaf(about: str, *aka: str) -> Integer:
+    return Integer(about, 1, MAX_DEGREE, words=("auto",), aka=aka)
 
 
-@declared
+@grammar_dataclass
 class MeshRaw:
     """The ranks as a product of axes, outermost first. An axis of degree 1 vanishes."""
 
     pp: Annotated[
         _Degree,
-        _degree(
+        _degree_leaf(
             "Number of pipeline-parallel ranks; the layers are split over them.",
             "pipeline",
             "pipeline_parallel",
@@ -65,11 +71,11 @@ class MeshRaw:
         ),
     ] = None
     dp_replicate: Annotated[
-        _Degree, _degree("Number of replicas of the model (DDP).", "replicate")
+        _Degree, _degree_leaf("Number of replicas of the model (DDP).", "replicate")
     ] = None
     dp_shard: Annotated[
         _Degree,
-        _degree(
+        _degree_leaf(
             "Number of ranks over which data parallelism shards states (ZeRO, FSDP).",
             "fsdp",
             "shard",
@@ -77,11 +83,13 @@ class MeshRaw:
     ] = None
     cp: Annotated[
         _Degree,
-        _degree("Number of context-parallel ranks; the tokens of a sequence are split over them."),
+        _degree_leaf(
+            "Number of context-parallel ranks; the tokens of a sequence are split over them."
+        ),
     ] = None
     ep: Annotated[
         _Degree,
-        _degree(
+        _degree_leaf(
             "Number of expert-parallel ranks; the experts are split over them.",
             "expert",
             "expert_parallel",
@@ -93,7 +101,7 @@ class MeshRaw:
     ] = None
     tp: Annotated[
         _Degree,
-        _degree(
+        _degree_leaf(
             "Number of tensor-parallel ranks; each operator is split over them.",
             "tensor",
             "tensor_parallel",
@@ -102,37 +110,37 @@ class MeshRaw:
     ] = None
     dp: Annotated[
         _Degree,
-        _degree(
+        _degree_leaf(
             "Short for `dp_replicate` or `dp_shard`, whichever the placement of this axis "
             "belongs to."
         ),
     ] = None
 
 
-@declared
+@grammar_dataclass
 class TupleRaw:
-    """One tuple (Θ, Ω, G, A): the mode of each state on one axis (Definition 2)."""
+    """A tuple (Θ, Ω, G, A): the mode of each state on one axis (Definition 2)."""
 
     parameters: Annotated[Mode, ModeText("Θ, the model's parameters")]
     optimizer: Annotated[Mode, ModeText("Ω, the optimizer's state, master copies included")]
     gradients: Annotated[Mode, ModeText("G, the gradients")]
-    activations: Annotated[Mode, KeptText("A, what forward saves for backward")]
+    activations: Annotated[Mode, ActivationModeText("A, what forward saves for backward")]
 
 
-def _tuple(about: str) -> Section:
-    return Section(TupleRaw, about, also=_TUPLE_TEXTS)
+def _tuple_section(about: str) -> Section:
+    return Section(TupleRaw, about, other_schemas=_TUPLE_TEXTS)
 
 
 def _tuple_on(axis: str) -> Section:
-    return _tuple(f"Placement on {axis}: a strategy name or the four modes.")
+    return _tuple_section(f"Placement on {axis}: a strategy name or the four modes.")
 
 
-EXPERTS_TUPLE = _tuple(
+EXPERTS_TUPLE = _tuple_section(
     "Placement of the experts on ep: each rank holds some experts in full (S, S, S, S)."
 )
 
 
-@declared
+@grammar_dataclass
 class ExpertTupleRaw:
     """The tuples of ep: one of the experts, and one of all else, for which ep is a data axis."""
 
@@ -141,15 +149,15 @@ class ExpertTupleRaw:
     )
     rest: Annotated[
         TupleRaw,
-        _tuple(
+        _tuple_section(
             "Placement on ep of all tensors except the experts: a strategy name or the four modes."
         ),
     ]
 
 
-@declared
+@grammar_dataclass
 class PlacementRaw:
-    """One tuple per axis of the mesh: a strategy's name, or the modes."""
+    """The tuple of each mesh axis: a strategy's name, or the modes."""
 
     pp: Annotated[TupleRaw | None, _tuple_on("pp")] = None
     dp_replicate: Annotated[TupleRaw | None, _tuple_on("dp_replicate")] = None
@@ -161,7 +169,7 @@ class PlacementRaw:
             ExpertTupleRaw,
             "Placements on ep: of the experts and of all other tensors, or of all other tensors"
             " only.",
-            also=({"$ref": "#/$defs/TupleRaw"}, *_TUPLE_TEXTS),
+            other_schemas=({"$ref": "#/$defs/TupleRaw"}, *_TUPLE_TEXTS),
         ),
     ] = None
     tp: Annotated[TupleRaw | None, _tuple_on("tp")] = None
@@ -169,8 +177,8 @@ class PlacementRaw:
 
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
-class _Head:
-    """What comes first in a file, and is resolved to something else."""
+class _LeadingKeys:
+    """The first keys of a file, which are resolved to other types."""
 
     name: Annotated[
         str | None,
@@ -197,7 +205,7 @@ class _Head:
         Section(
             PlacementRaw,
             "One placement per mesh axis, or a strategy name for all axes.",
-            also=({"type": "string", "description": "a strategy's name"},),
+            other_schemas=({"type": "string", "description": "a strategy's name"},),
         ),
     ] = None
     precision: Annotated[PrecisionRaw, Section(PrecisionRaw, "Dtypes of each state.")] = field(
@@ -209,18 +217,21 @@ class _Head:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class SpecRaw(Keys, _Head):
+class SpecRaw(Keys, _LeadingKeys):
     """A spec: the model, the mesh of ranks and how each state is placed on it."""
 
     cluster: Annotated[
         dict[str, Any] | None,
         Section(
-            Cluster, "Devices, memory and links that the job runs on.", null=True, is_partial=True
+            Cluster,
+            "Devices, memory and links that the job runs on.",
+            accepts_null=True,
+            is_partial=True,
         ),
     ] = None
     activations: Annotated[Any, ACTIVATIONS] = None
     recompute: Annotated[RecomputeRaw | None, RECOMPUTE] = None
-    expert: Annotated[Any, Free("How experts are selected and placed.", executed=())] = None
+    expert: Annotated[Any, FreeMapping("How experts are selected and placed.", supported=())] = None
     attention: Annotated[
         str | None,
         Choice(
@@ -240,8 +251,8 @@ class SpecRaw(Keys, _Head):
                 "naive": "eager",
                 "manual": "eager",
             },
-            executed=("sdpa", "eager", "flex", "math"),
-            why="; sdpa selects it where possible",
+            supported=("sdpa", "eager", "flex", "math"),
+            reason="; sdpa selects it where possible",
         ),
     ] = None
     loss: Annotated[LossRaw | None, LOSS] = None
@@ -249,5 +260,6 @@ class SpecRaw(Keys, _Head):
         StepRaw | None, Section(StepRaw, "Your function that runs the model and returns its loss.")
     ] = None
     reshard: Annotated[
-        bool | int | str | None, replace(RESHARD, about="Alias of `sync.reshard_after_forward`.")
+        bool | int | str | None,
+        replace(RESHARD, description="Alias of `sync.reshard_after_forward`."),
     ] = None

@@ -6,25 +6,25 @@ from dataclasses import field
 from math import gcd
 from typing import Annotated, Any, NamedTuple
 
-from ptrain.spec.activations import Words
+from ptrain.spec.activations import WordList
 from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH, UserFunction
 from ptrain.spec.leaf import (
+    Boolean,
     Choice,
+    Integer,
     Leaf,
     Numbers,
     Real,
     Section,
     Shape,
     Text,
-    Truth,
-    Whole,
-    checked,
-    declared,
+    check_part,
     describe,
-    refuse,
-    section,
+    grammar_dataclass,
+    reject,
+    section_dataclass,
 )
-from ptrain.spec.optimizers import OPTIMIZERS, OptimizerRow, defaults
+from ptrain.spec.optimizers import OPTIMIZERS, OptimizerRow, list_defaults
 
 CYCLE = 2**16  # samples, at most, in which every source has its share
 
@@ -40,47 +40,50 @@ class DataSource(NamedTuple):
 
 _KEYS: Mapping[str, Leaf] = {
     "path": Text("a memory-mapped token file"),
-    "weight": Real("its share of the samples, over the sum of all", 0.0, 1e9, open=True),
-    "loss_mask": Text("as data.loss_mask, of this file", null=True),
+    "weight": Real("its share of the samples, over the sum of all", 0.0, 1e9, excludes_low=True),
+    "loss_mask": Text("as data.loss_mask, of this file", accepts_null=True),
 }
 
 
-@declared
-class Sources(Leaf):
+@grammar_dataclass
+class SourceList(Leaf):
     """A list of token files, each with a weight."""
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         return "a list of {path, weight, loss_mask}"
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         if not isinstance(value, list) or not value:
             got = "an empty list" if value == [] else describe(value)
-            refuse(f"must be {self.takes()}; got {got}", "Use `[{path: a.npy, weight: 2}, …]`.")
+            reject(
+                f"must be {self.describe_values()}; got {got}",
+                "Use `[{path: a.npy, weight: 2}, …]`.",
+            )
         sources = [_parse_source(number, source) for number, source in enumerate(value, 1)]
         numbers: dict[str, int] = {}
         for number, source in enumerate(sources, 1):
             first = numbers.setdefault(os.path.abspath(source.path), number)
             if first != number:
-                refuse(
+                reject(
                     f"source {number} repeats the file of source {first}: {source.path}",
                     "Remove one of the two and add up their weights.",
                 )
-        for number, quota in enumerate(quotas([source.weight for source in sources]), 1):
+        for number, quota in enumerate(cycle_quotas([source.weight for source in sources]), 1):
             if not quota:
-                refuse(
+                reject(
                     f"source {number} gets less than one sample in {CYCLE}",
                     "Use a larger weight, or remove the source.",
                 )
         return tuple(sources)
 
-    def say(self, value: object) -> object:
+    def dump(self, value: object) -> object:
         if value is None:
             return None
         assert isinstance(value, tuple), "sources"
         said = ({key: getattr(source, key) for key in _KEYS} for source in value)
         return [{key: one for key, one in keys.items() if one is not None} for keys in said]
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def value_schemas(self) -> tuple[Shape, ...]:
         items = {
             "type": "object",
             "properties": {key: leaf.schema() for key, leaf in _KEYS.items()},
@@ -93,22 +96,22 @@ class Sources(Leaf):
 def _parse_source(number: int, source: object) -> DataSource:
     """Parse one entry of the list; its faults name the source and the key."""
     if not isinstance(source, dict):
-        refuse(f"source {number} must be a mapping; got {describe(source)}", "Use `{path: FILE}`.")
+        reject(f"source {number} must be a mapping; got {describe(source)}", "Use `{path: FILE}`.")
     for key in source:
         if key not in _KEYS:
-            refuse(f"source {number} has no key {key!r}", f"Allowed keys: {', '.join(_KEYS)}.")
+            reject(f"source {number} has no key {key!r}", f"Allowed keys: {', '.join(_KEYS)}.")
     if "path" not in source:
-        refuse(f"source {number} has no path", "Use `{path: FILE, weight: NUMBER}`.")
+        reject(f"source {number} has no path", "Use `{path: FILE, weight: NUMBER}`.")
     other = "Use another value."
     return DataSource(
         **{
-            key: checked(_KEYS[key].take, value, f"source {number}, {key}", other)
+            key: check_part(_KEYS[key].parse, value, f"source {number}, {key}", other)
             for key, value in source.items()
         }
     )
 
 
-def quotas(weights: Sequence[float]) -> tuple[int, ...]:
+def cycle_quotas(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the number of samples of each source in a cycle.
 
     The cycle is the shortest one that has exactly the ratio of the weights. If that is longer than
@@ -131,17 +134,17 @@ def _smallest_integers(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(number // gcd(*whole) for number in whole)
 
 
-@section
+@section_dataclass
 class ScheduleSpec:
     """Learning rate over the steps: linear warm-up, then constant or cosine decay."""
 
     warmup: Annotated[
         int,
-        Whole("Number of linear warm-up steps.", 0, 10**9, aka=("warmup_steps", "warmup_iters")),
+        Integer("Number of linear warm-up steps.", 0, 10**9, aka=("warmup_steps", "warmup_iters")),
     ] = 0
     decay_steps: Annotated[
         int,
-        Whole(
+        Integer(
             "Step at which the cosine decay ends; 0 keeps the rate constant after warm-up.",
             0,
             10**9,
@@ -152,31 +155,39 @@ class ScheduleSpec:
     ] = 0.1
 
 
-@section
+@section_dataclass
 class OptimizerSpec:
     """Update of the parameters."""
 
     name: Annotated[
-        str, Choice("Optimizer.", {name: row.about for name, row in OPTIMIZERS.items()})
+        str, Choice("Optimizer.", {name: row.description for name, row in OPTIMIZERS.items()})
     ] = "adamw"
     lr: Annotated[
-        float, Real("Peak learning rate.", 0.0, 1e6, open=True, aka=("learning_rate",))
+        float, Real("Peak learning rate.", 0.0, 1e6, excludes_low=True, aka=("learning_rate",))
     ] = 3e-4
     betas: Annotated[
         tuple[float, ...],
         Numbers(
-            f"Two decay rates. Default: {defaults('betas')}.",
+            f"Two decay rates. Default: {list_defaults('betas')}.",
             0.0,
             0.999999,
             count=2,
-            follows=True,
+            has_derived_default=True,
             aka=("beta1", "beta2"),
         ),
     ] = (0.9, 0.95)
-    eps: Annotated[float, Real(f"Epsilon. Default: {defaults('eps')}.", 0.0, 1.0, open=True)] = 1e-8
+    eps: Annotated[
+        float, Real(f"Epsilon. Default: {list_defaults('eps')}.", 0.0, 1.0, excludes_low=True)
+    ] = 1e-8
     weight_decay: Annotated[float, Real("Decoupled weight decay.", 0.0, 1e3, aka=("wd",))] = 0.1
     momentum: Annotated[
-        float, Real(f"Momentum. Default: {defaults('momentum')}.", 0.0, 0.999999, follows=True)
+        float,
+        Real(
+            f"Momentum. Default: {list_defaults('momentum')}.",
+            0.0,
+            0.999999,
+            has_derived_default=True,
+        ),
     ] = 0.0
     schedule: Annotated[ScheduleSpec, Section(ScheduleSpec, "Learning-rate schedule.")] = field(
         default_factory=ScheduleSpec
@@ -187,19 +198,19 @@ class OptimizerSpec:
             "Maximum global gradient norm; null disables clipping.",
             0.0,
             1e9,
-            open=True,
-            null=True,
+            excludes_low=True,
+            accepts_null=True,
             aka=("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping", "max_norm"),
         ),
     ] = 1.0
 
     @property
-    def row(self) -> OptimizerRow:
+    def properties(self) -> OptimizerRow:
         """The properties of the optimizer."""
         return OPTIMIZERS[self.name]
 
 
-@section
+@section_dataclass
 class DataSpec:
     """Training data: a built-in corpus, one or several token files, or samples from a user's
     function. Exactly one of `corpus`, `path`, `sources` and `target` is set."""
@@ -214,10 +225,12 @@ class DataSpec:
             },
         ),
     ] = "python-docs"
-    path: Annotated[str | None, Text("Memory-mapped token file (.npy or .bin).", null=True)] = None
+    path: Annotated[
+        str | None, Text("Memory-mapped token file (.npy or .bin).", accepts_null=True)
+    ] = None
     sources: Annotated[
         tuple[DataSource, ...] | None,
-        Sources(
+        SourceList(
             "Token files with their sampling weights, instead of `path`.",
             aka=("datasets", "mixture", "blend", "data_blend", "train_data_path", "mix"),
         ),
@@ -227,7 +240,7 @@ class DataSpec:
         Text(
             "File of booleans, one per token of `path`; tokens marked false are not targets, "
             "for example prompts.",
-            null=True,
+            accepts_null=True,
             aka=("mask", "labels_mask", "train_on_input"),
         ),
     ] = None
@@ -237,7 +250,7 @@ class DataSpec:
             "Token ids that are never targets, for example padding.",
             0,
             10**9,
-            whole=True,
+            is_integer=True,
             aka=("ignore_index", "ignored_tokens", "ignore", "pad_token_id", "eod_mask_loss"),
         ),
     ] = None
@@ -286,59 +299,59 @@ class DataSpec:
         )
 
 
-@section
+@section_dataclass
 class TrainSpec:
     """Length of the training, and its seed."""
 
     steps: Annotated[
         int,
-        Whole(
+        Integer(
             "Number of optimizer steps.", 1, 10**9, aka=("max_steps", "num_steps", "train_iters")
         ),
     ] = 50
     seed: Annotated[
-        int, Whole("Seed of the weights, the sample order and dropout.", 0, 2**63 - 1)
+        int, Integer("Seed of the weights, the sample order and dropout.", 0, 2**63 - 1)
     ] = 0
 
 
-@section
+@section_dataclass
 class EvalSpec:
     """Mean loss on data that is never trained on."""
 
-    every: Annotated[int, Whole("Steps between evaluations; 0 disables them.", 0, 10**9)] = 0
+    every: Annotated[int, Integer("Steps between evaluations; 0 disables them.", 0, 10**9)] = 0
     batches: Annotated[
-        int, Whole("Number of global batches per evaluation.", 1, 10**6, aka=("eval_iters",))
+        int, Integer("Number of global batches per evaluation.", 1, 10**6, aka=("eval_iters",))
     ] = 4
 
 
-@section
+@section_dataclass
 class CheckpointSpec:
     """Points at which the training state is saved."""
 
-    at_end: Annotated[bool, Truth("Save a checkpoint after the last step.")] = False
-    every: Annotated[int, Whole("Steps between checkpoints; 0 disables them.", 0, 10**9)] = 0
+    at_end: Annotated[bool, Boolean("Save a checkpoint after the last step.")] = False
+    every: Annotated[int, Integer("Steps between checkpoints; 0 disables them.", 0, 10**9)] = 0
 
 
-@section
+@section_dataclass
 class Timeout:
     """Seconds until a silent rank counts as hung."""
 
     init: Annotated[
-        float, Real("Timeout of the rendezvous, in seconds.", 0.0, 10**6, open=True)
+        float, Real("Timeout of the rendezvous, in seconds.", 0.0, 10**6, excludes_low=True)
     ] = 300.0
     step: Annotated[
-        float, Real("Timeout of every later collective, in seconds.", 0.0, 10**6, open=True)
+        float, Real("Timeout of every later collective, in seconds.", 0.0, 10**6, excludes_low=True)
     ] = 120.0
 
 
-@section
+@section_dataclass
 class LogSpec:
     """Log lines, and trackers that receive the figures of a run besides its folder."""
 
-    every: Annotated[int, Whole("Steps between log lines.", 1, 10**9)] = 10
+    every: Annotated[int, Integer("Steps between log lines.", 1, 10**9)] = 10
     trackers: Annotated[
         tuple[str, ...],
-        Words(
+        WordList(
             "Trackers to which rank 0 logs the spec, the predicted figures, the figures of each"
             " step and the verdict.",
             {

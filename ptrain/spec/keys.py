@@ -1,5 +1,5 @@
-"""The keys that a spec's file and the resolved spec have alike: each is declared here, or in its
-section's class, and nowhere else."""
+"""The keys that a spec's file and the resolved spec have in common. Each is declared once, here or
+in the class of its section."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -31,49 +31,49 @@ from ptrain.spec.job import (
 )
 from ptrain.spec.leaf import (
     MODE_MEANINGS,
+    Boolean,
     Choice,
     Dial,
     Either,
-    Free,
+    FreeMapping,
+    Integer,
     Leaf,
     ModeText,
     Numbers,
     Section,
     Size,
     Text,
-    Truth,
-    Whole,
-    declared,
-    refuse,
-    section,
-    walk,
+    grammar_dataclass,
+    iter_keys,
+    reject,
+    section_dataclass,
 )
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import DATA_AXES, Axis, Mode, Tier
 from ptrain.spec.role import GIVEN, Role, Roles
 from ptrain.spec.routing import FILE, Routing, RoutingText, plain_routing, read_routing
 from ptrain.spec.slips import TIER_SLIPS
-from ptrain.spec.text import flow
+from ptrain.spec.text import to_flow_yaml
 from ptrain.word import words_of
 
 PAIRED, NAIVE = "paired", "naive"
 CUT, FOLDED = "cut", "folded"
 
 
-def _plan(written: str | Mapping[str, str]) -> str | Roles:
-    """A plan's name, or the roles of a model's modules."""
+def _parse_plan(written: str | Mapping[str, str]) -> str | Roles:
+    """Return the name of a plan, or the roles of a model's modules."""
     if isinstance(written, str):
         return written
     return tuple((name, Role(role)) for name, role in written.items()) or PAIRED
 
 
-def _written(plan: str | Roles) -> object:
+def _dump_plan(plan: str | Roles) -> object:
     return plan if isinstance(plan, str) else {name: role.value for name, role in plan}
 
 
-@section
+@section_dataclass
 class TensorSpec:
-    """How operators are cut over tp."""
+    """The sharding of operators over tp."""
 
     plan: Annotated[
         str | Roles,
@@ -90,14 +90,16 @@ class TensorSpec:
                         NAIVE: "every column-parallel layer reduces its input gradient separately",
                     },
                 ),
-                Free("", values=Choice("", {str(role): about for role, about in GIVEN.items()})),
+                FreeMapping(
+                    "", values=Choice("", {str(role): about for role, about in GIVEN.items()})
+                ),
             ),
-            read=_plan,
-            write=_written,
+            read=_parse_plan,
+            write=_dump_plan,
         ),
     ] = PAIRED
     loss_parallel: Annotated[
-        bool, Truth("Keep logits sharded over the vocabulary until the loss is computed.")
+        bool, Boolean("Keep logits sharded over the vocabulary until the loss is computed.")
     ] = True
     experts: Annotated[
         str,
@@ -112,32 +114,32 @@ class TensorSpec:
     ] = CUT
     asynchronous: Annotated[
         bool,
-        Truth(
+        Boolean(
             "Split collectives into pieces that overlap with matrix products (async TP).",
-            executed=(False,),
-            why="; torch supports it only on CUDA, where it is not tested",
+            supported=(False,),
+            reason="; torch supports it only on CUDA, where it is not tested",
         ),
     ] = False
 
     @property
     def is_naive(self) -> bool:
-        """Whether every column operator sums its input's gradient by itself."""
+        """True if every column-parallel operator reduces its input's gradient separately."""
         return self.plan == NAIVE
 
     @property
     def is_folded(self) -> bool:
-        """Whether ranks of tp have experts of their own, beside those of ep."""
+        """True if ranks of tp have different experts, in addition to the ranks of ep."""
         return self.experts == FOLDED
 
     @property
     def roles(self) -> Roles:
-        """What the spec says of a model that is not built in, by patterns of module names."""
+        """The roles of a user-defined model's modules, by name pattern; empty for a named plan."""
         return () if isinstance(self.plan, str) else self.plan
 
 
-@section
+@section_dataclass
 class Offload:
-    """Where the mode O is, and who updates optimizer state that is not on the device."""
+    """The tier of mode O, and the processor that updates offloaded optimizer state."""
 
     tier: Annotated[
         Tier | None,
@@ -174,35 +176,36 @@ _TUPLE = (
 )
 
 
-@declared
+@grammar_dataclass
 class FrozenMode(ModeText):
-    """The tuple of a frozen parameter on one axis: the mode of its Θ, which is all that it has."""
+    """The mode of frozen parameters on one axis. They have no other state."""
 
     modes: ClassVar[Mapping[str, str]] = {
         mode: about for mode, about in MODE_MEANINGS.items() if mode not in _NO_PLACE
     }
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         return "a mode of Θ: R, S* or O, or with a tier (R@host, S*@file)"
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         if isinstance(value, str) and "," in value:
-            refuse(f"{value!r} has several modes", f"{_TUPLE}. Use `{value.partition(',')[0]}`.")
+            reject(f"{value!r} has several modes", f"{_TUPLE}. Use `{value.partition(',')[0]}`.")
         if value == "M":
-            refuse(
+            reject(
                 "M is cast from the master copy in the optimizer state, and frozen parameters have "
                 "none",
                 "Use `S*`, `R` or `O`.",
             )
-        return super().fit(value)
+        return super().convert(value)
 
-    def meant(self, value: Any) -> str:
-        return "Did you mean `S*`?" if value == "S" else super().meant(value)
+    def suggest(self, value: Any) -> str:
+        return "Did you mean `S*`?" if value == "S" else super().suggest(value)
 
 
-@section
+@section_dataclass
 class FrozenSpec:
-    """The modes of frozen parameters by axis; without one they are where all others are."""
+    """The modes of frozen parameters by axis. Axes without a mode place them like trained
+    parameters."""
 
     dp_replicate: Annotated[
         Mode | None,
@@ -217,16 +220,16 @@ class FrozenSpec:
 
     @property
     def is_written(self) -> bool:
-        """Return whether there is any mode."""
+        """Return True if the spec sets a mode."""
         return self.dp_replicate is not None or self.dp_shard is not None
 
-    def of(self, axis: Axis) -> Mode | None:
-        """Return the mode that is written for an axis, if any is."""
+    def mode_on(self, axis: Axis) -> Mode | None:
+        """Return the mode that the spec sets for an axis, or None."""
         mode: Mode | None = getattr(self, axis.value, None)
         return mode
 
-    def written(self) -> dict[Axis, Mode]:
-        """Return the modes that are, by axis."""
+    def modes_by_axis(self) -> dict[Axis, Mode]:
+        """Return the modes that the spec sets, by axis."""
         modes = {Axis(spot.name): getattr(self, spot.name) for spot in fields(self)}
         return {axis: mode for axis, mode in modes.items() if mode is not None}
 
@@ -234,21 +237,21 @@ class FrozenSpec:
 _BUCKETS = {"per-tensor": 1, "size": STOCK_BUCKET_BYTES, "whole": WHOLE_BUCKET}
 
 
-def _via(written: str | bool) -> ReduceScatterVia:
+def _parse_reduce_scatter(written: str | bool) -> ReduceScatterVia:
     if isinstance(written, bool):
         return ReduceScatterVia.ALL_TO_ALL if written else ReduceScatterVia.NATIVE
     return ReduceScatterVia.NATIVE if written == "stock" else ReduceScatterVia(written)
 
 
-def _compiled(written: str | bool) -> Compiled:
+def _parse_compile(written: str | bool) -> Compiled:
     if isinstance(written, bool):
         return Compiled.BLOCK if written else Compiled.NONE
     return Compiled(written)
 
 
 def _on_data_axes(mode: object, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mode of frozen parameters on every data axis of the mesh; dp_shard stands for
-    none."""
+    """Expand one mode of frozen parameters to every data axis of the mesh, or to dp_shard if the
+    mesh has none."""
     mesh = spec.get("mesh")
     if not isinstance(mode, str) or not isinstance(mesh, dict):
         return {}
@@ -256,26 +259,26 @@ def _on_data_axes(mode: object, spec: Mapping[str, Any]) -> dict[str, Any]:
     return dict.fromkeys(axes or [Axis.DP_SHARD.value], mode)
 
 
-def _unit(written: str) -> UnitSize:
-    """`block`, `sub-block`, `model` or `n blocks`; one block is `block`."""
+def _parse_unit(written: str) -> UnitSize:
+    """Parse `block`, `sub-block`, `model` or `n blocks`; `1 blocks` is `block`."""
     count, _, blocks = written.partition(" ")
     if not blocks:
         return UnitSize(kind=UnitKind(written))
     return UnitSize(kind=UnitKind.BLOCKS, count=int(count)) if int(count) > 1 else UnitSize()
 
 
-def _bytes(written: int | str) -> int:
+def _parse_bucket(written: int | str) -> int:
     return _BUCKETS.get(written, 0) if isinstance(written, str) else written
 
 
-def _bucket(size: int) -> object:
-    """Return a word where only a word says the size, else bytes."""
+def _dump_bucket(size: int) -> object:
+    """Return the word for a bucket size that has one, else the size in bytes."""
     return {1: "per-tensor", WHOLE_BUCKET: "whole"}.get(size, size)
 
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class Keys:
-    """What a file says of a spec as ptrain reads it."""
+    """The keys of a spec that are read without another resolution."""
 
     optimizer: Annotated[
         OptimizerSpec, Section(OptimizerSpec, "The optimizer and its learning-rate schedule.")
@@ -298,7 +301,9 @@ class Keys:
         Section(
             CheckpointSpec,
             "When checkpoints are saved.",
-            also=({"const": "at_end", "description": "Save a checkpoint after the last step."},),
+            other_schemas=(
+                {"const": "at_end", "description": "Save a checkpoint after the last step."},
+            ),
             alone=lambda value, _: {"at_end": True} if value == "at_end" else {},
         ),
     ] = field(default_factory=CheckpointSpec)
@@ -307,7 +312,7 @@ class Keys:
         Section(
             Timeout,
             "Timeouts in seconds, after which a silent rank counts as hung.",
-            also=({"type": "number"},),
+            other_schemas=({"type": "number"},),
             alone=lambda value, _: {"step": value} if type(value) in (int, float) else {},
         ),
     ] = field(default_factory=Timeout)
@@ -316,7 +321,7 @@ class Keys:
     )
     profile: Annotated[
         tuple[int, ...],
-        Numbers("Steps of which a profiler trace is written.", 0, 10**9, whole=True),
+        Numbers("Steps of which a profiler trace is written.", 0, 10**9, is_integer=True),
     ] = ()
     device: Annotated[
         str,
@@ -338,7 +343,7 @@ class Keys:
         ),
     ] = "auto"
     deterministic: Annotated[
-        bool, Truth("Use only deterministic algorithms.", aka=("use_deterministic_algorithms",))
+        bool, Boolean("Use only deterministic algorithms.", aka=("use_deterministic_algorithms",))
     ] = False
     compile: Annotated[
         Compiled,
@@ -347,9 +352,9 @@ class Keys:
             "none or block",
             (
                 Choice("", words_of(Compiled)),
-                Truth("true: block"),
+                Boolean("true: block"),
             ),
-            read=_compiled,
+            read=_parse_compile,
         ),
     ] = Compiled.NONE
 
@@ -369,9 +374,9 @@ class Keys:
                         "stock": "alias of native",
                     },
                 ),
-                Truth("true: all_to_all"),
+                Boolean("true: all_to_all"),
             ),
-            read=_via,
+            read=_parse_reduce_scatter,
             dial=Dial(free="native", other="all_to_all"),
         ),
     ] = ReduceScatterVia.NATIVE
@@ -386,8 +391,8 @@ class Keys:
             high=2**40,
             example="25 MiB",
             key="bucket",
-            read=_bytes,
-            write=_bucket,
+            read=_parse_bucket,
+            write=_dump_bucket,
             dial=Dial(free="size", other="per-tensor"),
         ),
     ] = STOCK_BUCKET_BYTES
@@ -410,10 +415,10 @@ class Keys:
                 ),
                 Text("so many neighbouring blocks", r"[1-9][0-9]{0,4} blocks"),
             ),
-            hint=slips.unit,
-            read=_unit,
+            hint=slips.suggest_unit,
+            read=_parse_unit,
             write=str,
-            null=True,
+            accepts_null=True,
             dial=Dial(free="block", other="sub-block"),
         ),
     ] = None
@@ -432,19 +437,19 @@ class Keys:
                 "no": "none",
             },
             read=Overlap,
-            null=True,
+            accepts_null=True,
             dial=Dial(free="none"),
         ),
     ] = None
     prefetch: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Number of units that are gathered ahead of their use. Default: 1 for flat units, but 0"
             " in a pipeline or without overlap; for fully_shard, torch's own prefetching (the next"
             " unit in backward).",
             0,
             10_000,
-            null=True,
+            accepts_null=True,
             dial=Dial(free=0),
         ),
     ] = None
@@ -455,7 +460,7 @@ class Keys:
             "update if that needs no extra memory, otherwise blocking.",
             words_of(GatherAfterUpdate),
             read=GatherAfterUpdate,
-            null=True,
+            accepts_null=True,
             dial=Dial(free="blocking", other="during-update"),
         ),
     ] = None
@@ -466,7 +471,8 @@ class Keys:
         field(default_factory=PipelineSpec)
     )
     context: Annotated[
-        ContextSpec | None, Section(ContextSpec, "Options of context parallelism.", null=True)
+        ContextSpec | None,
+        Section(ContextSpec, "Options of context parallelism.", accepts_null=True),
     ] = None
     offload: Annotated[Offload, Section(Offload, "States that are not on the device.")] = field(
         default_factory=Offload
@@ -476,13 +482,13 @@ class Keys:
         Section(
             FrozenSpec,
             "Placement of frozen parameters: a mode per data axis, or one mode for all data axes.",
-            also=({"type": "string", "description": "the mode on all data axes"},),
+            other_schemas=({"type": "string", "description": "the mode on all data axes"},),
             alone=_on_data_axes,
         ),
     ] = field(default_factory=FrozenSpec)
     consistency_every: Annotated[
         int,
-        Whole(
+        Integer(
             "Steps between checks that replicated state is identical on all ranks; a difference"
             " stops the training. 0 disables them.",
             0,
@@ -491,7 +497,7 @@ class Keys:
     ] = 0
     verify_every: Annotated[
         int,
-        Whole(
+        Integer(
             "Steps between replays of one step on a single device; a different loss or gradient"
             " stops the training. 0 disables them.",
             0,
@@ -500,7 +506,7 @@ class Keys:
     ] = 0
     overlap_shared_experts: Annotated[
         bool,
-        Truth(
+        Boolean(
             "Compute shared experts while tokens travel to the experts of other ranks, and "
             "overlap their backward with the return of gradients.",
             aka=("moe_shared_expert_overlap",),
@@ -530,23 +536,29 @@ AnyKeys = TypeVar("AnyKeys", bound=Keys)
 
 
 class DialKey(NamedTuple):
-    """A key that the wrapper of units obeys, and not every one: where it stands in a file (`place`)
-    and in a spec (`path`, names of fields), and its default."""
+    """A key that the wrapper of units must support.
+
+    Attributes:
+        place: The dotted key in a file.
+        path: The field names in a spec.
+        leaf: The kind of value.
+        default: The default value.
+    """
 
     place: str
     path: tuple[str, ...]
     leaf: Leaf
     default: object
 
-    def of(self, spec: Keys) -> object:
-        """Return the value that a spec has."""
+    def read_value(self, spec: Keys) -> object:
+        """Return the value of the key in a spec."""
         value: object = attrgetter(".".join(self.path))(spec)
         return value
 
-    def set(self, spec: AnyKeys, written: object) -> AnyKeys:
-        """Return the spec with another value, which is one as a file has it."""
+    def replace_value(self, spec: AnyKeys, written: object) -> AnyKeys:
+        """Return the spec with another value of the key, given in file syntax."""
         outer, *inner = self.path
-        value: Any = self.leaf.take(written)
+        value: Any = self.leaf.parse(written)
         if inner:
             value = replace(getattr(spec, outer), **{inner[0]: value})
         changed: Any = {outer: value}
@@ -558,20 +570,20 @@ class DialKey(NamedTuple):
         return self.leaf.dial
 
     @property
-    def override(self) -> str:
-        """Return the override that sets it to the value that every placement obeys."""
-        return f"{self.place}={flow(self.dial.free)}"
+    def default_override(self) -> str:
+        """The override that sets the value that every placement supports."""
+        return f"{self.place}={to_flow_yaml(self.dial.free)}"
 
     def is_free(self, spec: Keys) -> bool:
-        """Return whether the key has the value that every placement obeys."""
-        return self.of(spec) == self.leaf.take(self.dial.free)
+        """Return True if the key has the value that every placement supports."""
+        return self.read_value(spec) == self.leaf.parse(self.dial.free)
 
 
 @cache
-def dials() -> tuple[DialKey, ...]:
-    """The dials of the data axes, in the order of their declaration."""
+def data_axis_dials() -> tuple[DialKey, ...]:
+    """Return the dials of the data axes, in the order of declaration."""
     return tuple(
         DialKey(".".join(route), (*route[:-1], spot.name), holds, spot.default)
-        for route, spot, holds in walk(Keys)
+        for route, spot, holds in iter_keys(Keys)
         if isinstance(holds, Leaf) and holds.dial is not None
     )

@@ -1,15 +1,14 @@
 """The kinds of value in a spec, modes (Definition 2) included, each with its check, message and
 JSON Schema.
 
-A leaf is an annotation: `steps: Annotated[int, Whole("…", 1, 10**9)]`. `ptrain.spec.check` calls
-its `take`, `ptrain.spec.schema` its `schema` and `ptrain.spec.write` its `say`, so that all three
-agree. A failed check raises `Refused` with a finding and a remedy; for numbers the finding contains
-the range.
+A leaf is an annotation: `steps: Annotated[int, Integer("…", 1, 10**9)]`. `ptrain.spec.check` calls
+its `parse`, `ptrain.spec.schema` its `schema` and `ptrain.spec.write` its `dump`, so that all three
+agree. A failed check raises `RejectedValue` with a finding and a remedy; for numbers the finding
+contains the range.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -32,7 +31,7 @@ _OR_NULL = ", or null"
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def declared(kind: type[Kind]) -> type[Kind]:
+def grammar_dataclass(kind: type[Kind]) -> type[Kind]:
     """Declare a part of the grammar: a dataclass that mypy treats as frozen. Without `eq` and
     `repr`, which its values never need, every start is faster."""
     return dataclass(kw_only=True, eq=False, repr=False)(kind)
@@ -57,12 +56,12 @@ def describe(value: object) -> str:
             return "a mapping"
 
 
-def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
+def find_similar(word: str, known: list[str] | tuple[str, ...]) -> str:
     """Return the most similar word of `known`, or "" if none is similar enough."""
-    return slips.close(word, known, cutoff=slips.NEAR)
+    return slips.closest_word(word, known, cutoff=slips.NEAR)
 
 
-class Refused(Exception):
+class RejectedValue(Exception):
     """Raised for a value that fails its check; the code that walks the tree adds the position."""
 
     def __init__(self, finding: str, remedy: str) -> None:
@@ -70,9 +69,9 @@ class Refused(Exception):
         self.finding, self.remedy = finding, remedy
 
 
-def refuse(finding: str, remedy: str = "") -> NoReturn:
-    """Raise `Refused`."""
-    raise Refused(finding, remedy)
+def reject(finding: str, remedy: str = "") -> NoReturn:
+    """Raise `RejectedValue`."""
+    raise RejectedValue(finding, remedy)
 
 
 class Dial(NamedTuple):
@@ -83,10 +82,10 @@ class Dial(NamedTuple):
     other: object = None
 
 
-UNFIT: Any = object()  # the result of `fit` for a value that does not fit
+INVALID: Any = object()  # the result of `convert` for a value that does not fit
 
 
-class OwnFile(NamedTuple):
+class UserFile(NamedTuple):
     """A user's file whose name may replace its contents in a spec. `read` returns the contents, or
     a reason as a string; `slip` returns the finding and the remedy for wrong contents; `remedy` is
     for a file that cannot be read."""
@@ -97,141 +96,151 @@ class OwnFile(NamedTuple):
     remedy: str
 
 
-@declared
+@grammar_dataclass
 class Leaf:
-    """One kind of value; `about` is the hover text of its key.
+    """One kind of value; `description` is the hover text of its key.
 
-    `read` converts a checked value to the value in the spec, and `write` converts it back. `key` is
-    the name in files if it differs from the field's, and `aka` are other tools' names. `follows`:
-    the default depends on other keys. `executed`: the supported values, if the grammar accepts
-    more, with the reason `why`. `dial`: the support that the key needs from the wrapper of units.
-    `words` are accepted unchanged (`auto`), and so is null if `null`.
+    Attributes:
+        has_derived_default: The default depends on other keys.
+        supported: The values that run, if the grammar accepts more; `reason` explains the rest.
+        dial: The support that the key needs from the wrapper of units.
+        aka: Other tools' names for the key.
+        read: Converts a checked value to the value in the spec; `write` converts it back.
+        key: The name in files, if it differs from the field's.
+        accepts_null: Null is accepted unchanged, and so are `words` (`auto`).
+        file: The user's file that may replace the value.
     """
 
-    about: str = field(kw_only=False)
-    follows: bool = False
-    executed: tuple[object, ...] | None = None
-    why: str = ""
+    description: str = field(kw_only=False)
+    has_derived_default: bool = False
+    supported: tuple[object, ...] | None = None
+    reason: str = ""
     dial: Dial | None = None
     aka: tuple[str, ...] = ()
     read: Callable[[Any], object] | None = None
     write: Callable[[Any], object] | None = None
     key: str = ""
-    null: bool = False
+    accepts_null: bool = False
     words: Collection[str] = ()
-    file: OwnFile | None = None
+    file: UserFile | None = None
     shows_lists: ClassVar[bool] = False  # True if messages show the contents of a rejected list
 
-    def take(self, value: object) -> object:
-        """Check a value and convert it to the value in the spec. Raises Refused if it does
+    def parse(self, value: object) -> object:
+        """Check a value and convert it to the value in the spec. Raises RejectedValue if it does
         not fit."""
         checked = self.check(value)
         return checked if self.read is None or checked is None else self.read(checked)
 
-    def say(self, value: object) -> object:
+    def dump(self, value: object) -> object:
         """Convert a value of the spec back to file syntax."""
-        return plain(value) if self.write is None or value is None else self.write(value)
+        return to_yaml_value(value) if self.write is None or value is None else self.write(value)
 
     def check(self, value: Any) -> object:
-        """Return the value as written if it fits. Raises Refused otherwise."""
+        """Return the value as written if it fits. Raises RejectedValue otherwise."""
         is_word = isinstance(value, str) and value in self.words
-        fitting = value if is_word or (value is None and self.null) else self.fit(value)
-        if fitting is UNFIT:
+        fitting = value if is_word or (value is None and self.accepts_null) else self.convert(value)
+        if fitting is INVALID:
             got = value if isinstance(value, list) and self.shows_lists else describe(value)
-            refuse(f"must be {self.takes()}; got {got}", self.meant(value))
+            reject(f"must be {self.describe_values()}; got {got}", self.suggest(value))
         return fitting
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         """Return a phrase that describes the accepted values."""
         raise NotImplementedError
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         """Return the stored form of a value, or UNFIT; `words` and null are handled before."""
-        return UNFIT
+        return INVALID
 
-    def meant(self, value: Any) -> str:
+    def suggest(self, value: Any) -> str:
         """Return a remedy for a value that does not fit, or ""."""
         return ""
 
     def schema(self) -> Shape:
         """Return the JSON Schema of the values that `check` accepts."""
         words = ({"const": word} for word in self.words)
-        return one_of(*self.shapes(), *words, *[_NULL] * self.null)
+        return one_of(*self.value_schemas(), *words, *[_NULL] * self.accepts_null)
 
-    def shapes(self) -> tuple[Shape, ...]:
-        """Return the JSON Schemas of the values that `fit` accepts."""
+    def value_schemas(self) -> tuple[Shape, ...]:
+        """Return the JSON Schemas of the values that `convert` accepts."""
         raise NotImplementedError
 
 
-@declared
-class Whole(Leaf):
+@grammar_dataclass
+class Integer(Leaf):
     """An integer in `low..high`."""
 
     low: int = field(default=1, kw_only=False)
     high: int = field(default=10**9, kw_only=False)
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         words = "".join(f" or {word}" for word in self.words)
-        return f"an integer in {self.low}..{self.high}{words}{_OR_NULL * self.null}"
+        return f"an integer in {self.low}..{self.high}{words}{_OR_NULL * self.accepts_null}"
 
-    def fit(self, value: Any) -> object:
-        return value if type(value) is int and self.low <= value <= self.high else UNFIT
+    def convert(self, value: Any) -> object:
+        return value if type(value) is int and self.low <= value <= self.high else INVALID
 
-    def meant(self, value: Any) -> str:
+    def suggest(self, value: Any) -> str:
         is_near = isinstance(value, float) and self.low <= value <= self.high
         whole = f"Use `{value:.0f}`." if is_near and value == round(value) else ""
-        return whole or (slips.null(value) if self.null else "") or slips.unquote(value)
+        return (
+            whole
+            or (slips.suggest_null(value) if self.accepts_null else "")
+            or slips.suggest_unquoted(value)
+        )
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def value_schemas(self) -> tuple[Shape, ...]:
         return ({"type": "integer", "minimum": self.low, "maximum": self.high},)
 
 
-@declared
+@grammar_dataclass
 class Real(Leaf):
-    """A finite number in `low..high`, without `low` itself if `open`."""
+    """A finite number in `low..high`, without `low` itself if `excludes_low`."""
 
     low: float = field(default=0.0, kw_only=False)
     high: float = field(default=math.inf, kw_only=False)
-    open: bool = False
+    excludes_low: bool = False
 
-    def takes(self) -> str:
-        low = f"{'>' if self.open else '>='} {self.low:g}"
+    def describe_values(self) -> str:
+        low = f"{'>' if self.excludes_low else '>='} {self.low:g}"
         high = "" if self.high == math.inf else f" and <= {self.high:g}"
-        return f"a finite number {low}{high}{_OR_NULL * self.null}"
+        return f"a finite number {low}{high}{_OR_NULL * self.accepts_null}"
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         if not isinstance(value, int | float) or isinstance(value, bool):
-            return UNFIT
-        above = value > self.low if self.open else value >= self.low
-        return float(value) if above and value <= self.high and abs(value) < 10**300 else UNFIT
+            return INVALID
+        above = value > self.low if self.excludes_low else value >= self.low
+        return float(value) if above and value <= self.high and abs(value) < 10**300 else INVALID
 
-    def meant(self, value: Any) -> str:
-        return (slips.null(value) if self.null else "") or slips.unquote(value)
+    def suggest(self, value: Any) -> str:
+        return (slips.suggest_null(value) if self.accepts_null else "") or slips.suggest_unquoted(
+            value
+        )
 
-    def shapes(self) -> tuple[Shape, ...]:
-        low = {"exclusiveMinimum" if self.open else "minimum": self.low}
+    def value_schemas(self) -> tuple[Shape, ...]:
+        low = {"exclusiveMinimum" if self.excludes_low else "minimum": self.low}
         high = {} if self.high == math.inf else {"maximum": self.high}
         return ({"type": "number", **low, **high},)
 
 
-@declared
-class Truth(Leaf):
+@grammar_dataclass
+class Boolean(Leaf):
     """true or false. In YAML 1.2, `on`, `off`, `yes` and `no` are strings."""
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         return "true or false"
 
-    def fit(self, value: Any) -> object:
-        return value if isinstance(value, bool) else UNFIT
+    def convert(self, value: Any) -> object:
+        return value if isinstance(value, bool) else INVALID
 
-    def meant(self, value: Any) -> str:
+    def suggest(self, value: Any) -> str:
         return "Use `true` or `false`."
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def value_schemas(self) -> tuple[Shape, ...]:
         return ({"type": "boolean"},)
 
 
-@declared
+@grammar_dataclass
 class Choice(Leaf):
     """One word of a closed set, each with its meaning. `slips` maps other words to these; they are
     rejected with the right word as a remedy."""
@@ -239,49 +248,49 @@ class Choice(Leaf):
     words: Mapping[str, str] = field(kw_only=False)
     slips: Mapping[str, str] = field(default_factory=dict)
 
-    def takes(self) -> str:
-        return f"one of {', '.join(self.words)}{_OR_NULL * self.null}"
+    def describe_values(self) -> str:
+        return f"one of {', '.join(self.words)}{_OR_NULL * self.accepts_null}"
 
-    def word(self, value: str) -> str:
+    def find_word(self, value: str) -> str:
         """Return the word of the set that `value` is or stands for, or ""."""
         word = value if value in self.words else self.slips.get(value.lower(), "")
         return word if word in self.words else ""
 
-    def meant(self, value: object) -> str:
+    def suggest(self, value: object) -> str:
         """Return the question whether a similar word of the set was meant, or ""."""
         text = str(value).lower() if isinstance(value, str | bool) else ""
         if self.slips.get(text, text) not in self.words and text in self.slips:
             return ""  # the word that it stands for is not allowed here
         slipped = {slip: word for slip, word in self.slips.items() if word in self.words}
         known = {word: word for word in self.words} | slipped
-        guess = nearest(text, tuple(known)) if isinstance(value, str) else text
-        return slips.ask(known.get(guess, ""))
+        guess = find_similar(text, tuple(known)) if isinstance(value, str) else text
+        return slips.did_you_mean(known.get(guess, ""))
 
     def schema(self) -> Shape:
-        return one_of(meanings(self.words), *[_NULL] * self.null)
+        return one_of(words_schema(self.words), *[_NULL] * self.accepts_null)
 
 
-@declared
+@grammar_dataclass
 class Text(Leaf):
     """A string that matches `pattern`; `kind` describes it in messages."""
 
     pattern: str = field(default=r"[^\x00-\x1f]{1,500}", kw_only=False)
     kind: str = field(default="a text", kw_only=False)
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         return self.kind
 
-    def fit(self, value: Any) -> object:
-        return value if isinstance(value, str) and re.fullmatch(self.pattern, value) else UNFIT
+    def convert(self, value: Any) -> object:
+        return value if isinstance(value, str) and re.fullmatch(self.pattern, value) else INVALID
 
-    def meant(self, value: Any) -> str:
-        return slips.quote(value)
+    def suggest(self, value: Any) -> str:
+        return slips.suggest_quotes(value)
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def value_schemas(self) -> tuple[Shape, ...]:
         return ({"type": "string", "pattern": f"^{self.pattern}$"},)
 
 
-@declared
+@grammar_dataclass
 class Size(Leaf):
     """A number of bytes, with or without a unit; with `rate`, also `450 GB/s`."""
 
@@ -290,133 +299,139 @@ class Size(Leaf):
     rate: bool = False
     example: str = "80 GiB"
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         example = "450 GB/s" if self.rate else self.example
         words = "".join(f"{word}, " for word in self.words)
         or_ = "or " if words else ""
         return f"{words}{or_}a size like {example} in {self.low}..{self.high} bytes"
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         size = as_bytes(value, rate=self.rate)
-        return size if size is not None and self.low <= size <= self.high else UNFIT
+        return size if size is not None and self.low <= size <= self.high else INVALID
 
-    def meant(self, value: Any) -> str:
+    def suggest(self, value: Any) -> str:
         size = as_bytes(value, rate=self.rate)
         return (
-            slips.small_size(value, size, self.low, self.words)
-            or slips.near_word(value, self.words)
+            slips.suggest_size(value, size, self.low, self.words)
+            or slips.suggest_word(value, self.words)
             or "Use a number of bytes, or a number with a unit: kB, MB, GB, TB (powers of 1000), "
             "KiB, MiB, GiB or TiB."
         )
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def value_schemas(self) -> tuple[Shape, ...]:
         rate = "(/s)?" if self.rate else ""
         text = {"type": "string", "pattern": f"^[0-9.]+ *([kKMGT]i?B|B)?{rate}$"}
         return text, {"type": "integer", "minimum": self.low, "maximum": self.high}
 
 
-@declared
+@grammar_dataclass
 class Numbers(Leaf):
-    """A list of `count` numbers (0: any count) in `low..high`; integers if `whole`."""
+    """A list of `count` numbers (0: any count) in `low..high`; integers if `is_integer`."""
 
     low: float = field(default=0, kw_only=False)
     high: float = field(default=1, kw_only=False)
     count: int = 0
-    whole: bool = False
+    is_integer: bool = False
     shows_lists = True
 
-    def takes(self) -> str:
-        kind = f"{self.count} " * bool(self.count) + "whole " * self.whole + "numbers"
-        alone = ", or one" * (self.whole and self.count < 2)
+    def describe_values(self) -> str:
+        kind = f"{self.count} " * bool(self.count) + "whole " * self.is_integer + "numbers"
+        alone = ", or one" * (self.is_integer and self.count < 2)
         return f"a list of {kind} in {self.low:g}..{self.high:g}{alone}"
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         values = value if isinstance(value, list) else [value]
-        kinds = (int,) if self.whole else (int, float)
+        kinds = (int,) if self.is_integer else (int, float)
         right = all(type(v) in kinds and self.low <= v <= self.high for v in values)
-        if right and (isinstance(value, list) or self.whole) and self.count in (0, len(values)):
-            return tuple(v if self.whole else float(v) for v in values)
-        return UNFIT
+        if (
+            right
+            and (isinstance(value, list) or self.is_integer)
+            and self.count in (0, len(values))
+        ):
+            return tuple(v if self.is_integer else float(v) for v in values)
+        return INVALID
 
-    def shapes(self) -> tuple[Shape, ...]:
-        kind = "integer" if self.whole else "number"
+    def value_schemas(self) -> tuple[Shape, ...]:
+        kind = "integer" if self.is_integer else "number"
         items = {"type": kind, "minimum": self.low, "maximum": self.high}
         size = {"minItems": self.count, "maxItems": self.count} if self.count else {}
-        return {"type": "array", "items": items, **size}, *[items] * self.whole
+        return {"type": "array", "items": items, **size}, *[items] * self.is_integer
 
 
-@declared
-class Free(Leaf):
+@grammar_dataclass
+class FreeMapping(Leaf):
     """A mapping with arbitrary keys; `values`, if given, checks each value."""
 
     values: Leaf | None = None
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         return "a mapping"
 
-    def fit(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         if not isinstance(value, dict):
-            return UNFIT
+            return INVALID
         if self.values is None:
             return dict(value)
-        return {key: checked(self.values.check, inner, key) for key, inner in value.items()}
+        return {key: check_part(self.values.check, inner, key) for key, inner in value.items()}
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def value_schemas(self) -> tuple[Shape, ...]:
         values = {"additionalProperties": self.values.schema()} if self.values else {}
         return ({"type": "object", **values},)
 
 
-def checked(check: Callable[[Any], object], value: object, part: object, remedy: str = "") -> Any:
+def check_part(
+    check: Callable[[Any], object], value: object, part: object, remedy: str = ""
+) -> Any:
     """Return the result of `check` for a part of a value. A fault names the part."""
     try:
         return check(value)
-    except Refused as error:
-        refuse(f"{part}: {error.finding}", error.remedy or remedy)
+    except RejectedValue as error:
+        reject(f"{part}: {error.finding}", error.remedy or remedy)
 
 
-@declared
+@grammar_dataclass
 class Either(Leaf):
-    """A value that one of `options` accepts; `wanted` describes it. `hint`, if given, replaces the
-    guesses of the options in remedies."""
+    """A value that one of `options` accepts; `values_text` describes it. `hint`, if given,
+    replaces the guesses of the options in remedies."""
 
-    wanted: str = field(kw_only=False)
+    values_text: str = field(kw_only=False)
     options: tuple[Leaf, ...] = field(kw_only=False)
     hint: Callable[[object], str] | None = None
 
-    def takes(self) -> str:
-        return self.wanted + _OR_NULL * self.null
+    def describe_values(self) -> str:
+        return self.values_text + _OR_NULL * self.accepts_null
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         for option in self.options:
-            if isinstance(option, Free) and isinstance(value, dict):
-                return option.take(value)  # its fault names the entry
+            if isinstance(option, FreeMapping) and isinstance(value, dict):
+                return option.parse(value)  # its fault names the entry
             try:
-                return option.take(value)
-            except Refused:
+                return option.parse(value)
+            except RejectedValue:
                 continue
-        return UNFIT
+        return INVALID
 
-    def meant(self, value: Any) -> str:
-        choices = [option.meant for option in self.options if isinstance(option, Choice)]
+    def suggest(self, value: Any) -> str:
+        choices = [option.suggest for option in self.options if isinstance(option, Choice)]
         guesses = (guess(value) for guess in ([self.hint] if self.hint else choices))
         return next((guess for guess in guesses if guess), "")
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def value_schemas(self) -> tuple[Shape, ...]:
         return tuple(option.schema() for option in self.options)
 
 
-def plain(value: object) -> object:
+def to_yaml_value(value: object) -> object:
     """Return the YAML form of a value: text for enums, lists for tuples."""
     match value:
         case Enum():
             return value.value
         case tuple():
-            return [plain(part) for part in value]
+            return [to_yaml_value(part) for part in value]
         case _:
             return value
 
 
-def meanings(words: Mapping[str, str]) -> dict[str, Any]:
+def words_schema(words: Mapping[str, str]) -> dict[str, Any]:
     """Return the JSON Schema of words that an editor completes, with their meanings as
     hover text."""
     return {"oneOf": [{"const": word, "description": text} for word, text in words.items()]}
@@ -440,128 +455,60 @@ MODE_MEANINGS = {
     "S*@file": "a shard in a file (NVMe), all-gathered for use",
     "S@host": "a shard in host memory, the long form of O",
 }
-KEPT_MEANINGS = MODE_MEANINGS | {
-    "M@host": "recomputed, with block inputs in host memory",
-    "M@file": "recomputed, with block inputs in a file (NVMe)",
-}
 
 
-@declared
+@grammar_dataclass
 class ModeText(Leaf):
     """A mode of Definition 2, with an optional tier."""
 
     modes: ClassVar[Mapping[str, str]] = MODE_MEANINGS  # the allowed texts and their meanings
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         return "a mode: R, S, S*, M or O, or with a tier (R@host, S@file)"
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         try:
             mode = Mode.parse(value) if isinstance(value, str) else value
         except ValueError:
-            return UNFIT
-        return mode if isinstance(mode, Mode) and str(mode) in self.modes else UNFIT
+            return INVALID
+        return mode if isinstance(mode, Mode) and str(mode) in self.modes else INVALID
 
-    def say(self, value: object) -> object:
+    def dump(self, value: object) -> object:
         return None if value is None else str(value)
 
-    def meant(self, value: Any) -> str:
+    def suggest(self, value: Any) -> str:
         """Return the question whether a similar mode was meant, or a remedy about quotes."""
-        mode = slips.mode(value) if isinstance(value, str) else ""
-        return f"Did you mean `{mode}`?" if mode in self.modes else slips.quote(value)
+        mode = slips.normalize_mode(value) if isinstance(value, str) else ""
+        return f"Did you mean `{mode}`?" if mode in self.modes else slips.suggest_quotes(value)
 
     def schema(self) -> Shape:
-        return meanings(self.modes)
-
-
-@declared
-class KeptText(ModeText):
-    """A mode of activations, which may also be M@host or M@file: recomputed from inputs off the
-    device."""
-
-    modes = KEPT_MEANINGS
-
-    def meant(self, value: Any) -> str:
-        return super().meant(_IN_WORDS.get(str(value).lower(), "") or value)
-
-
-@declared
-class ModesByBlock(Free):
-    """Modes by block range, `{"0-7": M, "8-": R}`: from block 0, the last one included; a number
-    alone is one block."""
-
-    values: Leaf | None = KeptText("")
-
-    def fit(self, value: Any) -> Any:
-        checked = super().fit(value)
-        ranges = sorted((_parse_range(key), key) for key in checked) if checked is not UNFIT else ()
-        for ((_, last), key), ((first, _), other) in itertools.pairwise(ranges):
-            if last >= first:
-                refuse(
-                    f"the block ranges {key!r} and {other!r} overlap",
-                    "Give each block one mode. Blocks without a range are `R`.",
-                )
-        return checked
-
-    def shapes(self) -> tuple[Shape, ...]:
-        assert self.values is not None, "modes"
-        blocks = {f"^{_BLOCKS}$": self.values.schema()}
-        return ({"type": "object", "patternProperties": blocks, "additionalProperties": False},)
-
-
-_IN_WORDS = {
-    **dict.fromkeys(("recompute", "recomputed", "checkpoint", "checkpointing", "full"), "M"),
-    **dict.fromkeys(("offload", "offloaded", "host", "cpu"), "O"),
-    **dict.fromkeys(("keep", "none"), "R"),
-}
-
-
-def blocks_of(text: str) -> tuple[int, int | None]:
-    """Return (first, last) of `0-7`, `3` or `8-`; last is None for an open range."""
-    first, dash, last = text.partition("-")
-    return int(first), int(last) if last else None if dash else int(first)
-
-
-_BLOCKS = r"[0-9]{1,5}(-([0-9]{1,5})?)?"
-
-
-def _parse_range(text: str) -> tuple[int, float]:
-    """Return (first, last) of a block range, or raise Refused if it is malformed."""
-    if not re.fullmatch(_BLOCKS, text):
-        refuse(
-            f"{text!r} is not a range of blocks",
-            'Use `first-last`, counted from 0: `{"0-7": M, "8-": R}`.',
-        )
-    first, last = blocks_of(text)
-    if last is not None and last < first:
-        refuse(f"the range {text!r} ends before it starts", f'Use `"{last}-{first}"`.')
-    return first, math.inf if last is None else last
+        return words_schema(self.modes)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def section(kind: type[Kind]) -> type[Kind]:
+def section_dataclass(kind: type[Kind]) -> type[Kind]:
     """Declare a section whose fields are both the file's keys and the values that ptrain reads."""
     return dataclass(frozen=True, kw_only=True)(kind)
 
 
-@declared
+@grammar_dataclass
 class Section:
-    """A nested mapping of the grammar; `also` are JSON Schemas of its other forms. If `is_partial`,
-    required keys may be missing, because a preset provides them. If `is_sparse`, only keys that
-    differ from the default are written. `alone` converts a value that is no mapping to the
-    section's mapping, or to {}."""
+    """A nested mapping of the grammar; `other_schemas` are JSON Schemas of its other forms. If
+    `is_partial`, required keys may be missing, because a preset provides them. If `is_sparse`, only
+    keys that differ from the default are written. `alone` converts a value that is no mapping to
+    the section's mapping, or to {}."""
 
     kind: type = field(kw_only=False)
-    about: str = field(kw_only=False)
-    also: tuple[dict[str, Any], ...] = ()
-    null: bool = False
+    description: str = field(kw_only=False)
+    other_schemas: tuple[dict[str, Any], ...] = ()
+    accepts_null: bool = False
     key: str = ""
     is_partial: bool = False
     is_sparse: bool = False
-    executed: tuple[object, ...] | None = None
+    supported: tuple[object, ...] | None = None
     dial: Dial | None = None
     aka: tuple[str, ...] = ()
-    file: OwnFile | None = None
+    file: UserFile | None = None
     alone: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None
 
 
@@ -571,7 +518,7 @@ def by_word(key: str) -> Callable[[Any, object], dict[str, Any]]:
 
 
 @cache
-def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
+def section_keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
     """Return the keys of a section by their name in files, each with its field and leaf. Fields
     that are not Annotated are no keys; annotations must be evaluated, not strings."""
     declared_as: Mapping[str, Any] = {spot.name: spot.type for spot in fields(kind)}
@@ -583,12 +530,12 @@ def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
     return {leaf.key or spot.name: (spot, leaf) for spot, leaf in holds.items()}
 
 
-def walk(kind: type, above: Route = ()) -> Iterator[tuple[Route, Field[Any], Leaf | Section]]:
+def iter_keys(kind: type, above: Route = ()) -> Iterator[tuple[Route, Field[Any], Leaf | Section]]:
     """Yield each key of a section and of the sections in it, in the order of declaration."""
-    for key, (spot, holds) in keys(kind).items():
+    for key, (spot, holds) in section_keys(kind).items():
         yield (*above, key), spot, holds
         if isinstance(holds, Section):
-            yield from walk(holds.kind, (*above, key))
+            yield from iter_keys(holds.kind, (*above, key))
 
 
 @cache

@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import slips
+from ptrain.spec.activations import KEPT_MEANINGS
 from ptrain.spec.check import for_foreign_file, validate
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import KEPT_MEANINGS, Leaf, Route, describe, walk
-from ptrain.spec.names import find_spec, names
+from ptrain.spec.leaf import Leaf, Route, describe, iter_keys
+from ptrain.spec.names import find_spec, load_names
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES
 from ptrain.spec.resolve import resolve
 from ptrain.spec.shorthand import EXPERTS, REST, expand_shorthands, route_of
@@ -38,9 +39,9 @@ from ptrain.spec.text import (
     Findings,
     SourceMark,
     Tree,
-    flow,
     parse_value,
     read,
+    to_flow_yaml,
 )
 from ptrain.units import ceil_div
 
@@ -81,7 +82,7 @@ def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     for argument in arguments:
         if argument.startswith("="):
             raise SpecError(
-                SourceMark(source="command line").fault(
+                SourceMark(source="command line").make_fault(
                     "",
                     f"there is a space before {argument[:60]!r}",
                     f"Remove the spaces around `=`. {_EXAMPLE}",
@@ -102,20 +103,20 @@ def parse_override(argument: str) -> Override:
     route = tuple(key.strip().split("."))
     if not equals:
         raise SpecError(
-            SourceMark(source=source).fault(
+            SourceMark(source=source).make_fault(
                 "", f"an override needs a value; got {argument[:60]!r}", _EXAMPLE
             )
         )
     if not all(re.fullmatch(r"[A-Za-z0-9_-]+", part) for part in route):
         raise SpecError(
-            SourceMark(source=source).fault(
+            SourceMark(source=source).make_fault(
                 "", f"an override must start with a key; got {key[:60]!r}", _EXAMPLE
             )
         )
     return Override(route=route, text=text, source=source)
 
 
-def sweeps(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def expand_sweeps(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield one tuple of overrides per combination of swept values.
 
     A value `1,2,4` without brackets is a sweep; the last sweep varies fastest.
@@ -131,7 +132,7 @@ def sweeps(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
     return itertools.product(*alternatives)
 
 
-def apply(tree: Tree, override: Override) -> list[Fault]:
+def apply_override(tree: Tree, override: Override) -> list[Fault]:
     """Set the override's key in `tree`.
 
     Returns:
@@ -156,7 +157,7 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
         if not isinstance(inner, dict):
             place = ".".join(route[: depth + 1])
             return [
-                SourceMark(source=override.source).fault(
+                SourceMark(source=override.source).make_fault(
                     ".".join(route),
                     f"{place} is {describe(inner)}, not a mapping",
                     f"Set `{place}` instead.",
@@ -170,7 +171,7 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
     return []
 
 
-def involves(fault: Fault, override: Override) -> bool:
+def is_caused_by(fault: Fault, override: Override) -> bool:
     """Return True if a fault concerns an override.
 
     Args:
@@ -199,7 +200,7 @@ def _parse_right_side(override: Override) -> Tree:
         faults = error.faults
     if faults:
         mark, place = SourceMark(source=override.source), ".".join(override.route)
-        raise SpecError(*(mark.fault(place, fault.finding, fault.remedy) for fault in faults))
+        raise SpecError(*(mark.make_fault(place, fault.finding, fault.remedy) for fault in faults))
     return value
 
 
@@ -217,7 +218,7 @@ def _remove_excluded(tree: Tree, route: Route) -> None:
     for other in _INSTEAD.get(route, ()):
         mark = tree.values.get(other)  # a mapping from Python has none
         if mark is None or not mark.source.startswith(COMMAND_LINE):
-            node = tree.at(other[:-1])
+            node = tree.value_at(other[:-1])
             if isinstance(node, dict):
                 node.pop(other[-1], None)
 
@@ -240,7 +241,9 @@ def _is_tuple(key: str, parts: list[str]) -> bool:
     route = key.removeprefix("--").split(".")
     is_whole = len(route) <= 2 or route[-1] in (EXPERTS, REST)
     is_placement = route[0] == "placement" and is_whole
-    return is_placement and any(slips.mode(part.strip()) in KEPT_MEANINGS for part in parts)
+    return is_placement and any(
+        slips.normalize_mode(part.strip()) in KEPT_MEANINGS for part in parts
+    )
 
 
 def _split_at_commas(text: str) -> list[str]:
@@ -262,10 +265,10 @@ def _split_at_commas(text: str) -> list[str]:
 
 def source_of(argument: str) -> str:
     """Return the source name for faults of a command-line argument."""
-    return f"{COMMAND_LINE}{_printable(argument)}"
+    return f"{COMMAND_LINE}{_escape_unprintable(argument)}"
 
 
-def _printable(argument: str) -> str:
+def _escape_unprintable(argument: str) -> str:
     text = "".join(letter if letter.isprintable() else "?" for letter in argument)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -273,11 +276,11 @@ def _printable(argument: str) -> str:
 @cache
 def _unsupported_keys() -> tuple[tuple[Route, Leaf], ...]:
     """Return the keys that have values which are not supported yet, with their leaves."""
-    leaves = ((route, holds) for route, _, holds in walk(SpecRaw) if isinstance(holds, Leaf))
-    return tuple((route, leaf) for route, leaf in leaves if leaf.executed is not None)
+    leaves = ((route, holds) for route, _, holds in iter_keys(SpecRaw) if isinstance(holds, Leaf))
+    return tuple((route, leaf) for route, leaf in leaves if leaf.supported is not None)
 
 
-def refusals(tree: Tree) -> dict[Route, Fault]:
+def find_unsupported(tree: Tree) -> dict[Route, Fault]:
     """Return the faults of values that are valid but not supported yet.
 
     Args:
@@ -288,12 +291,12 @@ def refusals(tree: Tree) -> dict[Route, Fault]:
     """
     findings = Findings(tree=tree)
     for route, leaf in _unsupported_keys():
-        name, value, executed = route[-1], tree.at(route), leaf.executed or ()
+        name, value, executed = route[-1], tree.value_at(route), leaf.supported or ()
         if value is None or any(value == o and type(value) is type(o) for o in executed):
             continue
-        words = " or ".join(map(flow, executed))
-        shown = f" {flow(value)}" if isinstance(value, str | int | float) else ""
-        finding = f"not supported yet: {name}{shown} is reserved{leaf.why}"
+        words = " or ".join(map(to_flow_yaml, executed))
+        shown = f" {to_flow_yaml(value)}" if isinstance(value, str | int | float) else ""
+        finding = f"not supported yet: {name}{shown} is reserved{leaf.reason}"
         findings.add(
             route, finding, f"Supported: {name}={words}." if words else f"Remove `{name}`."
         )
@@ -358,7 +361,7 @@ def load(
     faults = dict(tree.faults)
     for number, argument in enumerate(overrides):
         try:
-            hindrances = apply(tree, parse_override(argument))
+            hindrances = apply_override(tree, parse_override(argument))
         except SpecError as error:
             hindrances = list(error.faults)
         faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(hindrances)}
@@ -367,14 +370,14 @@ def load(
     short = expand_shorthands(tree)
     faults = {route: known for route, known in faults.items() if route[:-1] not in short} | short
     raw, invalid = validate(tree)
-    for route, fault in (refusals(tree) | invalid).items():
+    for route, fault in (find_unsupported(tree) | invalid).items():
         if not any(route[: len(known)] == known for known in faults):
             faults[route] = fault
     if raw is not None:
         try:
             spec = resolve(raw, tree, name, world_size)
         except SpecError as error:
-            faults |= _independent(error.faults, faults)
+            faults |= _drop_dependent_faults(error.faults, faults)
     if faults:
         raise SpecError(*_sort_faults(faults.values(), overrides))
     return Document(spec=spec, locate=lambda fault: _locate_fault(tree, fault, overrides))
@@ -382,19 +385,19 @@ def load(
 
 def _remove_key(tree: Tree, place: str) -> None:
     *outer, last = place.split(".")
-    section = tree.at(tuple(outer))
+    section = tree.value_at(tuple(outer))
     if isinstance(section, dict):
         section.pop(last, None)
 
 
-def written(source: Source, overrides: Sequence[str]) -> Tree:
+def read_expanded_tree(source: Source, overrides: Sequence[str]) -> Tree:
     """Return the tree of a file with overrides applied and short forms expanded.
 
     Faults of single keys are ignored; those keys keep the values that they had.
     """
     tree, _ = _read_tree(source)
     for argument in overrides:
-        apply(tree, parse_override(argument))
+        apply_override(tree, parse_override(argument))
     expand_shorthands(tree)
     return tree
 
@@ -417,14 +420,14 @@ def expand(source: Source = None, overrides: Sequence[str] = ()) -> list[Documen
         >>> [document.spec.world_size for document in ptrain.expand("zero3", ["mesh.dp_shard=2,4"])]
         [2, 4]
     """
-    return [load(source, chosen) for chosen in sweeps(overrides)]
+    return [load(source, chosen) for chosen in expand_sweeps(overrides)]
 
 
 def _read_tree(source: Source) -> tuple[Tree, str]:
     """Return the tree of a source, and the default for the spec's `name`."""
     if isinstance(source, Mapping):
         return _from_mapping(source), "spec"
-    path = _resolve_path(names().default if source is None else source)
+    path = _resolve_path(load_names().default if source is None else source)
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in path.stem)
     return _read_spec(path), stem.strip(".")[:64] or "spec"
 
@@ -435,7 +438,7 @@ def _read_spec(path: Path) -> Tree:
     tree = Tree(root=values, source=str(path)) if values else read(path)
     answer = for_foreign_file(path, tree.root) if isinstance(tree.root, dict) else None
     if answer:
-        raise SpecError(SourceMark(source=str(path)).fault("", *answer))
+        raise SpecError(SourceMark(source=str(path)).make_fault("", *answer))
     return tree
 
 
@@ -482,7 +485,9 @@ def _to_yaml_types(value: object) -> object:
             return copy.deepcopy(value)
 
 
-def _independent(faults: Iterable[Fault], known: Mapping[Route, Fault]) -> dict[Route, Fault]:
+def _drop_dependent_faults(
+    faults: Iterable[Fault], known: Mapping[Route, Fault]
+) -> dict[Route, Fault]:
     """Return the faults that do not merely follow from a section that is already faulty."""
     broken = {fault.place.split(".")[0] for fault in known.values()}
     return {
@@ -509,14 +514,14 @@ def _locate_fault(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
     If the key is in the file, the overrides that contribute to the fault are added to the finding.
     """
     route = tuple(fault.place.split(".")) if fault.place else ()
-    mark: SourceMark = tree.mark(route)
+    mark: SourceMark = tree.locate(route)
     involved = [
         override
         for override in overrides
-        if mark.line and involves(fault, parse_override(override))
+        if mark.line and is_caused_by(fault, parse_override(override))
     ]
     spoken = f" (with {' '.join(involved)} from the command line)" if involved else ""
-    return mark.fault(fault.place, f"{fault.finding}{spoken}", fault.remedy)
+    return mark.make_fault(fault.place, f"{fault.finding}{spoken}", fault.remedy)
 
 
 # Overrides that give the smallest batch of a mesh, micro x accumulate x data degree: one token is
@@ -529,16 +534,16 @@ class MeshFollower:
     """A key whose value must change with the mesh: its value before and after the change."""
 
     key: str
-    before: int
-    after: int
+    old_value: int
+    new_value: int
 
     @property
     def override(self) -> str:
         """The override that sets the new value."""
-        return f"{self.key}={self.after}"
+        return f"{self.key}={self.new_value}"
 
 
-def followers(source: Source, overrides: Sequence[str]) -> tuple[MeshFollower, ...]:
+def find_mesh_followers(source: Source, overrides: Sequence[str]) -> tuple[MeshFollower, ...]:
     """Return the keys that must change to fit the mesh that the overrides set.
 
     Convergence determines the global batch, and accumulation fills the gap to it. The global batch
@@ -565,18 +570,18 @@ def followers(source: Source, overrides: Sequence[str]) -> tuple[MeshFollower, .
     cluster, ranks = spec.cluster, spec.world_size
     if cluster is None or cluster.devices >= ranks:
         return batch
-    return (*batch, MeshFollower(key="cluster.devices", before=cluster.devices, after=ranks))
+    return (*batch, MeshFollower(key="cluster.devices", old_value=cluster.devices, new_value=ranks))
 
 
 def _batch_follower(source: Source, overrides: Sequence[str]) -> Iterator[MeshFollower]:
     """Yield the change of the global batch, if the mesh needs one and the batch is given in
     samples."""
-    tree = written(source, overrides)
-    samples = tree.at(("batch", "global"))
+    tree = read_expanded_tree(source, overrides)
+    samples = tree.value_at(("batch", "global"))
     if not isinstance(samples, int) or samples < 1:
         return
     least = load(source, [*overrides, *_LEAST]).spec.batch.global_samples
-    is_fixed = tree.has("batch", "accumulate")
+    is_fixed = tree.has_key("batch", "accumulate")
     grown = least if is_fixed else ceil_div(samples, least) * least
     if grown != samples:
-        yield MeshFollower(key="batch.global", before=samples, after=grown)
+        yield MeshFollower(key="batch.global", old_value=samples, new_value=grown)

@@ -22,10 +22,10 @@ _BY_TURNS = (RopeScaling.LLAMA3, RopeScaling.YARN)
 _OF_TURNS = ("rope_low_factor", "rope_high_factor", "rope_original")
 
 
-def misfits(shape: ModelShape) -> Iterator[Fault]:
+def find_misfits(shape: ModelShape) -> Iterator[Fault]:
     """Yield a fault for each field with an impossible value or without effect."""
     yield from _check_latent(shape) if shape.is_latent else _check_heads(shape)
-    for void in voids(shape):
+    for void in find_ineffective_options(shape):
         yield Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
     yield from _check_documents(shape)
     if shape.experts is not None:
@@ -233,16 +233,17 @@ def _other_heads(shape: ModelShape) -> str:
     )
 
 
-class Void(NamedTuple):
-    """An option without effect that differs from its default; the option `by` determines that."""
+class IneffectiveOption(NamedTuple):
+    """An option that has no effect because of the option `cause`, and differs from its
+    default."""
 
     name: str
-    by: str
+    cause: str
     finding: str
     remedy: str
 
 
-def voids(shape: ModelShape) -> Iterator[Void]:
+def find_ineffective_options(shape: ModelShape) -> Iterator[IneffectiveOption]:
     """Yield the options that have no effect because of another option."""
     scaling, experts = shape.rope_scaling, shape.experts
     rows = (
@@ -290,7 +291,9 @@ def voids(shape: ModelShape) -> Iterator[Void]:
     for is_void, (names, by, other), finding in rows:
         for name in names if is_void else ():
             if getattr(shape, name) != _DEFAULTS[name]:
-                yield Void(name, by, finding, f"Remove `model.{name}`, or set `model.{other}`.")
+                yield IneffectiveOption(
+                    name, by, finding, f"Remove `model.{name}`, or set `model.{other}`."
+                )
 
 
 def divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which model: the shape of a built-in family, a transformers class or the user's own function."""
+"""The model of a spec: a built-in shape, a Transformers class or the user's function."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +17,7 @@ from ptrain.spec.block import (
     with_options,
 )
 from ptrain.spec.function import ARGUMENTS, FORM, PATH, UserFunction
-from ptrain.spec.leaf import Choice, Either, Free, Text, Whole
+from ptrain.spec.leaf import Choice, Either, FreeMapping, Integer, Text
 
 NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
@@ -32,7 +32,7 @@ class Family(StrEnum):
 
 
 class Attention(StrEnum):
-    """How attention is computed."""
+    """The implementation of attention."""
 
     SDPA = "sdpa"  # torch's scaled_dot_product_attention
     EAGER = "eager"  # operator by operator, the scores in memory
@@ -60,12 +60,17 @@ FAMILIES: Mapping[Family, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(BlockOptions):
-    """Everything that fixes the tensors of a built-in model. Sizes in elements. `preset` is the
-    name of the preset that has this very shape, where the spec gave one; `pretrained` the folder of
-    the weights that it begins with, None where they are drawn; `family` is whose options
-    stand for those that are not given, and `tabulated` whose operators the blocks have, which the
-    committed tables tell of: None of any other composition. `ignored`: fields of the folder's
-    config without effect."""
+    """The sizes and options of a built-in model, which determine all of its tensors. Sizes are in
+    elements.
+
+    Attributes:
+        family: The family whose defaults apply to options that are not set.
+        preset: The name of the preset with exactly this shape, if the spec named one.
+        pretrained: The folder of the initial weights; None for random weights.
+        ignored: Fields of that folder's config without effect.
+        tabulated: The family whose operators the blocks have, so that the committed tables cover
+            them; None for other combinations of options.
+    """
 
     family: Family = field(compare=False)
     layers: int
@@ -89,16 +94,17 @@ class ModelShape(BlockOptions):
 
     @property
     def blocks(self) -> None:
-        """No pattern: they are known."""
+        """None: the names of a built-in model's blocks are known."""
 
     @property
     def has_documents(self) -> bool:
-        """Whether samples are of several, each of which attends to itself alone."""
+        """True if a sample contains several documents, and tokens attend only to their own
+        document."""
         return self.document_start is not None or self.document_end is not None
 
     @property
     def document_key(self) -> str:
-        """The key that says which token tells documents apart."""
+        """The key that sets the token at which documents begin or end."""
         return "document_end" if self.document_start is None else "document_start"
 
     @property
@@ -110,12 +116,12 @@ class ModelShape(BlockOptions):
 
     @property
     def is_latent(self) -> bool:
-        """Whether keys and values are made of latent features."""
+        """True if keys and values are computed from latent vectors (MLA)."""
         return self.kv_lora_rank is not None
 
     @property
     def value_width(self) -> int:
-        """Features of all heads' values together, each with one of its own."""
+        """The elements of all heads' values for one token."""
         return self.heads * (self.v_head_dim if self.is_latent else self.head_dim)
 
     @property
@@ -146,24 +152,29 @@ class ModelShape(BlockOptions):
         return self.expert_ffn or self.ffn
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer's tokens go to experts that a router chooses."""
+        """Return True if a layer has routed experts."""
         return self.experts is not None and layer >= self.dense_layers
 
     def capacity(self, num_tokens: int) -> int:
-        """Return how many of a sample's tokens an expert takes at most: ceil(c k T / E), and never
-        more than there are."""
+        """Return the largest number of a sample's tokens that one expert takes: ceil(c k T / E), at
+        most T.
+
+        Args:
+            num_tokens: Tokens T of the sample.
+        """
         assert self.experts is not None and self.capacity_factor is not None, "experts are full"
         share = self.capacity_factor * self.experts_per_token * num_tokens / self.experts
         return min(num_tokens, ceil(share))
 
     @property
-    def drops(self) -> bool:
-        """Whether something is dropped out."""
+    def has_dropout(self) -> bool:
+        """True if any dropout probability is positive."""
         return any(self.dropouts)
 
     @property
     def is_fused(self) -> bool:
-        """Whether attention is torch's scaled_dot_product_attention, which has no soft cap."""
+        """True if attention is torch's scaled_dot_product_attention, which does not support a soft
+        cap."""
         return self.attention is Attention.SDPA and self.attention_soft_cap is None
 
     @property
@@ -187,18 +198,18 @@ class ModelShape(BlockOptions):
         )
 
     def is_local(self, layer: int) -> bool:
-        """Return whether a layer has a window."""
+        """Return True if a layer has a sliding window."""
         is_global = self.global_every is not None and (layer + 1) % self.global_every == 0
         return self.window is not None and not is_global
 
 
 def _has_operators_of(shape: ModelShape, family: Family) -> bool:
-    """Whether the tables of a family tell what a shape's blocks allocate."""
+    """Return True if the tables of a family cover the allocations of a shape's blocks."""
     row = FAMILIES[family]
     activation = Activation.GELU if shape.activation is Activation.GELU_TANH else shape.activation
     if activation is not row["activation"] or shape.head_dim * shape.heads != shape.hidden:
         return False
-    if family is Family.LLAMA and shape.drops:
+    if family is Family.LLAMA and shape.has_dropout:
         return False
     if family is Family.GPT and (shape.kv_heads != shape.heads or len({*shape.dropouts}) > 1):
         return False
@@ -233,7 +244,7 @@ class ExternalModel:
 
     @property
     def function(self) -> UserFunction:
-        """Return what builds it."""
+        """The function that builds the model."""
         return UserFunction(
             section="model", target=self.target, arguments=self.arguments, folder=self.folder
         )
@@ -241,9 +252,16 @@ class ExternalModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
-    """`{hf: LlamaForCausalLM, config: {...}}`. `blocks` as of the user's own. `attention` is None
-    where the spec does not say it: sdpa, of a class that has it, else eager. `pretrained`: the
-    folder of the weights that it begins with, whose config is in `config`."""
+    """A Transformers model: `{hf: LlamaForCausalLM, config: {...}}`.
+
+    Attributes:
+        hf: The class name.
+        config: The fields of its config, including those of the `pretrained` folder.
+        blocks: A pattern of the blocks' names; None for the elements of the largest ModuleList.
+        attention: The implementation; None if the spec does not set it: sdpa if the class supports
+            it, else eager.
+        pretrained: The folder of the initial weights.
+    """
 
     hf: str
     config: dict[str, object] = field(default_factory=dict)
@@ -262,7 +280,8 @@ ModelSpec = ModelShape | ExternalModel | HuggingFaceModel
 
 @with_options
 class ModelRaw:
-    """Which model: a preset and shape fields that override it; or hf; or target."""
+    """The model: a preset and shape fields that override it, a Transformers class (`hf`), or a
+    function (`target`)."""
 
     preset: Annotated[
         str | None,
@@ -275,7 +294,7 @@ class ModelRaw:
             "starts from its weights. Replaces `preset`; next to `hf`, the config is read from "
             "it; next to `target`, only the weights are.",
             NAME_OR_FILE,
-            null=True,
+            accepts_null=True,
         ),
     ] = None
     family: Annotated[
@@ -290,7 +309,7 @@ class ModelRaw:
     ] = None
     layers: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Number of transformer blocks.",
             1,
             10_000,
@@ -299,7 +318,7 @@ class ModelRaw:
     ] = None
     hidden: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Width of the residual stream.",
             1,
             2**20,
@@ -308,7 +327,7 @@ class ModelRaw:
     ] = None
     heads: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Number of query heads; must divide `hidden` unless `head_dim` is set.",
             1,
             2**14,
@@ -317,7 +336,7 @@ class ModelRaw:
     ] = None
     kv_heads: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Number of key and value heads; must divide `heads`. Default: `heads`.",
             1,
             2**14,
@@ -326,7 +345,7 @@ class ModelRaw:
     ] = None
     ffn: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Inner width of the feed-forward layer. Required for gated activations; otherwise "
             "the default is 4 x `hidden`.",
             1,
@@ -335,7 +354,7 @@ class ModelRaw:
         ),
     ] = None
     vocab: Annotated[
-        int | None, Whole("Number of tokens in the vocabulary.", 2, 2**24, aka=("vocab_size",))
+        int | None, Integer("Number of tokens in the vocabulary.", 2, 2**24, aka=("vocab_size",))
     ] = None
     hf: Annotated[
         str | None,
@@ -350,7 +369,7 @@ class ModelRaw:
         Either(
             "Config fields of the `hf` class, or the name of a config.json file.",
             "a mapping, or the name of a JSON file",
-            (Free(""), Text("", NAME_OR_FILE)),
+            (FreeMapping(""), Text("", NAME_OR_FILE)),
         ),
     ] = None
     target: Annotated[
@@ -368,7 +387,7 @@ class ModelRaw:
             "Folder in which `target` is searched after the installed packages: `.` is the "
             "folder of the spec, null disables the search.",
             NAME_OR_FILE,
-            null=True,
+            accepts_null=True,
         ),
     ] = BESIDE
     blocks: Annotated[

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ptrain.errors import SpecError
-from ptrain.spec.leaf import nearest
-from ptrain.spec.text import SourceMark, read
+from ptrain.spec.leaf import find_similar
+from ptrain.spec.text import SourceMark, Tree, read
 
 SPEC_FOLDERS = ("strategies", "experts", "paper", "node")
 _HERE = Path(__file__).resolve()
@@ -29,11 +29,27 @@ class Names(NamedTuple):
 
 
 @cache
-def root() -> Path:
+def specs_folder() -> Path:
     """Return the folder of the specs: `ptrain/_specs` in a wheel, otherwise `specs/` next to the
     package."""
     packed = _HERE.parents[1] / "_specs"
     return packed if packed.is_dir() else _HERE.parents[2] / "specs"
+
+
+def folder_of(tree: Tree) -> Path:
+    """Return the folder to which relative file names in a spec refer."""
+    return Path(tree.source).parent if Path(tree.source).suffix else Path()
+
+
+def home_of(tree: Tree) -> Path | None:
+    """Return the folder of the user's spec file with symlinks resolved, as Python does for a
+    script.
+
+    Returns None for built-in specs and for specs that are not files.
+    """
+    file = Path(tree.source).resolve()
+    is_file = bool(tree.source) and file.is_file()
+    return file.parent if is_file and not file.is_relative_to(specs_folder()) else None
 
 
 def file_of_preset(name: str, folder: Path) -> Path | None:
@@ -46,47 +62,47 @@ def file_of_preset(name: str, folder: Path) -> Path | None:
 
 
 @cache
-def table_of(file: str | Path) -> Mapping[str, Any]:
+def load_table(file: str | Path) -> Mapping[str, Any]:
     """Return the mapping in a file of `specs/`."""
-    values = read(root() / file).root
+    values = read(specs_folder() / file).root
     assert isinstance(values, dict), f"{file} is a mapping"
     return values
 
 
 @cache
-def names() -> Names:
+def load_names() -> Names:
     """Return the contents of `specs/names.yaml`."""
-    return Names(**table_of("names.yaml"))
+    return Names(**load_table("names.yaml"))
 
 
 @cache
-def listing(*folders: str) -> Mapping[str, Path]:
+def list_files(*folders: str) -> Mapping[str, Path]:
     """Return the YAML files in these folders of `specs/`, by name.
 
     Cached, because one prediction makes about two hundred look-ups; files that are added later are
     not found.
     """
-    files = (path for folder in folders for path in sorted((root() / folder).iterdir()))
+    files = (path for folder in folders for path in sorted((specs_folder() / folder).iterdir()))
     return {path.stem: path for path in files if path.suffix == ".yaml"}
 
 
-def canonical(name: str) -> str:
+def resolve_alias(name: str) -> str:
     """Return the strategy name for an alias from another tool, or `name` if it is no alias."""
-    return names().aliases.get(name.strip().lower().replace("-", "_"), name)
+    return load_names().aliases.get(name.strip().lower().replace("-", "_"), name)
 
 
 def find_spec(name: str) -> Path:
     """Return the file of a named spec. Raises SpecError with similar names if there is none."""
-    known = listing(*SPEC_FOLDERS)
+    known = list_files(*SPEC_FOLDERS)
     if name not in known:
-        name = canonical(name)
+        name = resolve_alias(name)
     if name in known:
         return known[name]
-    finding, remedy = missing(name, "spec", *SPEC_FOLDERS)
-    raise SpecError(SourceMark(source=_shorten(name)).fault("", finding, remedy))
+    finding, remedy = explain_missing(name, "spec", *SPEC_FOLDERS)
+    raise SpecError(SourceMark(source=_shorten(name)).make_fault("", finding, remedy))
 
 
-def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
+def explain_missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
     """Return the finding and the remedy for a name that has no file in `folders`.
 
     Args:
@@ -94,12 +110,12 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
         kind: The noun for messages, such as `spec`, `strategy` or `model`.
         folders: The folders of `specs/` that were searched.
     """
-    known = tuple(listing(*folders))
+    known = tuple(list_files(*folders))
     for other in {"models", "clusters"}.difference(folders):
-        if name in listing(other):
+        if name in list_files(other):
             section = other.removesuffix("s")
             return f"{name!r} is a {section}, not a {kind}", f"Use `{section}.preset={name}`."
-    guess = nearest(name, [*known, *(names().aliases if kind != "model" else ())])
+    guess = find_similar(name, [*known, *(load_names().aliases if kind != "model" else ())])
     lists = (
         "Run `ptrain specs` to list them."
         if kind in ("spec", "strategy")
@@ -115,13 +131,13 @@ def _shorten(name: str) -> str:
 
 
 @cache
-def strategy(name: str) -> dict[str, Any] | None:
+def load_strategy(name: str) -> dict[str, Any] | None:
     """Return the contents of a strategy's spec file, or None if there is no such strategy."""
-    path = listing("strategies").get(canonical(name))
-    return dict(table_of(path)) if path else None
+    path = list_files("strategies").get(resolve_alias(name))
+    return dict(load_table(path)) if path else None
 
 
-def unusable(error: SpecError) -> tuple[str, str]:
+def explain_invalid_preset(error: SpecError) -> tuple[str, str]:
     """Return the finding and the remedy for a preset whose file has faults."""
     findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
     remedies = dict.fromkeys(fault.remedy for fault in error.faults if fault.remedy)

@@ -32,7 +32,7 @@ class OptimizerRow:
             rounding error of the updated tensor's dtype.
     """
 
-    about: str
+    description: str
     keys: Mapping[str, Any]
     moments: tuple[str, ...]
     needs_momentum: bool = False
@@ -52,14 +52,14 @@ class OptimizerRow:
 
 OPTIMIZERS: Mapping[str, OptimizerRow] = {
     "adamw": OptimizerRow(
-        about="Adam with decoupled weight decay: two moments",
+        description="Adam with decoupled weight decay: two moments",
         keys={"betas": (0.9, 0.95), "eps": 1e-8},
         moments=("exp_avg", "exp_avg_sq"),
         numbers={"step": 0.0},
         is_fused=True,
     ),
     "sgd": OptimizerRow(
-        about="stochastic gradient descent, with momentum if set",
+        description="stochastic gradient descent, with momentum if set",
         keys={"momentum": 0.0},
         moments=("momentum_buffer",),
         needs_momentum=True,
@@ -67,7 +67,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         numbers_in_16_bits=(1, 3),
     ),
     "nadam": OptimizerRow(
-        about="AdamW with Nesterov momentum: two moments",
+        description="AdamW with Nesterov momentum: two moments",
         keys={"betas": (0.9, 0.999), "eps": 1e-8},
         moments=("exp_avg", "exp_avg_sq"),
         numbers={"step": 0.0, "mu_product": 1.0},
@@ -75,7 +75,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         operators=(2, 3, 2, 3, 2, 2, 2, 4, 4),
     ),
     "lion": OptimizerRow(
-        about="sign of the momentum, with decoupled weight decay: one moment",
+        description="sign of the momentum, with decoupled weight decay: one moment",
         keys={"betas": (0.9, 0.99)},  # of its authors
         moments=("exp_avg",),
         temporaries=1,  # the direction
@@ -83,8 +83,8 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         enlarges_rounding=True,  # a flipped sign changes the update by twice the learning rate
     ),
     "muon": OptimizerRow(
-        about="orthogonalized momentum for matrices in blocks, AdamW for all other parameters; "
-        "needs full matrices",
+        description="orthogonalized momentum for matrices in blocks, AdamW for all other "
+        "parameters; needs full matrices",
         keys={"momentum": 0.95},  # of its authors
         moments=("momentum_buffer",),
         remainder="adamw",
@@ -94,7 +94,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
 FUSED = tuple(name for name, row in OPTIMIZERS.items() if row.is_fused)
 
 
-def defaults(key: str) -> str:
+def list_defaults(key: str) -> str:
     """List the optimizers that read a key, with their defaults: `0.0 (sgd), 0.95 (muon)`."""
     rows = OPTIMIZERS.items()
     return ", ".join(f"{row.keys[key]} ({name})" for name, row in rows if key in row.keys)

@@ -7,8 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from ptrain.spec.leaf import UNFIT, Choice, Either, Numbers, OwnFile, Whole, one_of, refuse, section
-from ptrain.spec.text import contents
+from ptrain.spec.leaf import (
+    INVALID,
+    Choice,
+    Either,
+    Integer,
+    Numbers,
+    UserFile,
+    one_of,
+    reject,
+    section_dataclass,
+)
+from ptrain.spec.text import read_bytes
 from ptrain.timeline import Kind
 from ptrain.word import MeantWord, Word, words_of
 
@@ -31,7 +41,7 @@ class ListedSchedule:
     def __str__(self) -> str:
         return "the listed order"
 
-    def lines(self) -> list[str]:
+    def to_lines(self) -> list[str]:
         """Return the rows as in a spec or a CSV file."""
         return [",".join(row) for row in self.rows]
 
@@ -56,7 +66,7 @@ class ListedSchedule:
         return (action for order in self.orders for step in order for action in step)
 
 
-def listed(lines: Sequence[str]) -> ListedSchedule:
+def parse_rows(lines: Sequence[str]) -> ListedSchedule:
     """Return the schedule of lines that `slip` accepts.
 
     Empty cells, torch's idle slots, are dropped: the start of a pass follows from its dependencies.
@@ -67,7 +77,7 @@ def listed(lines: Sequence[str]) -> ListedSchedule:
     )
 
 
-def slip(lines: Sequence[str]) -> tuple[str, str] | None:
+def find_invalid_cell(lines: Sequence[str]) -> tuple[str, str] | None:
     """Return the finding and the remedy for the first cell that is not a pass; None if all are.
 
     The finding names the row and the cell, counted from 1.
@@ -95,7 +105,7 @@ def passes_of(cell: str) -> tuple[Pass, ...]:
 
 def _read_lines(path: Path) -> list[str] | str:
     """Return the lines of a CSV file, or the reason why it cannot be read."""
-    data = contents(path, 8 * MAX_CELLS)
+    data = read_bytes(path, 8 * MAX_CELLS)
     if isinstance(data, str):
         return data
     if len(data) > 8 * MAX_CELLS:
@@ -106,10 +116,10 @@ def _read_lines(path: Path) -> list[str] | str:
         return "it is not UTF-8"
 
 
-FILE = OwnFile(
+FILE = UserFile(
     ".csv",
     _read_lines,
-    slip,
+    find_invalid_cell,
     "Use a file in torch's CSV format of compute actions, or a schedule name.",
 )
 
@@ -267,11 +277,11 @@ class ScheduleText(Choice):
     """A schedule by name, or listed rank by rank; the rows have already replaced a file name. The
     remedy for an unsupported schedule states the reason."""
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         if not isinstance(value, list) or not all(isinstance(row, str) for row in value):
-            return UNFIT
-        if wrong := slip(value):
-            refuse(*wrong)
+            return INVALID
+        if wrong := find_invalid_cell(value):
+            reject(*wrong)
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -283,7 +293,7 @@ class ScheduleText(Choice):
         rows = {"type": "array", "items": {"type": "string"}, "minItems": 1}
         return one_of(super().schema(), file, {**rows, "description": "the rows of such a file"})
 
-    def meant(self, value: object) -> str:
+    def suggest(self, value: object) -> str:
         word = re.sub(r"[ _]", "-", value.lower()) if isinstance(value, str) else ""
         if word in ("dualpipe", "dual-pipe"):
             return _TWO_COPIES
@@ -293,7 +303,7 @@ class ScheduleText(Choice):
                 "not equal a single device [Theorem 3]. Use `1f1b`, the same schedule with a "
                 "flush after each step."
             )
-        return super().meant(value)
+        return super().suggest(value)
 
 
 _MOVING = ("dynamic", "adaptive", "rebalance", "elastic", "runtime")
@@ -308,7 +318,7 @@ def _guess_split(value: object) -> str:
             "placements are static: layers do not move during a run. Set another split and "
             "continue from a checkpoint with `ptrain train SPEC --resume RUN`."
         )
-    return _SPLITS.meant(value)
+    return _SPLITS.suggest(value)
 
 
 _SPLITS = Choice(
@@ -320,15 +330,15 @@ _SPLITS = Choice(
 
 
 def _parse_schedule(written: str | list[str]) -> ScheduleName | ListedSchedule:
-    return ScheduleName(written) if isinstance(written, str) else listed(written)
+    return ScheduleName(written) if isinstance(written, str) else parse_rows(written)
 
 
 def _to_file_syntax(schedule: ScheduleName | ListedSchedule) -> object:
     """Return the name of a schedule, or the rows of a list."""
-    return schedule.lines() if isinstance(schedule, ListedSchedule) else schedule.value
+    return schedule.to_lines() if isinstance(schedule, ListedSchedule) else schedule.value
 
 
-@section
+@section_dataclass
 class PipelineSpec:
     """Pipeline schedule, and the assignment of layers to stages."""
 
@@ -345,7 +355,7 @@ class PipelineSpec:
     ] = ScheduleName.ONE_F_ONE_B
     stages: Annotated[
         int | None,
-        Whole(
+        Integer(
             "Total number of stages, a multiple of the pp ranks. Default: one per rank; two with "
             f"{', '.join(_FIRST_OF_TWO)} and {_LAST_OF_TWO}.",
             1,
@@ -358,7 +368,7 @@ class PipelineSpec:
             "How layers are assigned to stages: balanced by parameters or time, by equal "
             "numbers of layers, or a list with each stage's number of layers.",
             "parameters, time, layers or a list of each stage's number of layers",
-            (_SPLITS, Numbers("each stage's number of layers", 1, MAX_LAYERS, whole=True)),
+            (_SPLITS, Numbers("each stage's number of layers", 1, MAX_LAYERS, is_integer=True)),
             hint=_guess_split,
         ),
     ] = SplitBy.PARAMETERS

@@ -115,7 +115,7 @@ CUTTING_AXES = (*TOKEN_AXES, *EXPERT_AXES, Axis.TP)
 
 
 class Factor(NamedTuple):
-    """One factor of the mesh product: an axis, the number of ranks along it, and the placement on
+    """A factor of the mesh product: an axis, the number of ranks along it, and the placement on
     it."""
 
     axis: Axis
@@ -131,6 +131,6 @@ def axes_named(group: str) -> tuple[str, ...]:
     return parts if {*parts} <= {*CUTTING_AXES} else (group,)
 
 
-def without(axes: Sequence[Axis], others: Sequence[Axis]) -> tuple[Axis, ...]:
+def exclude_axes(axes: Sequence[Axis], others: Sequence[Axis]) -> tuple[Axis, ...]:
     """Return the axes that are not in `others`, in order."""
     return tuple(axis for axis in axes if axis not in others)

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, declared
+from ptrain.spec.leaf import Choice, grammar_dataclass
 from ptrain.word import MeantWord, words_of
 
 _DTYPE_SLIPS = {
@@ -64,7 +64,7 @@ class Layout:
     scales_loss: bool = False
 
     @property
-    def updated(self) -> DType:
+    def update_dtype(self) -> DType:
         """The dtype of the tensor that the optimizer updates."""
         return self.master or self.parameters
 
@@ -80,7 +80,7 @@ class Layout:
         return self.gradients is self.parameters and not self.keeps_both
 
 
-def _layout(
+def _make_layout(
     name: str,
     parameters: DType,
     gradients: DType,
@@ -103,20 +103,20 @@ def _layout(
     )
 
 
-FP32 = _layout("fp32", DType.FP32, DType.FP32, None, DType.FP32)
-ZERO16 = _layout("zero16", DType.BF16, DType.BF16, DType.FP32, DType.FP32)
+FP32 = _make_layout("fp32", DType.FP32, DType.FP32, None, DType.FP32)
+ZERO16 = _make_layout("zero16", DType.BF16, DType.BF16, DType.FP32, DType.FP32)
 LAYOUTS = {
     layout.name: layout
     for layout in (
         FP32,
-        _layout("bf16", DType.BF16, DType.BF16, None, DType.BF16),
-        _layout("fp16", DType.FP16, DType.FP16, DType.FP32, DType.FP32, scales_loss=True),
+        _make_layout("bf16", DType.BF16, DType.BF16, None, DType.BF16),
+        _make_layout("fp16", DType.FP16, DType.FP16, DType.FP32, DType.FP32, scales_loss=True),
         ZERO16,
-        _layout("megatron18", DType.BF16, DType.FP32, DType.FP32, DType.FP32),
-        _layout(
+        _make_layout("megatron18", DType.BF16, DType.FP32, DType.FP32, DType.FP32),
+        _make_layout(
             "zero20", DType.BF16, DType.FP32, DType.FP32, DType.FP32, DType.BF16, keeps_both=True
         ),
-        _layout("fsdp-mixed", DType.BF16, DType.FP32, DType.FP32, DType.FP32, DType.BF16),
+        _make_layout("fsdp-mixed", DType.BF16, DType.FP32, DType.FP32, DType.FP32, DType.BF16),
     )
 }
 
@@ -130,7 +130,7 @@ class Precision:
     compute_fp64: bool = False
 
     @property
-    def effective(self) -> Layout:
+    def effective_layout(self) -> Layout:
         """The layout that runs: all float64 with `compute_fp64`."""
         if not self.compute_fp64:
             return self.layout
@@ -147,7 +147,7 @@ class Precision:
 CUSTOM = "custom"  # the name of a layout that is none of LAYOUTS
 
 
-def custom(
+def custom_layout(
     base: Layout,
     *,
     parameters: DType | None = None,
@@ -192,11 +192,11 @@ SCALE_BACKOFF = 0.5
 SCALE_INTERVAL = 2000  # steps without overflow before it grows
 
 
-def _dtype(about: str) -> Choice:
+def _dtype_choice(about: str) -> Choice:
     return Choice(about, _DTYPES, slips=_DTYPE_SLIPS, read=DType)
 
 
-@declared
+@grammar_dataclass
 class PrecisionRaw:
     """A layout: bytes per element of parameters, gradients and optimizer state. Dtypes override
     those of the named layout."""
@@ -229,15 +229,17 @@ class PrecisionRaw:
         ),
     ] = None
     parameters: Annotated[
-        DType | None, _dtype("Dtype of the parameters and of the computation.")
+        DType | None, _dtype_choice("Dtype of the parameters and of the computation.")
     ] = None
     gradients: Annotated[
         DType | None,
-        _dtype("Dtype in which reduced gradients are stored and accumulated until the update."),
+        _dtype_choice(
+            "Dtype in which reduced gradients are stored and accumulated until the update."
+        ),
     ] = None
     reduced: Annotated[
         DType | None,
-        _dtype(
+        _dtype_choice(
             "Dtype in which a micro-batch's gradients are collected and communicated. Default: "
             "`gradients` if set."
         ),
@@ -251,4 +253,4 @@ class PrecisionRaw:
             read=lambda word: word if word in _NO_MASTER else DType(word),
         ),
     ] = None
-    moments: Annotated[DType | None, _dtype("Dtype of the optimizer moments.")] = None
+    moments: Annotated[DType | None, _dtype_choice("Dtype of the optimizer moments.")] = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from ptrain.spec.names import table_of
+from ptrain.spec.names import load_table
 
 Config = Mapping[str, Any]
 _REFUSED = {
@@ -72,7 +72,7 @@ def list_ignored(
 
 
 def _ignored_phrase(name: str, value: object, written: Container[str] | None) -> str:
-    rows = table()
+    rows = load_tables()
     keys, is_off = rows["keys"], not value and (name in rows["keys"] or name in rows["unbuilt"])
     is_off = is_off or (value == 1 and name in rows["factors"])
     if is_off or value in (None, "", [], {}) or name in _silent_fields() or name.endswith(_ID):
@@ -87,17 +87,21 @@ def _added_computation(name: str, value: object) -> str:
     """Return the listed computation that a field adds, or "" if it adds none."""
     if not value:
         return ""
-    return table()["unbuilt"].get(name) or (value != 1 and table()["factors"].get(name)) or ""
+    return (
+        load_tables()["unbuilt"].get(name)
+        or (value != 1 and load_tables()["factors"].get(name))
+        or ""
+    )
 
 
 @cache
 def _silent_fields() -> frozenset[str]:
-    return frozenset(name for row in table()["silent"] for name in row)
+    return frozenset(name for row in load_tables()["silent"] for name in row)
 
 
-def table() -> Mapping[str, Any]:
+def load_tables() -> Mapping[str, Any]:
     """Return the tables of `specs/published.yaml`."""
-    return table_of("published.yaml")
+    return load_table("published.yaml")
 
 
 Keys = dict[str, Any]  # of the spec's section `model`
@@ -260,14 +264,14 @@ _READERS: Mapping[str, dict[str, Any]] = {
 
 
 @cache
-def kinds() -> Mapping[str, PublishedKind]:
+def load_kinds() -> Mapping[str, PublishedKind]:
     """Return the built-in kinds of `specs/published.yaml`, by `model_type`."""
     return {
         name: PublishedKind(
             **{key: value for key, value in row.items() if key != "reads"},
             **_READERS[row.get("reads", "")],
         )
-        for name, row in table()["kinds"].items()
+        for name, row in load_tables()["kinds"].items()
     }
 
 
@@ -297,9 +301,9 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
         The keys of the section `model`, not validated, with all faults.
     """
     faults = [*find_refused(config)]
-    if (kind := kinds().get(name := str(config.get("model_type")))) is None:
+    if (kind := load_kinds().get(name := str(config.get("model_type")))) is None:
         finding = f"model_type {name!r} is not a built-in model"
-        remedy = f"Built-in kinds: {', '.join(kinds())}. For another causal language model of "
+        remedy = f"Built-in kinds: {', '.join(load_kinds())}. For another causal language model of "
         remedy += "Transformers, add `model.hf`, its class."
         return PublishedModel(keys={}, faults=(*faults, FieldFault("", finding, remedy)))
     known = {*kind.sizes, *kind.demands, *kind.fields, "layer_types"}
@@ -342,7 +346,7 @@ def config_of(name: str, keys: Keys) -> Keys:
 
     Keys that the kind cannot represent are lost; reading the config again shows which ones.
     """
-    kind = kinds()[name]
+    kind = load_kinds()[name]
     config = {
         "architectures": [kind.architecture],
         "model_type": name,

@@ -12,19 +12,19 @@ from typing import Annotated, Any, NamedTuple
 from ptrain.cost import Collective
 from ptrain.spec.leaf import (
     Choice,
+    Integer,
     Leaf,
     Numbers,
     Real,
     Shape,
     Size,
     Text,
-    Whole,
-    checked,
-    declared,
+    check_part,
     describe,
-    plain,
-    refuse,
-    section,
+    grammar_dataclass,
+    reject,
+    section_dataclass,
+    to_yaml_value,
 )
 from ptrain.spec.model import NAME_OR_FILE
 from ptrain.spec.optimizers import FUSED
@@ -96,7 +96,7 @@ CLIP = "clip"  # among updates: the norm of all gradients, and their scaling
 
 
 class RateRow(NamedTuple):
-    """One row of a rate table.
+    """A row of a rate table.
 
     `key` identifies the measurement. `figures` are seconds by number of concurrent ranks, in the
     order of `Rates.at_once` (None: not measured); for links, the columns that the table names.
@@ -106,7 +106,7 @@ class RateRow(NamedTuple):
     figures: tuple[float | None, ...]
 
 
-@declared
+@grammar_dataclass
 class Rows(Leaf):
     """A table: a list of rows with the `columns`, followed by figures.
 
@@ -116,18 +116,18 @@ class Rows(Leaf):
     columns: Mapping[str, Leaf] = field(kw_only=False)
     figures: tuple[str, ...] = ()
 
-    def takes(self) -> str:
+    def describe_values(self) -> str:
         figures = ", ".join(self.figures) or "seconds by ranks at once"
         return f"rows [{', '.join(self.columns)}, {figures}]"
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         if not isinstance(value, list):
-            refuse(f"must be a list of {self.takes()}; got {describe(value)}")
+            reject(f"must be a list of {self.describe_values()}; got {describe(value)}")
         rows = tuple(self._parse_row(number, row) for number, row in enumerate(value, 1))
         numbers: dict[tuple[Any, ...], int] = {}
         for number, row in enumerate(rows, 1):
             if numbers.setdefault(row.key, number) != number:
-                refuse(f"row {number} repeats row {numbers[row.key]}", "Remove one of the two.")
+                reject(f"row {number} repeats row {numbers[row.key]}", "Remove one of the two.")
         return rows
 
     def _parse_row(self, number: int, row: object) -> RateRow:
@@ -136,27 +136,27 @@ class Rows(Leaf):
         width, num_figures = len(self.columns), len(self.figures)
         if len(cells) <= width or (num_figures and len(cells) != width + num_figures):
             shown = row if isinstance(row, list) else describe(row)
-            refuse(f"row {number} must be {self.takes()[5:]}; got {shown}")
+            reject(f"row {number} must be {self.describe_values()[5:]}; got {shown}")
         names = (*self.columns, *(self.figures or ("seconds",) * (len(cells) - width)))
         leaves = (*self.columns.values(), *[_FIGURE] * (len(cells) - width))
         # an unknown word without a similar one probably comes from another version
         taken = tuple(
-            checked(leaf.take, cell, f"row {number}, {name}", _ANEW * isinstance(leaf, Choice))
+            check_part(leaf.parse, cell, f"row {number}, {name}", _ANEW * isinstance(leaf, Choice))
             for name, leaf, cell in zip(names, leaves, cells, strict=True)
         )
         return RateRow(taken[:width], taken[width:])
 
-    def say(self, value: object) -> object:
+    def dump(self, value: object) -> object:
         assert isinstance(value, tuple), "rows"
-        return [[plain(cell) for cell in (*row.key, *row.figures)] for row in value]
+        return [[to_yaml_value(cell) for cell in (*row.key, *row.figures)] for row in value]
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def value_schemas(self) -> tuple[Shape, ...]:
         least = len(self.columns) + max(1, len(self.figures))
         return ({"type": "array", "items": {"type": "array", "minItems": least}},)
 
 
 _ANEW = "If another version of ptrain wrote the file, run `ptrain calibrate` again."
-_FIGURE = Real("seconds, or a share", 0.0, 1e6, open=True, null=True)
+_FIGURE = Real("seconds, or a share", 0.0, 1e6, excludes_low=True, accepts_null=True)
 _BYTES = Size("bytes", high=2**50)
 _DTYPE = Choice("dtype", {dtype.value: f"{dtype.itemsize} bytes" for dtype in DType}, read=DType)
 
@@ -167,7 +167,7 @@ def _word_choice(about: str, kinds: type[Word], *members: Word) -> Choice:
 
 
 def _integer_columns(*names: str) -> dict[str, Leaf]:
-    return {name: Whole(name, 1, 2**40) for name in names}
+    return {name: Integer(name, 1, 2**40) for name in names}
 
 
 COLLECTIVES = tuple(kind for kind in Collective if not kind.is_copy and kind is not Collective.RECV)
@@ -176,7 +176,7 @@ _OF_BYTES = tuple(kind for kind in OperatorKind if kind.is_of_bytes)
 _ATTENTION = (OperatorKind.ATTENTION, OperatorKind.ATTENTION_BACKWARD)
 
 
-@section
+@section_dataclass
 class Rates:
     """Measured times of a cluster's operators, collectives and hooks, as `ptrain calibrate` writes
     them: seconds, by the number of ranks of a node that compute at the same time."""
@@ -186,15 +186,21 @@ class Rates:
         Text("Name of a file in specs/rates, or a YAML file with its fields.", NAME_OR_FILE),
     ] = None
     source: Annotated[
-        str | None, Text("Who measured or published the rates, and how.", null=True)
+        str | None, Text("Who measured or published the rates, and how.", accepts_null=True)
     ] = None
     date: Annotated[
         str | None,
-        Text("Date of the measurement.", r"\d{4}-\d\d-\d\d", "a date, 2026-11-24", null=True),
+        Text(
+            "Date of the measurement.", r"\d{4}-\d\d-\d\d", "a date, 2026-11-24", accepts_null=True
+        ),
     ] = None
-    machine: Annotated[str | None, Text("Machine of the measurement.", null=True)] = None
-    torch: Annotated[str | None, Text("torch version of the measurement.", null=True)] = None
-    ptrain: Annotated[str | None, Text("ptrain version of the measurement.", null=True)] = None
+    machine: Annotated[str | None, Text("Machine of the measurement.", accepts_null=True)] = None
+    torch: Annotated[str | None, Text("torch version of the measurement.", accepts_null=True)] = (
+        None
+    )
+    ptrain: Annotated[str | None, Text("ptrain version of the measurement.", accepts_null=True)] = (
+        None
+    )
     at_once: Annotated[
         tuple[int, ...],
         Numbers(
@@ -202,13 +208,16 @@ class Rates:
             "seconds in the rows below; [1] for GPUs.",
             1,
             2**17,
-            whole=True,
+            is_integer=True,
         ),
     ] = (1,)
     threads: Annotated[
         tuple[int, ...],
         Numbers(
-            "Threads per rank on CPUs, one number per entry of `at_once`.", 1, 2**12, whole=True
+            "Threads per rank on CPUs, one number per entry of `at_once`.",
+            1,
+            2**12,
+            is_integer=True,
         ),
     ] = ()
     spread: Annotated[
@@ -281,7 +290,7 @@ class Rates:
         Rows(
             "Extra time of a collective whose ranks computed for the given time since the "
             "previous one.",
-            {"microseconds": Whole("microseconds that were computed", 1, 10**9)},
+            {"microseconds": Integer("microseconds that were computed", 1, 10**9)},
         ),
     ] = ()
     links: Annotated[
@@ -313,7 +322,7 @@ def are_calibrated(rates: Rates) -> bool:
     return (rates.source or "").startswith(CALIBRATED)
 
 
-def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def find_incomplete_tables(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield (key, finding, remedy) for each table whose rows lack a figure for a number of
     `at_once`.
 

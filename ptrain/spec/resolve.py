@@ -19,11 +19,12 @@ from ptrain.errors import SpecError
 from ptrain.spec.activations import (
     FULL,
     NAMED_POLICIES,
-    Kept,
+    ActivationMode,
     Operators,
     Policy,
     RecomputeRaw,
     belongs_to_rank,
+    blocks_of,
 )
 from ptrain.spec.batch import (
     AUTO,
@@ -32,14 +33,13 @@ from ptrain.spec.batch import (
     BatchRaw,
     Rounding,
     WrittenTokens,
-    padded,
+    pad_samples,
     rounded_samples,
     written_tokens,
 )
 from ptrain.spec.dials import GradientSync, SyncPolicy
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
 from ptrain.spec.keys import FrozenSpec, Keys, TensorSpec
-from ptrain.spec.leaf import blocks_of
 from ptrain.spec.placement import (
     DATA_AXES,
     EXPERT_AXES,
@@ -76,7 +76,8 @@ _Ranges = dict[tuple[int, int | None], Mode]
 def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec:
     """Resolve the raw sections into a `Spec`.
 
-    Values that `load.refusals` rejects get a stand-in here; the caller reports their faults.
+    Values that `load.find_unsupported` rejects get a stand-in here; the caller reports their
+    faults.
 
     Args:
         raw: The checked sections.
@@ -94,7 +95,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     if factors is not None:
         data_degree = math.prod(degrees.get(axis, 1) for axis in SAMPLE_AXES)
         batch = _resolve_batch(raw.batch, data_degree, findings)
-        batch = batch and padded(batch, factors, raw.context)
+        batch = batch and pad_samples(batch, factors, raw.context)
     model = resolve_model(raw.model, resolve_attention(raw.attention), findings)
     activations = _activation_spec(raw, findings)
     own = resolve_functions(raw, findings)
@@ -128,7 +129,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         activations=activations,
         loss=loss,
     )
-    is_written = tree.has("sync", "gradients")
+    is_written = tree.has_key("sync", "gradients")
     return replace(spec, resolved=to_mapping(spec, sync_is_written=is_written))
 
 
@@ -176,7 +177,7 @@ def _resolve_factor(raw: SpecRaw, axis: Axis, degree: int, tree: Tree) -> Factor
     modes = {}
     for state in PLACED:
         route = (*route_of(axis), state.value)
-        modes[str(state)] = on_tier(attrgetter(".".join(route))(raw), tree.at(route), raw)
+        modes[str(state)] = on_tier(attrgetter(".".join(route))(raw), tree.value_at(route), raw)
     return Factor(axis=axis, degree=degree, placement=Placement(**modes))
 
 
@@ -196,11 +197,11 @@ def _check_offload(raw: SpecRaw, degrees: Mapping[Axis, int], findings: Findings
     """
     if raw.offload.tier is None:
         return
-    top = findings.tree.at(("activations",))
+    top = findings.tree.value_at(("activations",))
     texts = [*top.values()] if isinstance(top, dict) else [top]
     for axis in degrees:
-        texts += [findings.tree.at((*route_of(axis), state.value)) for state in PLACED]
-        texts.append(findings.tree.at(("frozen", axis.value)))
+        texts += [findings.tree.value_at((*route_of(axis), state.value)) for state in PLACED]
+        texts.append(findings.tree.value_at(("frozen", axis.value)))
     if degrees and "O" not in texts:
         findings.add(
             "offload.tier",
@@ -213,7 +214,7 @@ def _resolve_degrees(
     mesh: MeshRaw, world_size: int | None, findings: Findings
 ) -> dict[Axis, int] | None:
     """Return the degree of each axis in the mesh, with `auto` resolved; None on faults."""
-    order = findings.tree.at(("mesh",))
+    order = findings.tree.value_at(("mesh",))
     names = order if isinstance(order, dict) else ()
     written = {Axis(name): getattr(mesh, name) for name in names if name in set(Axis)}
     written = {axis: degree for axis, degree in written.items() if degree is not None}
@@ -290,8 +291,8 @@ def _nearest_mesh(degrees: dict[Axis, int], world_size: int) -> str:
 def _resolve_frozen(raw: SpecRaw, tree: Tree) -> FrozenSpec:
     """Return the frozen section, with each mode O on the tier that `offload.tier` selects."""
     modes = {
-        axis.value: on_tier(mode, tree.at(("frozen", axis.value)), raw)
-        for axis, mode in raw.frozen.written().items()
+        axis.value: on_tier(mode, tree.value_at(("frozen", axis.value)), raw)
+        for axis, mode in raw.frozen.modes_by_axis().items()
     }
     return replace(raw.frozen, **modes)
 
@@ -312,7 +313,7 @@ def _resolve_sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPo
         "reshard_after_forward": reshards,
         "reshard_after_backward": reshards,
     }
-    unsaid = {key: value for key, value in follows.items() if not tree.has("sync", key)}
+    unsaid = {key: value for key, value in follows.items() if not tree.has_key("sync", key)}
     return replace(raw.sync, **unsaid)
 
 
@@ -371,7 +372,7 @@ def _resolve_batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch
         sequence=raw.sequence,
         accumulate=accumulate,
         written=written,
-        pads=raw.pad,
+        allows_padding=raw.pad,
         micro_is_open=raw.micro == AUTO,
     )
 
@@ -446,7 +447,7 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     kept = tuple((first, last, _make_kept(mode, policy)) for (first, last), mode in ranges.items())
     is_one = list(ranges) == [_ALL]
     return ActivationSpec(
-        default=kept[0][2] if is_one else Kept(),
+        default=kept[0][2] if is_one else ActivationMode(),
         by_block=() if is_one else tuple(sorted(kept, key=itemgetter(0))),
         every=recompute.every if recomputes else 1,
         budget=recompute.budget,
@@ -454,10 +455,10 @@ def _activation_spec(raw: SpecRaw, findings: Findings) -> ActivationSpec:
     )
 
 
-def _make_kept(mode: Mode, policy: Policy | None) -> Kept:
+def _make_kept(mode: Mode, policy: Policy | None) -> ActivationMode:
     if mode.distribution is Distribution.MATERIALIZED:
-        return Kept(policy=policy or FULL, tier=mode.tier)
-    return Kept(tier=mode.tier)
+        return ActivationMode(policy=policy or FULL, tier=mode.tier)
+    return ActivationMode(tier=mode.tier)
 
 
 def _activation_modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:
@@ -479,7 +480,7 @@ def _top_level_modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:
     """Return the modes by block range of top-level `activations`; None if it is not set."""
     if raw.activations is None:
         return None
-    text = findings.tree.at(("activations",))
+    text = findings.tree.value_at(("activations",))
     written = raw.activations if isinstance(raw.activations, Mapping) else {"0-": raw.activations}
     ranges: _Ranges = {}
     for blocks, mode in written.items():
@@ -491,7 +492,7 @@ def _top_level_modes(raw: SpecRaw, findings: Findings) -> _Ranges | None:
                 "its ranks must hold the same tokens",
                 "Use `R`, `M` or `O`"
                 + f", or `placement.tp=S,S,S,{mode.distribution}`"
-                * bool(findings.tree.at(("mesh", "tp")))
+                * bool(findings.tree.value_at(("mesh", "tp")))
                 + ".",
             )
             continue
@@ -511,7 +512,9 @@ def _tuple_modes(raw: SpecRaw, tree: Tree) -> list[tuple[str, Mode]]:
         mode = getattr(given, State.ACTIVATIONS.value, R)
         if mode != R and belongs_to_rank(mode):
             route = ("placement", axis.value, State.ACTIVATIONS.value)
-            modes.append((".".join(route), on_tier(_normalize_mode(mode), tree.at(route), raw)))
+            modes.append(
+                (".".join(route), on_tier(_normalize_mode(mode), tree.value_at(route), raw))
+            )
     return modes
 
 
@@ -548,7 +551,7 @@ def _resolve_tensor(
     logits. An explicit `loss_parallel: true` is reported as a fault."""
     if loss.user_function is None or degrees.get(Axis.TP, 1) == 1 or not raw.tensor.loss_parallel:
         return raw.tensor
-    if findings.tree.has("tensor", "loss_parallel"):
+    if findings.tree.has_key("tensor", "loss_parallel"):
         findings.add(
             "tensor.loss_parallel",
             f"true: {loss.user_function.target} would receive sharded logits",

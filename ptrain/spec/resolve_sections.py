@@ -19,7 +19,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.function import StepRaw, UserFunction
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.job import DataSpec, OptimizerSpec
-from ptrain.spec.misfits import misfits, voids
+from ptrain.spec.misfits import find_ineffective_options, find_misfits
 from ptrain.spec.model import (
     BESIDE,
     FAMILIES,
@@ -31,10 +31,17 @@ from ptrain.spec.model import (
     ModelShape,
     ModelSpec,
 )
-from ptrain.spec.names import file_of_preset, listing, missing, root, unusable
+from ptrain.spec.names import (
+    explain_invalid_preset,
+    explain_missing,
+    file_of_preset,
+    folder_of,
+    home_of,
+    list_files,
+)
 from ptrain.spec.placement import Axis
-from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
-from ptrain.spec.rates import Rates, misshapen
+from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom_layout
+from ptrain.spec.rates import Rates, find_incomplete_tables
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import LossSpec
 from ptrain.spec.text import Findings, Tree, read
@@ -56,17 +63,17 @@ def _load_preset(name: str | None, kind: type, report: Findings) -> Mapping[str,
     if name is None:
         return {}
     section, noun, folder, parts = _PRESETS[kind]
-    path = listing(folder).get(name)
+    path = list_files(folder).get(name)
     read_values = _read_builtin_values if path else _read_values
     if path is None and Path(name).suffix in (".yaml", ".yml"):
         path = file_of_preset(name, folder_of(report.tree))
     try:
         values = {} if path is None else read_values(path, kind)
     except SpecError as error:
-        report.add(f"{section}.preset", *unusable(error))
+        report.add(f"{section}.preset", *explain_invalid_preset(error))
         return None
     if path is None:
-        report.add(f"{section}.preset", *missing(name, noun, folder))
+        report.add(f"{section}.preset", *explain_missing(name, noun, folder))
     elif "preset" in values:
         report.add(
             f"{section}.preset",
@@ -99,12 +106,12 @@ def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates 
     if written is None:
         return None
     name = written.get("preset")
-    if written.keys() == {"preset"} and name in listing("rates"):
+    if written.keys() == {"preset"} and name in list_files("rates"):
         return Rates(preset=name)
     if (preset := _load_preset(name, Rates, report)) is None:
         return None
     values = {**preset, **written, "preset": None}
-    faults = tuple(misshapen(values))
+    faults = tuple(find_incomplete_tables(values))
     for key, finding, remedy in faults:
         report.add(f"cluster.rates.{key}", finding, remedy)
     return None if faults else Rates(**values)
@@ -112,12 +119,12 @@ def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates 
 
 @cache
 def _load_rates(name: str) -> Rates:
-    values = _read_builtin_values(listing("rates")[name], Rates)
-    assert not tuple(misshapen(values)), f"specs/rates/{name}.yaml: rows lack figures"
+    values = _read_builtin_values(list_files("rates")[name], Rates)
+    assert not tuple(find_incomplete_tables(values)), f"specs/rates/{name}.yaml: rows lack figures"
     return Rates(**values)
 
 
-def tables(rates: Rates) -> Rates:
+def expand_rates(rates: Rates) -> Rates:
     """Return the rate tables, read from specs/rates if `rates` only names a preset."""
     return rates if rates.preset is None else _load_rates(rates.preset)
 
@@ -127,22 +134,6 @@ CONFIG = "config.json"  # as a published model's folder has it
 _PRETRAINED = "model.pretrained"
 _ROPE, _OLD_ROPE = "rope_parameters", ("rope_theta", "rope_scaling")
 ARCHITECTURES = "architectures"  # the classes that a published config is of
-
-
-def folder_of(tree: Tree) -> Path:
-    """Return the folder to which relative file names in a spec refer."""
-    return Path(tree.source).parent if Path(tree.source).suffix else Path()
-
-
-def home_of(tree: Tree) -> Path | None:
-    """Return the folder of the user's spec file with symlinks resolved, as Python does for a
-    script.
-
-    Returns None for built-in specs and for specs that are not files.
-    """
-    file = Path(tree.source).resolve()
-    is_file = bool(tree.source) and file.is_file()
-    return file.parent if is_file and not file.is_relative_to(root()) else None
 
 
 # Model keys that require another key: the finding and the remedy if that key is missing.
@@ -191,7 +182,7 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) 
             target=raw.target,
             arguments=raw.arguments or {},
             blocks=raw.blocks,
-            folder=beside(None if raw.folder == BESIDE else raw.folder, report)
+            folder=resolve_folder(None if raw.folder == BESIDE else raw.folder, report)
             if raw.folder
             else None,
             pretrained=raw.pretrained,
@@ -357,15 +348,17 @@ def _resolve_shape(
     said = {**preset, **beside}
     if lacking := _missing_keys(said):
         finding = f"the model is incomplete: missing {', '.join(lacking)}"
-        presets = ", ".join(listing("models"))
+        presets = ", ".join(list_files("models"))
         report.add("model", finding, f"Add them, or use a preset: {presets}.")
         return None
     shape = _make_shape(said)
     changed = {*beside, *(FAMILIES[shape.family] if "family" in beside else ())}
-    while gone := {void.name for void in voids(shape) if void.by in changed} - {*beside}:
+    while gone := {
+        void.name for void in find_ineffective_options(shape) if void.cause in changed
+    } - {*beside}:
         said = {name: value for name, value in said.items() if name not in gone}
         shape, changed = _make_shape(said), changed | gone
-    faults = tuple(misfits(shape))
+    faults = tuple(find_misfits(shape))
     for fault in faults:
         report.add(*_attribute_fault(fault, shape, said))
     return None if faults else shape
@@ -415,7 +408,7 @@ def _family_of(said: Mapping[str, Any]) -> Family:
 
 def resolve_precision(raw: PrecisionRaw) -> Precision:
     """Return the named layout with the dtypes that the spec overrides."""
-    layout = custom(
+    layout = custom_layout(
         LAYOUTS[raw.layout or FP32.name],
         parameters=raw.parameters,
         gradients=raw.gradients,
@@ -429,8 +422,8 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
 
 def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
     """Return the section with the optimizer's defaults for the keys that are not written."""
-    keys = optimizer.row.keys
-    unsaid = {key: keys[key] for key in keys if not tree.has("optimizer", key)}
+    keys = optimizer.properties.keys
+    unsaid = {key: keys[key] for key in keys if not tree.has_key("optimizer", key)}
     return replace(optimizer, **unsaid)
 
 
@@ -447,7 +440,7 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Findings) -> Clus
     needed = ("devices", "device_memory", "intra_node_bandwidth")
     if missing_keys := [key for key in needed if key not in values]:
         finding = f"the cluster is incomplete: missing {', '.join(missing_keys)}"
-        presets = ", ".join(listing("clusters"))
+        presets = ", ".join(list_files("clusters"))
         report.add("cluster", finding, f"Add them, or use a preset: {presets}.")
         return None
     cluster = Cluster(**values)
@@ -462,7 +455,7 @@ def resolve_data(raw: SpecRaw, report: Findings) -> DataSpec:
     """Return the data section with one of corpus, path, sources and target; report
     contradictions."""
     data, tree = raw.data, report.tree
-    given = [key for key in ("corpus", "path", "sources") if tree.has("data", key)]
+    given = [key for key in ("corpus", "path", "sources") if tree.has_key("data", key)]
     ignoring = [key for key in ("ignored", "loss_mask") if getattr(data, key) is not None]
     if data.target is None:
         if _lacks_target("data", data, report):
@@ -491,9 +484,9 @@ def resolve_data(raw: SpecRaw, report: Findings) -> DataSpec:
             )
     elif raw.batch.pad:
         report.add("batch.pad", _NO_TOKENS, "Remove `batch.pad`.")
-    elif not tree.has("step") and not tree.has("loss", "target"):
+    elif not tree.has_key("step") and not tree.has_key("loss", "target"):
         report.add("data.target", "samples that are not tokens need a custom loss", _ADD_LOSS)
-    folder = beside(data.folder, report)
+    folder = resolve_folder(data.folder, report)
     return replace(data, corpus=None, arguments=data.arguments or {}, folder=folder)
 
 
@@ -552,11 +545,11 @@ def _make_function(section: str, raw: LossRaw | StepRaw, report: Findings) -> Us
         section=section,
         target=raw.target,
         arguments=raw.arguments or {},
-        folder=beside(raw.folder, report),
+        folder=resolve_folder(raw.folder, report),
     )
 
 
-def beside(written: str | None, report: Findings) -> str | None:
+def resolve_folder(written: str | None, report: Findings) -> str | None:
     """Return a folder as an absolute path without symlinks, relative to the spec's folder; None if
     none is written and the spec is not a user's file."""
     home = home_of(report.tree)

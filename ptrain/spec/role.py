@@ -66,7 +66,7 @@ GIVEN = {
 }
 
 
-def fits(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Return True if the pattern matches a dotted module name."""
     return _compile_pattern(pattern).fullmatch(name) is not None
 

@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ptrain.spec.leaf import UNFIT, Choice, OwnFile, one_of, refuse
-from ptrain.spec.text import contents
+from ptrain.spec.leaf import INVALID, Choice, UserFile, one_of, reject
+from ptrain.spec.text import read_bytes
 
 MAX_BYTES = 2**28  # of a file
 FORM = "{LAYER: [rank][micro-batch][expert], …}: the choices of a rank's tokens, by layer"
@@ -36,11 +36,11 @@ class Histogram:
     layers: tuple[str, ...]
     counts: tuple[tuple[tuple[Choices, ...], ...], ...]
 
-    def of(self, layer: str, rank: int) -> tuple[Choices, ...]:
+    def rank_choices(self, layer: str, rank: int) -> tuple[Choices, ...]:
         """Return the choices of a rank's tokens in a layer, by micro-batch."""
         return self.counts[self.layers.index(layer)][rank]
 
-    def plain(self) -> dict[str, list[list[list[int]]]]:
+    def to_counts(self) -> dict[str, list[list[list[int]]]]:
         """Return the counts in file syntax."""
         return {
             layer: [[list(choices) for choices in of_rank] for of_rank in of_layer]
@@ -54,11 +54,11 @@ Routing = Bound | Histogram | None  # None: balanced, every expert is chosen equ
 class RoutingText(Choice):
     """A routing word, or the counts themselves; they have already replaced a file name."""
 
-    def fit(self, value: Any) -> object:
+    def convert(self, value: Any) -> object:
         if not isinstance(value, Mapping):
-            return UNFIT
-        if wrong := slip(value):
-            refuse(*wrong)
+            return INVALID
+        if wrong := find_error(value):
+            reject(*wrong)
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class RoutingText(Choice):
 def read_routing(written: object) -> Routing:
     """Return the routing for a word, or for counts that `slip` accepts."""
     if isinstance(written, Mapping):
-        return histogram(written)
+        return parse_histogram(written)
     return None if written == "balanced" else Bound(str(written))
 
 
@@ -90,10 +90,10 @@ def plain_routing(routing: Routing) -> object:
     """Return a routing in file syntax."""
     if isinstance(routing, Bound):
         return routing.value
-    return routing.plain() if isinstance(routing, Histogram) else routing
+    return routing.to_counts() if isinstance(routing, Histogram) else routing
 
 
-def histogram(plain: Mapping[str, Any]) -> Histogram:
+def parse_histogram(plain: Mapping[str, Any]) -> Histogram:
     """Return the histogram for counts that `slip` accepts."""
     return Histogram(
         layers=tuple(plain),
@@ -104,7 +104,7 @@ def histogram(plain: Mapping[str, Any]) -> Histogram:
     )
 
 
-def slip(plain: object) -> tuple[str, str] | None:
+def find_error(plain: object) -> tuple[str, str] | None:
     """Return the finding and the remedy for malformed counts; None if they are well-formed.
 
     The rules of the expert axis check that the counts fit the spec.
@@ -138,7 +138,7 @@ def _find_slips(plain: object) -> Iterator[str]:
 
 def read(path: Path) -> dict[str, Any] | str:
     """Return the contents of a JSON file, or the reason why it cannot be read."""
-    data = contents(path, MAX_BYTES)
+    data = read_bytes(path, MAX_BYTES)
     if isinstance(data, str):
         return data
     if len(data) > MAX_BYTES:
@@ -150,4 +150,4 @@ def read(path: Path) -> dict[str, Any] | str:
     return plain if isinstance(plain, dict) else "it does not contain a mapping of layers"
 
 
-FILE = OwnFile(".json", read, slip, f"Use a JSON file, {FORM}, or a routing name.")
+FILE = UserFile(".json", read, find_error, f"Use a JSON file, {FORM}, or a routing name.")

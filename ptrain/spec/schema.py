@@ -10,9 +10,9 @@ from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
 from ptrain.spec.grammar import EXPERTS_TUPLE, ExpertTupleRaw, SpecRaw, TupleRaw
-from ptrain.spec.leaf import Choice, Leaf, Section, Size, Truth, is_required, keys, one_of
-from ptrain.spec.names import table_of
-from ptrain.spec.text import flow
+from ptrain.spec.leaf import Boolean, Choice, Leaf, Section, Size, is_required, one_of, section_keys
+from ptrain.spec.names import load_table
+from ptrain.spec.text import to_flow_yaml
 
 FILE = "ptrain.schema.json"
 Shape = dict[str, Any]
@@ -43,8 +43,8 @@ def _section_schema(
     """
     needed = [
         key
-        for key, (spot, holds) in keys(kind).items()
-        if is_required(spot) and not getattr(holds, "follows", False) and not is_partial
+        for key, (spot, holds) in section_keys(kind).items()
+        if is_required(spot) and not getattr(holds, "has_derived_default", False) and not is_partial
     ]
     return {
         "additionalProperties": False,
@@ -54,7 +54,7 @@ def _section_schema(
                 _default_schema(holds, spot.default)
                 | _key_schema(holds, definitions, null=kind is SpecRaw and not is_required(spot))
             )
-            for key, (spot, holds) in keys(kind).items()
+            for key, (spot, holds) in section_keys(kind).items()
         },
         **({"required": needed} if needed else {}),
         "type": "object",
@@ -64,21 +64,21 @@ def _section_schema(
 def _key_schema(holds: Leaf | Section, definitions: dict[str, Shape], *, null: bool) -> Shape:
     """Return the schema of a key; `null` permits null for a section that is left out."""
     if isinstance(holds, Leaf):
-        return {**holds.schema(), "description": holds.about}
+        return {**holds.schema(), "description": holds.description}
     name = holds.kind.__name__
     if name not in definitions:
         definitions[name] = _section_schema(holds.kind, definitions, is_partial=holds.is_partial)
-    nothing = [{"type": "null"}] if null or holds.null else []
-    shape = one_of({"$ref": f"#/$defs/{name}"}, *nothing, *holds.also)
-    return {**shape, "description": holds.about}
+    nothing = [{"type": "null"}] if null or holds.accepts_null else []
+    shape = one_of({"$ref": f"#/$defs/{name}"}, *nothing, *holds.other_schemas)
+    return {**shape, "description": holds.description}
 
 
 def _default_schema(holds: Leaf | Section, value: object) -> Shape:
     """Return the schema's `default` of a key, or {} if there is none or it depends on other
     keys."""
-    if value in (None, MISSING) or not isinstance(holds, Leaf) or holds.follows:
+    if value in (None, MISSING) or not isinstance(holds, Leaf) or holds.has_derived_default:
         return {}
-    return {"default": holds.say(value)}
+    return {"default": holds.dump(value)}
 
 
 def _sort_keywords(node: Any) -> Any:
@@ -96,11 +96,11 @@ FOLLOWS, NONE, NEEDED = "follows", "–", "required"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRow:
-    """One key of a spec.
+    """A key of a spec.
 
-    `default` is written as in a file. It is `follows` if it depends on other keys, and `required`
-    if every spec, or the preset of its section, must set the key. `example` is an override, or ""
-    for a section or a table of measurements.
+    `default` is in file syntax: `follows` if it depends on other keys, and `required` if every
+    spec, or the preset of its section, must set the key. `example` is an override, or "" for a
+    section or a table of measurements.
     """
 
     place: str
@@ -116,12 +116,12 @@ _OF_TUPLES = "a strategy name, or a mode for each state"
 
 def _load_examples() -> Mapping[str, str]:
     """Read the example values of specs/examples.yaml by dotted key."""
-    return table_of("examples.yaml")
+    return load_table("examples.yaml")
 
 
-def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
+def iter_key_rows(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
     """Yield every key in the order of the grammar, each section before its keys."""
-    for key, (spot, holds) in keys(kind).items():
+    for key, (spot, holds) in section_keys(kind).items():
         place = f"{above}{key}"
         if isinstance(holds, Section):
             is_tuple = holds.kind is TupleRaw
@@ -132,18 +132,18 @@ def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
                 place=place,
                 takes=takes,
                 default=NEEDED if is_required(spot) else NONE,
-                about=holds.about,
+                about=holds.description,
                 example=f"{place}={_load_examples()[place]}" if place in _load_examples() else "",
                 is_section=True,
             )
             if not is_tuple:
-                yield from reference(holds.kind, f"{place}.")
+                yield from iter_key_rows(holds.kind, f"{place}.")
         else:
             yield KeyRow(
                 place=place,
                 takes=_describe_supported(holds),
                 default=_written_default(spot, holds),
-                about=holds.about,
+                about=holds.description,
                 example=_example_override(place, holds, spot.default),
             )
 
@@ -153,9 +153,9 @@ def _example_override(place: str, leaf: Leaf, default: object) -> str:
     if place in _load_examples():
         value = _load_examples()[place]
     elif isinstance(leaf, Choice):
-        words = leaf.executed or leaf.words
-        value = str(next(word for word in words if word != leaf.say(default)))
-    elif isinstance(leaf, Truth) and leaf.executed is None:
+        words = leaf.supported or leaf.words
+        value = str(next(word for word in words if word != leaf.dump(default)))
+    elif isinstance(leaf, Boolean) and leaf.supported is None:
         value = "false" if default is True else "true"
     elif isinstance(leaf, Size):
         value = leaf.example.replace(" ", "")
@@ -166,17 +166,17 @@ def _example_override(place: str, leaf: Leaf, default: object) -> str:
 
 def _describe_supported(leaf: Leaf) -> str:
     """Describe the accepted values, and those that are not supported yet."""
-    if leaf.executed is None:
-        return leaf.takes()
-    works = [flow(value) for value in leaf.executed]
-    planned = f"not supported yet: {leaf.takes()}"
+    if leaf.supported is None:
+        return leaf.describe_values()
+    works = [to_flow_yaml(value) for value in leaf.supported]
+    planned = f"not supported yet: {leaf.describe_values()}"
     return f"{' or '.join(works)}; {planned}" if works else planned
 
 
 def _written_default(spot: Field[Any], leaf: Leaf) -> str:
     if is_required(spot):
         return NEEDED
-    if leaf.follows:
+    if leaf.has_derived_default:
         return FOLLOWS
-    value = leaf.say(None if spot.default is MISSING else spot.default)
-    return NONE if value is None else flow(value)
+    value = leaf.dump(None if spot.default is MISSING else spot.default)
+    return NONE if value is None else to_flow_yaml(value)

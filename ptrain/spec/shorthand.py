@@ -19,12 +19,13 @@ from typing import Any
 from ptrain.cost import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec import slips
+from ptrain.spec.activations import KEPT_MEANINGS
 from ptrain.spec.dials import Reshard
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import KEPT_MEANINGS, OwnFile, Route, Section, is_required, keys, walk
-from ptrain.spec.names import missing, strategy
+from ptrain.spec.leaf import Route, Section, UserFile, is_required, iter_keys, section_keys
+from ptrain.spec.names import explain_missing, list_files, load_strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, TOKEN_AXES, Axis, Placement, S
-from ptrain.spec.text import Findings, SourceMark, Tree, flow
+from ptrain.spec.text import Findings, SourceMark, Tree, to_flow_yaml
 
 Mapping = dict[str, Any]
 POLICIES = ("sync", "tensor", "pipeline", "context", "recompute")  # sections that a strategy sets
@@ -47,8 +48,8 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
     """
     root, findings = tree.root, Findings(tree=tree)
     assert isinstance(root, dict), "a tree to expand is a mapping"
-    for key, (spot, holds) in keys(SpecRaw).items():
-        may_be_null = not isinstance(holds, Section) or holds.null or is_required(spot)
+    for key, (spot, holds) in section_keys(SpecRaw).items():
+        may_be_null = not isinstance(holds, Section) or holds.accepts_null or is_required(spot)
         if root.get(key, ...) is None and not may_be_null:
             del root[key]  # a section that is null is not written
     _expand_reshard(root, findings)
@@ -58,18 +59,18 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
     else:
         expand_tuples(placement, findings)
     _expand_data_axis(root, findings)
-    for key in keys(SpecRaw):
+    for key in section_keys(SpecRaw):
         if alone := _expand_bare_value(root, key):
             root[key] = alone
             for inner in alone:
                 tree.move_marks((key,), (key, inner))
     for route, file in _file_keys():
-        _read_file(tree.at(route[:-1]), route, file, findings)
+        _read_file(tree.value_at(route[:-1]), route, file, findings)
     model = root.get("model")
     folder = model.get("pretrained") if isinstance(model, dict) else None
     if isinstance(model, dict) and isinstance(folder, str) and "\0" not in folder:
         # the same folder wherever the spec that ran lies
-        path = tree.beside(("model", "pretrained"), os.path.expanduser(folder))
+        path = tree.resolve_path(("model", "pretrained"), os.path.expanduser(folder))
         model["pretrained"] = os.path.realpath(path)
     return findings.faults
 
@@ -77,18 +78,18 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
 def _expand_bare_value(root: Mapping, section: str) -> Mapping:
     """Return the mapping that a value alone stands for in a section, or {} if it is a mapping
     already."""
-    (_, holds), value = keys(SpecRaw)[section], root.get(section)
+    (_, holds), value = section_keys(SpecRaw)[section], root.get(section)
     if isinstance(value, dict) or not isinstance(holds, Section) or holds.alone is None:
         return {}
     return holds.alone(value, root)
 
 
 @cache
-def _file_keys() -> tuple[tuple[Route, OwnFile], ...]:
-    return tuple((route, holds.file) for route, _, holds in walk(SpecRaw) if holds.file)
+def _file_keys() -> tuple[tuple[Route, UserFile], ...]:
+    return tuple((route, holds.file) for route, _, holds in iter_keys(SpecRaw) if holds.file)
 
 
-def _read_file(section: object, route: Route, file: OwnFile, findings: Findings) -> None:
+def _read_file(section: object, route: Route, file: UserFile, findings: Findings) -> None:
     """Replace the name of a user's file with its contents, so that a run can be repeated from its
     spec alone. A relative name is relative to the spec, or to the working directory if an override
     sets it."""
@@ -97,7 +98,7 @@ def _read_file(section: object, route: Route, file: OwnFile, findings: Findings)
         return
     if not name.lower().endswith(file.suffix):
         return
-    value = file.read(findings.tree.beside(route, name))
+    value = file.read(findings.tree.resolve_path(route, name))
     if isinstance(value, str):
         findings.add(route, f"cannot read {name}: {value}", file.remedy)
     elif wrong := file.slip(value):
@@ -126,13 +127,13 @@ def _expand_reshard(root: Mapping, findings: Findings) -> None:
 
 def _expand_placement(root: Mapping, name: str, findings: Findings) -> None:
     """Expand `placement: NAME` to all tuples and policies of the strategy."""
-    named = strategy(name)
+    named = load_strategy(name)
     if name == _AUTO:
         findings.add(
             "placement", _OPEN, f"Use a strategy name. To search for a placement: {_CHOOSE}"
         )
     elif named is None:
-        wrong = _explain_missing_axis(name, root) or missing(name, "strategy", "strategies")
+        wrong = _explain_missing_axis(name, root) or explain_missing(name, "strategy", "strategies")
         findings.add("placement", *wrong)
     else:
         root["placement"] = tuples = copy.deepcopy(named["placement"])
@@ -156,7 +157,7 @@ def _selects_recompute(recompute: Mapping) -> bool:
 def _explain_missing_axis(text: str, root: Mapping) -> tuple[str, str] | None:
     """Return the finding and the remedy for four modes without an axis; None for other texts."""
     modes = [part.strip() for part in text.split(",")]
-    if not any(slips.mode(mode) in KEPT_MEANINGS for mode in modes):
+    if not any(slips.normalize_mode(mode) in KEPT_MEANINGS for mode in modes):
         return None
     mesh = root.get("mesh")
     present = [axis for axis in mesh if axis in _DATA] if isinstance(mesh, dict) else []
@@ -322,8 +323,8 @@ def _expand_named_tuple(
     """Replace a strategy name with its tuple; return a finding and a remedy if that is
     impossible."""
     name = str(holder[key])
-    if (named := strategy(name)) is None:
-        return missing(name, "strategy", "strategies")
+    if (named := load_strategy(name)) is None:
+        return explain_missing(name, "strategy", "strategies")
     home, has_policy = [*named["placement"]], any(section in named for section in POLICIES)
     is_alone = len(holder) == 1 and key == axis
     whole = f"placement: {name}" if is_alone else _spell_out(named)
@@ -350,7 +351,7 @@ def _expand_experts(placement: Mapping, axis: str, findings: Findings) -> None:
     only one legal tuple. Modes next to `experts` and `rest` are moved into `rest`.
     """
     written, route = placement[axis], ("placement", axis)
-    named = (strategy(written) or {}) if isinstance(written, str) else {}
+    named = (load_strategy(written) or {}) if isinstance(written, str) else {}
     if [*named.get("placement", ())] == [axis] and not any(key in named for key in POLICIES):
         placement[axis] = copy.deepcopy(named["placement"][axis])
         return
@@ -442,7 +443,7 @@ def _spell_out(strategy: Mapping, at: str = "") -> str:
         f"placement.{at or axis}: [{', '.join(modes_of(modes))}]" for axis, modes in tuples.items()
     ]
     sections = (key for key in POLICIES if key in strategy)
-    parts += [f"{section}: {flow(policy_of(strategy, section))}" for section in sections]
+    parts += [f"{section}: {to_flow_yaml(policy_of(strategy, section))}" for section in sections]
     return "` and `".join(parts)
 
 
@@ -457,3 +458,20 @@ def policy_of(strategy: Mapping, section: str) -> Mapping:
     """Return a section of a strategy's file, with a short form expanded."""
     value = strategy.get(section, {})
     return value if isinstance(value, dict) else _expand_bare_value(strategy, section)
+
+
+@cache
+def placement_names(axis: str) -> dict[str, str]:
+    """Return strategy names by placement, for strategies that only place states on this axis.
+
+    The shortest name of a placement wins. The name is what `placement.AXIS` accepts.
+    """
+    names: dict[str, str] = {}
+    # Lines that show other axes or sections, so that most files need not be parsed.
+    others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
+    for name, path in sorted(list_files("strategies").items(), key=lambda item: len(item[0])):
+        is_named = f"{axis}:" in (text := path.read_text(encoding="utf-8"))
+        named = load_strategy(name) if is_named and not any(o in text for o in others) else None
+        if named and not {*POLICIES} & {*named} and named["placement"].keys() == {axis}:
+            names.setdefault(",".join(modes_of(named["placement"][axis])), name)
+    return names

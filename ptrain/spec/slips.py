@@ -58,7 +58,7 @@ _RECOMPUTED = ("full", "selective", "attention", "block", "activations", "gradie
 NEAR = 0.7  # difflib ratio below which two words count as unrelated
 
 
-def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
+def closest_word(word: str, known: Iterable[str], *, cutoff: float) -> str:
     """Return the most similar word of `known`, or "" if none reaches `cutoff`."""
     from difflib import get_close_matches
 
@@ -67,22 +67,22 @@ def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
     return folded[near[0]] if near else ""
 
 
-def ask(meant: str) -> str:
+def did_you_mean(meant: str) -> str:
     return f"Did you mean {meant!r}?" if meant else ""
 
 
-def near_word(value: object, known: Iterable[str]) -> str:
+def suggest_word(value: object, known: Iterable[str]) -> str:
     """Return the question whether a similar word of `known` was meant, or ""."""
-    return ask(close(value, known, cutoff=NEAR)) if isinstance(value, str) else ""
+    return did_you_mean(closest_word(value, known, cutoff=NEAR)) if isinstance(value, str) else ""
 
 
-def whole_part(word: str, known: Iterable[str]) -> str:
+def find_by_part(word: str, known: Iterable[str]) -> str:
     """Return the first name that begins or ends with the word: `memory` gives device_memory."""
     names = (name for name in known if name.startswith(f"{word}_") or name.endswith(f"_{word}"))
     return next(names, "")
 
 
-def mode(text: str) -> str:
+def normalize_mode(text: str) -> str:
     """Return a mode in standard form: `O@file` is S@file, `R@nvme` is R@file, `s*` is S*."""
     head, at, tier = text.partition("@")
     head, tier = head.upper(), TIER_SLIPS.get(tier.lower(), tier.lower())
@@ -93,22 +93,22 @@ def mode(text: str) -> str:
     return f"{head}@{tier}" if at and tier != "device" else head
 
 
-def a(noun: str) -> str:
+def with_article(noun: str) -> str:
     """Return the noun with its article: `a Linear`, `an Embedding`."""
     return f"{'an' if noun[:1].lower() in set('aeio') else 'a'} {noun}"
 
 
-def unit(value: object) -> str:
+def suggest_unit(value: object) -> str:
     """Return a remedy for the size of a unit: `2` means 2 blocks; otherwise the most
     similar word."""
     number = re.fullmatch(r"([1-9][0-9]{0,4})[ _-]*(b[a-z]*)?", str(value).lower())
     if number and not isinstance(value, bool):
-        return ask(f"{number[1]} blocks")
+        return did_you_mean(f"{number[1]} blocks")
     words = re.fullmatch(r"[a-z _-]*", str(value).lower())  # `0 blocks` is a number, not a word
-    return near_word(value, ("block", "sub-block", "model")) if words else ""
+    return suggest_word(value, ("block", "sub-block", "model")) if words else ""
 
 
-def checkpointed(value: object) -> str:
+def suggest_recompute(value: object) -> str:
     """Return a remedy for `checkpoint: full`, which means activation checkpointing in other
     tools."""
     word = str(value).lower()
@@ -121,7 +121,7 @@ def checkpointed(value: object) -> str:
     )
 
 
-def small_size(value: object, size: int | None, low: int, words: Iterable[str]) -> str:
+def suggest_size(value: object, size: int | None, low: int, words: Iterable[str]) -> str:
     """Return a remedy for a size below the minimum; a bare number probably means mebibytes."""
     if size is None or not 0 <= size < low:
         return ""
@@ -132,7 +132,7 @@ def small_size(value: object, size: int | None, low: int, words: Iterable[str]) 
     return f"Use at least {low} bytes{other and f' or {other}'}."
 
 
-def unquote(value: object) -> str:
+def suggest_unquoted(value: object) -> str:
     """Return a remedy for a number in quotes, with underscores, or as a list in one string."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9_.:]+([eE][-+]?[0-9]+)?", value):
         plain = value.replace("_", "")
@@ -142,13 +142,13 @@ def unquote(value: object) -> str:
     return ""
 
 
-def null(value: object) -> str:
+def suggest_null(value: object) -> str:
     """Return a remedy for `clip=none` and the like: YAML writes Python's None as null."""
     is_none = isinstance(value, str) and value.lower() in ("none", "no", "off", "never", "nil")
     return "Use `null`." if is_none or value is False else ""
 
 
-def quote(value: object) -> str:
+def suggest_quotes(value: object) -> str:
     is_plain = isinstance(value, bool | int | float)
     return "Put it in quotes to make it a string." if is_plain else ""
 

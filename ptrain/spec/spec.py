@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Self
 
 from ptrain.cost import State
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import UnitSize
@@ -35,30 +35,35 @@ from ptrain.wording import Worded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSpec:
-    """A of this rank. `default` is every block's mode but of those in `by_block`: (first, last,
-    mode), `last` None for all that follow. Of blocks that are M only every `every`-th one is, from
-    the first on; the others are R. `budget`: bytes of peak memory, from which the policy follows;
-    `is_open` until it is chosen, and M full stands for it.
+    """The activation modes of a rank's blocks.
+
+    Attributes:
+        default: The mode of the blocks that `by_block` does not list.
+        by_block: Ranges (first, last, mode); `last` is None for an open range.
+        every: Only every n-th block with mode M is recomputed, starting with the first; the others
+            are R.
+        budget: Peak memory in bytes, from which the policy is selected.
+        is_open: The policy is not selected yet. Until then, full recomputation stands for it.
     """
 
-    default: Kept = PLAIN
-    by_block: tuple[tuple[int, int | None, Kept], ...] = ()
+    default: ActivationMode = PLAIN
+    by_block: tuple[tuple[int, int | None, ActivationMode], ...] = ()
     every: int = 1
     budget: int | None = None
     is_open: bool = False
 
     @property
-    def modes(self) -> tuple[Kept, ...]:
-        """Every mode that some block may have."""
+    def modes(self) -> tuple[ActivationMode, ...]:
+        """All modes that a block may have."""
         return (self.default, *(kept for _, _, kept in self.by_block))
 
     @property
     def tiers(self) -> frozenset[Tier]:
-        """Where something of some block lies."""
+        """The tiers that store activations of a block."""
         return frozenset(kept.tier for kept in self.modes)
 
-    def of(self, blocks: int) -> tuple[Kept, ...]:
-        """The mode of each of so many blocks."""
+    def block_modes(self, blocks: int) -> tuple[ActivationMode, ...]:
+        """Return the mode of each of `blocks` blocks."""
         if not self.by_block and self.every == 1:
             return (self.default,) * blocks
         modes = [self.default] * blocks
@@ -71,10 +76,10 @@ class ActivationSpec:
                 modes[index] = PLAIN
         return tuple(modes)
 
-    def distinct_of(self, blocks: int) -> tuple[Kept, ...]:
+    def distinct_of(self, blocks: int) -> tuple[ActivationMode, ...]:
         """Return the modes of so many blocks, those that are one object once: blocks are many, and
         modes slow to compare."""
-        return tuple({id(kept): kept for kept in self.of(blocks)}.values())
+        return tuple({id(kept): kept for kept in self.block_modes(blocks)}.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +123,7 @@ class Spec(Keys, Worded):
 
     @property
     def unit_size(self) -> UnitSize:
-        """Return what is wrapped together: where nothing is said, a block."""
+        """The modules that are wrapped together; a block by default."""
         return self.unit or UnitSize()
 
     @property
@@ -140,7 +145,7 @@ class Spec(Keys, Worded):
 
     @property
     def ignores_targets(self) -> bool:
-        """Whether samples have targets that may count for nothing."""
+        """True if some targets may be excluded from the loss."""
         return self.data.ignores_targets or self.batch.padding > 0
 
     @property
@@ -154,7 +159,7 @@ class Spec(Keys, Worded):
 
     @property
     def has_token_slices(self) -> bool:
-        """Whether ranks have tokens of their own of the same samples."""
+        """True if ranks have different tokens of the same samples."""
         return self.is_cut_over(TOKEN_AXES)
 
     @property
@@ -164,20 +169,20 @@ class Spec(Keys, Worded):
 
     @property
     def folded_axes(self) -> tuple[Axis, ...]:
-        """The axes of operators whose ranks have experts of their own, and route their slices of
-        the tokens: tp where it is folded into ep."""
+        """The operator axes whose ranks have different experts and route a shard of the tokens
+        each: tp if it is folded into ep."""
         is_so = self.tensor.is_folded and self.is_cut_over(EXPERT_AXES)
         return (Axis.TP,) if is_so and self.degree(Axis.TP) > 1 else ()
 
     @property
     def expert_axes(self) -> tuple[Axis, ...]:
-        """The axes along which ranks have experts of their own, outermost first."""
+        """The axes whose ranks have different experts, outermost first."""
         axes = (*EXPERT_AXES, *self.folded_axes)
         return tuple(f.axis for f in self.factors if f.axis in axes and f.degree > 1)
 
     @property
     def routing_axes(self) -> tuple[Axis, ...]:
-        """The axes along which ranks route tokens of their own."""
+        """The axes whose ranks route different tokens."""
         return (*REDUCED_AXES, *self.folded_axes)
 
     @property
@@ -187,26 +192,29 @@ class Spec(Keys, Worded):
 
     @property
     def may_be_on_cuda(self) -> bool:
-        """Whether it may run on GPUs, by its device and else by its cluster's kind; where neither
-        says it, it may."""
+        """True if the spec may run on GPUs: by its device, else by its cluster's kind. True if
+        neither is set."""
         if self.device != "auto":
             return self.device == "cuda"
         return self.cluster is None or self.cluster.kind != "cpu"
 
     @property
     def is_for_cuda(self) -> bool:
-        """Return whether GPUs are what it says that it runs on."""
+        """True if the spec explicitly runs on GPUs."""
         by_cluster = self.cluster is not None and self.cluster.kind == "cuda"
         return self.device == "cuda" or (self.device == "auto" and by_cluster)
 
     @property
     def sm(self) -> int | None:
-        """Return the compute capability of its cluster's GPUs (90: H100), or None."""
+        """The compute capability of the cluster's GPUs (90 for H100), or None."""
         return self.cluster.sm if self.cluster else None
 
-    def but(self, **changes: Any) -> Self:
-        """Return the spec with other values of some fields, as `dataclasses.replace` does: in a
-        tenth of its time, for a search makes thousands."""
+    def with_fields(self, **changes: Any) -> Self:
+        """Return the spec with other values of some fields, like `dataclasses.replace`.
+
+        This takes a tenth of the time: it copies `__dict__` and skips `__init__`. A search makes
+        thousands of specs.
+        """
         assert changes.keys() <= self.__dict__.keys(), "fields of a spec"
         spec = object.__new__(type(self))
         spec.__dict__.update(self.__dict__, **changes)
@@ -219,7 +227,7 @@ class Spec(Keys, Worded):
         return 1
 
     def is_cut_over(self, axes: Sequence[Axis]) -> bool:
-        """Whether the mesh has two ranks along any of these axes."""
+        """Return True if any of these axes has two or more ranks."""
         return any(self.degree(axis) > 1 for axis in axes)
 
     def axes_where(self, state: State, *distributions: Distribution) -> tuple[Axis, ...]:
@@ -232,7 +240,7 @@ class Spec(Keys, Worded):
 
 
 def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
-    """Return where `rank` stands on every axis of the mesh."""
+    """Return the index of `rank` along every axis of the mesh."""
     assert 0 <= rank < spec.world_size, f"rank {rank} is not in a world of {spec.world_size}"
     place: dict[Axis, int] = {}
     for factor in reversed(spec.factors):
@@ -240,21 +248,21 @@ def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
     return {factor.axis: place[factor.axis] for factor in spec.factors}
 
 
-def groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]:
-    """Every group over `axes`, in mesh order, by its lowest rank."""
+def rank_groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]:
+    """Return all groups over `axes` in mesh order, sorted by their lowest rank."""
     others = [factor.axis for factor in spec.factors if factor.axis not in axes]
-    members = grouped((place, rank) for rank, place in enumerate(positions(spec, others)))
+    members = grouped((place, rank) for rank, place in enumerate(indices_in_groups(spec, others)))
     return tuple(map(tuple, members.values()))
 
 
-def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
-    """The index of `rank` in its group over `axes`: which shard it holds."""
+def index_in_group(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
+    """Return the index of `rank` in its group over `axes`, which is the index of its shard."""
     place = coordinates(spec, rank)
     return row_major((place[f.axis], f.degree) for f in spec.factors if f.axis in axes)
 
 
 def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
-    """Return where the ranks of that `position` stand along `axes`."""
+    """Return the index along each of `axes` of the ranks with this `index_in_group`."""
     places: dict[Axis, int] = {}
     for factor in reversed(spec.factors):
         if factor.axis in axes:
@@ -262,14 +270,17 @@ def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
     return places
 
 
-def positions(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
-    """Return the `position` of every rank, computed in one pass over the ranks."""
-    return _positions(tuple([(factor.degree, factor.axis in axes) for factor in spec.factors]))
+def indices_in_groups(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
+    """Return the `index_in_group` of every rank, computed in one pass over the ranks."""
+    return _compute_indices(
+        tuple([(factor.degree, factor.axis in axes) for factor in spec.factors])
+    )
 
 
 @lru_cache(maxsize=2**6)
-def _positions(factors: tuple[tuple[int, bool], ...]) -> tuple[int, ...]:
-    """Return it of these degrees, and whether each is one of the axes."""
+def _compute_indices(factors: tuple[tuple[int, bool], ...]) -> tuple[int, ...]:
+    """Return `indices_in_groups`; each factor is a degree and whether its axis is one of the
+    group's."""
     indices = [0]
     for degree, is_along in factors:
         if is_along:
@@ -280,5 +291,5 @@ def _positions(factors: tuple[tuple[int, bool], ...]) -> tuple[int, ...]:
 
 
 def ranks_over(spec: Spec, axes: Sequence[Axis]) -> int:
-    """Return how many ranks a group over `axes` has."""
+    """Return the number of ranks in a group over `axes`."""
     return math.prod(spec.degree(axis) for axis in axes)

@@ -52,7 +52,7 @@ class SourceMark(NamedTuple):
     column: int = 0
     text: str = ""
 
-    def fault(self, place: str, finding: str, remedy: str = "") -> Fault:
+    def make_fault(self, place: str, finding: str, remedy: str = "") -> Fault:
         """Return a fault at this position."""
         return Fault(
             place=place,
@@ -76,7 +76,7 @@ class Tree:
     values: dict[Route, SourceMark] = field(default_factory=dict)
     faults: dict[Route, Fault] = field(default_factory=dict)
 
-    def at(self, route: Route) -> object:
+    def value_at(self, route: Route) -> object:
         """Return the value at `route`, or None."""
         node = self.root
         for key in route:
@@ -93,7 +93,7 @@ class Tree:
             faults=dict(self.faults),
         )
 
-    def mark(self, route: Route, *, key: bool = False) -> SourceMark:
+    def locate(self, route: Route, *, key: bool = False) -> SourceMark:
         """Return the position of the value (or the key) at `route`, or of the nearest section
         around it."""
         table = self.keys if key else self.values
@@ -108,17 +108,17 @@ class Tree:
             if route in table:
                 table[to] = table[route]
 
-    def beside(self, route: Route, file: str) -> Path:
+    def resolve_path(self, route: Route, file: str) -> Path:
         """Return the path of a file named at `route`, relative to the spec's folder.
 
         If the name comes from the command line, it is relative to the working directory.
         """
-        is_in_file = self.source and self.mark(route).source == self.source
+        is_in_file = self.source and self.locate(route).source == self.source
         return (Path(self.source).parent if is_in_file else Path()) / file
 
-    def has(self, *route: str) -> bool:
+    def has_key(self, *route: str) -> bool:
         """Return True if a key is present, whatever its value."""
-        section = self.at(route[:-1])
+        section = self.value_at(route[:-1])
         return isinstance(section, dict) and route[-1] in section
 
 
@@ -150,11 +150,11 @@ class Findings:
             part: The part of the value that is at fault, so that one value can have several faults.
         """
         route = tuple(where.split(".")) if isinstance(where, str) else where
-        fault = self.tree.mark(at or route, key=key).fault(".".join(route), finding, remedy)
+        fault = self.tree.locate(at or route, key=key).make_fault(".".join(route), finding, remedy)
         self.faults.setdefault((*route, part) if part else route, fault)
 
 
-def contents(path: Path, most: int) -> bytes | str:
+def read_bytes(path: Path, most: int) -> bytes | str:
     """Return the first `most` + 1 bytes of a file, or the reason why it cannot be read.
 
     The extra byte shows that a file is larger than `most`.
@@ -177,13 +177,17 @@ def _deep_copy(value: object) -> object:
             return value
 
 
-def flow(value: object) -> str:
+def to_flow_yaml(value: object) -> str:
     """Return a value as one line of YAML."""
     match value:
         case dict():
-            return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(f"{key}: {to_flow_yaml(inner)}" for key, inner in value.items())
+                + "}"
+            )
         case list() | tuple():
-            return f"[{', '.join(map(flow, value))}]"
+            return f"[{', '.join(map(to_flow_yaml, value))}]"
         case None | bool():
             return json.dumps(value)
         case str() if not re.fullmatch(r"[\w./@*-]+", value):
@@ -192,7 +196,7 @@ def flow(value: object) -> str:
             return str(value)
 
 
-def scalar(text: str) -> object:
+def parse_scalar(text: str) -> object:
     """Return the value of a plain (unquoted) scalar in the core schema of YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
@@ -214,7 +218,7 @@ def read(path: Path) -> Tree:
         SpecError: The file cannot be read, is larger than 1 MiB, or is not a plain YAML mapping.
     """
     source = str(path)
-    data = contents(path, MAX_BYTES)
+    data = read_bytes(path, MAX_BYTES)
     if isinstance(data, str):
         if os.path.isdir(source):
             raise _unreadable_error(source, "it is a directory", "Use a YAML file in it.")
@@ -236,7 +240,7 @@ def read(path: Path) -> Tree:
 
 def _unreadable_error(source: str, finding: str, remedy: str) -> SpecError:
     return SpecError(
-        SourceMark(source=source).fault("", f"cannot read the spec: {finding}", remedy)
+        SourceMark(source=source).make_fault("", f"cannot read the spec: {finding}", remedy)
     )
 
 
@@ -249,7 +253,7 @@ def parse(text: str, source: str) -> Tree:
     tree = parse_value(text, source)
     if tree.root is None and not tree.faults:
         raise SpecError(
-            SourceMark(source=source).fault(
+            SourceMark(source=source).make_fault(
                 "",
                 "the spec is empty",
                 "Run `ptrain specs show zero3` to print a spec to start from.",
@@ -260,7 +264,7 @@ def parse(text: str, source: str) -> Tree:
         kind = "list" if isinstance(tree.root, list) else "single value"
         raise SpecError(
             *tree.faults.values(),
-            mark.fault("", f"a spec must be a mapping; got a {kind}", "Use `key: value`."),
+            mark.make_fault("", f"a spec must be a mapping; got a {kind}", "Use `key: value`."),
         )
     return tree
 
@@ -281,20 +285,20 @@ def _parse_cached(text: str, source: str) -> Tree:
     tree = Tree(root=None, source=source)
     builder = _Builder(tree, text)
     try:
-        tree.root = builder.document()
+        tree.root = builder.build_document()
     except yaml.MarkedYAMLError as error:
         tree.faults[("",)] = builder.of_syntax(error)
     except yaml.YAMLError as error:
         finding = f"not valid YAML: {str(error).splitlines()[0]}"
-        tree.faults[("",)] = SourceMark(source=source).fault("", finding)
-    except _TooDeep:
+        tree.faults[("",)] = SourceMark(source=source).make_fault("", finding)
+    except _NestingError:
         pass
     else:
         return tree
     raise SpecError(*tree.faults.values())
 
 
-class _TooDeep(Exception):
+class _NestingError(Exception):
     """Stops the parser at values nested deeper than MAX_DEPTH."""
 
 
@@ -309,7 +313,7 @@ class _Builder:
         self.tree, self.lines = tree, text.splitlines()
         self.events: Iterator[yaml.Event] = yaml.parse(text, Loader=_LOADER)
 
-    def document(self) -> object:
+    def build_document(self) -> object:
         """Return the value of the only document."""
         root, num_documents = None, 0
         for event in self.events:
@@ -331,13 +335,13 @@ class _Builder:
         if isinstance(event, yaml.ScalarEvent):
             if event.anchor or event.tag:
                 self._report_non_plain(event, route)
-            return scalar(event.value) if event.implicit[0] else event.value
+            return parse_scalar(event.value) if event.implicit[0] else event.value
         self._report_non_plain(event, route)
         if isinstance(event, yaml.AliasEvent):
             return None
         if len(route) >= MAX_DEPTH:
             self._add_fault(event, route, *_TOO_DEEP)
-            raise _TooDeep
+            raise _NestingError
         if isinstance(event, yaml.SequenceStartEvent):
             return self._build_list(route)
         return self._build_mapping(route)
@@ -424,11 +428,11 @@ class _Builder:
         finding = f"not valid YAML: {problem}"
         if "nesting depth" in problem:  # PyYAML 6.0.4 has a limit that the parser reaches first
             finding, remedy = _TOO_DEEP
-        return place.fault("", finding, remedy)
+        return place.make_fault("", finding, remedy)
 
     def _add_fault(self, event: yaml.Event, route: Route, finding: str, remedy: str) -> None:
         place = ".".join(route)
-        self.tree.faults[route] = self._mark_of(event).fault(place, finding, remedy)
+        self.tree.faults[route] = self._mark_of(event).make_fault(place, finding, remedy)
 
     def _mark_of(self, event: yaml.Event) -> SourceMark:
         mark = event.start_mark

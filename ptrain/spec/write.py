@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 
 from ptrain.cost import PLACED
-from ptrain.spec.activations import NAMED_POLICIES, Kept, belongs_to_rank
+from ptrain.spec.activations import NAMED_POLICIES, ActivationMode, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.function import UserFunction
 from ptrain.spec.keys import FrozenSpec, Offload, TensorSpec
-from ptrain.spec.leaf import Leaf, Section, keys
+from ptrain.spec.leaf import Leaf, Section, section_keys
 from ptrain.spec.model import (
     FAMILIES,
     Attention,
@@ -23,7 +23,7 @@ from ptrain.spec.model import (
     ModelShape,
     ModelSpec,
 )
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import (
     DATA_AXES,
@@ -47,7 +47,7 @@ UNWRITTEN: dict[str, object] = {
 }
 
 
-def kept(spec: Spec) -> dict[str, object]:
+def activation_keys(spec: Spec) -> dict[str, object]:
     """Return the keys `activations`, `recompute`, `attention`, `loss` and `step` that differ from
     the default.
 
@@ -97,7 +97,7 @@ def _range_text(first: int, last: int | None) -> str:
     return str(first) if first == last else f"{first}-{'' if last is None else last}"
 
 
-def _mode_text(kept: Kept) -> str:
+def _mode_text(kept: ActivationMode) -> str:
     if kept.policy is not None:
         return str(Mode(Distribution.MATERIALIZED, kept.tier))
     return "R" if kept.tier is Tier.DEVICE else str(Mode(Distribution.SHARDED, kept.tier))
@@ -138,7 +138,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     sections without effect (`offload`, `frozen`, `tensor`, `pipeline`) and dials that the wrapper
     chooses.
     """
-    said = section(spec)
+    said = section_mapping(spec)
     sync = said["sync"]
     assert isinstance(sync, dict), "a section"
     if not sync_is_written:
@@ -160,12 +160,12 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         "batch": {
             "global": spec.batch.global_samples,
             "micro": AUTO if spec.batch.micro_is_open else spec.batch.micro,
-            "sequence": spec.batch.window,
-            **({"pad": True} if spec.batch.pads else {}),
+            "sequence": spec.batch.unpadded_tokens,
+            **({"pad": True} if spec.batch.allows_padding else {}),
         },
     }
-    cluster = {"cluster": section(spec.cluster)} if spec.cluster else {}
-    return {**first, **said, **cluster, **kept(spec)}
+    cluster = {"cluster": section_mapping(spec.cluster)} if spec.cluster else {}
+    return {**first, **said, **cluster, **activation_keys(spec)}
 
 
 def _tuples_value(factor: Factor) -> dict[str, object]:
@@ -176,7 +176,7 @@ def _tuples_value(factor: Factor) -> dict[str, object]:
     return {"experts": {str(state): str(OF_EXPERTS[state]) for state in PLACED}, "rest": modes}
 
 
-def section(values: object, *, is_sparse: bool = False) -> dict[str, object]:
+def section_mapping(values: object, *, is_sparse: bool = False) -> dict[str, object]:
     """Return a section as a mapping that loads to an equal section.
 
     Keys that are not supported yet are left out, and so is None if leaving out the key means None.
@@ -184,18 +184,18 @@ def section(values: object, *, is_sparse: bool = False) -> dict[str, object]:
     """
     kind: type = type(values)
     said: dict[str, object] = {}
-    for key, (spot, holds) in keys(kind).items():
+    for key, (spot, holds) in section_keys(kind).items():
         value = getattr(values, spot.name)
-        is_unsaid = value is None and (spot.default is None or not holds.null)
-        if holds.executed is None and not is_unsaid and not (is_sparse and value == spot.default):
+        is_unsaid = value is None and (spot.default is None or not holds.accepts_null)
+        if holds.supported is None and not is_unsaid and not (is_sparse and value == spot.default):
             said[key] = _file_value(holds, value)
     return said
 
 
 def _file_value(holds: Leaf | Section, value: object) -> object:
     if isinstance(holds, Leaf):
-        return holds.say(value)
-    return section(value, is_sparse=holds.is_sparse)
+        return holds.dump(value)
+    return section_mapping(value, is_sparse=holds.is_sparse)
 
 
 def _precision_section(precision: Precision) -> dict[str, object]:
@@ -228,7 +228,7 @@ def _needs_offload(spec: Spec) -> bool:
 def _model_section(model: ModelSpec) -> dict[str, object]:
     match model:
         case ModelShape():
-            known = {"preset": model.preset} if model.preset in listing("models") else {}
+            known = {"preset": model.preset} if model.preset in list_files("models") else {}
             begun = _drop_none(pretrained=model.pretrained)
             sizes = {name: getattr(model, name) for name in _SIZES}
             return {
@@ -260,7 +260,7 @@ def _written_options(model: ModelShape) -> dict[str, object]:
     """Return the block options to write: those always written, and those that differ from the
     default of the model's family."""
     said: dict[str, object] = {}
-    for key, (option, holds) in keys(BlockOptions).items():
+    for key, (option, holds) in section_keys(BlockOptions).items():
         value = getattr(model, option.name)
         usual = FAMILIES[model.family].get(option.name, option.default)
         if key in _ALWAYS_WRITTEN or value != usual:
@@ -272,7 +272,7 @@ def keys_of_shape(model: ModelShape) -> dict[str, Any]:
     """Return all keys of a shape, including those that a file leaves out."""
     options = {
         key: _file_value(holds, getattr(model, option.name))
-        for key, (option, holds) in keys(BlockOptions).items()
+        for key, (option, holds) in section_keys(BlockOptions).items()
     }
     sizes = {name: getattr(model, name) for name in _SIZES}
     return {"family": model.family.value, **options, **sizes, "head_dim": model.head_dim}
@@ -282,13 +282,13 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _ALWAYS_WRITTEN = ("tied", "dropout", "rope_base")
 
 
-def unwritten() -> dict[str, object]:
+def omitted_sections() -> dict[str, object]:
     """Return the sections that `to_mapping` leaves out, with their defaults."""
     return {
-        "offload": section(Offload()),
-        "frozen": section(FrozenSpec()),
-        "tensor": section(TensorSpec()),
-        "pipeline": section(PipelineSpec()),
+        "offload": section_mapping(Offload()),
+        "frozen": section_mapping(FrozenSpec()),
+        "tensor": section_mapping(TensorSpec()),
+        "pipeline": section_mapping(PipelineSpec()),
         **UNWRITTEN,
     }
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ptrain.facts.model import prefixes
+from ptrain.facts.model import module_prefixes
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Bound, Choices, Histogram
-from ptrain.spec.spec import Spec, positions, ranks_over
+from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.wraps import PlanStep
 from ptrain.units import ceil_div, grouped
 
@@ -20,19 +20,27 @@ ByLayer = Mapping[str, Sequence["RankRows"]]  # of each layer those of every mic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParallel(PlanStep):
-    """Theta, Omega and G of a layer's experts are S on `axes`, by expert: a rank has some of them,
-    all tokens that go to these, of all ranks' samples, travel to it, and what it makes of them
-    travels back. For all else `axis` is a data axis: its ranks have samples of their own. Those of
-    `folded`, an axis that cuts operators, have the same tokens of them: one routes a slice of
-    these. What routers choose of whole samples is then counted over `counting` axes, whose ranks
-    route the tokens in `spans`.
+    """The experts of each MoE layer, sharded over `axes` by expert.
 
-    `modules` are those that hold the experts of a layer, and units of their own; each of their
-    tensors has an expert for every place of its first dimension, a `number` of them. A token
-    chooses so many (`chosen`), each of which gets a row of `features` elements, in one of its
-    `places` for a rank's tokens of a sample where an expert has some: not all that are routed to
-    it then. Where it `overlaps`, experts that all tokens go to compute while the others' rows
-    travel.
+    Parameters, optimizer state and gradients of experts are S on `axes`. Each rank has some of the
+    experts. The rows of all ranks' tokens travel to their experts, and the results travel back. For
+    all other tensors, `axis` is a data axis: its ranks have different samples.
+
+    Attributes:
+        axis: The mesh axis `ep`.
+        modules: The modules with the experts of a layer, one per layer. Each is a wrap unit, and
+            each of its tensors has one row of its first dimension per expert.
+        number: Experts per layer.
+        chosen: Experts per token (top-k).
+        features: Elements of a row.
+        places: Rows that an expert takes per sample and rank, if it has a capacity; further rows
+            are dropped.
+        overlaps: Shared experts compute while rows travel.
+        folded: The operator axes whose ranks also have different experts. They have the same
+            tokens, and each routes a shard of them.
+        counting: The axes over which router choices are counted, if they shard the tokens of a
+            sample.
+        spans: The tokens that each rank of `counting` routes.
     """
 
     axis: Axis
@@ -48,16 +56,17 @@ class ExpertParallel(PlanStep):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """All axes along which ranks have experts of their own."""
+        """All axes along which ranks have different experts."""
         return (self.axis, *self.folded)
 
-    def has(self, modules: Sequence[str]) -> bool:
-        """Return whether a unit of these modules is one of experts."""
+    def has_experts(self, modules: Sequence[str]) -> bool:
+        """Return True if a unit of these modules contains experts."""
         return any(name in self.modules for name in modules)
 
     def is_inside(self, module: str) -> bool:
-        """Return whether a module runs on the rows that its experts get, of all ranks' tokens."""
-        return any(name in self.modules for name in prefixes(module))
+        """Return True if a module is inside the experts, so that it runs on the rows of all ranks'
+        tokens."""
+        return any(name in self.modules for name in module_prefixes(module))
 
     @property
     def cutting_axes(self) -> tuple[Axis, ...]:
@@ -66,34 +75,41 @@ class ExpertParallel(PlanStep):
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """Rows that a rank sends to all experts, `kept` of them to its own, and those that its own
-    experts get."""
+    """Rows that a rank sends to all experts, those of them for local experts, and rows that local
+    experts receive."""
 
-    sent: int
-    kept: int
-    received: int
+    num_sent: int
+    num_kept: int
+    num_received: int
 
     def __add__(self, other: Self) -> RankRows:
         return RankRows(
-            self.sent + other.sent, self.kept + other.kept, self.received + other.received
+            self.num_sent + other.num_sent,
+            self.num_kept + other.num_kept,
+            self.num_received + other.num_received,
         )
 
-    def times(self, number: int) -> RankRows:
-        """Return them so many times."""
-        return RankRows(number * self.sent, number * self.kept, number * self.received)
+    def scale(self, number: int) -> RankRows:
+        """Return the counts multiplied by `number`."""
+        return RankRows(number * self.num_sent, number * self.num_kept, number * self.num_received)
 
 
-def choices(spec: Spec, step: ExpertParallel) -> int:
-    """Return how many experts the tokens of a rank's micro-batch choose, all together: the rows
-    that it sends, but with a capacity."""
+def num_choices(spec: Spec, step: ExpertParallel) -> int:
+    """Return the number of experts that the tokens of a rank's micro-batch choose, in total.
+
+    Without a capacity, this is the number of rows that the rank sends.
+    """
     return spec.batch.micro * spec.routed_tokens * step.chosen
 
 
-def even(spec: Spec, step: ExpertParallel) -> RankRows:
-    """Return the rows of every rank where an expert gets as many as any other: of what experts do
-    not divide each rank gets as many, its own first. With a capacity these are places, whatever is
-    routed."""
-    ranks, number = ranks_over(spec, spec.expert_axes), choices(spec, step)
+def even_rows(spec: Spec, step: ExpertParallel) -> RankRows:
+    """Return the rows of every rank if all experts receive equal numbers of rows.
+
+    The remainder goes to one expert after another, beginning with the rank's local experts, so that
+    all ranks receive the same number. With a capacity, the number of places is counted, whatever
+    the routing is.
+    """
+    ranks, number = ranks_over(spec, spec.expert_axes), num_choices(spec, step)
     if step.places is not None:
         number = spec.batch.micro * step.number * step.places
     share, more = divmod(number, step.number)
@@ -101,99 +117,103 @@ def even(spec: Spec, step: ExpertParallel) -> RankRows:
 
 
 def layers_of(step: ExpertParallel) -> tuple[str, ...]:
-    """Return the modules that have experts, first to last."""
+    """Return the names of the layers with experts, first to last."""
     return tuple(module.rpartition(".")[0] for module in step.modules)
 
 
 class Loads(ABC):
-    """Where rows go, of ranks by the place of their tokens: that along all axes along which ranks
-    have tokens of their own."""
+    """The routing of rows, by the index of the tokens: the position along all axes whose ranks have
+    different tokens."""
 
     def __init__(self, spec: Spec) -> None:
         own = spec.expert_axes
         others = [factor.axis for factor in spec.factors if factor.axis not in own]
-        groups = grouped(zip(positions(spec, others), token_places(spec), strict=True))
+        groups = grouped(zip(indices_in_groups(spec, others), token_places(spec), strict=True))
         self._group = {place: tuple(group) for group in groups.values() for place in group}
 
     def group(self, place: int) -> tuple[int, ...]:
-        """Return the places that a place exchanges rows with, in the order of their experts."""
+        """Return the token indices that exchange rows with `place`, in the order of their
+        experts."""
         return self._group[place]
 
     @abstractmethod
     def choices(self, layer: str, place: int) -> Sequence[Choices]:
-        """Return how many rows of a layer go to each expert, by micro-batch."""
+        """Return the number of rows that go to each expert of a layer, by micro-batch."""
 
     @abstractmethod
-    def of(self, place: int) -> ByLayer:
-        """Return the rows of the ranks with these tokens: the very same of places that have the
-        same."""
+    def rows_by_layer(self, place: int) -> ByLayer:
+        """Return the rows of the ranks with these tokens, by layer. Equal results are one
+        object."""
 
 
 def token_places(spec: Spec) -> tuple[int, ...]:
-    """Return the place of each rank's tokens."""
-    return positions(spec, spec.routing_axes)
+    """Return the token index of each rank."""
+    return indices_in_groups(spec, spec.routing_axes)
 
 
 class CountedLoads(Loads):
-    """By a histogram of what the ranks' tokens choose."""
+    """The routing given by a histogram of the choices of all ranks' tokens."""
 
     def __init__(self, spec: Spec, histogram: Histogram) -> None:
         super().__init__(spec)
         self._histogram = histogram
 
     def choices(self, layer: str, place: int) -> Sequence[Choices]:
-        return self._histogram.of(layer, place)
+        return self._histogram.rank_choices(layer, place)
 
-    def of(self, place: int) -> ByLayer:
+    def rows_by_layer(self, place: int) -> ByLayer:
         return {layer: self._of_layer(layer, place) for layer in self._histogram.layers}
 
     def _of_layer(self, layer: str, place: int) -> tuple[RankRows, ...]:
         group = self.group(place)
         of_group = zip(*(self.choices(layer, source) for source in group), strict=True)
-        return tuple(_rows(choices, group.index(place)) for choices in of_group)
+        return tuple(_rank_rows(choices, group.index(place)) for choices in of_group)
 
 
 class BoundLoads(Loads):
-    """By an end of what routing can do: all tokens choose first the experts of their own rank, or
-    all of them those of one. A token has no expert twice: where it chooses more than a rank has,
-    the others follow."""
+    """The best or worst routing: all tokens first choose the experts of their own rank, or all
+    choose those of rank 0.
+
+    A token chooses an expert once. If it chooses more experts than a rank has, the others follow.
+    """
 
     def __init__(self, spec: Spec, step: ExpertParallel, bound: Bound, micro_batches: int) -> None:
         super().__init__(spec)
         layers, ranks = layers_of(step), range(ranks_over(spec, spec.expert_axes))
         favourites = ranks if bound is Bound.BEST else [0] * len(ranks)
         self._times = micro_batches
-        self._choices = [_favouring(spec, step, favourite) for favourite in favourites]
+        self._choices = [_biased_choices(spec, step, favourite) for favourite in favourites]
         self._rows = [
-            dict.fromkeys(layers, (_rows(self._choices, rank),) * micro_batches) for rank in ranks
+            dict.fromkeys(layers, (_rank_rows(self._choices, rank),) * micro_batches)
+            for rank in ranks
         ]
 
     def choices(self, layer: str, place: int) -> Sequence[Choices]:
         return (self._choices[self.group(place).index(place)],) * self._times
 
-    def of(self, place: int) -> ByLayer:
+    def rows_by_layer(self, place: int) -> ByLayer:
         return self._rows[self.group(place).index(place)]
 
 
-def _favouring(spec: Spec, step: ExpertParallel, rank: int) -> Choices:
-    """Return what the tokens of a micro-batch choose where they take the experts of `rank` first,
-    as often each."""
+def _biased_choices(spec: Spec, step: ExpertParallel, rank: int) -> Choices:
+    """Return the choices of a micro-batch whose tokens choose the experts of `rank` first, equally
+    often."""
     own = step.number // ranks_over(spec, spec.expert_axes)
-    tokens = choices(spec, step) // step.chosen
+    tokens = num_choices(spec, step) // step.chosen
     first = tokens * min(step.chosen, own)
-    others = _spread(choices(spec, step) - first, step.number - own)
+    others = _split_evenly(num_choices(spec, step) - first, step.number - own)
     before = rank * own
-    return (*others[:before], *_spread(first, own), *others[before:])
+    return (*others[:before], *_split_evenly(first, own), *others[before:])
 
 
-def _spread(number: int, experts: int) -> Choices:
+def _split_evenly(number: int, experts: int) -> Choices:
     share, more = divmod(number, max(experts, 1))
     return tuple(share + (expert < more) for expert in range(experts))
 
 
-def _rows(of_group: Sequence[Choices], rank: int) -> RankRows:
-    """Return the rows of one of the ranks that exchange them, of each of which `of_group` has what
-    it sends to every expert."""
+def _rank_rows(of_group: Sequence[Choices], rank: int) -> RankRows:
+    """Return the rows of one rank of a group; `of_group` has the rows that each rank sends to each
+    expert."""
     own = len(of_group[rank]) // len(of_group)
     experts = slice(rank * own, (rank + 1) * own)
     received = [sum(choices[experts]) for choices in of_group]

@@ -1,5 +1,8 @@
-"""The steps of a plan: what the interpreter does, in this order, as printable data. Nothing about a
-wrapper is decided anywhere else, and what others must know of a step they ask it."""
+"""The steps of a plan, in the order in which the interpreter runs them, as printable data.
+
+Nothing else decides how a model is wrapped. Other packages read the properties of a step instead of
+its class.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from ptrain.facts.stages import Stage, Units
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, ScheduleName
 from ptrain.spec.placement import SAMPLE_AXES, Axis
@@ -33,15 +36,21 @@ from ptrain.wording import Worded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel(PlanStep):
-    """A is S or S* on `axis`: a rank has a slice of the tokens of every sample, and attention
-    reaches those of the others. Theta, Omega and G are the wrap's, as on a data axis.
+    """Context parallelism: activations are S or S* on `axis`, so that each rank has a shard of the
+    tokens of every sample.
 
-    `ulysses` neighbouring ranks exchange tokens for heads; `ring` such groups pass keys and values
-    on (`ulysses * ring` is the degree). `is_balanced`: zigzag, each of the ring's places has an
-    early and a late chunk; else slices are contiguous. `gathers`: A is S*, keys and values of the
-    ring's places are gathered, in place of passed on. `sequence`: tokens of a sample.
-    `has_documents`: samples are of several, and a mask says who attends to whom. Ranks draw the
-    same random numbers, the masks of all tokens, of which each has its slice.
+    The wrap handles parameters, optimizer state and gradients, as on a data axis. All ranks draw
+    the same random numbers, the masks of all tokens, and use their shard of them.
+
+    Attributes:
+        axis: The mesh axis `cp`.
+        ulysses: Neighbouring ranks that exchange tokens for heads.
+        ring: Groups of them that pass keys and values on; `ulysses * ring` is the degree.
+        sequence: Tokens of a sample.
+        is_balanced: Zigzag: each place of the ring has an early and a late chunk. Otherwise shards
+            are contiguous.
+        gathers: Activations are S*: keys and values are all-gathered instead of passed on.
+        has_documents: A sample contains several documents, and a mask separates them.
     """
 
     axis: Axis
@@ -54,7 +63,7 @@ class ContextParallel(PlanStep):
 
     @property
     def chunks(self) -> int:
-        """Of how many stretches a rank's tokens are, at most."""
+        """The largest number of contiguous ranges of tokens on a rank."""
         return 2 if self.is_balanced and self.ulysses % 2 else 1
 
     @property
@@ -71,13 +80,16 @@ class ContextParallel(PlanStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceExperts(PlanStep):
-    """The bias of every expert rises by `rate` where the tokens of a step chose it less often than
-    the mean of its layer's experts, and falls by it where more often (DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2; Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+    """The update of the routers' biases, which balances the load of experts.
 
-    Choices are those of the global batch's tokens, `choices` in every layer, dropped ones too: each
-    rank's are summed over `axes`, whose ranks have tokens of their own. All ranks keep the same
-    biases.
+    An expert's bias increases by `rate` if the tokens of a step chose it less often than the mean
+    of its layer's experts, and decreases by `rate` if more often (DeepSeek-V3, arXiv:2412.19437,
+    section 2.1.2; Wang et al. 2024, arXiv:2408.15664, algorithm 1). All ranks keep the same biases.
+
+    Attributes:
+        rate: Change of a bias per step.
+        choices: Choices of the global batch's tokens in each layer, including dropped ones.
+        axes: The axes whose ranks have different tokens, over which choices are summed.
     """
 
     rate: float
@@ -86,8 +98,12 @@ class BalanceExperts(PlanStep):
 
 
 def balance_of(spec: Spec, axes: tuple[Axis, ...]) -> BalanceExperts | None:
-    """Return the step of a spec whose gradients are summed over `axes`; None where no router has a
-    bias."""
+    """Return the step that balances experts, or None if no router has a bias.
+
+    Args:
+        spec: The spec.
+        axes: The axes over which gradients are summed.
+    """
     shape = spec.model
     if not isinstance(shape, ModelShape) or shape.bias_update_rate is None:
         return None
@@ -97,7 +113,7 @@ def balance_of(spec: Spec, axes: tuple[Axis, ...]) -> BalanceExperts | None:
     )
 
 
-# What the steps of a plan say of the axes of its mesh.
+# The axes of a plan.
 
 
 class _Mesh(Protocol):
@@ -109,7 +125,7 @@ class _Mesh(Protocol):
 
 
 class PlanAxes:
-    """The axes of a plan by what their ranks have."""
+    """The axes of a plan, grouped by the differences between their ranks."""
 
     __slots__ = ()
     spec: Spec
@@ -118,25 +134,25 @@ class PlanAxes:
 
     @property
     def sample_axes(self) -> tuple[Axis, ...]:
-        """The axes whose ranks have samples of their own, the outermost first."""
+        """The axes whose ranks have different samples, outermost first."""
         return tuple(axis for axis in SAMPLE_AXES if axis in self.mesh.axes)
 
     @property
     def cutting_axes(self) -> tuple[Axis, ...]:
-        """The axes whose ranks run other parts of a layer, or it on other tokens, outermost
-        first."""
+        """The axes whose ranks run different parts of a layer, or run it on different tokens,
+        outermost first."""
         cutting = [axis for step in self.steps for axis in step.cutting_axes]
         return tuple(axis for axis in self.mesh.axes if axis in cutting)
 
     @property
     def tokens(self) -> int:
-        """How many tokens of a sample a rank has in all of the model."""
+        """The tokens of a sample that a rank has throughout the model."""
         axes = [axis for step in self.steps for axis in step.token_axes]
         return self.spec.batch.sequence // self._ranks_over(axes)
 
     @property
     def boundary_slices(self) -> int:
-        """Into how many slices the tokens of a sample are cut between the blocks."""
+        """The number of shards into which the tokens of a sample are split between blocks."""
         return self._ranks_over([axis for step in self.steps for axis in step.boundary_axes])
 
     def _ranks_over(self, axes: list[Axis]) -> int:
@@ -145,24 +161,24 @@ class PlanAxes:
 
     @property
     def drawing_axes(self) -> tuple[Axis, ...]:
-        """The axes whose ranks draw random numbers of their own."""
+        """The axes whose ranks draw different random numbers."""
         return (*self.sample_axes, *(axis for step in self.steps for axis in step.drawing_axes))
 
     @property
     def summed_axes(self) -> tuple[Axis, ...]:
-        """The axes along which gradients are summed, the outermost first."""
+        """The axes over which gradients are summed, outermost first."""
         summed = [axis for step in self.steps for axis in step.summed_axes]
         return tuple(axis for axis in self.mesh.axes if axis in summed)
 
     @property
     def loss_axes(self) -> tuple[Axis, ...]:
-        """The axes whose ranks have the same loss of the same samples."""
+        """The axes whose ranks have the same loss for the same samples."""
         return tuple(axis for step in self.steps for axis in step.loss_axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateMesh(PlanStep):
-    """A DeviceMesh with these dimensions, outermost first; empty on one device."""
+    """The DeviceMesh with these dimensions, outermost first; empty on a single device."""
 
     axes: tuple[Axis, ...]
     degrees: tuple[int, ...]
@@ -170,13 +186,19 @@ class CreateMesh(PlanStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(PlanStep):
-    """Theta, Omega and G are S on `axis`, by layer: a rank has some of the model's stages, and
-    computes their micro-batches in its order of the schedule (`axes.pipeline.catalogue`).
+    """Pipeline parallelism: parameters, optimizer state and gradients are S on `axis`, by layer.
 
-    `rank_of` is the rank of each stage along the axis, `layers` the modules of each, first to last.
-    The first stage has what is in front of the layers too, the last one what is behind them.
-    `shared` are the tensors that both have (a tied head), by their names on the first and on the
-    last: their gradients are summed over the two.
+    Each rank has some stages of the model, and runs their micro-batches in its order of the
+    schedule (`axes.pipeline.catalogue`). The first stage also has the modules before the layers,
+    and the last stage those after them.
+
+    Attributes:
+        axis: The mesh axis `pp`.
+        schedule: The schedule.
+        rank_of: The rank of each stage along the axis.
+        layers: The modules of each stage, first to last.
+        shared: Tensors that the first and the last stage share (a tied head), by their names on
+            both. Their gradients are summed over the two stages.
     """
 
     axis: Axis
@@ -200,13 +222,20 @@ class Pipeline(PlanStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelize(PlanStep):
-    """Theta, Omega and G are S on `axis`: each operator is cut as its role says, from outside.
+    """Tensor parallelism: parameters, optimizer state and gradients are S on `axis`, and the role
+    of each module determines how its operators are sharded.
 
-    `is_sequence`: A is S or S*, between the sub-blocks a rank has its slice of the tokens;
-    `is_saved_cut`: A is S*, and what a sub-block's operators save of their whole input is that
-    slice, gathered again in backward. `loss_parallel`: the logits stay cut over the vocabulary.
-    `is_naive`: every column operator takes its input and sums its gradient by itself. `fusions`: of
-    a projection that is several, the lengths that are cut one by one.
+    Attributes:
+        axis: The mesh axis `tp`.
+        roles: The roles by module name pattern.
+        fusions: The sizes of the parts of fused projections, which are sharded part by part.
+        block_pattern: The pattern of the blocks' names.
+        is_sequence: Activations are S or S*: between sub-blocks, a rank has a shard of the tokens
+            (sequence parallelism).
+        is_saved_cut: Activations are S*: operators save the shard of their input, and all-gather it
+            again in backward.
+        loss_parallel: Logits stay sharded over the vocabulary.
+        is_naive: Each column-parallel operator takes its input and reduces its gradient separately.
     """
 
     axis: Axis
@@ -220,7 +249,7 @@ class Parallelize(PlanStep):
 
     @property
     def has_whole_ends(self) -> bool:
-        """Whether ranks have all tokens in front of the blocks and behind them, not between."""
+        """True if ranks have all tokens before and after the blocks, but a shard between them."""
         return any(role in (Role.FIRST_BLOCK, Role.LAST_BLOCK) for _, role in self.roles)
 
     @property
@@ -242,26 +271,28 @@ class Parallelize(PlanStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(PlanStep):
-    """What blocks leave for their backward passes, by module name: those that are not plain.
-    `path` is the folder of the file tier."""
+    """The activation modes of the blocks that do not save all activations, by module name. `path`
+    is the folder of the file tier."""
 
-    blocks: tuple[tuple[str, Kept], ...]
+    blocks: tuple[tuple[str, ActivationMode], ...]
     path: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compile(PlanStep):
-    """The forward pass of each of `blocks` (names of modules) is one program of torch.compile, with
-    what recomputation repeats in it. Hooks of wraps, which come later, stay outside."""
+    """torch.compile of the forward pass of each of `blocks` (module names), recomputation included.
+    Hooks of later wraps stay outside the compiled program."""
 
     blocks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLoss(PlanStep):
-    """Logits and loss of `tokens` tokens at a time, so that all logits are never there at once:
-    computed again in backward, or (`fused`) by torch's linear_cross_entropy. The last `padding`
-    logits are of no token."""
+    """The loss of `tokens` tokens at a time, so that the logits of all tokens never exist at once.
+
+    Logits are recomputed in backward or, with `fused`, computed by torch's linear_cross_entropy.
+    The last `padding` logits belong to no token.
+    """
 
     tokens: int
     fused: bool = False
@@ -269,7 +300,7 @@ class ChunkedLoss(PlanStep):
 
 
 def chunked_loss(spec: Spec) -> ChunkedLoss | None:
-    """None where the logits are whole."""
+    """Return the step of a chunked loss, or None if all logits are computed at once."""
     if spec.loss.chunk is None:
         return None
     return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused, padding=spec.vocab_padding)
@@ -277,8 +308,8 @@ def chunked_loss(spec: Spec) -> ChunkedLoss | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate(PlanStep):
-    """K micro-batches per step, those of a pipeline too; each loss is a sum over tokens divided by
-    the global number."""
+    """Gradient accumulation over K micro-batches per step, also in a pipeline. Each loss is a sum
+    over tokens divided by the global number of tokens."""
 
     micro_batches: int
 
@@ -290,9 +321,15 @@ LONG_NORM, NORM_ROW = 2**14, 2**12  # elements
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip(PlanStep):
-    """One norm over all gradients; a scalar all-reduce per axis in `axes`, on which they are
-    sharded when the optimizer sees them (on pp by layer), and in `operator_axes`, on which some
-    tensors are cut and others whole: of these one rank's count."""
+    """The clipping of the global gradient norm.
+
+    Attributes:
+        max_norm: The largest norm.
+        axes: The axes that shard gradients at the update (pp by layer). The square of the norm is
+            all-reduced over each.
+        operator_axes: The axes on which some tensors are sharded and others are replicated.
+            Replicated tensors count on one rank.
+    """
 
     max_norm: float
     axes: tuple[Axis, ...]
@@ -300,24 +337,24 @@ class Clip(PlanStep):
 
     @property
     def reduced_axes(self) -> tuple[Axis, ...]:
-        """All axes that the square of the norm is summed over, in this order."""
+        """All axes over which the square of the norm is summed, in this order."""
         return (*self.operator_axes, *self.axes)
 
     @property
     def groups(self) -> tuple[tuple[Axis, ...], ...]:
-        """Of which tensors there is a norm each: of those that are cut over all operator axes,
-        then of those that are over the first of them alone, and at last of those that their ranks
-        have alike."""
+        """The groups of tensors with a separate norm, each given by the operator axes that shard
+        them: all operator axes first, then the first one only, and last none."""
         return tuple(self.operator_axes[:count] for count in range(len(self.operator_axes), -1, -1))
 
     def group_of(self, cutting: Collection[Axis]) -> int:
-        """Return the place among the groups of what these axes cut."""
+        """Return the index of the group of tensors that these axes shard."""
         return self.groups.index(tuple(axis for axis in self.operator_axes if axis in cutting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(PlanStep):
-    """torch's own optimizer on the local shards (or on their master copies)."""
+    """The optimizer step on the local shards, or on their master copies. `scale_axes` are the axes
+    along which the gradients of a scaled loss are checked for overflow."""
 
     optimizer: str
     layout: Layout
@@ -333,12 +370,19 @@ Step = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(PlanAxes, Worded):
-    """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
-    one, at hand by its name too; a mesh, a wrap, micro-batches and an update there always are.
-    `units` are in the order of wrapping, the root ("",) last; `spec` is what it was made from.
-    `form` says by which parts of torch the wrap is executed, `stages` are those that pp cuts the
-    model into, none without it, and `loads` say where rows of tokens go to experts, None where they
-    go evenly."""
+    """The steps that the interpreter runs, in order.
+
+    There is at most one step of each kind, which is also available as an attribute. A plan always
+    has a mesh, a wrap, micro-batches and an update.
+
+    Attributes:
+        spec: The spec of the plan.
+        steps: The steps in the order of execution.
+        units: The wrap units in the order of wrapping; the root ("",) is last.
+        form: The parts of torch that implement the wrap.
+        stages: The pipeline stages; empty without pp.
+        loads: The routing of rows to experts; None if it is even.
+    """
 
     spec: Spec = field(compare=False)
     steps: tuple[Step, ...]
@@ -369,28 +413,29 @@ class Plan(PlanAxes, Worded):
 
     @property
     def is_clipped_apart(self) -> bool:
-        """Whether the norm is computed apart for operators that are cut and for others."""
+        """True if sharded and replicated operators have separate gradient norms."""
         return self.clip is not None and bool(self.clip.operator_axes)
 
     @property
     def differing_axes(self) -> tuple[Axis, ...]:
-        """The axes along which ranks store different numbers of bytes, or, of flat units within tp,
-        have other pieces of tensors in their shards, of each of which there is a norm."""
+        """The axes along which ranks store different numbers of bytes. For flat units within tp,
+        also the axes along which shards have different pieces of tensors, each with a separate
+        norm."""
         return self.wrap.differing_axes(within_tp=self.is_clipped_apart)
 
     def wrap_of(self, unit: Sequence[str]) -> Wrap:
-        """Return how a unit of these modules is wrapped: one of experts as the axes say that do not
-        give ranks other experts."""
+        """Return the wrap of a unit of these modules. Units of experts are not wrapped over the
+        axes whose ranks have different experts."""
         if self.experts is None or not self.is_apart(unit):
             return self.wrap
-        return self.wrap.without(self.experts.axis)
+        return self.wrap.drop_axis(self.experts.axis)
 
     def is_apart(self, unit: Sequence[str]) -> bool:
-        """Return whether a unit of these modules is one of experts."""
-        return self.experts is not None and self.experts.has(unit)
+        """Return True if a unit of these modules contains experts."""
+        return self.experts is not None and self.experts.has_experts(unit)
 
-    def having(self, *steps: Step) -> Self:
-        """The plan with these in the place of its steps of their kinds."""
+    def replace_steps(self, *steps: Step) -> Self:
+        """Return the plan with these steps instead of its steps of the same kinds."""
         given = {_name_of(step): step for step in steps}
         kept = tuple(given.pop(_name_of(step), step) for step in self.steps)
         assert not given, f"no step of the kind of {', '.join(given)}"

@@ -1,5 +1,5 @@
-"""What a plan asks of its steps, of all of them and of those that wrap units for the axes along
-which gradients are summed; and these wraps."""
+"""The interface of plan steps, and the steps that wrap units for the axes over which gradients are
+summed."""
 
 from __future__ import annotations
 
@@ -8,130 +8,132 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
-from ptrain.spec.placement import Axis, Tier, without
+from ptrain.spec.placement import Axis, Tier, exclude_axes
 
 
 class PlanStep:
-    """What a plan asks of each of its steps. A step that cuts nothing answers as here."""
+    """The interface of all steps. The defaults are for a step that shards nothing."""
 
     __slots__ = ()
 
     @property
     def drawing_axes(self) -> tuple[Axis, ...]:
-        """The axes beside the data axes along which ranks draw random numbers of their own, since
-        they have layers of their own, or slices of the tokens whose masks nobody draws whole."""
+        """The axes, besides the data axes, whose ranks draw different random numbers, because they
+        have different layers, or shards of tokens without a common mask."""
         return ()
 
     @property
     def cutting_axes(self) -> tuple[Axis, ...]:
-        """The axes along which ranks run another part of each layer, or run it on other tokens of
-        the same samples."""
+        """The axes along which ranks run different parts of each layer, or run it on different
+        tokens of the same samples."""
         return ()
 
     @property
     def token_axes(self) -> tuple[Axis, ...]:
-        """Of these the axes along which they have other tokens in all of the model."""
+        """The subset of `cutting_axes` along which ranks have different tokens throughout the
+        model."""
         return ()
 
     @property
     def boundary_axes(self) -> tuple[Axis, ...]:
-        """Of these the axes along which they have other tokens between the blocks."""
+        """The subset of `cutting_axes` along which ranks have different tokens between blocks."""
         return self.token_axes
 
     @property
     def summed_axes(self) -> tuple[Axis, ...]:
-        """The axes along which gradients are summed, of which every rank has addends."""
+        """The axes over which gradients are summed: each rank has a partial sum."""
         return ()
 
     @property
     def loss_axes(self) -> tuple[Axis, ...]:
-        """The axes along which all ranks have the same loss of the same samples."""
+        """The axes along which all ranks have the same loss for the same samples."""
         return ()
 
 
 class WrapStep(PlanStep):
-    """What a plan asks of the step that wraps units for the data axes."""
+    """The interface of a step that wraps units for the data axes."""
 
     __slots__ = ()
 
     @property
     def reduced_axes(self) -> tuple[Axis, ...]:
-        """The axes along which reduced gradients are shards when they are clipped and checked."""
+        """The axes along which reduced gradients are sharded when they are clipped and checked."""
         return ()
 
     @property
     def row_axes(self) -> tuple[Axis, ...]:
-        """The axes that cut each tensor along a dimension; flat units cut whole units."""
+        """The axes that shard each tensor along a dimension. Flat units shard full units
+        instead."""
         return ()
 
     @property
     def works_between_passes(self) -> bool:
-        """Whether collectives of a pass in a pipeline, or of the update before it, are under way
-        when it is over."""
+        """True if collectives of a pipeline pass, or of the previous update, may still run when the
+        pass ends."""
         return False
 
     @property
     def policy(self) -> SyncPolicy | None:
-        """When gradients are reduced and gathered parameters freed; None where nothing is."""
+        """The policy for gradient reduction and resharding; None if the wrap does neither."""
         return None
 
     @property
     def is_updated_in_backward(self) -> bool:
-        """Whether a unit is updated as soon as its gradients are complete (G is M)."""
+        """True if a unit is updated as soon as its gradients are complete (gradients M)."""
         return False
 
     @property
     def is_filled_as_shards(self) -> bool:
-        """Whether a module on meta is wrapped before it gets values, so that no rank ever holds it
-        whole."""
+        """True if a module on meta is wrapped before it has values, so that no rank ever stores it
+        in full."""
         return False
 
     @property
     def is_filled_by_unit(self) -> bool:
-        """Whether such a module gets them unit by unit while it is wrapped."""
+        """True if a module on meta gets its values unit by unit while it is wrapped."""
         return False
 
     @property
     def has_masters_for_parameters(self) -> bool:
-        """Whether what the wrapped module stores as its parameters are the optimizer's master
-        copies (Theta is M)."""
+        """True if the stored parameters of the wrapped module are the optimizer's master copies
+        (parameters M)."""
         return False
 
     @property
     def keeps_gradients_on_device(self) -> bool:
-        """Whether reduced gradients are there, on the device, until the update."""
+        """True if reduced gradients stay on the device until the update."""
         return True
 
     @property
     def gathers_parameters(self) -> bool:
-        """Whether a unit's parameters are whole on the device for their use only."""
+        """True if the full parameters of a unit are on the device only while they are used."""
         return False
 
     @property
     def gathered_by_unit(self) -> tuple[Axis, ...]:
-        """The axes over which a unit's parameters are gathered for use."""
+        """The axes over which a unit's parameters are all-gathered for use."""
         return ()
 
     @property
     def reduced_by_unit(self) -> tuple[Axis, ...]:
-        """The axes over which a unit's gradients are reduced to shards in backward."""
+        """The axes over which a unit's gradients are reduce-scattered in backward."""
         return ()
 
     @property
     def treats_equal_blocks_alike(self) -> bool:
-        """Whether what becomes of a block is what became of an equal one before it, wherever among
-        the blocks it stands. Owners that are chosen by what they own so far are not alike."""
+        """True if identical blocks are treated identically, whatever their position. False if the
+        owner of a tensor depends on the tensors before it."""
         return True
 
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
-        """The axes along which ranks store different numbers of bytes, or (`within_tp`) other
-        pieces of tensors."""
+        """Return the axes along which ranks store different numbers of bytes, or (`within_tp`)
+        different pieces of tensors."""
         return ()
 
 
-class Ran(NamedTuple):
-    """A step that was executed: of the whole rank, or (`piece`) of the stage with this number; a
-    model that is not cut is piece 0."""
+class ExecutedStep(NamedTuple):
+    """A step that was executed on the full model, or on the stage `piece`. A model without stages
+    is piece 0."""
 
     step: PlanStep
     piece: int | None = None
@@ -154,21 +156,21 @@ BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalGradients(WrapStep):
-    """One device: no data axis, nothing is wrapped."""
+    """No wrap: there is no data axis."""
 
-    def without(self, axis: Axis) -> LocalGradients:
-        """Return itself, which is over no axis."""
+    def drop_axis(self, axis: Axis) -> LocalGradients:
+        """Return the step itself, which uses no axis."""
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate(WrapStep):
-    """Theta and G are R on every data axis: DistributedDataParallel over `axes`; buckets in the
-    order in which gradients arrive, reduced (summed) after the last micro-batch: beside its
-    backward pass (`overlaps`), or one by one when it is over.
+    """DistributedDataParallel over `axes`: parameters and gradients are R on every data axis.
 
-    Omega is R, or with `zero_redundancy` S by torch's ZeroRedundancyOptimizer: whole tensors are
-    spread over the ranks, and each owner broadcasts what it updated.
+    Gradients are summed in buckets, in the order in which they arrive, in the last micro-batch:
+    overlapped with its backward (`overlaps`), or one by one after it. Optimizer state is R, or S
+    with `zero_redundancy`: torch's ZeroRedundancyOptimizer assigns full tensors to ranks, and each
+    owner broadcasts its updated tensors.
     """
 
     axes: tuple[Axis, ...]
@@ -184,9 +186,9 @@ class Replicate(WrapStep):
     def policy(self) -> SyncPolicy:
         return SyncPolicy(gradients=GradientSync.LAST)
 
-    def without(self, axis: Axis) -> Replicate | LocalGradients:
-        """Return the same over the other axes."""
-        axes = without(self.axes, (axis,))
+    def drop_axis(self, axis: Axis) -> Replicate | LocalGradients:
+        """Return the wrap over the other axes."""
+        axes = exclude_axes(self.axes, (axis,))
         return replace(self, axes=axes) if axes else LocalGradients()
 
     @property
@@ -203,12 +205,21 @@ class Replicate(WrapStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(WrapStep):
-    """Theta is S*, Omega and G are S on `shard_axes` and all three R on `replicate_axes`: FSDP2's
-    `fully_shard` on each unit and then the root (HSDP with a replicate axis).
+    """FSDP2: parameters are S*, optimizer state and gradients S on `shard_axes`, and all R on
+    `replicate_axes`.
 
-    `materialized`: Theta is M; the shards are the optimizer's master copies, and a gathered unit
-    is a cast of them. `prefetch`: units gathered ahead in both passes, None for torch's own (the
-    next in backward). Without `overlaps` nothing is gathered ahead, and a reduction is awaited.
+    `fully_shard` is applied to each unit and then to the root (HSDP with a replicate axis).
+
+    Attributes:
+        shard_axes: The axes that shard the units.
+        replicate_axes: The axes that replicate them.
+        sync: When gradients are reduced and units resharded.
+        reduce_scatter: The collective that reduces gradients.
+        materialized: Parameters are M: the shards are the optimizer's master copies, and a gathered
+            unit is a cast of them.
+        prefetch: Units gathered ahead in both passes; None for torch's default, the next one in
+            backward.
+        overlaps: Without it, nothing is gathered ahead, and each reduction is awaited.
     """
 
     shard_axes: tuple[Axis, ...]
@@ -223,9 +234,12 @@ class FullyShard(WrapStep):
     def summed_axes(self) -> tuple[Axis, ...]:
         return (*self.replicate_axes, *self.shard_axes)
 
-    def without(self, axis: Axis) -> FullyShard | LocalGradients:
-        """Return the same over the other axes, of which some shards."""
-        shards, replicas = without(self.shard_axes, (axis,)), without(self.replicate_axes, (axis,))
+    def drop_axis(self, axis: Axis) -> FullyShard | LocalGradients:
+        """Return the wrap over the other axes, at least one of which shards."""
+        shards, replicas = (
+            exclude_axes(self.shard_axes, (axis,)),
+            exclude_axes(self.replicate_axes, (axis,)),
+        )
         assert shards or not replicas, "replicas alone are flat units (axes.data.form)"
         if not shards:
             return LocalGradients()
@@ -260,7 +274,8 @@ class FullyShard(WrapStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenPlace:
-    """Where frozen parameters are, of which there is Theta alone: cut over `axes`, on `tier`."""
+    """The placement of frozen parameters: sharded over `axes`, on `tier`. They have neither
+    gradients nor optimizer state."""
 
     axes: tuple[Axis, ...]
     tier: Tier = Tier.DEVICE
@@ -268,18 +283,31 @@ class FrozenPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatUnits(WrapStep):
-    """Any other tuple: each unit's tensors in one flat padded buffer, a handler per state.
+    """The wrap for all other tuples: one flat padded buffer per unit, with a handler per state.
 
-    `axes` are all data axes, outermost first; `parameters`, `optimizer` and `gradients` those
-    along which the state is kept as a shard, each on its tier. Theta is brought whole to the
-    device by unit for use; `materialized`: it is M and made of Omega's master shards. G is
-    reduced to shards over `gradients` in the backward pass; along `gathered_gradients` (S*) it is
-    made whole again by unit for the update; `consumed`: it is M, and a unit is reduced and updated
-    as soon as its gradients are complete. The update works on shards over `updated` (where Omega
-    is S), on `update_tier`; along `optimizer` without `updated` (S*) Omega is gathered for it.
-    Neighbouring units are one until they have `bucket_bytes` of gradients (`axes.data.units`).
-    Frozen parameters of a unit are in a buffer of their own, in the place that `frozen` gives them;
-    None for that of the others.
+    Attributes:
+        axes: All data axes, outermost first.
+        parameters: The axes that shard stored parameters. A unit is gathered on the device for use.
+        optimizer: The axes that shard stored optimizer state.
+        gradients: The axes over which gradients are reduce-scattered in backward.
+        updated: The axes that shard the update (optimizer state S). Along other axes of `optimizer`
+            (S*), optimizer state is all-gathered for the update.
+        sync: When gradients are reduced and units resharded.
+        reduce_scatter: The collective that reduces gradients.
+        parameters_tier: The tier of stored parameters; the other tiers likewise.
+        update_tier: The tier on which the update runs.
+        materialized: Parameters are M: they are cast from the master shards of the optimizer state.
+        consumed: Gradients are M: a unit is reduced and updated as soon as its gradients are
+            complete.
+        gathered_gradients: The axes (S*) along which gradients are all-gathered for the update.
+        overlaps: Reductions overlap with backward.
+        prefetch: Units gathered ahead.
+        gather_after_update: When updated parameters are all-gathered.
+        path: The folder of the file tier.
+        frozen: The placement of frozen parameters, which have a separate buffer; None for the
+            placement of the trained ones.
+        bucket_bytes: Neighbouring units are merged until they have this many bytes of gradients
+            (`axes.data.units`).
     """
 
     axes: tuple[Axis, ...]
@@ -305,8 +333,8 @@ class FlatUnits(WrapStep):
 
     @property
     def of_frozen(self) -> FlatUnits:
-        """Return how a unit is kept of which all is frozen: Theta is all that there is. Where that
-        of others is made of masters, which it has none of, it is where these would be."""
+        """The step for a unit whose parameters are all frozen. If trained parameters are cast from
+        master copies, which frozen ones lack, frozen ones are stored in the masters' placement."""
         place = self.frozen or FrozenPlace(axes=self.parameters, tier=self.parameters_tier)
         return replace(
             self,
@@ -321,7 +349,7 @@ class FlatUnits(WrapStep):
 
     @property
     def reads_files(self) -> bool:
-        """Whether parameters come out of files for their use."""
+        """True if parameters are read from files for use."""
         return Tier.FILE in (self.parameters_tier, self.of_frozen.parameters_tier)
 
     @property
@@ -339,23 +367,24 @@ class FlatUnits(WrapStep):
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
         return (*self.updated, *self.gathered_gradients) if within_tp else ()
 
-    def without(self, axis: Axis) -> FlatUnits:
-        """Return the same over the other axes."""
+    def drop_axis(self, axis: Axis) -> FlatUnits:
+        """Return the wrap over the other axes."""
         return replace(
             self,
-            axes=without(self.axes, (axis,)),
-            parameters=without(self.parameters, (axis,)),
-            optimizer=without(self.optimizer, (axis,)),
-            gradients=without(self.gradients, (axis,)),
-            updated=without(self.updated, (axis,)),
-            gathered_gradients=without(self.gathered_gradients, (axis,)),
-            frozen=self.frozen and replace(self.frozen, axes=without(self.frozen.axes, (axis,))),
+            axes=exclude_axes(self.axes, (axis,)),
+            parameters=exclude_axes(self.parameters, (axis,)),
+            optimizer=exclude_axes(self.optimizer, (axis,)),
+            gradients=exclude_axes(self.gradients, (axis,)),
+            updated=exclude_axes(self.updated, (axis,)),
+            gathered_gradients=exclude_axes(self.gathered_gradients, (axis,)),
+            frozen=self.frozen
+            and replace(self.frozen, axes=exclude_axes(self.frozen.axes, (axis,))),
         )
 
     @property
     def first_differs(self) -> bool:
-        """Whether a run's first step is another than those that follow: it learns in which order
-        units are used, or no update before it has left anything to it."""
+        """True if the first step of a run differs from the others: it records the order in which
+        units are used, or has no previous update whose gather it completes."""
         return self._gathers_late or self.prefetch > 0
 
     @property

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
-from ptrain.derivation.attention import HEAD_DIM_MULTIPLE, FusedAttention, capability, row_name
+from ptrain.derivation.kernels import HEAD_DIM_MULTIPLE, FusedAttention, capability, row_name
 from ptrain.installed import torch_minor
 from ptrain.models.kernels import AttentionCall, UnknownKernels, kernels_of
 from ptrain.models.ledger import OperatorMode
@@ -39,11 +39,11 @@ from ptrain.traces.settings import Make
 def kernels_for(spec: Spec) -> AbstractContextManager[UnknownKernels]:
     """Return a context in which a CPU allocates as the spec's devices do, if the table has their
     kernels."""
-    return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_Kept(capability(spec)))
+    return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_ArchivedAttention(capability(spec)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _ArchivedAttention:
     """The attention facts for GPUs of compute capability `sm`.
 
     Without one, attention saves the tensors of the CPU kernel, and a warning names the bytes that
@@ -95,7 +95,7 @@ class _KernelWatch(OperatorMode):
         super().__init__()
         self.kernel, self.beside = _MATH, [0]
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
         name = function._schema.name
         if name.startswith(_OPERATOR) and not name.endswith("backward"):
@@ -130,7 +130,7 @@ def _kernel_of(
     return watch.kernel, watch.beside
 
 
-def choices() -> Iterator[Choice]:
+def kernel_choices() -> Iterator[Choice]:
     """Yield the kernels that torch chooses, in a process that pretends to have a GPU.
 
     Each entry has the row of the table, head_dim, the kernel, the kernel for fewer key heads, and
@@ -148,7 +148,7 @@ def choices() -> Iterator[Choice]:
             yield row_name(dtype, drops=drops), head_dim, kernel, of_groups, beside
 
 
-def table() -> Table:
+def kernel_table() -> Table:
     """Return the table for every compute capability: the archived one, updated for this torch
     version."""
     kernels: dict[str, list[int]] = {}
@@ -183,7 +183,7 @@ def _beside_others(key: str, answer: object, kernels: dict[str, list[int]]) -> d
 
     All versions must save the same bytes per kernel.
     """
-    there = archive.table(TablePart.KERNEL, "attention")
+    there = archive.read_table(TablePart.KERNEL, "attention")
     assert there["kernels"] == kernels, "kernels save different tensors in this version of torch"
     return {**there[key], torch_minor(): answer}
 
@@ -207,18 +207,18 @@ def _of_capability(sm: int) -> list[Choice]:
     """Return the entries of `choices` for one compute capability, from a subprocess."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        if pretence.run(["-m", __name__, str(answer)], sm):
+        if pretence.run_with_simulated_gpu(["-m", __name__, str(answer)], sm):
             raise RuntimeError(f"the attention kernels of sm {sm} could not be queried")
         rows: list[Choice] = json.loads(answer.read_text())
         return rows
 
 
-def tables() -> Iterator[tuple[str, Make]]:
+def table_makers() -> Iterator[tuple[str, Make]]:
     """Yield the table's name and the function that makes it, if CUDA's operators are available."""
-    if pretence.lacking() is None:
-        yield "attention", partial(table)
+    if pretence.missing_requirement() is None:
+        yield "attention", partial(kernel_table)
 
 
 if __name__ == "__main__":
     with fake_tensors():
-        Path(sys.argv[1]).write_text(json.dumps([*choices()]))
+        Path(sys.argv[1]).write_text(json.dumps([*kernel_choices()]))

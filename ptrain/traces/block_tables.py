@@ -29,9 +29,9 @@ from ptrain.derivation.tables import (
     Setting,
 )
 from ptrain.models.kernels import kernels_of
-from ptrain.models.trace import Born, Completion, Died, Event, Recording
+from ptrain.models.trace import Event, GradientComplete, Recording, StorageAllocated, StorageFreed
 from ptrain.models.units import Units
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.model import Attention
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
@@ -72,7 +72,9 @@ class CodedTrace:
         self.widest = recordings[-1]  # its compute dtype differs from fp32
         self.units, self.values, self.writer = units, values, writer
         for other in self._wider:
-            assert _course(self.recording) == _course(other), "operators depend on the dtype"
+            assert _event_course(self.recording) == _event_course(other), (
+                "operators depend on the dtype"
+            )
 
     def size(self, storage: int) -> int:
         """Return the number of a storage's size in the table."""
@@ -88,30 +90,30 @@ class CodedTrace:
             is_statistics=storage in self.recording.statistics,
         )
 
-    def coded(self, events: Iterable[Event], layer: int) -> Coded:
+    def encode_layer(self, events: Iterable[Event], layer: int) -> Coded:
         """Return a layer's events as JSON in the shortest form; `*` replaces the layer's index."""
-        ordered = events if self.recording.output is None else _sorted(events)
+        ordered = events if self.recording.output is None else _sort_completions(events)
         written = self.in_full(ordered, f"blocks.{layer}")
         names = [event[0] if isinstance(event, list) else event for event in written]
         others = [name for name in names if isinstance(name, str) and _OTHER.search(name)]
         assert not others, f"layer {layer} has events of the layers {others}"
-        return _shortest(written)
+        return _shorten_events(written)
 
     def in_full(self, events: Iterable[Event], layer: str = "") -> Coded:
         """Return all events as JSON, without shortening."""
-        return [self._coded(event, layer) for event in events]
+        return [self._encode_event(event, layer) for event in events]
 
-    def _coded(self, event: Event, layer: str) -> object:
+    def _encode_event(self, event: Event, layer: str) -> object:
         """Return one event as JSON."""
         match event:
-            case Born(storage):
+            case StorageAllocated(storage):
                 return self.size(storage) + 1
-            case Died(storage):
+            case StorageFreed(storage):
                 return -self.size(storage) - 1
             case Boundary(mark, unit):
                 name = self.units[unit][0]
                 return _SIGNS[mark] + (name.replace(layer, "*") if layer else name)
-            case Completion(parameter, storage, cloned, freed):
+            case GradientComplete(parameter, storage, cloned, freed):
                 assert not freed, "a gradient is copied from a tensor that is freed at once"
                 name = parameter.replace(f"{layer}.", "blocks.*.") if layer else parameter
                 return [name, self.size(storage), int(cloned)]
@@ -121,7 +123,7 @@ class CodedTrace:
 
         Events before the first layer belong to the first, events after the last layer to the last.
         """
-        return [self.coded(events, layer) for layer, events in self.split(name)]
+        return [self.encode_layer(events, layer) for layer, events in self.split(name)]
 
     def split(self, name: str) -> list[tuple[int, Sequence[Event]]]:
         """Return the layers of a pass with their events."""
@@ -138,29 +140,29 @@ class CodedTrace:
         return [(layer, events[start:end]) for layer, start, end in spans]
 
 
-def _course(recording: Recording) -> list[object]:
+def _event_course(recording: Recording) -> list[object]:
     """Return the part of a recording that does not depend on the dtype."""
     return [
-        (event.id, event.operator) if isinstance(event, Born) else event
+        (event.id, event.operator) if isinstance(event, StorageAllocated) else event
         for events in recording.passes.values()
-        for event in _sorted(events)
+        for event in _sort_completions(events)
     ]
 
 
-def _sorted(events: Iterable[Event]) -> Iterator[Event]:
+def _sort_completions(events: Iterable[Event]) -> Iterator[Event]:
     """Yield events, with gradients that complete together in the order of their names.
 
     Autograd runs a stage's backward for given inputs and parameters, where gradients have no fixed
     order.
     """
-    for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Completion)):
+    for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, GradientComplete)):
         together = list(group)
         if is_complete:
             together.sort(key=lambda event: event.parameter)  # type: ignore[union-attr]
         yield from together
 
 
-def _shortest(events: Sequence[object]) -> Coded:
+def _shorten_events(events: Sequence[object]) -> Coded:
     """Return events with the same peaks and end level for any sizes.
 
     Between two boundaries only levels that no other level contains are kept.
@@ -168,11 +170,11 @@ def _shortest(events: Sequence[object]) -> Coded:
     shortened: Coded = []
     for is_size, group in itertools.groupby(events, lambda event: isinstance(event, int)):
         together = list(group)
-        shortened += _highest(together) if is_size else together  # type: ignore[arg-type]
+        shortened += _kept_changes(together) if is_size else together  # type: ignore[arg-type]
     return shortened
 
 
-def _highest(deltas: Sequence[int]) -> Iterator[int]:
+def _kept_changes(deltas: Sequence[int]) -> Iterator[int]:
     """Yield the size changes between the kept levels; frees come before allocations."""
     levels = [Counter[int]()]
     for delta in deltas:
@@ -187,7 +189,7 @@ def _highest(deltas: Sequence[int]) -> Iterator[int]:
             _contains(other, level) and not _contains(level, other) for other in levels[place:]
         )
         if is_last or not (earlier or later):
-            yield from _between(now, level)
+            yield from _level_changes(now, level)
             now = level
 
 
@@ -196,7 +198,7 @@ def _contains(other: Counter[int], level: Counter[int]) -> bool:
     return all(other[number] >= level[number] for number in {*other, *level})
 
 
-def _between(now: Counter[int], then: Counter[int]) -> Iterator[int]:
+def _level_changes(now: Counter[int], then: Counter[int]) -> Iterator[int]:
     """Yield the frees, then the allocations that lead from one level to another."""
     change = {number: then[number] - now[number] for number in sorted({*now, *then})}
     for number, more in change.items():
@@ -209,7 +211,7 @@ FEW = 3  # layers: the fewest with begin, block and end
 _STAGES = (Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
-def segments(part: Coded) -> Iterator[Coded]:
+def split_segments(part: Coded) -> Iterator[Coded]:
     """Yield the segments of a layer's events: before its boundaries, the layer, and after it.
 
     The weight half has no boundaries and is one segment.
@@ -219,14 +221,82 @@ def segments(part: Coded) -> Iterator[Coded]:
     yield from (part[start:end] for start, end in itertools.pairwise(bounds) if start < end)
 
 
+def trace_model(
+    setting: Setting,
+    writer: TableWriter,
+    mesh: DeviceMesh | None = None,
+    kept: ActivationMode = PLAIN,
+) -> CodedTrace:
+    """Return the trace of a setting's full model, with this way to keep activations.
+
+    Args:
+        setting: The setting.
+        writer: Collects the sizes.
+        mesh: The mesh of sharded operators, from `fake_mesh`.
+        kept: How each block keeps its activations.
+    """
+    units = smallest_units(setting)
+    blocks = tuple((f"blocks.{index}", kept) for index in range(setting.shape.layers))
+    part = part_of(setting, mesh, None if kept.is_plain else Keep(blocks=blocks))
+    with kernels_of(is_for_cuda=setting.is_for_cuda):
+        recordings = [
+            *(part.traces(model_of(setting, dtype), units)[0] for dtype in DTYPES[setting.compute]),
+        ]
+    return CodedTrace(recordings, units, symbols(setting), writer)
+
+
+def trace_stage(
+    setting: Setting,
+    writer: TableWriter,
+    mesh: DeviceMesh | None,
+    place: Place,
+    layers: int,
+    *,
+    in_halves: bool = True,
+) -> list[CodedTrace]:
+    """Return the traces of a stage: full backward, and halves except for the first stage.
+
+    Args:
+        setting: The setting.
+        writer: Collects the sizes.
+        mesh: The mesh of sharded operators, from `fake_mesh`.
+        place: The stage; each of the others has one layer.
+        layers: The number of its layers.
+        in_halves: False to trace the full backward pass only.
+    """
+    counts = tuple(layers if other is place else 1 for other in _STAGES)
+    setting = replace(setting, shape=replace(setting.shape, layers=sum(counts)))
+    cuts, index = cuts_of(setting, counts), _STAGES.index(place)
+    units = smallest_units(setting, cuts.stages[index])
+    part = part_of(setting, mesh, has_learnt=layers > 1)
+    with kernels_of(is_for_cuda=setting.is_for_cuda):
+        by_dtype: list[list[Recording]] = [
+            part.trace_stage(
+                model_of(setting, dtype, is_meta=True),
+                units,
+                cuts,
+                index,
+                in_halves=in_halves and index > 0,
+            )
+            for dtype in DTYPES[setting.compute]
+        ]
+    values = symbols(setting)
+    return [
+        CodedTrace(recordings, units, values, writer) for recordings in zip(*by_dtype, strict=True)
+    ]
+
+
+def with_layers(setting: Setting, layers: int, attention: Attention = Attention.SDPA) -> Setting:
+    """Return a setting whose model has another number of layers, with this attention."""
+    return replace(setting, shape=replace(setting.shape, attention=attention, layers=layers))
+
+
 class PassTable:
     """A table of passes under construction."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.dtypes = DTYPES[setting.compute]
-        self.values = symbols(setting)
-        self.writer, self.works = TableWriter(tuple(self.values)), WorkWriter(setting)
+        self.writer, self.works = TableWriter(tuple(symbols(setting))), WorkWriter(setting)
 
     def build(self, several: int = FEW) -> dict[str, object]:
         """Return the table as JSON."""
@@ -242,7 +312,9 @@ class PassTable:
 
     def _traces(self, place: Place, layers: int) -> list[CodedTrace]:
         """Return the traces of a place; a stage has several passes."""
-        return [self.alone(layers)] if place is Place.ALONE else self.stage(place, layers)
+        if place is Place.ALONE:
+            return [trace_model(with_layers(self.setting, layers), self.writer, self.mesh)]
+        return trace_stage(self.setting, self.writer, self.mesh, place, layers)
 
     def _place(self, few: list[CodedTrace], many: list[CodedTrace]) -> dict[str, object]:
         """Return the entry of one place in the table."""
@@ -253,14 +325,14 @@ class PassTable:
         passes = {name: self._parts(less[name], more[name]) for name in less}
         whole = many[0]
         if whole.recording.output is None:
-            return {**passes, "saved": _saved(whole)}
+            return dict[str, object](passes)
         return {**passes, "output": whole.size(whole.recording.output)}
 
     def _parts(self, few: Sequence[Coded], many: Sequence[Coded]) -> list[list[int]]:
         """Return the segments' numbers of `only`, `begin`, `block` and `end`."""
         (only,), (begin, *blocks, end) = few, many
-        written = only, begin, alike(blocks), end
-        return [[*map(self.writer.part, segments(part))] for part in written]
+        written = only, begin, common_entry(blocks), end
+        return [[*map(self.writer.part, split_segments(part))] for part in written]
 
     def _works(self, place: Place, few: list[CodedTrace]) -> dict[str, object]:
         """Return the computation before and after the blocks.
@@ -275,62 +347,6 @@ class PassTable:
         else:
             passes = {}
         return {name: self.works.passes(computed) for name, computed in passes.items()}
-
-    def alone(
-        self, layers: int, attention: Attention = Attention.SDPA, kept: Kept = PLAIN
-    ) -> CodedTrace:
-        """Return the trace of a full model with this attention and way to keep activations."""
-        shape = replace(self.setting.shape, attention=attention, layers=layers)
-        setting = replace(self.setting, shape=shape)
-        units = smallest_units(setting)
-        blocks = tuple((f"blocks.{index}", kept) for index in range(layers))
-        keep = None if kept.is_plain else Keep(blocks=blocks)
-        part = part_of(setting, self.mesh, keep)
-        with kernels_of(is_for_cuda=setting.is_for_cuda):
-            recordings = [part.trace(model_of(setting, dtype), units) for dtype in self.dtypes]
-        return CodedTrace(recordings, units, self.values, self.writer)
-
-    def stage(self, place: Place, layers: int) -> list[CodedTrace]:
-        """Return the traces of a stage: full backward, and halves except for the first stage."""
-        counts = tuple(layers if other is place else 1 for other in _STAGES)
-        setting = replace(self.setting, shape=replace(self.setting.shape, layers=sum(counts)))
-        cuts, index = cuts_of(setting, counts), _STAGES.index(place)
-        units = smallest_units(setting, cuts.stages[index])
-        part = part_of(setting, self.mesh, has_learnt=layers > 1)
-        with kernels_of(is_for_cuda=setting.is_for_cuda):
-            by_dtype: list[list[Recording]] = [
-                part.trace_stage(
-                    model_of(setting, dtype, is_meta=True), units, cuts, index, in_halves=index > 0
-                )
-                for dtype in self.dtypes
-            ]
-        return [
-            CodedTrace(recordings, units, self.values, self.writer)
-            for recordings in zip(*by_dtype, strict=True)
-        ]
-
-
-def _saved(trace: CodedTrace) -> dict[str, Coded]:
-    """Return the storages that forward leaves for backward: before, in and after the blocks.
-
-    Entries are the allocating operator and the number of the size.
-    """
-    alive = set(trace.recording.saved)
-    layers = [
-        [
-            (event.operator.removeprefix("aten::"), trace.size(event.id))
-            for event in events
-            if isinstance(event, Born) and event in alive
-        ]
-        for _, events in trace.split("forward")
-    ]
-    if len(layers) < FEW:
-        return {}
-    before, *blocks, last = layers
-    number = len(before) - len(blocks[0])
-    ends = before[number:], last[: len(blocks[0])]
-    assert all(block == blocks[0] for block in (*blocks, *ends)), "the blocks do not repeat"
-    return {"before": [*before[:number]], "block": [*blocks[0]], "after": [*last[len(blocks[0]) :]]}
 
 
 def works_by_layer(trace: CodedTrace) -> LayerWorks:
@@ -354,20 +370,20 @@ class BlockTable:
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.traces = PassTable(setting, mesh)
-        self.writer, self.works = self.traces.writer, self.traces.works
+        self.writer, self.works = TableWriter(tuple(symbols(setting))), WorkWriter(setting)
 
     def build(self) -> dict[str, object]:
         """Return the table as JSON. Backward halves are stored for plain blocks only."""
         content: dict[str, dict[str, object]] = {attention.value: {} for attention in ATTENTIONS}
         works: dict[str, Any] = {attention.value: {} for attention in ATTENTIONS}
         for attention, (name, kept) in itertools.product(ATTENTIONS, VARIANTS):
-            trace = self.traces.alone(LAYERS, attention, kept)
+            setting = with_layers(self.setting, LAYERS, attention)
+            trace = trace_model(setting, self.writer, self.mesh, kept)
             content[attention.value][name] = self._events(trace)
             if kept.tier is Tier.DEVICE:  # copies between tiers are no operators
-                passes = self.works.passes(alike(works_by_layer(trace).layers))
+                passes = self.works.passes(common_entry(works_by_layer(trace).layers))
                 works[attention.value][name] = passes
-        *_, halves = self.traces.stage(Place.MIDDLE, FEW)
+        *_, halves = trace_stage(self.setting, self.writer, self.mesh, Place.MIDDLE, FEW)
         # The weight half has no boundaries, so work of one layer may be recorded with the next.
         # With three layers the middle one has the work of exactly one.
         _, middle, _ = works_by_layer(halves).layers
@@ -375,48 +391,33 @@ class BlockTable:
         return self.writer.table(**content, work=self.works.table(**works))
 
     def _events(self, trace: CodedTrace) -> dict[str, object]:
-        """Return the events of a block, and the storages that it saves and moves."""
+        """Return the events of a block, and the storages that it moves."""
         return {
-            "forward": self.writer.part(alike(trace.layers("forward")[1:-1])),
-            "backward": self.writer.part(alike(trace.layers("backward")[1:-1])),
-            "saved": self.writer.part(_saved_of_block(trace)),
-            "moved": self.writer.part(_moved(trace)),
+            "forward": self.writer.part(common_entry(trace.layers("forward")[1:-1])),
+            "backward": self.writer.part(common_entry(trace.layers("backward")[1:-1])),
+            "moved": self.writer.part(_moved_sizes(trace)),
             "frees_input": frees_input(trace),
         }
 
 
-def alike(layers: Sequence[Did]) -> Did:
+def common_entry(layers: Sequence[Did]) -> Did:
     """Return the common entry of layers that must be equal."""
     first, *others = layers
     assert all(other == first for other in others), "the blocks do not repeat"
     return first
 
 
-def _entered(trace: CodedTrace, block: int) -> int:
+def _entry_index(trace: CodedTrace, block: int) -> int:
     """Return the index in forward at which a block starts."""
     unit = trace.units.index((f"blocks.{block}",))
     return trace.recording.forward.index(Boundary(Mark.ENTER, unit))
 
 
-def _moved(trace: CodedTrace) -> Coded:
+def _moved_sizes(trace: CodedTrace) -> Coded:
     """Return the sizes of the storages that a block's forward moves off the device."""
     counts = Counter(trace.size(number) for number, _ in trace.recording.moved)
     assert all(times % LAYERS == 0 for times in counts.values()), "the blocks do not repeat"
     return [size for size, times in counts.items() for _ in range(times // LAYERS)]
-
-
-def _saved_of_block(trace: CodedTrace) -> Coded:
-    """Return the storages that the first block leaves on the device, by operator and size.
-
-    Its output, the input of the next block, is counted in place of its input.
-    """
-    alive, events = set(trace.recording.saved), trace.recording.forward
-    end = events.index(Boundary(Mark.LEAVE, trace.units.index(("blocks.0",))))
-    return [
-        (event.operator.removeprefix("aten::"), trace.size(event.id))
-        for event in events[_entered(trace, 0) : end]
-        if isinstance(event, Born) and event in alive
-    ]
 
 
 def frees_input(trace: CodedTrace) -> bool:
@@ -424,8 +425,12 @@ def frees_input(trace: CodedTrace) -> bool:
 
     Seen at the second block: it then frees one storage that is older than the block.
     """
-    events, start, end = trace.recording.forward, _entered(trace, 1), _entered(trace, 2)
-    older = {event.id for event in events[:start] if isinstance(event, Born)}
-    freed = [event for event in events[start:end] if isinstance(event, Died) and event.id in older]
+    events, start, end = trace.recording.forward, _entry_index(trace, 1), _entry_index(trace, 2)
+    older = {event.id for event in events[:start] if isinstance(event, StorageAllocated)}
+    freed = [
+        event
+        for event in events[start:end]
+        if isinstance(event, StorageFreed) and event.id in older
+    ]
     assert len(freed) <= 1, "a block has several inputs"
     return bool(freed)

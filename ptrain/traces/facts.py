@@ -21,16 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ptrain.activations.run.apply import keep_traced
+from ptrain.activations.run.apply import apply_modes_for_trace
+from ptrain.codec import encode
 from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape, not_traceable
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
 from ptrain.internals.compiled import lacks_compiler, silent_programs
 from ptrain.internals.fakes import READ
 from ptrain.interpreter.construction import stages_of_module
-from ptrain.interpreter.look import why_built_whole
+from ptrain.interpreter.look import full_build_reason
 from ptrain.models.attention import is_trainable
-from ptrain.models.boundary import CodeRaised
+from ptrain.models.boundary import UserCodeError
 from ptrain.models.compiled import compile_blocks
 from ptrain.models.contract import (
     forward_of,
@@ -43,20 +44,20 @@ from ptrain.models.contract import (
 from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.facts import head_of, untraced_facts
 from ptrain.models.initialize import (
-    accept,
-    build,
-    cast,
+    accept_module,
+    build_model,
+    cast_module,
     keeps_its_weights,
     require_fresh,
     with_model,
 )
 from ptrain.models.kernels import UnknownKernels
-from ptrain.models.moe import route
+from ptrain.models.moe import route_rows
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.objective import LossInside, SampleBatch, objective_of, sample_batch
-from ptrain.models.trace import BOUNDS, Extent, Selected
-from ptrain.models.watch import watching
-from ptrain.plan.lower import lower, own_facts
+from ptrain.models.objective import LossInHead, SampleBatch, objective_of, sample_batch
+from ptrain.models.trace import BOUNDS, DataDependence, Extent
+from ptrain.models.watch import watch_modules
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rooms.world import fake_tensors
 from ptrain.spec.dials import Compiled
 from ptrain.spec.extras import require_leave
@@ -66,21 +67,19 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
 from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for
-from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
+from ptrain.traces.rank_part import EqualLayers, TracedLayers, run_only, running_units
 from ptrain.traces.record import record, run_unrecorded
 from ptrain.traces.stage_parts import (
-    hidden_bytes,
+    joined_works,
     stage_formulas,
-    stage_passes,
-    stage_rows,
-    stage_works,
+    stage_traces,
 )
 from ptrain.traces.tensor_parts import (
     FakeModel,
     Traced,
     by_place,
     fake_model,
-    traced,
+    trace_parts,
     unless_it_takes_values,
     why_untraced,
 )
@@ -105,14 +104,18 @@ def facts_by_data(
     these samples; `further` gives others, none where nobody knows which it takes."""
     selected = layers.recording.selected
     if selected.unbounded:
-        return _unknown(known, layers, f"{_who(selected)}, without a known bound")
+        return _with_unknown(
+            known, layers, f"{_describe_selection(selected)}, without a known bound"
+        )
     if selected.operators:
-        facts, *others = (_with(known, traced(samples, extent)) for extent in BOUNDS)
-        unvisited = _unvisited(facts, _with(known, layers), traced, samples)
-        return replace(facts, by_data=_who(selected), others=tuple(others), unvisited=unvisited)
-    if selected.reads and (why := _doubt(layers, traced, further)):
-        return _unknown(known, layers, why)
-    return _with(known, layers)
+        facts, *others = (_with_trace(known, traced(samples, extent)) for extent in BOUNDS)
+        unvisited = _unvisited_parameters(facts, _with_trace(known, layers), traced, samples)
+        return replace(
+            facts, by_data=_describe_selection(selected), others=tuple(others), unvisited=unvisited
+        )
+    if selected.has_reads and (why := _find_doubt(layers, traced, further)):
+        return _with_unknown(known, layers, why)
+    return _with_trace(known, layers)
 
 
 def without_bounds(facts: ModelFacts) -> ModelFacts:
@@ -137,28 +140,28 @@ def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
     return list(zip((facts, *facts.others), BOUNDS, strict=True))
 
 
-def _with(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
+def _with_trace(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
     timeline = layers.timeline(layers.layers, known.unit_modules)
     order = gradient_order(timeline)
     return replace(known, timeline=timeline, gradient_order=order, work=layers.work(layers.layers))
 
 
-def _unknown(known: ModelFacts, layers: TracedLayers, why: str) -> ModelFacts:
-    return replace(_with(known, layers), timeline=None, work=None, untraced=why)
+def _with_unknown(known: ModelFacts, layers: TracedLayers, why: str) -> ModelFacts:
+    return replace(_with_trace(known, layers), timeline=None, work=None, untraced=why)
 
 
-def _unvisited(
+def _unvisited_parameters(
     facts: ModelFacts, given: ModelFacts, traced: TraceSamples, samples: SampleBatch
 ) -> tuple[str, ...]:
     """Return the parameters that have a gradient in some traces and in others none: in that of
     samples that are alike, or where nothing but each module's first selection has an element."""
     seen = [set(given.gradient_order)]
-    with suppress(CodeRaised, RuntimeError):  # code that does not run on nothing never has to
-        seen.append(set(_with(facts, traced(samples, Extent.FIRST)).gradient_order))
+    with suppress(UserCodeError, RuntimeError):  # code that does not run on nothing never has to
+        seen.append(set(_with_trace(facts, traced(samples, Extent.FIRST)).gradient_order))
     return tuple(name for name in facts.gradient_order if not all(name in names for names in seen))
 
 
-def _doubt(
+def _find_doubt(
     layers: TracedLayers, traced: TraceSamples, further: Callable[[], Sequence[SampleBatch]]
 ) -> str:
     """Return why what the layers did does not say what the model allocates of other samples; empty
@@ -168,7 +171,7 @@ def _doubt(
     expected = layers.own_timeline
     try:
         is_same = all(traced(other).own_timeline == expected for other in samples)
-    except CodeRaised as error:
+    except UserCodeError as error:
         return f"{_READS_VALUES}, and it fails on other samples: {error.faults[0].finding}"
     except RuntimeError as error:  # in backward
         return (
@@ -177,7 +180,7 @@ def _doubt(
     return "" if is_same else f"{_READS_VALUES} and allocates differently for each sample"
 
 
-def _who(selected: Selected) -> str:
+def _describe_selection(selected: DataDependence) -> str:
     """Return `h.0.mlp and 3 modules more select by data (nonzero)`."""
     first, *more = selected.modules
     number = len(more)
@@ -194,11 +197,11 @@ def stops_of(model: nn.Module) -> Iterator[set[str]]:
     goes_on: set[str] = set()
     is_trained = all(parameter.requires_grad for parameter in model.parameters())
     modules = () if is_trained else model.named_modules()
-    with watching(modules, before=partial(_look, stops, goes_on)):
+    with watch_modules(modules, before=partial(_sort_module, stops, goes_on)):
         yield stops
 
 
-def _look(
+def _sort_module(
     stops: set[str], goes_on: set[str], name: str, _: nn.Module, args: Any, kwargs: Any
 ) -> None:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -291,21 +294,23 @@ def read_facts(
     require_leave(spec, allow_import=allow_import)
     is_compiled = spec.compile is not Compiled.NONE
     if is_compiled and spec.may_be_on_cuda and torch.cuda.is_available():
-        return replace(own_facts(spec), untraced=PROGRAMS_OF_GPUS)
+        return replace(built_in_facts(spec), untraced=PROGRAMS_OF_GPUS)
     if is_compiled and lacks_compiler():
-        return replace(own_facts(spec), untraced=_NO_COMPILER)
+        return replace(built_in_facts(spec), untraced=_NO_COMPILER)
     if (
         is_compiled
         and isinstance(spec.model, ModelShape)
         and (why := not_traceable(spec, spec.model))
     ):
-        return replace(own_facts(spec), untraced=why)
+        return replace(built_in_facts(spec), untraced=why)
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     fake = fake_model(spec, allow_import=allow_import)
     facts = _read_own(reader, fake, runs_fakes=runs_fakes, progress=progress)
     # The look runs the model on real tensors: for a large one it takes minutes.
     looks = fake is not None and fake.is_quick
-    return replace(facts, built_whole=why_built_whole(spec, allow_import=allow_import, looks=looks))
+    return replace(
+        facts, built_whole=full_build_reason(spec, allow_import=allow_import, looks=looks)
+    )
 
 
 def _read_own(
@@ -340,7 +345,7 @@ def _read_real(reader: _Reader, progress: Progress, fake: FakeModel | None = Non
         count = f"{fake.parameters / 1e9:.2g} B parameters"
         progress(f"tracing {name} ({count}) with real tensors; this can take minutes")
     return reader.read(
-        build(
+        build_model(
             spec.model,
             sequence=spec.batch.sequence,
             allow_import=reader.allow_import,
@@ -359,7 +364,7 @@ def _read_fake(reader: _Reader, fake: FakeModel, untraced: ModelFacts) -> ModelF
         return replace(reader, around=fake.running).read(fake.module)
     except READ:
         return replace(untraced, untraced=why or _READS)
-    except CodeRaised as error:
+    except UserCodeError as error:
         if error.is_certain:
             raise
         return replace(untraced, untraced=why or f"{_TOO_LARGE} {error.faults[0].finding}")
@@ -374,7 +379,7 @@ def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
         return replace(facts_of(spec), model=spec.model)
     require_fresh(module)
     copied = deepcopy(module)
-    spec = accept(copied, spec)
+    spec = accept_module(copied, spec)
     if spec.is_cut_over(CUTTING_AXES):
         facts = replace(untraced_facts(copied, spec), untraced=_TRACED_BY_NAME)
     else:
@@ -419,27 +424,17 @@ class _Reader:
             of_parts = partial(self._of_stages, model)
         del model  # whoever plays the ranks builds another
         first, *others = (
-            self._with_parts(facts, self.share(partial(of_parts, facts, extent)), has_stages)
+            _with_parts(facts, self.share(partial(of_parts, facts, extent)))
             for facts, extent in extents_of(facts)
         )
         return replace(first, others=tuple(others))
 
     def _of_ranks(self, facts: ModelFacts, extent: Extent) -> Traced:
-        return traced(self.spec, facts, allow_import=self.allow_import, extent=extent)
+        return trace_parts(self.spec, facts, allow_import=self.allow_import, extent=extent)
 
     def _of_stages(self, model: nn.Module, facts: ModelFacts, extent: Extent) -> Traced:
         with self._running():
-            return {"timelines": [stage_rows(model, self.spec, facts, extent=extent)]}
-
-    def _with_parts(self, facts: ModelFacts, traces: Traced, has_stages: bool) -> ModelFacts:
-        rows = by_place(traces)
-        hidden = hidden_bytes(self.spec, facts) if has_stages else 0
-        return replace(
-            facts,
-            stage_passes=stage_passes(rows, hidden),
-            stage_rows=stage_formulas(rows, hidden),
-            part_works=stage_works(rows),
-        )
+            return {"timelines": [encode(stage_traces(model, self.spec, facts, extent=extent))]}
 
     @contextmanager
     def _running(self) -> Iterator[UnknownKernels]:
@@ -449,28 +444,40 @@ class _Reader:
             yield unknown
 
 
+def _with_parts(facts: ModelFacts, traced: Traced) -> ModelFacts:
+    """Return the facts with the traces of the parts that ranks have of the model."""
+    traces = by_place(traced)
+    stages = [*zip(*traces, strict=True)]
+    return replace(
+        facts,
+        stage_passes=tuple(tuple(trace.passes for trace in places) for places in stages),
+        stage_rows=stage_formulas(stages),
+        part_works=joined_works(traces),
+    )
+
+
 def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
     is left as it was. Where nothing is cut its blocks leave, in place, what the plan says. What
     cannot run backward on a processor is not traced."""
-    cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
+    cast_module(model, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     known = untraced_facts(model, spec)
     if not is_trainable(spec.model, torch.device("cpu")):
         return known
     if known.experts is not None:  # as ranks run it that have some of them each
-        route(model, known.experts.modules, known.experts.number)
-    ran = EqualLayers.of(spec, known.blocks)
-    units = running_units(known.unit_modules, known.blocks, ran.ran)
+        route_rows(model, known.experts.modules, known.experts.number)
+    ran = EqualLayers.from_spec(spec, known.blocks)
+    units = running_units(known.unit_modules, known.blocks, ran.run_layers)
     samples = sample_batch(spec)
     plan = lower(spec, known)
     is_whole = not spec.is_cut_over((*CUTTING_AXES, Axis.PP))
     if is_whole:
-        keep_traced(model, plan.keep, is_compiled=plan.compiled is not None)
+        apply_modes_for_trace(model, plan.keep, is_compiled=plan.compiled is not None)
     if is_whole and plan.compiled is not None:
         compile_blocks(model, plan.compiled.blocks)
     with (
         torch.random.fork_rng(devices=[]),
-        only(model, known.blocks, ran.ran),
+        run_only(model, known.blocks, ran.run_layers),
         _loss_of(model, spec) as loss,
     ):
 
@@ -519,13 +526,16 @@ class _UserLoss(_Loss):
 class _ChunkedLoss(_Loss):
     """A micro-batch's loss where the head gives it."""
 
-    def __init__(self, model: nn.Module, spec: Spec, inside: LossInside) -> None:
+    def __init__(self, model: nn.Module, spec: Spec, inside: LossInHead) -> None:
         super().__init__(model, spec)
         self.inside = inside
 
     def __call__(self, samples: SampleBatch) -> Tensor:
         inputs = samples.inputs
-        with self.inside.given(samples.targets), forward_of(self.model, inputs, self.spec):
+        with (
+            self.inside.provide_targets(samples.targets),
+            forward_of(self.model, inputs, self.spec),
+        ):
             loss: Tensor = self.model(inputs)
         return loss
 
@@ -535,7 +545,7 @@ def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
     if (step := chunked_loss(spec)) is None:
         yield (_UserLoss if spec.loss.user_function else _Loss)(model, spec)
         return
-    inside, head = LossInside(step), head_of(model, spec)
+    inside, head = LossInHead(step), head_of(model, spec)
     loss = _ChunkedLoss(model, spec, inside)
     if isinstance(module := model.get_submodule(head), nn.Linear):
         loss.vocabulary = module.out_features

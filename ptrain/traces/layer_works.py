@@ -16,12 +16,12 @@ from ptrain.facts.model import (
     PassWork,
     WorkByKind,
 )
-from ptrain.models.trace import Completion, Event, Recording
-from ptrain.models.work import OperatorSizes, SentTensor
+from ptrain.models.trace import Event, GradientComplete, Recording
+from ptrain.models.work import OperatorSizes, RecordedCollective
 from ptrain.spec.rates import OperatorKind
 from ptrain.timeline import Boundary, Mark
 
-Computed = list[OperatorSizes | SentTensor]  # in the order of execution
+Computed = list[OperatorSizes | RecordedCollective]  # in the order of execution
 Units = Sequence[tuple[str, ...]]
 
 
@@ -33,6 +33,11 @@ class LayerWorks:
     front: dict[str, Computed] = field(default_factory=dict)
     layers: tuple[dict[str, Computed], ...] = ()
     behind: dict[str, Computed] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> tuple[dict[str, Computed], ...]:
+        """The computation before, in and after the layers."""
+        return self.front, *self.layers, self.behind
 
 
 def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> LayerWorks | None:
@@ -53,12 +58,11 @@ def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> Layer
         if bounds is None:
             return None
         is_reversed = name in ("backward", "input")
-        parts = [works.front, *works.layers, works.behind]
-        ordered = parts[::-1] if is_reversed else parts
-        for part in parts:
+        ordered = works.parts[::-1] if is_reversed else works.parts
+        for part in ordered:
             part[name] = []
         for place, work in recording.works[name]:
-            ordered[bisect_left(bounds, place)][name].append(work.what)
+            ordered[bisect_left(bounds, place)][name].append(work.record)
     return works
 
 
@@ -77,7 +81,11 @@ def work_of(
         The work. If layers cannot be separated, the first layer has all of it; without layers
             `front` has. None if an operator's computation is unknown.
     """
-    return None if whole.is_opaque else WorkByKind.of(_model_work(units, blocks, whole, halves))
+    return (
+        None
+        if whole.is_opaque
+        else WorkByKind.from_model(_model_work(units, blocks, whole, halves))
+    )
 
 
 def _model_work(
@@ -87,25 +95,19 @@ def _model_work(
     works = by_layer(whole, units, blocks)
     in_halves = None if halves is None else by_layer(halves, units, blocks)
     if works is None or (halves is not None and in_halves is None):
-        return _undivided(len(blocks), whole, halves)
+        return _undivided_work(len(blocks), whole, halves)
     front, *layers, behind = (
         _layer_work(computed, of_halves)
         for computed, of_halves in zip(
-            _parts(works), _parts(in_halves or _none(len(works.layers))), strict=True
+            works.parts,
+            in_halves.parts if in_halves else ({},) * len(works.parts),
+            strict=True,
         )
     )
     return ModelWork(front=front, layers=tuple(layers), behind=behind)
 
 
-def _none(layers: int) -> LayerWorks:
-    return LayerWorks(layers=tuple({} for _ in range(layers)))
-
-
-def _parts(works: LayerWorks) -> tuple[dict[str, Computed], ...]:
-    return works.front, *works.layers, works.behind
-
-
-def _undivided(layers: int, whole: Recording, halves: Recording | None) -> ModelWork:
+def _undivided_work(layers: int, whole: Recording, halves: Recording | None) -> ModelWork:
     """Return the work of recordings whose layers cannot be separated."""
     all_of_it = _layer_work(_by_pass(whole), _by_pass(halves) if halves else {})
     nothing = LayerWork(forward=(), backward=())
@@ -116,7 +118,7 @@ def _undivided(layers: int, whole: Recording, halves: Recording | None) -> Model
 
 
 def _by_pass(recording: Recording) -> dict[str, Computed]:
-    return {name: [work.what for _, work in works] for name, works in recording.works.items()}
+    return {name: [work.record for _, work in works] for name, works in recording.works.items()}
 
 
 def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> LayerWork:
@@ -137,7 +139,7 @@ def pass_work(computed: Computed) -> PassWork:
             return operator._replace(beside=group.beside)
         return operator._replace(times=group.times)
 
-    return tuple([entry(group) for group in grouped(computed)])
+    return tuple([entry(group) for group in group_work(computed)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +149,12 @@ class WorkGroup:
     `beside`: for a collective, the number of later groups that run before it is awaited.
     """
 
-    what: OperatorSizes | SentTensor
+    what: OperatorSizes | RecordedCollective
     times: int = 1
     beside: int = 0
 
 
-def grouped(computed: Computed) -> list[WorkGroup]:
+def group_work(computed: Computed) -> list[WorkGroup]:
     """Return the works of a pass, with equal consecutive ones merged and views last.
 
     A collective in flight splits groups, so that its overlap ends at a group boundary.
@@ -160,7 +162,7 @@ def grouped(computed: Computed) -> list[WorkGroup]:
     awaited = _arrivals(computed)
     edges = sorted(awaited.values())
 
-    def alike(entry: tuple[int, OperatorSizes | SentTensor]) -> tuple[object, ...]:
+    def alike(entry: tuple[int, OperatorSizes | RecordedCollective]) -> tuple[object, ...]:
         place, what = entry
         return what.operator, awaited.get(place), bisect_right(edges, place)
 
@@ -182,7 +184,7 @@ def _arrivals(computed: Computed) -> dict[int, int]:
     return {
         places[number]: places[min(number + 1 + what.beside, len(computed))]
         for number, what in enumerate(computed)
-        if isinstance(what, SentTensor) and what.beside
+        if isinstance(what, RecordedCollective) and what.beside
     }
 
 
@@ -194,7 +196,7 @@ def views_last(computed: Computed) -> Computed:
     return sorted(computed, key=_is_view)
 
 
-def _is_view(what: OperatorSizes | SentTensor) -> bool:
+def _is_view(what: OperatorSizes | RecordedCollective) -> bool:
     return isinstance(what, OperatorSizes) and what.kind is OperatorKind.VIEW
 
 
@@ -232,7 +234,7 @@ def _last_gradient(events: Sequence[Event], prefix: str) -> int:
         (
             place
             for place, event in enumerate(events)
-            if isinstance(event, Completion) and event.parameter.startswith(prefix)
+            if isinstance(event, GradientComplete) and event.parameter.startswith(prefix)
         ),
         default=-1,
     )

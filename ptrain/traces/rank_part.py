@@ -24,21 +24,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ptrain.activations.run.apply import keep_traced
+from ptrain.activations.run.apply import apply_modes_for_trace
 from ptrain.axes.context.run.apply import ContextGroups, parallelize_context
 from ptrain.axes.context.run.slices import MicroBatchCut, token_slices
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
-from ptrain.derivation.layers import BlockKind, Places, alike, instantiate, places_of, turns
-from ptrain.facts.model import Attending, RowsSize, RowsTimeline, StorageEvents, WorkByKind
+from ptrain.derivation.layers import (
+    BlockKind,
+    Places,
+    block_kinds,
+    instantiate,
+    places_of,
+    played_places,
+)
+from ptrain.facts.model import AttentionFacts, RowsSize, RowsTimeline, StorageEvents, WorkByKind
 from ptrain.facts.stages import Chain, Stage, is_within
 from ptrain.interpreter.loss import Loss
 from ptrain.models.compiled import compile_blocks
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
-from ptrain.models.trace import Event, Extent, Recording, sent_again, to_timeline
+from ptrain.models.trace import Event, Extent, Recording, list_recomputed_collectives, to_timeline
 from ptrain.models.units import ROOT
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.role import Roles
@@ -67,10 +74,10 @@ class EqualLayers:
     kinds: tuple[Hashable, ...]
 
     @classmethod
-    def of(cls, spec: Spec, layers: Names) -> EqualLayers:
+    def from_spec(cls, spec: Spec, layers: Names) -> EqualLayers:
         """Return these layers of a spec's model; each is a kind of its own where nobody says that
         they are alike, and where copies or halves of passes depend on what runs beside them."""
-        kinds = alike(spec, layers)
+        kinds = block_kinds(spec, layers)
         is_alone = kinds is None or spec.pipeline.is_in_halves
         if is_alone or any(kind.kept.tier is not Tier.DEVICE for kind in kinds or ()):
             return cls(layers, layers)
@@ -83,23 +90,24 @@ class EqualLayers:
         return tuple((kind, min(len([*row]), _MOST)) for kind, row in groupby(self.kinds))
 
     @property
-    def ran(self) -> Names:
+    def run_layers(self) -> Names:
         """The layers that run."""
         return tuple(
             name
-            for place, times in turns(self.kinds, 1)
+            for place, times in played_places(self.kinds, 1)
             for name in self.layers[place : place + min(times, 2)]
         )
 
-    def ahead(self, names: Names) -> list[int]:
+    def num_expert_layers_before(self, names: Names) -> list[int]:
         """Return how many layers of these names with experts are ahead of each of them."""
         have = {
-            name: _has_experts(kind) for name, kind in zip(self.layers, self.kinds, strict=True)
+            name: isinstance(kind, BlockKind) and kind.has_experts
+            for name, kind in zip(self.layers, self.kinds, strict=True)
         }
         return [*accumulate((have[name] for name in names), initial=0)][:-1]
 
     @property
-    def taught(self) -> Names:
+    def learnt_layers(self) -> Names:
         """The layers from which torch learns: of a kind the second is given what all behind it
         are."""
         seen = Counter[Hashable]()
@@ -112,15 +120,11 @@ class EqualLayers:
     def of_all(self, parts: Sequence[X]) -> list[X]:
         """Return a part for each of the layers, of those for the layers that ran."""
         left, of_all = iter(parts), list[X]()
-        for _, times in turns(self.kinds, 1):
+        for _, times in played_places(self.kinds, 1):
             part = next(left)
             assert times == 1 or part == next(left), "equal layers run different operators"
             of_all += [part] * times
         return of_all
-
-
-def _has_experts(kind: Hashable) -> bool:
-    return isinstance(kind, BlockKind) and kind.has_experts
 
 
 NO_LAYERS = EqualLayers((), ())
@@ -134,25 +138,25 @@ def running_units(
     return tuple(modules for modules in units if not is_within(modules[0], skipped))
 
 
-class _Skipped(nn.Identity):
+class _SkippedLayer(nn.Identity):
     def forward(self, x_BTC: Tensor, *_: Any) -> Tensor:
         return x_BTC
 
 
 @contextmanager
-def only(model: nn.Module, layers: Names, names: Names) -> Iterator[None]:
+def run_only(model: nn.Module, layers: Names, names: Names) -> Iterator[None]:
     """Within it those of the layers that have these names run, and the others do not."""
     skipped = {name: model.get_submodule(name) for name in layers if name not in names}
     for name in skipped:
-        _put(model, name, _Skipped())
+        _set_module(model, name, _SkippedLayer())
     try:
         yield
     finally:
         for name, layer in skipped.items():
-            _put(model, name, layer)
+            _set_module(model, name, layer)
 
 
-def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
+def _set_module(model: nn.Module, name: str, layer: nn.Module) -> None:
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, layer)
 
@@ -164,19 +168,19 @@ class _LayerPart:
     items: list[Any]
     ahead: int
 
-    def at(self, ahead: int) -> list[Any]:
+    def shifted_items(self, ahead: int) -> list[Any]:
         """Return what it does behind so many."""
-        return [_shifted(item, ahead - self.ahead) for item in self.items]
+        return [_shift_item(item, ahead - self.ahead) for item in self.items]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _LayerPart) and self.items == other.at(self.ahead)
+        return isinstance(other, _LayerPart) and self.items == other.shifted_items(self.ahead)
 
 
-def _shifted(item: Any, layers: int) -> Any:
+def _shift_item(item: Any, layers: int) -> Any:
     """Return the item with the rows of so many layers with experts further on."""
     match item:
         case StorageEvents(events) if layers:
-            return StorageEvents(tuple(e._replace(size=e.size.behind(layers)) for e in events))
+            return StorageEvents(tuple(e._replace(size=e.size.shift_layer(layers)) for e in events))
         case str(), RowsSize():
             return item[0], item[1].behind(layers)
     return item
@@ -202,7 +206,7 @@ class TracedLayers:
 
     @cached_property
     def _own_work(self) -> WorkByKind | None:
-        return work_of(self.units, self.layers.ran, self.recording, self.halves)
+        return work_of(self.units, self.layers.run_layers, self.recording, self.halves)
 
     def work(self, layers: EqualLayers) -> WorkByKind | None:
         """Return what such layers compute, as `work_of` does."""
@@ -215,7 +219,7 @@ class TracedLayers:
 
     def of_all(self, own: T, layers: EqualLayers, units: Units) -> T:
         """Return a timeline of what ran, or a formula of rows, as that of all such layers."""
-        if layers.layers == self.layers.ran:
+        if layers.layers == self.layers.run_layers:
             return own
         enter, begin, places = Mark.ENTER, Mark.PRE_BACKWARD, places_of(tuple(units))
         again = _sent_again(self.recording, self._boundaries(begin))
@@ -234,28 +238,34 @@ class TracedLayers:
         is_reversed = mark is Mark.PRE_BACKWARD
         marks = self._boundaries(mark)
         names = "", *(self.units[mark.unit][0] for mark in marks)
-        parts = zip(_parted(items, marks), names, strict=True)
+        parts = zip(_split_at(items, marks), names, strict=True)
         templates = [[*self._template(part, name)] for part, name in parts]
         order = layers.layers[::-1] if is_reversed else layers.layers
         numbers = "", *(layer.rpartition(".")[2] for layer in order)
         return tuple(
             item
             for part, number in zip(self._all(templates, mark, layers), numbers, strict=True)
-            for item in _instantiated(part, number, places)
+            for item in _instantiate(part, number, places)
         )
 
     def _all(self, parts: Sequence[list[Any]], mark: Mark, layers: EqualLayers) -> list[list[Any]]:
         """Return what is in front of all layers and the parts of each of them, in a pass's order,
         of those of the layers that ran."""
         order = -1 if mark is Mark.PRE_BACKWARD else 1
-        of_ran, of_all = self.layers.ahead(self.layers.ran), layers.ahead(layers.layers)
+        of_ran, of_all = (
+            self.layers.num_expert_layers_before(self.layers.run_layers),
+            layers.num_expert_layers_before(layers.layers),
+        )
         ran = [*map(_LayerPart, parts[1:][::order], of_ran)]
-        own = [part.at(at) for part, at in zip(layers.of_all(ran), of_all, strict=True)]
-        return [_LayerPart(parts[0], of_ran[::order][0]).at(of_all[::order][0]), *own[::order]]
+        own = [part.shifted_items(at) for part, at in zip(layers.of_all(ran), of_all, strict=True)]
+        return [
+            _LayerPart(parts[0], of_ran[::order][0]).shifted_items(of_all[::order][0]),
+            *own[::order],
+        ]
 
     def _boundaries(self, mark: Mark) -> list[Boundary]:
         """Return where the layers that ran begin in a pass, in its order."""
-        marks = [Boundary(mark, self.units.index((name,))) for name in self.layers.ran]
+        marks = [Boundary(mark, self.units.index((name,))) for name in self.layers.run_layers]
         return marks[::-1] if mark is Mark.PRE_BACKWARD else marks
 
     def _template(self, items: Sequence[Item], layer: str = "") -> Iterator[Any]:
@@ -270,7 +280,7 @@ class TracedLayers:
                     yield item
 
 
-def _instantiated(items: Iterable[Any], number: str, places: Places) -> Iterator[Any]:
+def _instantiate(items: Iterable[Any], number: str, places: Places) -> Iterator[Any]:
     for item in items:
         if isinstance(item, StorageEvents):
             yield item
@@ -283,7 +293,7 @@ def _pattern(name: str, layer: str) -> str:
     return f"{layer.rpartition('.')[0]}.*{name[len(layer) :]}" if is_own else name
 
 
-def _parted(items: Sequence[X], marks: Sequence[X]) -> list[Sequence[X]]:
+def _split_at(items: Sequence[X], marks: Sequence[X]) -> list[Sequence[X]]:
     """Return what is in front of all these items, and from each to the next."""
     ends = [*map(items.index, marks), len(items)]
     assert ends == sorted(ends), "layers do not run one after the other"
@@ -295,7 +305,7 @@ def _sent_again(recording: Recording, marks: Sequence[Event]) -> list[Pairs]:
     bounds = [recording.backward.index(mark) for mark in marks]
     parts: list[Pairs] = [[] for _ in range(len(bounds) + 1)]
     for place, work in recording.works.get("backward", ()):
-        parts[bisect_left(bounds, place)] += sent_again(((place, work),))
+        parts[bisect_left(bounds, place)] += list_recomputed_collectives(((place, work),))
     return parts
 
 
@@ -319,7 +329,7 @@ class ContextSlices:
         mesh: Mesh,
         via: ReduceScatterVia,
         cut: MicroBatchCut,
-        attending: Attending | None = None,
+        attending: AttentionFacts | None = None,
     ) -> None:
         self._groups = ContextGroups(step, mesh, cut, attending)
         self._apply = partial(parallelize_context, step=step, mesh=mesh, via=via)
@@ -353,10 +363,6 @@ class RankPart:
     has_learnt: bool = False  # torch, on a part with the same operators
     extent: Extent = Extent.GIVEN
 
-    def trace(self, model: nn.Module, units: Units) -> Recording:
-        """Return the recording of a whole model, which is changed in place."""
-        return self.traces(model, units)[0]
-
     def traces(
         self,
         model: nn.Module,
@@ -364,18 +370,19 @@ class RankPart:
         layers: EqualLayers = NO_LAYERS,
         *changes: Change,
     ) -> list[Recording]:
-        """Return the same, and another recording after each of `changes` to the model."""
-        loss = self._prepared(model, self.tensor.roles if self.tensor else ())
+        """Return the recording of a full model, which is changed in place, and another recording
+        after each of `changes` to the model."""
+        loss = self._prepare(model, self.tensor.roles if self.tensor else ())
         samples = self._samples()
 
         def forward() -> Tensor:
-            return loss.run(model, samples) / samples.rows
+            return loss.compute_loss(model, samples) / samples.rows
 
         with micro_batch(self.tensor)():
             run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
-            few = layers.ran, layers.taught
+            few = layers.run_layers, layers.learnt_layers
             learn = partial(run_unrecorded, model, running_units(units, *few), forward)
-            recordings = [self._when_learnt(run, learn, partial(only, model, *few))]
+            recordings = [self._when_learnt(run, learn, partial(run_only, model, *few))]
             for change in changes:
                 change(model)
                 recordings.append(run())
@@ -399,7 +406,7 @@ class RankPart:
         is_last = index == len(stages) - 1
         part = part_of(model, stages, index, cuts.chain)
         roles = self.tensor.roles if self.tensor else ()
-        loss = self._prepared(
+        loss = self._prepare(
             part, stage_roles(roles, stages[index], len(stages), ends), has_loss=is_last
         )
         _make_real(part)
@@ -408,21 +415,23 @@ class RankPart:
         stage = TracedStage(
             module=part,
             units=units,
-            hidden=torch.zeros(self.batch, *self._boundary(cuts.chain), dtype=dtype),
+            hidden=torch.zeros(
+                self.batch, *cuts.chain.sample_shape(self.sequence, self.slices), dtype=dtype
+            ),
             samples=samples,
             is_first=index == 0,
             forward=partial(_forward, loss, samples),
             loss=partial(_mean, loss, samples) if is_last else None,
-            around=partial(loss.given, samples),
+            around=partial(loss.provide_targets, samples),
             extent=self.extent,
         )
         with micro_batch(self.tensor)():
-            recordings, runs, few = [], [], (layers.ran, layers.taught)
+            recordings, runs, few = [], [], (layers.run_layers, layers.learnt_layers)
             short = replace(stage, units=running_units(units, *few))
             for halves in (False, True) if in_halves else (False,):
                 run = partial(record_stage, stage, in_halves=halves)
                 learn = partial(record_stage, short, in_halves=halves)
-                recordings.append(self._when_learnt(run, learn, partial(only, part, *few)))
+                recordings.append(self._when_learnt(run, learn, partial(run_only, part, *few)))
                 runs.append(run)
             for change in changes:
                 change(part)
@@ -443,16 +452,16 @@ class RankPart:
                 learn()
         return run()
 
-    def _prepared(self, module: nn.Module, roles: Roles, *, has_loss: bool = True) -> Loss:
+    def _prepare(self, module: nn.Module, roles: Roles, *, has_loss: bool = True) -> Loss:
         """Change a module in place, and return how it gives its loss."""
         if self.tensor is not None:
             assert self.mesh is not None, "operators are not sharded over ranks"
-            parallelize(module, replace(self.tensor, roles=roles), self.mesh, Registry())
+            parallelize(module, replace(self.tensor, roles=roles), self.mesh, TagRegistry())
         if self.context is not None:
             self.context.apply(module)
         if self.experts is not None:
             self.experts(module)
-        keep_traced(module, self.keep, is_compiled=self.compiled is not None)
+        apply_modes_for_trace(module, self.keep, is_compiled=self.compiled is not None)
         if self.compiled is not None:
             compile_blocks(module, self.compiled.blocks)
         is_inside = has_loss and self.loss is not None
@@ -469,10 +478,6 @@ class RankPart:
 
     def _tokens(self) -> Tensor:
         return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)
-
-    def _boundary(self, chain: Chain) -> tuple[int, ...]:
-        """The shape of a sample's hidden states that the rank has between the blocks."""
-        return chain.sample_shape(self.sequence, self.slices)
 
 
 def _mean(loss: Loss, samples: SampleBatch, output: Tensor) -> Tensor:

@@ -13,28 +13,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ptrain.axes.pipeline.run.cut import CalledOnce, apart, run_stage
+from ptrain.axes.pipeline.run.cut import CalledOnce, contiguous_output, run_stage
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.cost import Collective
-from ptrain.models.ledger import Ledger, local, storage_of, tensors_of, tier_of
+from ptrain.models.ledger import Ledger, local_tensor, storage_of, tensors_of, tier_of
 from ptrain.models.objective import SampleBatch
 from ptrain.models.parting import has_gradient, when_left
-from ptrain.models.trace import Born, Completion, Died, Event, Extent, Recording, Selection, Works
-from ptrain.models.watch import runs_again, watching
+from ptrain.models.trace import (
+    Event,
+    Extent,
+    GradientComplete,
+    Recording,
+    Selection,
+    StorageAllocated,
+    StorageFreed,
+    Works,
+)
+from ptrain.models.watch import is_recomputing, watch_modules
 from ptrain.models.work import (
     VIEW,
     OperatorWork,
-    SentTensor,
-    When,
+    PassKind,
+    RecordedCollective,
+    find_collective,
     is_opaque,
     is_wait,
-    sent,
     sizes_of,
 )
 from ptrain.spec.placement import Tier
@@ -73,12 +82,12 @@ class Recorder(Ledger):
         self._accumulated: dict[int, str] = {}  # parameter name by storage of its gradient
         self._added: dict[int, str] = {}
         self._hooks = ExitStack()
-        watch = watching(model.named_modules(), is_first=True)
+        watch = watch_modules(model.named_modules(), is_first=True)
         self._running = self._hooks.enter_context(watch)  # forward, outermost first
         for tensor in (*model.parameters(), *model.buffers(), *inputs):
             self.watch(tensor)
         for tensor in (*model.parameters(), *inputs):
-            self.selection.depends_on(local(tensor))
+            self.selection.depends_on(local_tensor(tensor))
 
     def accumulates(self, name: str, gradient: Tensor) -> None:
         """Register the tensor to which gradients of the parameter `name` are added."""
@@ -89,15 +98,15 @@ class Recorder(Ledger):
         super().__exit__(*error)
         self._hooks.close()
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record its allocations and its computation."""
         is_kept = function is torch.ops.aten.add_.Tensor and self._note_addition(*args)
         self._settle()
         self._draws |= draws(function)
         self._of_call = 0
-        self.selection.before(function, args, self._running[-1] if self._running else "")
-        result = super().operator(function, args, kwargs)
-        self.selection.after(function, (args, kwargs), result)
+        self.selection.before_operator(function, args, self._running[-1] if self._running else "")
+        result = super().run_operator(function, args, kwargs)
+        self.selection.after_operator(function, (args, kwargs), result)
         if not is_kept:  # gradient accumulation depends on the wrapper
             self._note_work(function, args, kwargs, result)
         return result
@@ -118,7 +127,7 @@ class Recorder(Ledger):
         if any(tier_of(storage_of(x)) is not Tier.DEVICE for x in tensors_of(args)):
             return  # a copy between tiers, recorded as moved
         self._is_opaque |= is_opaque(function)
-        exchange = sent(function, args, result)
+        exchange = find_collective(function, args, result)
         computed = [exchange] if exchange else sizes_of(function, args, kwargs, result)
         place, when = len(self.events) - self._done(), self._when()
         if is_wait(function) or computed not in ([], [VIEW]):
@@ -138,20 +147,20 @@ class Recorder(Ledger):
                 continue
             beside = len(self._works) - 1 - number
             place, work = self._works[number]
-            assert isinstance(work.what, SentTensor), "a message"
-            if is_awaited and not beside and work.what.is_hop:
+            assert isinstance(work.record, RecordedCollective), "a message"
+            if is_awaited and not beside and work.record.is_hop:
                 self._under_way |= {storage_of(own)._cdata: number for own in tensors_of(result)}
                 continue
-            self._works[number] = place, replace(work, what=replace(work.what, beside=beside))
+            self._works[number] = place, replace(work, record=replace(work.record, beside=beside))
             self._under_way = {own: n for own, n in self._under_way.items() if n != number}
 
-    def _when(self) -> When:
+    def _when(self) -> PassKind:
         """Return the pass of an operator."""
         # A module that runs within backward is recomputed. Grad mode would not show this, because
         # collectives inside autograd functions run without gradients.
-        if self._running and runs_again():
-            return When.AGAIN
-        return When.BACKWARD if runs_again() else When.FORWARD
+        if self._running and is_recomputing():
+            return PassKind.AGAIN
+        return PassKind.BACKWARD if is_recomputing() else PassKind.FORWARD
 
     def _settle(self) -> None:
         """Replace the birth of a storage off the device by a record in `_moved`.
@@ -163,40 +172,46 @@ class Recorder(Ledger):
         if key is None or storage is None or (tier := tier_of(storage)) is Tier.DEVICE:
             return
         number = self._ids.pop(key)
-        birth = next(e for e in reversed(self.events) if isinstance(e, Born) and e.id == number)
+        birth = next(
+            e for e in reversed(self.events) if isinstance(e, StorageAllocated) and e.id == number
+        )
         self.events.remove(birth)
         self._moved.append((number, tier.value))
 
-    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+    def on_allocation(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         number = len(self._sizes)
         self._ids[key], self._sizes[number] = number, storage.nbytes()
-        self.events.append(Born(number, storage.nbytes(), operator))
+        self.events.append(StorageAllocated(number, storage.nbytes(), operator))
         self._newborn = key
         self._of_call += 1
         if self._of_call > 1 and _is_attention(operator):
             self._statistics.add(number)
 
-    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+    def on_resize(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         raise RuntimeError("the model resized a storage, so it cannot be traced")
 
-    def died(self, key: int, size: int) -> None:
+    def on_free(self, key: int, size: int) -> None:
         """Record the free of a storage."""
         self.selection.forget(key)
         self._under_way.pop(key, None)  # it was never read
         if key in self._ids:
-            self.events.append(Died(self._ids.pop(key)))
+            self.events.append(StorageFreed(self._ids.pop(key)))
 
     def complete(self, name: str, gradient: Tensor) -> None:
         """Record that the gradient of `name` is complete; called by a hook."""
         number = self._ids[storage_of(gradient)._cdata]
         places = reversed(range(len(self.events)))
-        place, last = next((p, e) for p in places if isinstance(e := self.events[p], Born))
+        place, last = next(
+            (p, e) for p in places if isinstance(e := self.events[p], StorageAllocated)
+        )
         cloned = last.id == number and last.operator.split("::")[-1].startswith(_COPIES)
         freed: tuple[int, ...] = ()
         if cloned:
-            freed = tuple(event.id for event in self.events[place:] if isinstance(event, Died))
+            freed = tuple(
+                event.id for event in self.events[place:] if isinstance(event, StorageFreed)
+            )
             del self.events[place]  # if a copy is made depends on other references to the gradient
-        self.events.append(Completion(name, number, cloned, freed))
+        self.events.append(GradientComplete(name, number, cloned, freed))
 
     def end(self, name: str) -> None:
         """Assign the events since the last pass to this pass."""
@@ -211,7 +226,7 @@ class Recorder(Ledger):
         """Return the recording; `output` is the tensor that a stage sends to the next one."""
         passes = dict(self._passes)
         if "weight" in passes:
-            passes["weight"] = _completed(passes["weight"], self._added)
+            passes["weight"] = _with_completions(passes["weight"], self._added)
         return Recording(
             passes=passes,
             sizes=self._sizes,
@@ -220,7 +235,7 @@ class Recorder(Ledger):
             draws=self._draws,
             is_opaque=self._is_opaque,
             statistics=frozenset(self._statistics),
-            selected=self.selection.selected,
+            selected=self.selection.result,
             output=None if output is None else self._ids[storage_of(output)._cdata],
         )
 
@@ -239,17 +254,17 @@ def _is_attention(operator: str) -> bool:
     return operator.startswith(_ATTENTION) and not operator.endswith("_backward")
 
 
-def _completed(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event, ...]:
+def _with_completions(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event, ...]:
     """Return the events of the weight half with completed gradients instead of frees.
 
     There gradients are freed as they are added to existing ones. The rest of the graph is freed at
     the end, whatever the layer, so frees after the last allocation are left out.
     """
-    last = max(place for place, event in enumerate(events) if isinstance(event, Born))
+    last = max(place for place, event in enumerate(events) if isinstance(event, StorageAllocated))
     completed: list[Event] = []
     for place, event in enumerate(events):
-        if isinstance(event, Died) and event.id in added:
-            completed.append(Completion(added[event.id], event.id, False))
+        if isinstance(event, StorageFreed) and event.id in added:
+            completed.append(GradientComplete(added[event.id], event.id, False))
         elif place <= last:
             completed.append(event)
     return tuple(completed)
@@ -264,7 +279,7 @@ def seeing_reads(note: Callable[[Tensor], None]) -> Iterator[None]:
     inherited = [name for name in _METHODS if name not in vars(Tensor)]
     methods = {name: getattr(Tensor, name) for name in _METHODS}
     for name, method in methods.items():
-        setattr(Tensor, name, _noted(method, note))
+        setattr(Tensor, name, _call_first(method, note))
     try:
         yield
     finally:
@@ -275,7 +290,7 @@ def seeing_reads(note: Callable[[Tensor], None]) -> Iterator[None]:
                 setattr(Tensor, name, method)
 
 
-def _noted(method: Callable[..., Any], note: Callable[[Tensor], None]) -> Callable[..., Any]:
+def _call_first(method: Callable[..., Any], note: Callable[[Tensor], None]) -> Callable[..., Any]:
     """Return a method that calls `note` first."""
 
     @wraps(method)
@@ -286,23 +301,28 @@ def _noted(method: Callable[..., Any], note: Callable[[Tensor], None]) -> Callab
     return noted
 
 
-class Notes(Protocol):
-    """The interface that `Marker` writes boundaries and gradients to."""
-
-    events: list[Any]
-
-    def complete(self, name: str, gradient: Tensor) -> None:
-        """Record that a gradient is complete."""
-
-
 class Marker:
     """The hooks that record the boundaries of units, where FSDP2's hooks would run.
 
     Modules that are recomputed in backward have no boundaries.
     """
 
-    def __init__(self, recorder: Notes, model: nn.Module, units: Sequence[tuple[str, ...]]) -> None:
-        self._recorder = recorder
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[tuple[str, ...]],
+        events: list[Any],
+        complete: Callable[[str, Tensor], None],
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            model: The model.
+            units: Module names of the wrap units.
+            events: Receives the boundaries.
+            complete: Called with the name and the gradient of a parameter when it is complete.
+        """
+        self._events, self._note_complete = events, complete
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         places = {
@@ -314,8 +334,8 @@ class Marker:
         for index, modules in enumerate(units):
             first, last = model.get_submodule(modules[0]), model.get_submodule(modules[-1])
             enter, leave = partial(self._enter, index), partial(self._leave, index)
-            self._hooks.enter_context(watching([(modules[0], first)], before=enter))
-            self._hooks.enter_context(watching([(modules[-1], last)], after=leave))
+            self._hooks.enter_context(watch_modules([(modules[0], first)], before=enter))
+            self._hooks.enter_context(watch_modules([(modules[-1], last)], after=leave))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 completed = parameter.register_post_accumulate_grad_hook(self._complete(name))
@@ -326,16 +346,16 @@ class Marker:
         self._hooks.close()
 
     def _mark(self, mark: Mark, unit: int) -> None:
-        self._recorder.events.append(Boundary(mark, unit))
+        self._events.append(Boundary(mark, unit))
 
     def _enter(self, unit: int, _: str, __: nn.Module, args: Any, kwargs: Any) -> Any:
-        if runs_again():
+        if is_recomputing():
             return None
         self._mark(Mark.ENTER, unit)
         return when_left((args, kwargs), lambda: self._end(unit))
 
     def _leave(self, unit: int, _: str, __: nn.Module, ___: Any, output: Any) -> None:
-        if not runs_again():
+        if not is_recomputing():
             self._mark(Mark.LEAVE, unit)
             tree_map(lambda x: self._watch_output(unit, x), output)
 
@@ -364,7 +384,7 @@ class Marker:
     def _complete(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self._recorder.complete(name, parameter.grad)
+            self._note_complete(name, parameter.grad)
 
         return hook
 
@@ -378,9 +398,9 @@ def _watching(
 ) -> Iterator[Recorder]:
     """Temporarily record a module; its gradients are cleared afterwards."""
     recorder = Recorder(module, inputs, extent)
-    marker = Marker(recorder, module, units)
+    marker = Marker(module, units, recorder.events, recorder.complete)
     try:
-        with seeing_reads(lambda tensor: recorder.selection.read(local(tensor))):
+        with seeing_reads(lambda tensor: recorder.selection.mark_read(local_tensor(tensor))):
             yield recorder
     finally:
         marker.remove()
@@ -413,19 +433,9 @@ def record(
     return recorder.recording()
 
 
-class _Unread:
-    """The `Notes` that are discarded."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def complete(self, name: str, gradient: Tensor) -> None:
-        """Discard the gradient."""
-
-
 def run_unrecorded(model: nn.Module, units: Units, run_forward: Callable[[], Tensor]) -> None:
     """Run the operators that `record` records; the model's gradients are cleared afterwards."""
-    marker = Marker(_Unread(), model, units)
+    marker = Marker(model, units, [], lambda *_: None)
     try:
         run_forward().backward()
     finally:
@@ -501,7 +511,7 @@ class _MicroBatch:
     def forward(self) -> None:
         with self.stage.around():
             model = CalledOnce(self.stage.module, self.hidden, is_last=self.stage.loss is not None)
-            self.output = apart(run_stage(model, self.stage.forward))
+            self.output = contiguous_output(run_stage(model, self.stage.forward))
         if self.stage.loss is not None:
             self.loss = self.stage.loss(self.output)
         self.recorder.end("forward")

@@ -22,27 +22,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ptrain.axes.context.attention import ContextKind
+from ptrain.axes.context.attention import ContextKind, ContextPart
+from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.pipeline.stage_facts import TIED
-from ptrain.axes.tensor.cost import Cut
-from ptrain.derivation.tables import IN_ELEMENTS, IS_STATISTICS, Setting
-from ptrain.facts.parameters import facts
-from ptrain.facts.roles import roles_of
-from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
-from ptrain.models.initialize import build, cast
+from ptrain.axes.tensor.cost import TensorRank
+from ptrain.derivation.tables import IN_ELEMENTS, IS_STATISTICS, Setting, values_of
+from ptrain.facts.parameters import facts, roles_of
+from ptrain.facts.stages import ENDS, Chain, Stage, divide_into_stages, layers_of
+from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.units import Units, unit_modules
-from ptrain.models.work import OperatorSizes, SentTensor
+from ptrain.models.work import OperatorSizes, RecordedCollective
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import fake_world
-from ptrain.spec.dials import UnitKind, UnitSize
+from ptrain.spec.dials import ReduceScatterVia, UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
-from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
+from ptrain.steps.step import ChunkedLoss, ContextParallel, CreateMesh, Keep, Parallelize
 from ptrain.traces.layer_works import Computed, views_last
-from ptrain.traces.rank_part import RankPart, StageCuts
+from ptrain.traces.rank_part import ContextSlices, RankPart, StageCuts
 
 Coded = list[object]  # events as JSON
 Make = Callable[[], dict[str, object]]  # makes a table within seconds
@@ -168,7 +170,7 @@ def settings() -> Iterator[Setting]:
             shape = shape_of(family, kind, tied=tied, special=special)
             setting = of_shape(shape, kind, compute=compute, batch=batch, sequence=SEQUENCE)
             yield setting
-            if shape.drops:
+            if shape.has_dropout:
                 yield replace(setting, is_for_cuda=True)
 
 
@@ -176,7 +178,7 @@ def of_shape(
     shape: ModelShape, kind: CutKind | None, *, compute: DType, batch: int, sequence: int
 ) -> Setting:
     """Return a setting with `sequence` tokens per rank between the blocks."""
-    own = Cut(step=kind.step(shape), degree=TP, index=0) if kind else None
+    own = TensorRank(step=kind.step(shape), degree=TP, index=0) if kind else None
     slices = TP if kind is not None and kind.is_sequence else 1
     return Setting(shape=shape, batch=batch, sequence=slices * sequence, compute=compute, cut=own)
 
@@ -208,7 +210,12 @@ def shape_of(family: Family, kind: CutKind | None, *, tied: bool, special: bool)
 
 
 def symbols(setting: Setting) -> Mapping[str, int]:
-    """Return the primes whose products are the sizes, by symbol."""
+    """Return the primes whose products are the sizes, by symbol.
+
+    A loss in chunks has other symbols, since it does not depend on the blocks.
+    """
+    if setting.loss.chunk is not None:
+        return {symbol: value for symbol, value in values_of(setting).items() if value > 1}
     own = setting.cut
     names = (*HEADS[setting.family], "batch", "sequence", "ffn", "vocab")
     if own is not None:
@@ -244,10 +251,10 @@ class WorkWriter:
         """Return the numbers of a list of operators."""
         return [self.number(what) for what in computed]
 
-    def number(self, what: OperatorSizes | SentTensor) -> int:
+    def number(self, what: OperatorSizes | RecordedCollective) -> int:
         """Return the number of an operator or collective, which is added if it is new."""
         row: list[object]
-        if isinstance(what, SentTensor):
+        if isinstance(what, RecordedCollective):
             row = [what.collective, "", [self._size(what.payload, what.dtype)]]
             if what.axis:
                 row = [what.operator.collective, *row[1:], what.axis]
@@ -274,8 +281,8 @@ class WorkWriter:
 def model_of(setting: Setting, dtype: torch.dtype, *, is_meta: bool = False) -> nn.Module:
     """Return a setting's model with arbitrary weights, on which no size depends."""
     with torch.device("meta" if is_meta else "cpu"):
-        model = build(setting.shape, sequence=setting.sequence)
-    cast(model, dtype)
+        model = build_model(setting.shape, sequence=setting.sequence)
+    cast_module(model, dtype)
     return model
 
 
@@ -287,12 +294,13 @@ def part_of(
     has_learnt: bool = False,
 ) -> RankPart:
     """Return the rank's part of a setting; `mesh` comes from `fake_mesh`."""
-    own, chunk = setting.cut, setting.loss.chunk
+    own, chunk, context = setting.cut, setting.loss.chunk, setting.context
     step = own.step if own else None
     assert step is None or isinstance(step, Parallelize), "no plan step shards it"
     return RankPart(
         batch=setting.batch,
-        sequence=setting.sequence,
+        sequence=setting.sequence * (context.ulysses * context.ring_degree if context else 1),
+        context=_slices_of(setting, context) if context else None,
         tensor=step,
         mesh=mesh if step else None,
         slices=own.degree if own and own.step.is_sequence else 1,
@@ -300,6 +308,26 @@ def part_of(
         loss=ChunkedLoss(tokens=chunk, fused=setting.loss.fused) if chunk else None,
         has_learnt=has_learnt,
     )
+
+
+def _slices_of(setting: Setting, part: ContextPart) -> ContextSlices:
+    """Return a rank's slices of the tokens, in a new fake world."""
+    degree = part.ulysses * part.ring_degree
+    step = ContextParallel(
+        axis=Axis.CP,
+        ulysses=part.ulysses,
+        ring=part.ring_degree,
+        sequence=degree * setting.sequence,
+        is_balanced=part.num_chunks > 1,
+        gathers=part.kind is ContextKind.GATHER,
+    )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # Two replicas: an axis over all ranks would use the default group, which names no axis.
+    mesh_step = CreateMesh(axes=(Axis.DP_REPLICATE, Axis.CP), degrees=(2, degree))
+    mesh = Mesh(mesh_step, fake_world(part.before * part.ulysses, 2 * degree))
+    cut = MicroBatchCut(samples=setting.batch, slices=degree)
+    return ContextSlices(step, mesh, ReduceScatterVia.NATIVE, cut)
 
 
 def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
@@ -313,13 +341,13 @@ def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
     )
     names = tuple(layer.name for layer in whole.layers)
     chain = Chain(layers=names, ends=ENDS, hidden=shape.hidden, tied=whole.tied)
-    return StageCuts(stages=cut(whole, layers), chain=chain)
+    return StageCuts(stages=divide_into_stages(whole, layers), chain=chain)
 
 
 def smallest_units(setting: Setting, stage: Stage | None = None) -> Units:
     """Return the smallest wrap units of a setting's model or of one stage."""
     units = unit_modules(model_of(setting, torch.float32, is_meta=True), SMALLEST)
-    return stage.units(units) if stage else units
+    return stage.stage_units(units) if stage else units
 
 
 def fake_mesh() -> DeviceMesh:

@@ -1,6 +1,5 @@
-"""Trace what the stages of a model that is not built in allocate, pass by pass, as plain data,
-since other processes may be asked for it; and the allocation of a rank with experts as a formula
-of their rows.
+"""Trace the allocations of the stages of a model that is not built in, pass by pass, and the
+allocations of a rank with experts as a formula of their rows.
 
 Two traces of the same operators are compared, between which each layer gets another number of rows.
 A storage of the same size in both has that size; one that grew with the rows of a layer has so many
@@ -9,21 +8,19 @@ bytes per row. If another one grew, or operators differ, there is no formula.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.expert.form import is_by_routing
-from ptrain.axes.expert.run.apply import assume, parallelize_experts
-from ptrain.axes.expert.run.exchange import heavier
+from ptrain.axes.expert.run.apply import overloaded_routing, parallelize_experts, set_routing
 from ptrain.axes.pipeline.stage_facts import chain_of
-from ptrain.codec import decode, encode
+from ptrain.derivation.pipeline import message_bytes
 from ptrain.facts.model import (
     LayerWork,
     ModelFacts,
@@ -41,31 +38,31 @@ from ptrain.facts.model import (
 from ptrain.facts.stages import Stage, Units, is_within
 from ptrain.models.facts import head_of
 from ptrain.models.trace import (
-    Born,
-    Completion,
-    Died,
     Event,
     Extent,
+    GradientComplete,
     Recording,
+    StorageAllocated,
+    StorageFreed,
     between_boundaries,
-    completion,
     last_views,
+    to_complete_item,
     to_timeline,
 )
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.rooms.comm import Mesh
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import choices, layers_of
+from ptrain.steps.experts import layers_of, num_choices
 from ptrain.steps.step import Plan
-from ptrain.timeline import Boundary, Timeline
+from ptrain.timeline import Boundary
 from ptrain.traces.rank_part import (
     ContextSlices,
     EqualLayers,
     RankPart,
     StageCuts,
     TracedLayers,
-    only,
+    run_only,
     running_units,
 )
 
@@ -86,9 +83,11 @@ class UnevenLoads:
     rows: int
     of_model: tuple[str, ...]
 
-    def assume(self, model: nn.Module) -> None:
-        """From now on the experts of `model` get so many."""
-        assume(model, lambda layer: partial(heavier, more=1 + self.layers.index(layer)))
+    def overload_experts(self, model: nn.Module) -> None:
+        """Route additional rows to the experts of `model` from now on."""
+        set_routing(
+            model, lambda layer: partial(overloaded_routing, more=1 + self.layers.index(layer))
+        )
 
     def formula(self, first: Recording, second: Recording) -> RowsTimeline | None:
         """Return the formula of the rows that both traces are of; None where there is none."""
@@ -107,7 +106,7 @@ class UnevenLoads:
             forward=tuple(_items(first.forward, sizes, first.sizes)),
             backward=tuple(_items(first.backward, sizes, first.sizes)),
             moved=tuple((tier, sizes[number]) for number, tier in first.moved),
-            repeated=first.repeated,
+            repeated=first.recomputed_collectives,
         )
 
     def _size(self, first: int, second: int) -> RowsSize:
@@ -127,17 +126,20 @@ def uneven_loads(spec: Spec, plan: Plan, layers: EqualLayers) -> UnevenLoads | N
     if (step := plan.experts) is None or not is_by_routing(spec):
         return None
     of_model = layers_of(step)
-    own = tuple(name for name in of_model if is_within(name, layers.ran))
-    return UnevenLoads(layers=own, rows=choices(spec, step), of_model=of_model) if own else None
+    own = tuple(name for name in of_model if is_within(name, layers.run_layers))
+    return UnevenLoads(layers=own, rows=num_choices(spec, step), of_model=of_model) if own else None
 
 
 def _operators(recording: Recording) -> object:
     """What happened, whatever the sizes."""
     passes = {
-        name: [replace(event, size=0) if isinstance(event, Born) else event for event in events]
+        name: [
+            replace(event, size=0) if isinstance(event, StorageAllocated) else event
+            for event in events
+        ]
         for name, events in recording.passes.items()
     }
-    return passes, recording.sizes.keys(), recording.moved, recording.repeated
+    return passes, recording.sizes.keys(), recording.moved, recording.recomputed_collectives
 
 
 def _items(events: Sequence[Event], sizes: Sizes, known: Mapping[int, int]) -> Iterator[RowsItem]:
@@ -146,17 +148,25 @@ def _items(events: Sequence[Event], sizes: Sizes, known: Mapping[int, int]) -> I
         match part:
             case Boundary():
                 yield part
-            case Completion():
+            case GradientComplete():
                 own = (part.id, *part.freed)
                 if any(sizes[number] != RowsSize(known[number]) for number in own):
                     raise _NoFormula(f"the gradient of {part.parameter} depends on routed rows")
-                yield completion(part, last, known)
+                yield to_complete_item(part, last, known)
             case lives:
-                happened = (StorageEvent(sizes[e.id], isinstance(e, Died)) for e in lives)
+                happened = (StorageEvent(sizes[e.id], isinstance(e, StorageFreed)) for e in lives)
                 yield StorageEvents(tuple(happened))
 
 
-Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
+class StageTrace(NamedTuple):
+    """The trace of one rank's part of a stage, or of a model without stages. If the rows that its
+    experts get change sizes (`is_by_rows`), `formula` has its passes for any rows; None if there is
+    no formula."""
+
+    passes: Passes
+    work: WorkByKind | None
+    is_by_rows: bool = False
+    formula: RowsPasses | None = None
 
 
 def rank_part(
@@ -192,84 +202,101 @@ def rank_part(
     )
 
 
-def stage_rows(
+def stage_traces(
     module: nn.Module,
     spec: Spec,
     facts: ModelFacts,
     mesh: Mesh | None = None,
     *,
     extent: Extent = Extent.GIVEN,
-) -> Rows:
-    """Return the rows of every stage, of which those that do alike are traced once; `mesh` and
-    `extent` as of `rank_part`. The generator's state is left as it was."""
+) -> list[StageTrace]:
+    """Trace every stage, equal stages once. The state of the random generator is kept. `mesh` and
+    `extent` as in `rank_part`."""
     part, plan = rank_part(module, spec, facts, mesh, extent=extent), lower(spec, facts)
-    stages = plan.stages
-    cuts = StageCuts(stages=stages, chain=chain_of(spec, facts))
+    stages, chain = plan.stages, chain_of(spec, facts)
+    cuts, hidden = StageCuts(stages=stages, chain=chain), message_bytes(spec, plan, chain)
 
     def trace(stage: Stage, units: Units) -> PartTraces:
-        layers = EqualLayers.of(spec, stage.layers)
-        ran = running_units(units, stage.layers, layers.ran)
+        layers = EqualLayers.from_spec(spec, stage.layers)
+        ran = running_units(units, stage.layers, layers.run_layers)
         in_halves = spec.pipeline.is_in_halves and stage.index > 0
         uneven = uneven_loads(spec, plan, layers)
-        with only(module, stage.layers, layers.ran):
+        with run_only(module, stage.layers, layers.run_layers):
             recordings = part.trace_stage(
                 module,
                 ran,
                 cuts,
                 stage.index,
                 layers,
-                *([uneven.assume] if uneven else []),
+                *([uneven.overload_experts] if uneven else []),
                 in_halves=in_halves,
             )
         whole, *halves = recordings[: 1 + in_halves]
         own = TracedLayers(whole, layers, ran, *halves)
-        return PartTraces(own, uneven, recordings[1 + in_halves :])
+        is_first = stage.index == 0
+        return PartTraces(own, uneven, recordings[1 + in_halves :], is_first, hidden)
 
     traced: dict[Hashable, PartTraces] = {}
-    rows: Rows = []
+    traces: list[StageTrace] = []
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
-            units = stage.units(facts.unit_modules)
+            units = stage.stage_units(facts.unit_modules)
             if (kind := _kind_of_stage(spec, stage, len(stages))) not in traced:
                 traced[kind] = trace(stage, units)
-            rows.append(traced[kind].row(EqualLayers.of(spec, stage.layers), units))
-    return rows
+            traces.append(
+                traced[kind].stage_trace(EqualLayers.from_spec(spec, stage.layers), units)
+            )
+    return traces
 
 
 def _kind_of_stage(spec: Spec, stage: Stage, stages: int) -> Hashable:
     """Return what stages have in common that do alike: none but its own layers where nobody says
     that these do."""
-    rows = EqualLayers.of(spec, stage.layers).rows
+    rows = EqualLayers.from_spec(spec, stage.layers).rows
     return stage.index == 0, stage.index == stages - 1, rows
 
 
 @dataclass(frozen=True, slots=True)
 class PartTraces:
-    """What a stage did, or a model without stages, and where sizes depend on where tokens go what
-    it did with `uneven` loads."""
+    """The recordings of a stage, or of a model without stages.
+
+    Attributes:
+        layers: The layers that ran.
+        uneven: The loads of the second trace; None if routing changes no size.
+        unevenly: The recordings with these loads.
+        is_first: True for the first stage.
+        hidden: Bytes of a micro-batch that cross a stage boundary.
+    """
 
     layers: TracedLayers
     uneven: UnevenLoads | None
     unevenly: Sequence[Recording]
+    is_first: bool = True
+    hidden: int = 0
 
-    def row(self, layers: EqualLayers, units: Units) -> dict[str, Any]:
-        """Return what such layers do as JSON: passes, the bytes that a stage hands on, and work."""
+    def stage_trace(self, layers: EqualLayers, units: Units) -> StageTrace:
+        """Return the trace of such layers, in a model or stage of these units."""
         own, halves = self.layers, self.layers.halves
-        output = own.recording.output
-        row = {
-            "passes": encode(own.timeline(layers, units), Timeline),
-            "output": 0 if output is None else own.recording.sizes[output],
-            "work": encode(own.work(layers), WorkByKind | None),
-        }
-        if halves is not None:
-            row["halves"] = encode(to_timeline(_of_halves(halves)), Timeline)
-        return row | self._formulas(layers, units)
+        passes = passes_of(
+            own.timeline(layers, units),
+            to_timeline(_of_halves(halves)) if halves else None,
+            is_first=self.is_first,
+            output=self._output,
+            hidden=self.hidden,
+        )
+        is_by_rows = self.uneven is not None
+        return StageTrace(passes, own.work(layers), is_by_rows, self._formula(layers, units))
 
-    def _formulas(self, layers: EqualLayers, units: Units) -> dict[str, Any]:
-        """Return passes of such layers and their halves as formulas, null where there is none, and
-        of which layers; nothing where where tokens go changes nothing."""
+    @property
+    def _output(self) -> int:
+        """The bytes that a stage sends to the next one."""
+        recording = self.layers.recording
+        return 0 if recording.output is None else recording.sizes[recording.output]
+
+    def _formula(self, layers: EqualLayers, units: Units) -> RowsPasses | None:
+        """Return the passes as a formula of rows, or None."""
         if self.uneven is None:
-            return {}
+            return None
         evenly = [self.layers.recording, *([self.layers.halves] if self.layers.halves else [])]
         formulas = [
             self.uneven.formula(first, second)
@@ -279,10 +306,17 @@ class PartTraces:
                 strict=True,
             )
         ]
-        of_all = [of and self.layers.of_all(of, layers, units) for of in formulas]
-        plain = [encode(formula, RowsTimeline | None) for formula in of_all]
-        own = [name for name in self.uneven.of_model if is_within(name, layers.layers)]
-        return {"uneven": own, "formulas": plain}
+        whole, *halves = (of and self.layers.of_all(of, layers, units) for of in formulas)
+        if whole is None or None in halves:
+            return None
+        return RowsPasses(
+            layers=tuple(name for name in self.uneven.of_model if is_within(name, layers.layers)),
+            whole=whole,
+            halves=halves[0] if halves else None,
+            is_first=self.is_first,
+            output=self._output,
+            hidden=self.hidden,
+        )
 
 
 def _of_halves(recording: Recording) -> Recording:
@@ -291,75 +325,35 @@ def _of_halves(recording: Recording) -> Recording:
     return replace(recording, passes=passes, moved=(), works={})
 
 
-def stage_passes(by_place: Sequence[Rows], hidden: int) -> tuple[tuple[Passes, ...], ...]:
-    """Return the passes by stage, then by place along the cutting axes; `by_place` are the rows of
-    each place, and so many bytes go over a boundary."""
-    return tuple(
-        tuple(_passes(rows, index, hidden) for rows in of_places)
-        for index, of_places in enumerate(zip(*by_place, strict=True))
-    )
-
-
-def stage_formulas(by_place: Sequence[Rows], hidden: int) -> tuple[tuple[RowsPasses, ...], ...]:
-    """Return the passes as formulas of where tokens go, as `stage_passes`, of a stage where that
-    changes none nothing; nothing at all where there is no formula of one."""
-    if any(None in row.get("formulas", ()) for rows in by_place for row in rows):
+def stage_formulas(stages: Sequence[Sequence[StageTrace]]) -> tuple[tuple[RowsPasses, ...], ...]:
+    """Return the formulas by stage and place along the cutting axes. A stage that routing does not
+    change has none. The result is empty if any formula is missing."""
+    if any(trace.is_by_rows and trace.formula is None for places in stages for trace in places):
         return ()
-    return tuple(
-        tuple(_formula(rows, index, hidden) for rows in of_places if "formulas" in rows)
-        for index, of_places in enumerate(zip(*by_place, strict=True))
-    )
+    return tuple(tuple(trace.formula for trace in places if trace.formula) for places in stages)
 
 
-def hidden_bytes(spec: Spec, facts: ModelFacts) -> int:
-    """Return the bytes of what goes over a boundary, of a micro-batch."""
-    itemsize = spec.precision.effective.parameters.itemsize
-    slices = lower(spec, facts).boundary_slices
-    shape = chain_of(spec, facts).sample_shape(spec.batch.sequence, slices)
-    return spec.batch.micro * math.prod(shape) * itemsize
+def joined_works(by_place: Sequence[Sequence[StageTrace]]) -> tuple[WorkByKind, ...]:
+    """Return the work of all stages together, by place along the cutting axes. The result is empty
+    if the work of a stage is unknown."""
+    works = [[trace.work for trace in traces if trace.work] for traces in by_place]
+    is_known = all(len(own) == len(traces) for own, traces in zip(works, by_place, strict=True))
+    return tuple(map(_join_stages, works)) if is_known else ()
 
 
-def _formula(rows: Mapping[str, Any], index: int, hidden: int) -> RowsPasses:
-    whole, *halves = (decode(plain, RowsTimeline) for plain in rows["formulas"])
-    return RowsPasses(
-        layers=tuple(rows["uneven"]),
-        whole=whole,
-        halves=halves[0] if halves else None,
-        is_first=index == 0,
-        output=rows["output"],
-        hidden=hidden,
-    )
-
-
-def stage_works(by_place: Sequence[Rows]) -> tuple[WorkByKind, ...]:
-    """Return by place along tp what all stages compute together, layer by layer; nothing where that
-    of one is not known."""
-    if any(row["work"] is None for rows in by_place for row in rows):
-        return ()
-    return tuple(_joined([decode(row["work"], WorkByKind) for row in rows]) for rows in by_place)
-
-
-def _joined(stages: Sequence[WorkByKind]) -> WorkByKind:
+def _join_stages(stages: Sequence[WorkByKind]) -> WorkByKind:
     """What a later stage does before its layers, or an earlier one behind them, is its first or its
     last layer's."""
-    first, last = stages[0].model, stages[-1].model
+    first, last = stages[0].to_model, stages[-1].to_model
     layers: list[LayerWork] = []
     for place, stage in enumerate(stages):
-        model = stage.model
+        model = stage.to_model
         of_stage = [*model.layers]
         if place > 0:
-            of_stage[0] = model.front.then(of_stage[0])
+            of_stage[0] = model.front.followed_by(of_stage[0])
         if place < len(stages) - 1:
-            of_stage[-1] = of_stage[-1].then(model.behind)
+            of_stage[-1] = of_stage[-1].followed_by(model.behind)
         layers += of_stage
-    return WorkByKind.of(ModelWork(front=first.front, layers=tuple(layers), behind=last.behind))
-
-
-def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:
-    return passes_of(
-        decode(rows["passes"], Timeline),
-        decode(rows.get("halves"), Timeline | None),
-        is_first=index == 0,
-        output=rows["output"],
-        hidden=hidden,
+    return WorkByKind.from_model(
+        ModelWork(front=first.front, layers=tuple(layers), behind=last.behind)
     )

@@ -30,31 +30,32 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.axes.context.attention import alike_by
+from ptrain.codec import decode, encode
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
-from ptrain.internals.dtensor import forget_shapes
+from ptrain.internals.dtensor import clear_shape_caches
 from ptrain.internals.fakes import READ, FakeTensorMode
 from ptrain.interpreter.look import build_module
-from ptrain.models.boundary import PYTHONS, CodeRaised
+from ptrain.models.boundary import PYTHONS, UserCodeError
 from ptrain.models.facts import untraced_facts
-from ptrain.models.initialize import build, cast
+from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.trace import Extent
 from ptrain.plan.lower import lower
 from ptrain.processor import cores
 from ptrain.rooms.comm import Mesh
-from ptrain.rooms.patches import patched
-from ptrain.rooms.world import fake_tensors, fake_world, new_fakes
+from ptrain.rooms.patches import patch_torch
+from ptrain.rooms.world import create_fake_mode, fake_tensors, fake_world
 from ptrain.spec.load import load
 from ptrain.spec.placement import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.traces.attention_kernels import kernels_for
-from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
-from ptrain.traces.stage_parts import PartTraces, rank_part, stage_rows, uneven_loads
+from ptrain.traces.rank_part import EqualLayers, TracedLayers, run_only, running_units
+from ptrain.traces.stage_parts import PartTraces, StageTrace, rank_part, stage_traces, uneven_loads
 from ptrain.units import grouped
 from ptrain.version import TESTED_TORCH, is_tested
 
@@ -105,7 +106,7 @@ class FakeModel:
 
     @property
     def _itemsize(self) -> int:
-        return self.spec.precision.effective.parameters.itemsize
+        return self.spec.precision.effective_layout.parameters.itemsize
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -114,13 +115,13 @@ class FakeModel:
         Raises:
             PtrainError: This version of torch is not supported; see `why_untraced`.
         """
-        with patched(self.spec.model), fake_tensors(self.mode):
+        with patch_torch(self.spec.model), fake_tensors(self.mode):
             yield
 
 
 def fake_model(spec: Spec, *, allow_import: bool = False) -> FakeModel | None:
     """Return the spec's model on fake tensors; None if its constructor reads values."""
-    mode = new_fakes()
+    mode = create_fake_mode()
     module = unless_it_takes_values(mode, partial(build_module, spec, allow_import=allow_import))
     return None if module is None else FakeModel(spec, module, mode)
 
@@ -136,7 +137,7 @@ def unless_it_takes_values(mode: FakeTensorMode, read: Callable[[], X]) -> X | N
             return read()
     except READ:
         return None
-    except CodeRaised as error:
+    except UserCodeError as error:
         if error.is_certain:
             raise
         return None
@@ -189,7 +190,7 @@ class _PartRequest:
     extent: Extent
 
 
-def traced(
+def trace_parts(
     spec: Spec, facts: ModelFacts, *, allow_import: bool, extent: Extent = Extent.GIVEN
 ) -> Traced:
     """Trace every place along the sharding axes, within `timeout.init` seconds in total.
@@ -205,14 +206,14 @@ def traced(
     """
     alone = traced_part(spec)
     plan = lower(alone, facts)
-    players = _players(alone, plan, facts)
+    players = _representative_places(alone, plan, facts)
     try:
         request = partial(_PartRequest, _as_text(spec), plan.cutting_axes)
         requests = tuple(
             request(indices, allow_import, extent)
-            for indices in _together(alone, plan, tuple(dict.fromkeys(players)))
+            for indices in _group_places(alone, plan, tuple(dict.fromkeys(players)))
         )
-        answers = _answers(requests, spec.timeout.init)
+        answers = _request_answers(requests, spec.timeout.init)
         answer_of = {
             index: answer
             for request, of_request in zip(requests, answers, strict=True)
@@ -235,15 +236,14 @@ def _as_text(spec: Spec) -> str:
         ) from error
 
 
-def by_place(traces: Traced) -> list[Any]:
+def by_place(traces: Traced) -> list[list[StageTrace]]:
     """Return the traces by place along the sharding axes; raise PtrainError for a problem."""
     if "problem" in traces:
         raise PtrainError(traces["problem"])
-    rows: list[Any] = traces["timelines"]
-    return rows
+    return [decode(places, list[StageTrace]) for places in traces["timelines"]]
 
 
-def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
+def _representative_places(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
     """Return for each place along the sharding axes the first place with an equal trace.
 
     Traces are equal if shards have the same shapes and attention treats the tokens the same.
@@ -262,7 +262,7 @@ def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
     return players
 
 
-def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _group_places(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return groups of places, one group per process.
 
     There are at most as many processes as cores, except that each place along tp needs one, and
@@ -277,7 +277,7 @@ def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[in
 
 
 @cache
-def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Traced]]:
+def _request_answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Traced]]:
     """Return the answers of all requests, from this process and from others.
 
     At most as many processes run at once as there are cores, since each imports torch: more would
@@ -295,15 +295,15 @@ def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Tr
     try:
         for number, request in enumerate(requests[plays_first:]):
             if number >= at_once:
-                answers.append(_answer(processes[number - at_once], axes, ends))
-            processes.append(_started(request))
+                answers.append(_read_answer(processes[number - at_once], axes, ends))
+            processes.append(_start_process(request))
         rest = processes[-at_once:]
         if plays_first and (own := _played_here(requests[0])):
             answers.insert(0, own)
         elif plays_first:  # another process reports the error
-            processes.append(_started(requests[0]))
+            processes.append(_start_process(requests[0]))
             rest.insert(0, processes[-1])
-        return answers + [_answer(process, axes, ends) for process in rest]
+        return answers + [_read_answer(process, axes, ends) for process in rest]
     except TimeoutExpired as error:
         raise refused(
             "timeout.init",
@@ -325,7 +325,7 @@ def _played_here(request: _PartRequest) -> list[Traced]:
         gc.freeze()
     try:
         with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
-            answers: list[Traced] = json.loads(json.dumps(_played(request)))
+            answers: list[Traced] = json.loads(json.dumps(encode(_trace_request(request))))
             return answers
     except (PtrainError, RuntimeError, ValueError, OSError, ImportError, *PYTHONS):
         return []
@@ -335,7 +335,7 @@ def _played_here(request: _PartRequest) -> list[Traced]:
             gc.unfreeze()
 
 
-def _started(request: _PartRequest) -> Popen[str]:
+def _start_process(request: _PartRequest) -> Popen[str]:
     """Start a process and send its request."""
     process = Popen(
         [sys.executable, "-P", "-c", _ANSWER, *sys.path],
@@ -353,7 +353,7 @@ def _started(request: _PartRequest) -> Popen[str]:
     return process
 
 
-def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Traced]:
+def _read_answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Traced]:
     """Return the answer of a process; raise its error."""
     # A process that has finished may wait for its full pipe to be read.
     output, errors = process.communicate(timeout=max(_READING, ends - time.monotonic()))
@@ -373,7 +373,7 @@ def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Tr
 
 def _play(
     spec: Spec, index: int, large: FakeModel | None, *, allow_import: bool, extent: Extent
-) -> list[Any]:
+) -> list[StageTrace]:
     """Trace the rank at `index` along the sharding axes.
 
     `large` is the model on fake tensors, which is left unchanged; None builds it on real ones. The
@@ -384,13 +384,13 @@ def _play(
     if large is not None:
         with large.running(), kernels_for(spec):
             return _part_of(large.module, spec, mesh, extent, is_kept=True)
-    module = build(
+    module = build_model(
         spec.model,
         sequence=spec.batch.sequence,
         allow_import=allow_import,
         seed=spec.train.seed,
     )
-    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
     with kernels_for(spec):
         return _part_of(module, spec, mesh, extent)
 
@@ -399,7 +399,7 @@ def _forget_ranks() -> None:
     """Destroy the process group of the previous rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        forget_shapes()  # DTensor caches them together with destroyed groups
+        clear_shape_caches()  # DTensor caches them together with destroyed groups
 
 
 def _mesh(spec: Spec, index: int) -> Mesh:
@@ -413,29 +413,29 @@ def _mesh(spec: Spec, index: int) -> Mesh:
 
 def _part_of(
     module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent, *, is_kept: bool = False
-) -> list[Any]:
+) -> list[StageTrace]:
     """Trace a rank's part of a module; with `is_kept` the module is left unchanged."""
     facts = untraced_facts(module, spec)
     if spec.degree(Axis.PP) > 1:
-        return stage_rows(module, spec, facts, mesh, extent=extent)
+        return stage_traces(module, spec, facts, mesh, extent=extent)
     part = rank_part(module, spec, facts, mesh, extent=extent)
-    layers = EqualLayers.of(spec, facts.blocks)
-    units = running_units(facts.unit_modules, facts.blocks, layers.ran)
-    with only(module, facts.blocks, layers.ran):
-        own = _copied(module) if is_kept else module
+    layers = EqualLayers.from_spec(spec, facts.blocks)
+    units = running_units(facts.unit_modules, facts.blocks, layers.run_layers)
+    with run_only(module, facts.blocks, layers.run_layers):
+        own = _copy_module(module) if is_kept else module
         uneven = uneven_loads(spec, lower(spec, facts), layers)
-        changes = [uneven.assume] if uneven else []
+        changes = [uneven.overload_experts] if uneven else []
         first, *others = part.traces(own, units, layers, *changes)
     traces = PartTraces(TracedLayers(first, layers, units), uneven, others)
-    return [traces.row(layers, facts.unit_modules)]
+    return [traces.stage_trace(layers, facts.unit_modules)]
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def _copy_module(module: nn.Module) -> nn.Module:
     """Return a copy of the module that shares its parameters, until they are replaced."""
     return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
-def _played(request: _PartRequest) -> list[Any]:
+def _trace_request(request: _PartRequest) -> list[list[StageTrace]]:
     """Trace ranks on fake tensors, or on real ones if these are as quick or fakes do not
     suffice."""
     spec = load(json.loads(request.spec)).spec
@@ -444,7 +444,7 @@ def _played(request: _PartRequest) -> list[Any]:
     if fake is not None and not fake.is_better_real():
         try:
             return [play(index, fake) for index in request.indices]
-        except (CodeRaised, RuntimeError):  # the errors of READ are RuntimeErrors
+        except (UserCodeError, RuntimeError):  # the errors of READ are RuntimeErrors
             if not fake.may_be_real:
                 raise
     return [play(index, None) for index in request.indices]
@@ -456,9 +456,9 @@ def main(questions: Sequence[str]) -> int:
     answers, sys.stdout = sys.stdout, sys.stderr
     gc.freeze()  # each trace starts with a collection, which would visit all imported objects
     try:
-        answers_of = _played(_PartRequest(text, (), indices, allow_import, Extent(extent)))
+        answers_of = _trace_request(_PartRequest(text, (), indices, allow_import, Extent(extent)))
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(json.dumps(answers_of), file=answers)
+    print(json.dumps(encode(answers_of)), file=answers)
     return 0

@@ -28,30 +28,28 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.axes.context.attention import EXCHANGING, ContextKind, ContextPart, parts_told_apart
-from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.blocks import OVER_CONTEXT
-from ptrain.derivation.tables import SYMBOLS, Pieces, Place, Setting, has_own_tables, values_of
-from ptrain.derivation.work import unrolled
-from ptrain.models.trace import Recording
+from ptrain.derivation.tables import SYMBOLS, Pieces, Place, Setting, has_own_tables
+from ptrain.derivation.work import unroll_hops
 from ptrain.models.work import VIEW
-from ptrain.rooms.comm import Mesh
-from ptrain.rooms.world import fake_world
-from ptrain.spec.activations import Kept
-from ptrain.spec.dials import ReduceScatterVia
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.model import Family, ModelShape
-from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec
-from ptrain.steps.step import ContextParallel, CreateMesh, Keep
 from ptrain.timeline import Boundary, Mark
-from ptrain.traces.block_tables import CodedTrace, alike, frees_input, works_by_layer
-from ptrain.traces.layer_works import Computed, by_layer, grouped, views_last
-from ptrain.traces.rank_part import ContextSlices, RankPart
+from ptrain.traces.block_tables import (
+    CodedTrace,
+    common_entry,
+    frees_input,
+    trace_model,
+    trace_stage,
+    works_by_layer,
+)
+from ptrain.traces.layer_works import Computed, group_work, views_last
 from ptrain.traces.settings import (
     DTYPES,
     KINDS,
@@ -64,12 +62,8 @@ from ptrain.traces.settings import (
     Make,
     TableWriter,
     WorkWriter,
-    cuts_of,
-    model_of,
     of_shape,
-    part_of,
     shape_of,
-    smallest_units,
     symbols,
 )
 
@@ -122,7 +116,6 @@ class LossTable:
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.dtypes = DTYPES[setting.compute]
         self.writer, self.works = TableWriter(SYMBOLS), WorkWriter(setting, SYMBOLS)
 
     def build(self) -> dict[str, object]:
@@ -190,26 +183,10 @@ class LossTable:
             sequence=tokens.number // self.setting.batch,
             loss=replace(self.setting.loss, chunk=tokens.chunk),
         )
-        values = {symbol: value for symbol, value in values_of(setting).items() if value > 1}
-        return self._trace(setting, place, values)
-
-    def _trace(self, setting: Setting, place: Place, values: dict[str, int]) -> CodedTrace:
-        counts = (1,) if place is Place.ALONE else (1, 1)  # a last stage has one before it
-        setting = replace(setting, shape=replace(setting.shape, layers=len(counts)))
-        part = part_of(setting, self.mesh)
-        models = (model_of(setting, dtype) for dtype in self.dtypes)
         if place is Place.ALONE:
-            units = smallest_units(setting)
-            recordings = [part.trace(model, units) for model in models]
-        else:
-            cuts = cuts_of(setting, counts)
-            units = smallest_units(setting, cuts.stages[1])
-            recordings = [
-                recording
-                for model in models
-                for recording in part.trace_stage(model, units, cuts, 1, in_halves=False)
-            ]
-        return CodedTrace(recordings, units, values, self.writer)
+            return trace_model(setting, self.writer, self.mesh)
+        (trace,) = trace_stage(setting, self.writer, self.mesh, place, 1, in_halves=False)
+        return trace
 
 
 def loss_settings() -> Iterator[Setting]:
@@ -223,7 +200,7 @@ def loss_settings() -> Iterator[Setting]:
             if setting.cut is None:
                 yield setting
                 yield replace(setting, loss=LossSpec(fused=True))
-            elif has_own_tables(setting.cut.kind):
+            elif has_own_tables(setting.cut.table_name):
                 yield setting
 
 
@@ -247,7 +224,7 @@ def repeating(less: Coded, more: Coded) -> Pieces:
     split = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
     assert split is not None, "the chunks do not repeat"
     assert not any(isinstance(e, str | list) for e in (*split.every, *split.later)), "a boundary"
-    return split.fewest()
+    return split.shortest()
 
 
 def _splits(less: Coded, more: Coded, times: int) -> Iterator[Pieces]:
@@ -278,7 +255,7 @@ def _listed(
     return {
         name: {
             "few": [writer.part(code[name]) for code in few[: of.least - 1]],
-            "pieces": [writer.part(piece) for piece in of.listed],
+            "pieces": [writer.part(piece) for piece in of.all_pieces],
         }
         for name, of in pieces.items()
     }
@@ -323,7 +300,7 @@ def context_settings() -> Iterator[Setting]:
             None,
             compute=DType.BF16,
             batch=1,
-            sequence=own.halves * SEQUENCE,
+            sequence=own.num_chunks * SEQUENCE,
         )
         yield replace(setting, context=own)
 
@@ -360,7 +337,7 @@ class ContextTable:
             work=self.works.table(**{name: work for name, (_, work) in content.items()}),
         )
 
-    def _variant(self, kept: Kept) -> tuple[dict[str, object], dict[str, object]]:
+    def _variant(self, kept: ActivationMode) -> tuple[dict[str, object], dict[str, object]]:
         """Return events and computation for one way to keep activations."""
         traces = [self._trace(part, kept) for part in self.parts]
         base, _ = traces[0]
@@ -384,14 +361,14 @@ class ContextTable:
 
     def _work(self, traced: list[dict[str, Ran]]) -> dict[str, object]:
         """Return the computation by pass and place."""
-        places = [part.place for part in self.parts]
+        places = [part.table_place for part in self.parts]
         return {
             name: {
                 place: self._often(
                     {
                         (part.before, part.behind): ran[name]
                         for part, ran in zip(self.parts, traced, strict=True)
-                        if part.place == place
+                        if part.table_place == place
                     }
                 )
                 for place in dict.fromkeys(places)
@@ -419,42 +396,27 @@ class ContextTable:
         }
         for places, (own, own_views) in traced.items():
             part = ContextPart(kind=self.kind, before=places[0], behind=places[1])
-            *expected, (_, times, _) = unrolled(written, part)
+            *expected, (_, times, _) = unroll_hops(written, part)
             assert (own, own_views) == (expected, times), (
                 f"{self.kind} {places} runs other operators"
             )
         return written
 
-    def _trace(self, part: ContextPart, kept: Kept) -> Trace:
+    def _trace(self, part: ContextPart, kept: ActivationMode) -> Trace:
         """Return events and computation of a rank's block."""
-        setting = replace(self.setting, context=part)
-        units = smallest_units(setting)
-        keep = None
-        if not kept.is_plain:
-            keep = Keep(blocks=tuple((f"blocks.{index}", kept) for index in range(_LAYERS)))
-        recordings = [
-            _rank_part(setting, part, keep).trace(model_of(setting, dtype), units)
-            for dtype in DTYPES[setting.compute]
-        ]
-        trace = CodedTrace(recordings, units, symbols(setting), self.writer)
+        trace = trace_model(replace(self.setting, context=part), self.writer, kept=kept)
         self.frees_input = frees_input(trace)  # the same for all parts, since their segments are
         events = {
-            name: _segments(alike(trace.layers(name)[1:-1])) for name in ("forward", "backward")
+            name: _segments(common_entry(trace.layers(name)[1:-1]))
+            for name in ("forward", "backward")
         }
-        return events, self._operators(recordings[-1], units, symbols(setting))
-
-    def _operators(
-        self, recording: Recording, units: tuple[tuple[str, ...], ...], values: Mapping[str, int]
-    ) -> dict[str, Ran]:
-        self.works.values = values
-        works = by_layer(recording, units, [f"blocks.{index}" for index in range(_LAYERS)])
-        assert works is not None, "the blocks are not units"
-        _, middle, _ = works.layers
-        return {name: self._ran(computed) for name, computed in middle.items()}
+        self.works.values = trace.values
+        _, middle, _ = works_by_layer(trace).layers
+        return events, {name: self._ran(computed) for name, computed in middle.items()}
 
     def _ran(self, computed: Computed) -> Ran:
         """Return the groups of operators, and the number of views."""
-        groups = grouped(computed)
+        groups = group_work(computed)
         views = sum(group.times for group in groups if group.what == VIEW)
         others = [group for group in groups if group.what != VIEW]
         return [[self.works.number(g.what), g.times, g.beside] for g in others], views
@@ -481,31 +443,6 @@ def _segments(events: Coded) -> Segments:
             segments.append([])
         segments[-1].append(event)
     return segments
-
-
-def _rank_part(setting: Setting, part: ContextPart, keep: Keep | None) -> RankPart:
-    """Return the part of a model on one rank, in a new fake world."""
-    degree = part.ulysses * part.ring
-    step = ContextParallel(
-        axis=Axis.CP,
-        ulysses=part.ulysses,
-        ring=part.ring,
-        sequence=degree * setting.sequence,
-        is_balanced=part.halves > 1,
-        gathers=part.kind is ContextKind.GATHER,
-    )
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    # Two replicas: an axis over all ranks would use the default group, which names no axis.
-    mesh_step = CreateMesh(axes=(Axis.DP_REPLICATE, Axis.CP), degrees=(2, degree))
-    cut = MicroBatchCut(samples=setting.batch, slices=degree)
-    mesh = Mesh(mesh_step, fake_world(part.before * part.ulysses, 2 * degree))
-    return RankPart(
-        batch=setting.batch,
-        sequence=step.sequence,
-        context=ContextSlices(step, mesh, ReduceScatterVia.NATIVE, cut),
-        keep=keep,
-    )
 
 
 def tables() -> Iterator[tuple[str, Make]]:

@@ -57,7 +57,7 @@ def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
         for name, ways in by_name.items():
             yield part, name, partial(_table_of, maker, ways, mesh)
     yield from ((TablePart.CONTEXT, name, make) for name, make in work_tables.tables())
-    yield from ((TablePart.KERNEL, name, make) for name, make in attention_kernels.tables())
+    yield from ((TablePart.KERNEL, name, make) for name, make in attention_kernels.table_makers())
 
 
 def _table_of(
@@ -78,7 +78,7 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # a trace of a loss starts with a collection, which would visit torch's objects
     mesh = fake_mesh()
-    committed = archive.tables()
+    committed = archive.read_tables()
     content: dict[tuple[TablePart, str], Table] = {}
     written = 0
     for part, name, make in tables(mesh):

@@ -17,8 +17,8 @@ if __name__ == "__main__":
 
 # These import torch, so `begin` comes first: it reports a missing or unsupported torch.
 from ptrain.train.options import parse_options
-from ptrain.train.rank_exit import run_rank
+from ptrain.train.rank_exit import run_and_exit
 from ptrain.train.session import train_rank
 
 if __name__ == "__main__":
-    run_rank(lambda: train_rank(parse_options(sys.argv[1:])))
+    run_and_exit(lambda: train_rank(parse_options(sys.argv[1:])))

@@ -399,7 +399,7 @@ def fingerprint_data(spec: Spec, source: SampleSource) -> dict[str, tuple[int, s
         blocks = max(_NUM_BLOCKS // len(files), _LEAST_BLOCKS)
         return {key: fingerprint_file(path, blocks) for key, path in files.items()}
     is_user_code = data.function is not None
-    size = source.num_samples(spec.batch.window, Split.TRAIN) if is_user_code else 0
+    size = source.num_samples(spec.batch.unpadded_tokens, Split.TRAIN) if is_user_code else 0
     return {"data": (size, source.digest() or "", 0)}
 
 

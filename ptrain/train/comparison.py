@@ -30,7 +30,7 @@ from ptrain.report.summary import training_summary
 from ptrain.spec.dials import GradientSync, Reshard, UnitKind, UnitSize
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
 from ptrain.spec.precision import LAYOUTS
-from ptrain.spec.spec import Spec, groups
+from ptrain.spec.spec import Spec, rank_groups
 from ptrain.traces.facts import facts_of
 
 _TUPLES = {
@@ -326,7 +326,7 @@ def ranks_over_axes(spec: Spec, rank: int) -> dict[Axes, tuple[int, ...]]:
     axes = [factor.axis for factor in spec.factors if factor.degree > 1]
     choices = chain.from_iterable(combinations(axes, n + 1) for n in range(len(axes)))
     return {
-        tuple(map(str, chosen)): next(group for group in groups(spec, chosen) if rank in group)
+        tuple(map(str, chosen)): next(group for group in rank_groups(spec, chosen) if rank in group)
         for chosen in choices
     }
 

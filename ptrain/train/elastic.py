@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ptrain.errors import Fault, PtrainError, RankFailed, SpecError, refused
-from ptrain.rooms.world import listener
+from ptrain.rooms.world import listen_arguments
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train import environment, options
@@ -89,7 +89,7 @@ def _open_store(endpoint: str) -> TCPStore:
     """
     _, address, port = _resolve_endpoint(endpoint)
     # {} makes this a client: the address is another node's, or a process listens on it already.
-    arguments = listener(address, port)
+    arguments = listen_arguments(address, port)
     try:
         return TCPStore(
             address,

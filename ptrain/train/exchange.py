@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.codec import decode, encode
-from ptrain.internals.dispatch import without_modes
+from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.process_groups import all_gather_single
 from ptrain.interpreter import program
 from ptrain.rooms.world import World
@@ -276,7 +276,7 @@ class Exchange:
         if self._host is not None:
             numbers = struct.Struct(f"={len(values)}d")
             return [list(numbers.unpack(row)) for row in self._host.gather(numbers.pack(*values))]
-        with without_modes():  # so that the meters do not see these tensors
+        with disable_modes():  # so that the meters do not see these tensors
             vector = torch.tensor(values, dtype=torch.float64, device="cpu")
             by_rank = vector.new_empty(self.world.size * len(values))
             all_gather_single(by_rank, vector, group=group)

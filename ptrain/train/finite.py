@@ -28,13 +28,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ptrain.cost import Phase
 from ptrain.errors import TrainingStopped
-from ptrain.internals.dispatch import without_modes
+from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
-from ptrain.models.ledger import local
-from ptrain.models.watch import watching
+from ptrain.models.ledger import local_tensor
+from ptrain.models.watch import watch_modules
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Subject
 from ptrain.report.routing import LayerRouting
@@ -178,7 +178,7 @@ class FiniteGuard:
         if self._program.updates_in_backward:
             return None, known or f"{_UNKNOWN}: backward has already changed parameters"
         norm, witness = None, _NonFiniteFinder(self._program)
-        with without_modes(), witness.watch():
+        with disable_modes(), witness.watch():
             self._program.wrapped.clear_gradients()  # else the step would add to them
             norm = self._repeat(step)
         answers = [(witness.found, witness.failure)]
@@ -213,7 +213,7 @@ class FiniteGuard:
         """
         program, scaling = self._program, self._program.scaling
         flags: list[torch.Tensor] = []
-        with torch.no_grad(), without_modes():
+        with torch.no_grad(), disable_modes():
             if norm is not None:
                 flags = [norm] if scaling is None else [norm, scaling.found_inf]
             elif scaling is None and not program.updates_in_backward:
@@ -227,7 +227,7 @@ class FiniteGuard:
     def _admits_unit(self, index: int) -> bool:
         """Return True if backward may update a unit."""
         gradients = [target.gradient for target in self._program.wrapped.targets()[index]]
-        with without_modes():
+        with disable_modes():
             if not self._left_out and not _is_finite([g for g in gradients if g is not None]):
                 self._left_out = list(
                     _find_non_finite(self._program, holdings.gradients(self._program))
@@ -307,7 +307,7 @@ class _NonFiniteFinder:
                 inspect_output = partial(self._inspect_output, piece.index)
                 before = partial(self._hook_parameters, piece.index)
                 modules = piece.module.named_modules()
-                hooks.enter_context(watching(modules, before=before, after=inspect_output))
+                hooks.enter_context(watch_modules(modules, before=before, after=inspect_output))
             yield
 
     def _record_failure(self, _: object, error: BaseException | None, __: object) -> bool:
@@ -340,8 +340,8 @@ class _NonFiniteFinder:
     def _inspect_tensor(self, place: str, stage: int, tensor: torch.Tensor) -> None:
         """Record a tensor if it is the first one that is not finite."""
         self._orders[self._number] += 1
-        with without_modes():  # a collective may still write to the tensor, so wait for it first
-            stored = AsyncCollectiveTensor(local(tensor)).trigger_wait()
+        with disable_modes():  # a collective may still write to the tensor, so wait for it first
+            stored = AsyncCollectiveTensor(local_tensor(tensor)).trigger_wait()
             if not self.found and not _is_finite([stored]):
                 at = [self._number, self._pass is not Phase.FORWARD, stage]
                 values, rank = _count_text([stored]), self._program.world.rank
@@ -389,7 +389,7 @@ def _extreme_values(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     return [
         extreme
-        for tensor in map(local, tensors)
+        for tensor in map(local_tensor, tensors)
         if tensor.is_floating_point() and tensor.numel()
         for extreme in torch.aminmax(tensor.detach())
     ]
@@ -414,7 +414,7 @@ def _copy_to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
 def _checkpoint_tensors(program: Program) -> Iterator[Holding]:
     """Yield the local tensors that a checkpoint contains."""
     yield from holdings.parameters(program)
-    yield from holdings.optimizer(program)
+    yield from holdings.optimizer_state(program)
     for target, tensors in program.update.tensors():
         count = tensors.get(COUNTER)
         if count is not None and not count.is_meta:
@@ -433,7 +433,7 @@ def _find_non_finite(program: Program, stored: Iterable[Holding]) -> Iterator[No
         stage, tensor = order.get(part.name, (0, len(order)))
         state = list(_STATES).index(part.subject)
         parts.setdefault((state, stage, tensor, part.name, part.key), []).append(part.tensor)
-    with torch.no_grad(), without_modes():
+    with torch.no_grad(), disable_modes():
         yield from (
             NonFiniteTensor(place, _count_text(parts[place]))
             for place in sorted(parts)
@@ -444,7 +444,9 @@ def _find_non_finite(program: Program, stored: Iterable[Holding]) -> Iterator[No
 def _count_text(tensors: Sequence[torch.Tensor]) -> str:
     """Return the counts of values that are not finite: `nan in 2 and inf in 1 of 64 elements`."""
     counts = dict.fromkeys(("nan", "inf", "-inf"), 0)
-    for chunk in chain.from_iterable(local(t).reshape(-1).split(_CHUNK_ELEMENTS) for t in tensors):
+    for chunk in chain.from_iterable(
+        local_tensor(t).reshape(-1).split(_CHUNK_ELEMENTS) for t in tensors
+    ):
         for value, is_it in zip(counts, (torch.isnan, torch.isposinf, torch.isneginf), strict=True):
             counts[value] += int(is_it(chunk).sum())
     words = " and ".join(f"{value} in {count}" for value, count in counts.items() if count)

@@ -27,8 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from ptrain.cost import Estimate
 from ptrain.errors import Fault
-from ptrain.meters.traffic import Counter
-from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.meters.traffic import CollectiveCounter
+from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.report import routing
 from ptrain.report.routing import LayerRouting
 from ptrain.report.screen import print_screen
@@ -115,7 +115,7 @@ class Journal:
         self._measured: Mapping[str, float] = {}  # of the last measured step
         self._path, self._first = folder.metrics if folder else None, first
         self._metrics: Any = None  # opened by the first row
-        self._counter = Counter() if spec.world_size > 1 and folder else None
+        self._counter = CollectiveCounter() if spec.world_size > 1 and folder else None
         self._uncounted = 0  # steps since the counter was last read
         self._progress = _start_progress(spec.train.steps) if bar else None
 
@@ -228,7 +228,7 @@ class Journal:
         self._uncounted += 1
         is_last = step == self.spec.train.steps
         wanted = is_shown(self.spec, step)
-        counted = self._counter.read() if is_last else self._counter.look(wanted=wanted)
+        counted = self._counter.read() if is_last else self._counter.read_if_wanted(wanted=wanted)
         if counted is None:
             return {}
         steps, self._uncounted = self._uncounted, 0
@@ -377,9 +377,11 @@ class TrackerThread:
         """Run the queued calls."""
         while (call := self._calls.get()) is not None and not self.is_given_up:
             try:
-                with boundary(lambda error: Fault(place=self.name, finding=said(error))):
+                with convert_exceptions(
+                    lambda error: Fault(place=self.name, finding=describe_error(error))
+                ):
                     call(self._tracker)
-            except CodeRaised as error:
+            except UserCodeError as error:
                 self._give_up(error.faults[0].finding)
                 return
 

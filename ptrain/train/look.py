@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ptrain.axes.data.form import tier_of
 from ptrain.cost import State
-from ptrain.internals.dispatch import without_modes
-from ptrain.interpreter.loss import LossScale, not_finite
+from ptrain.internals.dispatch import disable_modes
+from ptrain.interpreter.loss import LossScale, nonfinite_flag
 from ptrain.interpreter.program import Program
 from ptrain.models.objective import sent_to
 from ptrain.rooms.queue import DeviceQueue, Milestone
@@ -72,7 +72,7 @@ class HostStepCheck:
     def start_copy(self) -> None:
         """Start copying the loss scale to the host, if there is one."""
         if self._scaling is not None:
-            with without_modes():
+            with disable_modes():
                 numbers = torch.stack([self._scaling.scale, self._scaling.found_inf])
                 self._sent = self._queue.to_host(numbers), self._queue.mark()
 
@@ -119,7 +119,7 @@ class DeviceStepCheck:
         (sums, *norm), self._known = self._known, []
         others = [self.halted, *norm]
         others += [] if scaling is None else [scaling.scale, scaling.found_inf]
-        with without_modes():
+        with disable_modes():
             # One tensor, so that one copy to the host suffices.
             numbers = torch.cat([sums, torch.stack([other.double() for other in others])])
             self._numbers = self._queue.to_host(numbers)
@@ -153,7 +153,7 @@ def can_be_late(program: Program, queue: DeviceQueue) -> bool:
     """
     spec = program.spec
     is_read_at_once = spec.verify_every or program.updates_in_backward
-    if not queue.runs_ahead or is_read_at_once or not spec.optimizer.row.is_fused:
+    if not queue.runs_ahead or is_read_at_once or not spec.optimizer.properties.is_fused:
         return False
     states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
     return all(tier_of(spec.factors, state) is Tier.DEVICE for state in states)
@@ -180,7 +180,7 @@ class DeviceSums:
             norm: The result of `Program.reduce`.
         """
         device = self._program.world.device
-        with without_modes():
+        with disable_modes():
             seen = torch.tensor(self._interrupts.flags(), dtype=torch.float64, device="cpu")
             unsound = self._unsound_flag(norm)
             own = torch.stack([share.double(), unsound.double()])
@@ -207,4 +207,4 @@ class DeviceSums:
                 is_unsound.logical_and_(scaling.found_inf == 0)
             return is_unsound
         gradients = [] if scaling is not None else self._program.gradients()
-        return not_finite(gradients) if gradients else torch.zeros_like(self.halted)
+        return nonfinite_flag(gradients) if gradients else torch.zeros_like(self.halted)

@@ -23,15 +23,15 @@ from typing import Any, cast
 
 from ptrain.errors import Fault, PtrainError
 from ptrain.spec.leaf import (
-    Free,
+    FreeMapping,
+    Integer,
     Leaf,
-    Refused,
+    RejectedValue,
     Text,
-    Whole,
-    declared,
     describe,
+    grammar_dataclass,
     is_required,
-    refuse,
+    reject,
 )
 from ptrain.spec.spec import Spec
 from ptrain.units import leaves
@@ -152,32 +152,32 @@ class Manifest:
     format: int = FORMAT
 
 
-@declared
+@grammar_dataclass
 class _Row(Leaf):
     """A list with one leaf per item."""
 
     leaves: tuple[Leaf, ...] = ()
 
     def check(self, value: Any) -> object:
-        """Return the values as a tuple. Raises Refused if the list or a value is invalid."""
+        """Return the values as a tuple. Raises RejectedValue if the list or a value is invalid."""
         if not isinstance(value, list) or len(value) != len(self.leaves):
             got = f"a list of {len(value)}" if isinstance(value, list) else describe(value)
-            refuse(f"must be a list of {len(self.leaves)}; got {got}")
+            reject(f"must be a list of {len(self.leaves)}; got {got}")
         return tuple(_check_values(dict(enumerate(self.leaves)), dict(enumerate(value))).values())
 
 
-_COUNT, _TEXT = Whole("", 0, _MOST), Text("", r"(?s:.*)")
+_COUNT, _TEXT = Integer("", 0, _MOST), Text("", r"(?s:.*)")
 _DIGEST = Text("", "[0-9a-f]{64}", "a SHA-256 as 64 hexadecimal digits")
 _LEAF_OF: Mapping[str, Leaf] = {
     "step": _COUNT,
     "spec": _TEXT,
-    "world_size": Whole("", 1, _MOST),
+    "world_size": Integer("", 1, _MOST),
     "torch": _TEXT,
-    "files": Free("", values=_Row("", leaves=(_COUNT, _DIGEST))),
-    "trained": Free(""),
-    "samples": Whole("", 0, _MOST, null=True),
-    "data": Free("", values=_Row("", leaves=(_COUNT, _TEXT, Whole("", -_MOST, _MOST)))),
-    "format": Whole("", UNSEALED, _MOST),
+    "files": FreeMapping("", values=_Row("", leaves=(_COUNT, _DIGEST))),
+    "trained": FreeMapping(""),
+    "samples": Integer("", 0, _MOST, accepts_null=True),
+    "data": FreeMapping("", values=_Row("", leaves=(_COUNT, _TEXT, Integer("", -_MOST, _MOST)))),
+    "format": Integer("", UNSEALED, _MOST),
 }
 
 
@@ -279,19 +279,19 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
         return _build_manifest(content)
     except (ValueError, RecursionError) as error:
         raise PtrainError(f"checkpoint {folder}: {NAME} is not readable: {error}") from error
-    except Refused as error:
+    except RejectedValue as error:
         finding = f"{error.finding}. {error.remedy}" if error.remedy else error.finding
         raise PtrainError(f"checkpoint {folder}: {NAME} is not readable: {finding}") from error
 
 
 def _build_manifest(content: object) -> Manifest:
-    """Build a manifest. Raises Refused if a field is invalid, missing or unknown."""
-    known = cast("dict[str, object]", Free("").check(content))
+    """Build a manifest. Raises RejectedValue if a field is invalid, missing or unknown."""
+    known = cast("dict[str, object]", FreeMapping("").check(content))
     for spot in fields(Manifest):
         if is_required(spot) and spot.name not in known:
-            refuse(f"{spot.name}: is missing")
+            reject(f"{spot.name}: is missing")
     if strange := known.keys() - _LEAF_OF.keys():
-        refuse(f"{min(strange)}: unknown field", f"Allowed fields: {', '.join(_LEAF_OF)}.")
+        reject(f"{min(strange)}: unknown field", f"Allowed fields: {', '.join(_LEAF_OF)}.")
     return Manifest(**_check_values(_LEAF_OF, known))
 
 
@@ -300,9 +300,9 @@ def _check_values(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> d
     taken = {}
     for key, value in values.items():
         try:
-            taken[key] = leaves[key].take(value)
-        except Refused as error:
-            refuse(f"{key}: {error.finding}", error.remedy)
+            taken[key] = leaves[key].parse(value)
+        except RejectedValue as error:
+            reject(f"{key}: {error.finding}", error.remedy)
     return taken
 
 

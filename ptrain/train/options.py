@@ -16,7 +16,7 @@ from pathlib import Path
 from ptrain.commands import add_arguments
 from ptrain.errors import refused
 from ptrain.spec.load import split_arguments
-from ptrain.spec.names import names
+from ptrain.spec.names import load_names
 from ptrain.spec.spec import Spec
 
 _MIN_ID_LENGTH = 16  # characters of --rdzv-id, which keeps strangers out of the rendezvous
@@ -100,7 +100,9 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         if name in Options.__dataclass_fields__ and name not in ("spec", "overrides")
     }
     rest["resume"] = _resolve_resume(arguments.resume)
-    return Options(spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest)
+    return Options(
+        spec=specs[0] if specs else load_names().default, overrides=tuple(overrides), **rest
+    )
 
 
 def _resolve_resume(resume: str | None) -> str | None:

@@ -121,5 +121,5 @@ class Consistency:
     @contextmanager
     def _record_gradients(self, watch: AbstractContextManager[object]) -> Iterator[None]:
         """Temporarily record gradients, inside the context `watch`."""
-        with watch, self._replicas.noted():
+        with watch, self._replicas.record_gradients():
             yield

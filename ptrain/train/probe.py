@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from ptrain.cost import Estimate, Phase, Traffic, add_traffic
 from ptrain.interpreter.program import Program
-from ptrain.meters.blocked import Stopwatch
+from ptrain.meters.blocked import WaitMeter
 from ptrain.meters.measure import Measurement, measure
-from ptrain.meters.memory import Finder
+from ptrain.meters.memory import RoleFinder
 from ptrain.rooms.world import World
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.spec import Spec
@@ -127,7 +127,7 @@ class Probe:
             )
             # The finder runs in the step before the steady one, whose memory is not reported.
             is_before = step == self.steady - 1
-            finder = stack.enter_context(Finder(self._program)) if is_before else None
+            finder = stack.enter_context(RoleFinder(self._program)) if is_before else None
             stopwatch = (
                 stack.enter_context(self._make_stopwatch()) if self._is_timed(step) else None
             )
@@ -150,8 +150,8 @@ class Probe:
         """Return True if the wait on collectives is timed in a step (from 0)."""
         return self.is_measured(step - 1) and not self.is_measured(step)
 
-    def _make_stopwatch(self) -> Stopwatch:
-        return Stopwatch(self._program.mesh.axes_by_group(), rank=self._program.world.rank)
+    def _make_stopwatch(self) -> WaitMeter:
+        return WaitMeter(self._program.mesh.axes_by_group(), rank=self._program.world.rank)
 
     def _store_measurement(self, step: int, measurement: Measurement) -> None:
         """Store the estimate of a measured step."""
@@ -166,7 +166,7 @@ class Probe:
             self.estimate = replace(estimate, traffic=add_traffic(rows), undefined=undefined)
         self._measured(estimate)
 
-    def _store_times(self, step: int, stopwatch: Stopwatch) -> None:
+    def _store_times(self, step: int, stopwatch: WaitMeter) -> None:
         """Store the times of a timed step; in `estimate` if it follows the steady step."""
         rows = stopwatch.rows()
         for row in rows:

@@ -20,7 +20,7 @@ from ptrain.output import outlive_readers
 from ptrain.train.rank_start import report_error
 
 
-def run_rank(run: Callable[[], int]) -> NoReturn:
+def run_and_exit(run: Callable[[], int]) -> NoReturn:
     """Run a rank from start to end, and exit with the code that `run` returns.
 
     A reader that closes the output of the rank does not make it fail.

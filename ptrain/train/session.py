@@ -25,12 +25,11 @@ import torch.distributed as dist
 from ptrain.cost import Estimate
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import require_trainable_data as require_corpus
-from ptrain.derivation.estimate import Derivation, by_counts, derive
-from ptrain.derivation.throughput import step_tokens
+from ptrain.derivation.estimate import Derivation, by_counts, derive, step_tokens
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
-from ptrain.meters.routing import RoutingMeter, histogram, summed
+from ptrain.meters.routing import RoutingMeter, sum_histograms, sum_routing
 from ptrain.processor import cores
 from ptrain.report.record import Check, compare_estimates, result_record, time_checks, verdict_word
 from ptrain.report.routing import LayerRouting, is_routing_recorded, routing_rows
@@ -110,10 +109,10 @@ class RoutingLog:
             return ()
         everyone = self._exchange.gather((self._meter.rows(), self._meter.choices()))
         if self._is_measured(step):
-            self._write_counts(step, histogram([choices for _, choices in everyone]))
+            self._write_counts(step, sum_histograms([choices for _, choices in everyone]))
         if not is_shown(self._spec, step + 1):
             return ()
-        layers = summed([of_rank for of_rank, _ in everyone])
+        layers = sum_routing([of_rank for of_rank, _ in everyone])
         self._last = step, layers
         return layers
 
@@ -128,7 +127,7 @@ class RoutingLog:
     @contextmanager
     def _watch_routers(self, watch: AbstractContextManager[object]) -> Iterator[None]:
         """Temporarily count the choices of routers, inside the context `watch`."""
-        with watch, self._meter.watching():
+        with watch, self._meter.watch():
             yield
 
     def _write_counts(self, step: int, counts: Histogram) -> None:
@@ -137,7 +136,7 @@ class RoutingLog:
         if self._exchange.world.is_first:
             file = self._folder.routing(step + 1)
             file.parent.mkdir(mode=0o700, exist_ok=True)
-            write_text(file, json.dumps(counts.plain()) + "\n")
+            write_text(file, json.dumps(counts.to_counts()) + "\n")
 
     def _is_due(self, step: int) -> bool:
         """Return True if the model routes and the step is printed or measured."""
@@ -148,7 +147,7 @@ class RoutingLog:
 
 def emulated_line(spec: Spec, device: torch.device) -> str:
     """Return a line if this CPU emulates the dtype of the model's computation, else ""."""
-    dtype = spec.precision.effective.parameters
+    dtype = spec.precision.effective_layout.parameters
     if device.type != "cpu" or is_native(dtype):
         return ""
     return f"precision  {dtype} is emulated on this CPU and slow"

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import flow
+from ptrain.spec.text import to_flow_yaml
 from ptrain.train.folder import AUTO, RunFolder
 from ptrain.train.options import Options
 from ptrain.units import leaves
@@ -181,7 +181,7 @@ class TensorBoard:
 
         purged = run.first + 1 if run.first else None
         self._writer = SummaryWriter(log_dir=str(run.folder / "events"), purge_step=purged)
-        rows = [f"| {place} | {flow(value)} |" for place, value in leaves(run.facts)]
+        rows = [f"| {place} | {to_flow_yaml(value)} |" for place, value in leaves(run.facts)]
         self._writer.add_text("run", "\n".join((f"| {run.name} | |", "|---|---|", *rows)))
         return ""
 
@@ -215,7 +215,8 @@ class MLflow:
         active = mlflow.start_run(run_id=run.identity or None, run_name=run.name)
         if not run.identity:
             facts = [
-                (_valid_key(place), flow(value)[:_LONGEST]) for place, value in leaves(run.facts)
+                (_valid_key(place), to_flow_yaml(value)[:_LONGEST])
+                for place, value in leaves(run.facts)
             ]
             for start in range(0, len(facts), _MOST_PARAMETERS):
                 mlflow.log_params(dict(facts[start : start + _MOST_PARAMETERS]))

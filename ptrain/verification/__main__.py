@@ -13,9 +13,9 @@ from ptrain.train.rank_start import begin_rank  # `leave_current_folder` changes
 if __name__ == "__main__":
     begin_rank()
 
-from ptrain.train.rank_exit import run_rank
+from ptrain.train.rank_exit import run_and_exit
 from ptrain.verification.options import parse_options
 from ptrain.verification.protocol import verify_on_rank
 
 if __name__ == "__main__":
-    run_rank(lambda: verify_on_rank(parse_options(sys.argv[1:])))
+    run_and_exit(lambda: verify_on_rank(parse_options(sys.argv[1:])))

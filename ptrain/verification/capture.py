@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ptrain.axes.context.attention import Span, context_of, spans_at
 from ptrain.axes.data.run.target import NamedTarget
 from ptrain.data.sampler import SampleSource
-from ptrain.facts.model import prefixes
+from ptrain.facts.model import module_prefixes
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
@@ -39,7 +39,7 @@ from ptrain.optimizers.build import tensor_of
 from ptrain.report.finding import Mismatch, Moment, Subject
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import SAMPLE_AXES
-from ptrain.spec.role import Role, Roles, fits
+from ptrain.spec.role import Role, Roles, matches_pattern
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
@@ -55,13 +55,15 @@ Patterns = tuple[str, ...]
 
 def is_output_addend(roles: Roles, module: str) -> bool:
     """Return True if the outputs of a module on the ranks sum to the reference's output."""
-    return any(fits(pattern, module) for pattern in _output_addends(roles))
+    return any(matches_pattern(pattern, module) for pattern in _output_addends(roles))
 
 
 def is_gradient_addend(roles: Roles, module: str) -> bool:
     """Return True if the ranks' gradients of a module's output sum to the reference's gradient."""
     return any(
-        fits(pattern, name) for pattern in _gradient_addends(roles) for name in prefixes(module)
+        matches_pattern(pattern, name)
+        for pattern in _gradient_addends(roles)
+        for name in module_prefixes(module)
     )
 
 
@@ -71,7 +73,7 @@ def _output_addends(roles: Roles) -> Patterns:
     layer that sums."""
     sums = tuple(pattern for pattern, role in roles if role is Role.EXPERTS)
     rows = (pattern for pattern, role in roles if role is Role.INNER_ROW)
-    around = (name for row in rows for name in prefixes(row) if is_within(name, sums))
+    around = (name for row in rows for name in module_prefixes(row) if is_within(name, sums))
     return tuple(name for name in dict.fromkeys(around) if name not in sums)
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program
-from ptrain.models.ledger import local
-from ptrain.models.watch import listening
+from ptrain.models.ledger import local_tensor
+from ptrain.models.watch import add_listeners
 from ptrain.report.finding import Certainty, DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import coordinates
@@ -119,7 +119,7 @@ class SideRecorder(StepRecorder):
         self.enter_context(self.modules)
         return super().__enter__()
 
-    def reduced(self) -> None:
+    def on_reduced(self) -> None:
         """Record the parameters whose reduced gradient is ready for the optimizer."""
         self.reached = {
             its.name
@@ -127,7 +127,7 @@ class SideRecorder(StepRecorder):
             if isinstance(its, LeafShard) and its.target.gradient is not None
         }
 
-    def clipped(self, norm: Tensor | None) -> None:
+    def on_clipped(self, norm: Tensor | None) -> None:
         """Ignore clipping: gradients are compared as they are before it."""
 
 
@@ -140,14 +140,16 @@ class ProgramState:
             kind: {name: tensor.clone() for name, tensor in tensors.items()}
             for kind, tensors in program.state_dict().items()
         }
-        self._buffers = [(its, local(its.detach()).clone()) for its in program.model.buffers()]
+        self._buffers = [
+            (its, local_tensor(its.detach()).clone()) for its in program.model.buffers()
+        ]
 
     @torch.no_grad()
     def restore(self, *, gradients: bool = True) -> None:
         """Restore the state, and clear the gradients, as between two steps."""
         self._program.load_state_dict(self._state)
         for buffer, copy in self._buffers:
-            local(buffer.detach()).copy_(copy)
+            local_tensor(buffer.detach()).copy_(copy)
         self._program.wrapped.clear_gradients()
 
 
@@ -195,8 +197,8 @@ class ProgramEvidence:
     def run(self, number: int) -> float:
         """Run a step of the program and return this rank's share of the loss."""
         seen = self.seen
-        observers = listening(self.program.observers, seen.modules)
-        with observers, listening(self.program.gradient_observers, seen):
+        observers = add_listeners(self.program.observers, seen.modules)
+        with observers, add_listeners(self.program.gradient_observers, seen):
             share, seen.norm = run_training_step(self.program, self.source, number)
         seen.loss = self.exchange.sum_over_ranks([share])[0]
         seen.clip = clip_factor(self.spec, seen.norm)
@@ -235,7 +237,7 @@ class ProgramEvidence:
         differences.mismatches += samples
         size = math.inf if samples else 0.0
         differences.record((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
-        in_use = program.order.canonical(seen.modules.in_use), expected.modules.in_use
+        in_use = program.order.to_model_order(seen.modules.in_use), expected.modules.in_use
         self._compare_tensors(differences, Moment.FORWARD, Subject.PARAMETERS, in_use)
         for moment, what, is_addend in (
             (Moment.FORWARD, attrgetter("output"), is_output_addend),

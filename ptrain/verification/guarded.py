@@ -15,9 +15,9 @@ if __name__ == "__main__":
     begin_rank()
 
 from ptrain.train.options import parse_options
-from ptrain.train.rank_exit import run_rank
+from ptrain.train.rank_exit import run_and_exit
 from ptrain.train.session import train_rank
 from ptrain.verification.trajectory import ReferenceGuard
 
 if __name__ == "__main__":
-    run_rank(lambda: train_rank(parse_options(sys.argv[1:]), ReferenceGuard))
+    run_and_exit(lambda: train_rank(parse_options(sys.argv[1:]), ReferenceGuard))

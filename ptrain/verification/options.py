@@ -11,7 +11,7 @@ from pathlib import Path
 from ptrain.commands import add_arguments
 from ptrain.errors import refused
 from ptrain.spec.load import split_arguments
-from ptrain.spec.names import SPEC_FOLDERS, canonical, listing, names
+from ptrain.spec.names import SPEC_FOLDERS, list_files, load_names, resolve_alias
 from ptrain.train.options import strip_dashes
 
 STEPS, LEAST_STEPS = 100, 3
@@ -58,7 +58,7 @@ def require_steps(steps: int) -> None:
 def spec_source(spec: str) -> str:
     """Return the spec of a run folder, or `spec` itself if it is none."""
     resolved = Path(spec) / "spec.resolved.yaml"
-    is_named = canonical(spec) in listing(*SPEC_FOLDERS)
+    is_named = resolve_alias(spec) in list_files(*SPEC_FOLDERS)
     return spec if is_named or not resolved.is_file() else str(resolved)
 
 
@@ -87,7 +87,7 @@ def parse_options(argv: Sequence[str]) -> VerifyOptions:
     rest = {name: value for name, value in vars(options).items() if name != "arguments"}
     require_steps(options.steps)
     return VerifyOptions(
-        spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest
+        spec=specs[0] if specs else load_names().default, overrides=tuple(overrides), **rest
     )
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ptrain.models.ledger import local
+from ptrain.models.ledger import local_tensor
 from ptrain.train.exchange import Exchange
 
 # What DistributedDataParallel, torch.compile, FSDP1, checkpoint_wrapper and Lightning Fabric (which
@@ -229,7 +229,7 @@ def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
 
 def local_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of the tensor on the CPU, where the reference is."""
-    return local(tensor.detach()).cpu()
+    return local_tensor(tensor.detach()).cpu()
 
 
 def norm(tensor: torch.Tensor) -> float:

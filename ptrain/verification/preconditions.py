@@ -28,10 +28,15 @@ from torch.utils._pytree import tree_leaves
 from ptrain.cost import Phase
 from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program
-from ptrain.meters.replicas import ReplicaMeter, coordinates, digests, generator_digest
+from ptrain.meters.replicas import (
+    ReplicaMeter,
+    compute_digests,
+    gather_coordinates,
+    generator_digest,
+)
 from ptrain.meters.traffic import CollectiveLedger
 from ptrain.models.modes import drops_out, own_dropouts
-from ptrain.models.watch import listening, watching
+from ptrain.models.watch import add_listeners, watch_modules
 from ptrain.report.copies import (
     SHARED,
     explain_replica_mismatches,
@@ -42,7 +47,7 @@ from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.placement import TOKEN_AXES
-from ptrain.spec.spec import Spec, groups
+from ptrain.spec.spec import Spec, rank_groups
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import module_paths, run_training_step
 from ptrain.verification.compare import count_check
@@ -73,7 +78,10 @@ class MaskObserver:
         drawing = (
             (path, its) for path, its in module_paths(self.program) if any(own_dropouts(its))
         )
-        with listening(self.program.observers, self), watching(drawing, before=self._record_input):
+        with (
+            add_listeners(self.program.observers, self),
+            watch_modules(drawing, before=self._record_input),
+        ):
             yield self
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
@@ -83,14 +91,17 @@ class MaskObserver:
     def _record_input(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._now is not None:
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-            what, state = " ".join(digests([*given])), generator_digest(self.program.world.device)
+            what, state = (
+                " ".join(compute_digests([*given])),
+                generator_digest(self.program.world.device),
+            )
             self._seen.setdefault(f"{path} {self._now}", (what, state, module.training))
 
     def check(self, exchange: Exchange, step: int) -> tuple[Mismatch, ...]:
         """Return the mismatches between ranks, in the order in which the modules run."""
         everyone: list[dict[str, Seen]] = exchange.gather(self._seen)
         spec = self.program.spec
-        lines = {rank: group for group in groups(spec, TOKEN_AXES) for rank in group}
+        lines = {rank: group for group in rank_groups(spec, TOKEN_AXES) for rank in group}
         mismatches: list[Mismatch] = []
         for key in dict.fromkeys(key for its in everyone for key in its):
             path, _, micro_batch = key.rpartition(" ")
@@ -105,7 +116,7 @@ class MaskObserver:
         """Return the root cause of the mismatches: the ranks with wrong masks; None without
         mismatches."""
         same = [its for its in mismatches if its.told == mismatches[0].told]
-        cause = explain_replica_mismatches(same, coordinates(self.program))
+        cause = explain_replica_mismatches(same, gather_coordinates(self.program))
         if cause is None:
             return None
         first, ranks = same[0], cause.ranks
@@ -200,7 +211,7 @@ class StepObserver:
     def observe_step(self, step: int) -> Iterator[None]:
         """Observe one step; when the block ends, compare the ranks."""
         with ExitStack() as stack:
-            stack.enter_context(self.replicas.noted())
+            stack.enter_context(self.replicas.record_gradients())
             masks = (
                 stack.enter_context(MaskObserver(self.program).observe()) if self.draws else None
             )

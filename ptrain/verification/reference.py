@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import Split, read_batch
-from ptrain.models.initialize import build, cast, initialize, read_module_weights
+from ptrain.models.initialize import build_model, cast_module, initialize, read_module_weights
 from ptrain.models.modes import seed_of_step
-from ptrain.models.moe import Gate, scale_losses, weigh
+from ptrain.models.moe import Gate, scale_losses, weight_router_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import Objective, SampleBatch, StepBatch, objective_of
 from ptrain.models.units import ROOT, unit_modules
@@ -45,7 +45,7 @@ class ReferenceOptimizer:
 
     def __init__(self, module: nn.Module, spec: Spec) -> None:
         self.spec = spec
-        self.layout = spec.precision.effective
+        self.layout = spec.precision.effective_layout
         self.parameters = dict(module.named_parameters())
         self.updated: dict[str, Tensor] = {
             name: parameter
@@ -68,7 +68,7 @@ class ReferenceOptimizer:
                 rule,
                 [self.updated[name] for name, own in self._rules.items() if own == rule],
                 spec.optimizer,
-                self.layout.updated,
+                self.layout.update_dtype,
             )
             for rule in dict.fromkeys(self._rules.values())
         }
@@ -195,7 +195,7 @@ class MicroBatch:
 
     def single_sample(self, index: int) -> MicroBatch:
         """Return one sample as a micro-batch."""
-        return replace(self, samples=self.samples.between(index, index + 1))
+        return replace(self, samples=self.samples.slice_rows(index, index + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,15 +345,15 @@ def relative_distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) ->
 
 def _build_module(spec: Spec) -> nn.Module:
     with torch.device("cpu"):
-        module = build(
+        module = build_model(
             spec.model, sequence=spec.batch.sequence, allow_import=True, seed=spec.train.seed
         )
     if isinstance(spec.model, ModelShape):  # the model of a user function keeps its weights
         initialize(module, spec.train.seed)
     else:
         read_module_weights(module, spec.model.pretrained)
-    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
-    weigh(module, 1.0 / spec.batch.global_samples)
+    cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
+    weight_router_losses(module, 1.0 / spec.batch.global_samples)
     return module
 
 

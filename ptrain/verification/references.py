@@ -44,7 +44,7 @@ from ptrain.errors import refused
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
-from ptrain.models.modes import SwitchedOff, forked, reseed, switched_off
+from ptrain.models.modes import DisabledDropout, fork_generators, reseed, switched_off
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -63,7 +63,7 @@ _FIXED = (DType.FP32, DType.FP64)
 
 def without_dropout(spec: Spec) -> Spec:
     """Return the spec with a model shape without dropout; unchanged if there is none to remove."""
-    if isinstance(spec.model, ModelShape) and spec.model.drops:
+    if isinstance(spec.model, ModelShape) and spec.model.has_dropout:
         return replace(spec, model=spec.model.without_dropout())
     return spec
 
@@ -88,10 +88,18 @@ def is_order_sensitive(spec: Spec) -> bool:
     This is the case if a state is stored in 16 bits, or if the update rule enlarges rounding errors
     (except in fp64).
     """
-    layout = spec.precision.effective
-    dtypes = (layout.parameters, layout.reduced, layout.gradients, layout.updated, layout.moments)
+    layout = spec.precision.effective_layout
+    dtypes = (
+        layout.parameters,
+        layout.reduced,
+        layout.gradients,
+        layout.update_dtype,
+        layout.moments,
+    )
     coarse = any(dtype not in _FIXED for dtype in dtypes)
-    return coarse or (spec.optimizer.row.enlarges_rounding and layout.updated is not DType.FP64)
+    return coarse or (
+        spec.optimizer.properties.enlarges_rounding and layout.update_dtype is not DType.FP64
+    )
 
 
 NOTE = (
@@ -101,10 +109,10 @@ NOTE = (
 
 
 @contextmanager
-def disable_dropout(spec: Spec) -> Iterator[SwitchedOff]:
+def disable_dropout(spec: Spec) -> Iterator[DisabledDropout]:
     """Temporarily switch off torch's dropout functions, unless the model is built in."""
     if isinstance(spec.model, ModelShape):
-        yield SwitchedOff()
+        yield DisabledDropout()
         return
     torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
     with switched_off() as off:
@@ -152,7 +160,7 @@ def _probe_dropout(spec: Spec) -> tuple[bool, str, str]:
     def run() -> Tensor:
         return micro_batch.loss(device.objective, device.module)
 
-    with disable_dropout(spec) as off, forked(), torch.no_grad():
+    with disable_dropout(spec) as off, fork_generators(), torch.no_grad():
         losses = []
         for seed in (0, 1):
             reseed(seed)
@@ -217,7 +225,7 @@ class PermutedSums(OperatorMode):
             aten.embedding_dense_backward.default: self._permuted_rows,
         }
 
-    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rule = self.rules.get(func)
         if rule is None or not args[0].is_floating_point():
             return func(*args, **kwargs)
@@ -332,7 +340,7 @@ class ReferenceRequest:
             spec.batch,
             spec.optimizer,
             spec.data,
-            spec.precision.effective,
+            spec.precision.effective_layout,
             *filter(None, [spec.loss.user_function]),
         )
         fields = [

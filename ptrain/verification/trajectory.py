@@ -31,7 +31,7 @@ from torch import Tensor
 from ptrain.data.corpus import open_corpus
 from ptrain.errors import TrainingStopped, refused
 from ptrain.interpreter.program import Program
-from ptrain.models.modes import forked
+from ptrain.models.modes import fork_generators
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
@@ -115,7 +115,7 @@ class ReferenceContinuation:
         """
         if self.spec.precision.compute_fp64:
             return replace(TOLERANCES[torch.float64], gradients=1e-12)
-        layout = self.spec.precision.effective
+        layout = self.spec.precision.effective_layout
         dtypes = (layout.parameters, layout.reduced, layout.gradients)
         return max(
             (TOLERANCES[TORCH_DTYPES[dtype]] for dtype in dtypes), key=lambda its: its.gradients
@@ -124,7 +124,7 @@ class ReferenceContinuation:
     @contextmanager
     def step_context(self, step: int) -> Iterator[None]:
         """Run the reference from the state before a step, and record the step's update."""
-        with forked():
+        with fork_generators():
             self.continue_from(step)
         self._updates = UpdateRecorder(leaf_shards(self.program))
         with self._updates:
@@ -288,7 +288,7 @@ class LossCorridor:
     def _widen(self) -> bool:
         if self.derive_wider is None:
             return False
-        with forked():  # the references must not advance the run's generators
+        with fork_generators():  # the references must not advance the run's generators
             self.allowed, self.derive_wider = self.derive_wider(), None
         return True
 

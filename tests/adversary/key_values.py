@@ -20,13 +20,13 @@ from random import Random
 from typing import Any
 
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Leaf, Section, keys
-from ptrain.spec.names import listing, strategy
+from ptrain.spec.leaf import Leaf, Section, section_keys
+from ptrain.spec.names import list_files, load_strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, Axis
 from ptrain.spec.rates import Rates
 from ptrain.spec.schema import schema
 from ptrain.spec.shorthand import POLICIES
-from ptrain.spec.text import flow
+from ptrain.spec.text import to_flow_yaml
 
 Shape = Mapping[str, Any]  # a JSON Schema
 
@@ -83,7 +83,10 @@ LEFT_OUT: Mapping[str, str] = {
         for section in ("data", "loss", "step")
         for key in ("target", "arguments", "folder")
     },
-    **{f"cluster.rates.{key}": "of time alone: tests/pure/test_rates.py" for key in keys(Rates)},
+    **{
+        f"cluster.rates.{key}": "of time alone: tests/pure/test_rates.py"
+        for key in section_keys(Rates)
+    },
     "data.path": "a simulation reads no data, and the file would have to be there",
     "data.loss_mask": "it stands beside data.path",
     "data.sources": "as data.path: tests/unit/test_mixture.py",
@@ -104,10 +107,10 @@ _SIZE, _RATE = r"^[0-9.]+ *([kKMGT]i?B|B)?$", r"^[0-9.]+ *([kKMGT]i?B|B)?(/s)?$"
 @cache
 def texts() -> Mapping[str, tuple[str, ...]]:
     """Return the texts of keys that take any text, by key, and by pattern where it says it all."""
-    strategies = tuple(sorted(listing("strategies")))
+    strategies = tuple(sorted(list_files("strategies")))
     return {
         "name": ("drawn",),
-        "model.preset": tuple(sorted(listing("models"))),
+        "model.preset": tuple(sorted(list_files("models"))),
         "placement": strategies,
         **{f"placement.{axis}": _tuples(strategies, {axis}) for axis in {*Axis} - {*EXPERT_AXES}},
         **dict.fromkeys(
@@ -118,7 +121,7 @@ def texts() -> Mapping[str, tuple[str, ...]]:
         "batch.global": ("1k tokens", "0.5k tokens", "300 tokens"),
         "unit": ("1 blocks", "2 blocks", "3 blocks"),
         "offload.path": ("/nvme",),
-        "cluster.preset": tuple(sorted(listing("clusters"))),
+        "cluster.preset": tuple(sorted(list_files("clusters"))),
         "cluster.name": ("drawn",),
         "activations": ("0", "1-", "0-1", "2-3"),
         _SIZE: ("2 KiB", "100 kB", "1 MiB", "80 GiB"),
@@ -128,7 +131,7 @@ def texts() -> Mapping[str, tuple[str, ...]]:
 
 def _tuples(strategies: tuple[str, ...], axes: Set[str]) -> tuple[str, ...]:
     """The strategies that are a tuple on one of these axes, and nothing else."""
-    roots = {name: strategy(name) or {} for name in strategies}
+    roots = {name: load_strategy(name) or {} for name in strategies}
     return tuple(
         name
         for name, root in roots.items()
@@ -161,7 +164,7 @@ def declared() -> Iterator[tuple[str, Leaf | Section]]:
 
 
 def _declared(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | Section]]:
-    for key, (_, holds) in keys(kind).items():
+    for key, (_, holds) in section_keys(kind).items():
         place = ".".join((*above, key))
         yield place, holds
         if isinstance(holds, Section):
@@ -171,12 +174,12 @@ def _declared(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | 
 def of_key(place: str, holds: Leaf | Section) -> Iterator[Value]:
     """Yield the kinds of value of a key that something executes; of a section, its short forms."""
     if isinstance(holds, Section):
-        for shape in holds.also:
+        for shape in holds.other_schemas:
             yield from of_shape(place, shape)
-    elif holds.executed is None:
+    elif holds.supported is None:
         yield from of_shape(place, holds.schema())
     else:
-        yield from map(_constant, holds.executed)
+        yield from map(_constant, holds.supported)
 
 
 def of_shape(place: str, shape: Shape) -> Iterator[Value]:
@@ -219,7 +222,7 @@ def _definitions() -> Mapping[str, Shape]:
 
 def _constant(value: object) -> Value:
     return Value(
-        label=flow(value),
+        label=to_flow_yaml(value),
         draw=lambda _: value,
         holds=lambda other: type(other) is type(value) and other == value,
     )

@@ -24,7 +24,7 @@ from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import strategy
+from ptrain.spec.names import load_strategy
 from ptrain.spec.placement import EXPERT_AXES, OF_EXPERTS, Axis, Mode, Placement
 from ptrain.spec.shorthand import EXPERTS, REST, route_of
 from ptrain.spec.spec import Spec
@@ -97,7 +97,7 @@ def _bases(draw: Random, refused: Counter[str], most_ranks: int) -> Iterator[Wri
     while True:
         axes = _named_axes(draw) if draw.random() < NAMED else _axes(draw)
         if isinstance(axes, str):
-            named = strategy(axes)
+            named = load_strategy(axes)
             assert named is not None, "a strategy has a file"
             mesh = _degrees(draw, list(named["placement"]), most_ranks)
             placement: Any = axes
@@ -198,8 +198,8 @@ def _legal_modes(draw: Random, axis: str) -> Iterator[list[str]]:
             **{state.value: Mode.parse(word) for state, word in zip(PLACED, words, strict=True)}
         )
         if next(tries) > MOST_TRIES:
-            placement = room.nearest(placement, optimizer)
-        if not [*room.broken(placement, optimizer)]:
+            placement = room.nearest_legal(placement, optimizer)
+        if not [*room.broken_rules(placement, optimizer)]:
             yield str(placement).split(",")
 
 

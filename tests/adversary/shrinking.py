@@ -13,7 +13,7 @@ from ptrain.cost import PLACED
 from ptrain.errors import SpecError
 from ptrain.spec.load import load
 from ptrain.spec.shorthand import POLICIES
-from ptrain.spec.text import flow
+from ptrain.spec.text import to_flow_yaml
 from tests.adversary.random_specs import TooLarge, Written, accepted
 
 Route = tuple[str, ...]
@@ -49,8 +49,8 @@ class Shrinking:
 
     def _take(self, smaller: Written) -> bool:
         """Go on with a spec, if it is another, is legal and fails."""
-        text = flow(smaller)
-        if text == flow(self.written) or text in self._known or self.tries >= self._most:
+        text = to_flow_yaml(smaller)
+        if text == to_flow_yaml(self.written) or text in self._known or self.tries >= self._most:
             return False
         self._known.add(text)
         if not is_legal(smaller):
@@ -73,12 +73,12 @@ def is_legal(written: Written) -> bool:
 
 def command(written: Written, rank: int) -> str:
     """Return one line that simulates a rank of the spec."""
-    return f"echo {shlex.quote(flow(written))} | ptrain simulate /dev/stdin --rank {rank}"
+    return f"echo {shlex.quote(to_flow_yaml(written))} | ptrain simulate /dev/stdin --rank {rank}"
 
 
 def lines(written: Written) -> str:
     """Return the spec as YAML, a section a line."""
-    return "\n".join(f"{key}: {flow(value)}" for key, value in written.items())
+    return "\n".join(f"{key}: {to_flow_yaml(value)}" for key, value in written.items())
 
 
 # ---- the steps

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ptrain.axes.context.run.apply import GatheredCore
+from ptrain.rooms.comm import Registry
+from ptrain.spec.dials import ReduceScatterVia
 
 pytestmark = [
     pytest.mark.cuda,
@@ -20,17 +23,14 @@ class OneOfMany(GatheredCore):
     """The core of rank `own` of RANKS, whose keys and values of all ranks are at hand."""
 
     def __init__(self, own: int, keys: Tensor, values: Tensor) -> None:
-        torch.nn.Module.__init__(self)
-        self.scale, self.own, self.whole = None, own, (keys, values)
+        super().__init__(ProcessGroup(own, RANKS), None, ReduceScatterVia.NATIVE, Registry())
+        self.own, self.whole = own, (keys, values)
         self.sums: tuple[Tensor, Tensor] | None = None
 
-    rank = property(lambda self: self.own)
-    size = property(lambda _: RANKS)
-
-    def gathered(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_kv(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         return self.whole
 
-    def summed(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_kv_gradients(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
         self.sums = k_BGSD, v_BGSD
         return own_of(k_BGSD, self.own), own_of(v_BGSD, self.own)
 

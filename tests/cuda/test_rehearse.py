@@ -8,7 +8,7 @@ import torch
 from ptrain.cost import Phase
 from ptrain.derivation.estimate import derive
 from ptrain.selection.recompute import resolve_auto
-from ptrain.simulation.execute import Simulated, simulate
+from ptrain.simulation.execute import SimulatedRank, simulate
 from ptrain.spec.load import load
 
 pytestmark = [
@@ -22,7 +22,7 @@ ROUNDING = 0.05  # 512 bytes a tensor, and what operators take within themselves
 WORKSPACES = 65 * 2**20  # of matrix products, made once: on an H100 32 MiB a thread, and cuBLASLt's
 
 
-def peaks(found: Simulated) -> dict[Phase, tuple[int, int]]:
+def peaks(found: SimulatedRank) -> dict[Phase, tuple[int, int]]:
     return {row.phase: (row.device_bytes, row.allocator_bytes) for row in found.estimate.peak}
 
 

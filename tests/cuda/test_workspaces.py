@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ptrain.derivation.workspaces import attention_backward, products, sum_of_rows
+from ptrain.derivation.kernels import attention_backward, products, sum_of_rows
 from ptrain.spec.load import load
 
 pytestmark = [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
 from ptrain.spec.load import load
@@ -93,7 +93,7 @@ class Setting:
             "data": {"corpus": "python-docs", "tokenizer": "bytes"},
             "train": {"steps": 20, "seed": 0},
         }
-        return require(load(mapping | dict(self.sections)))
+        return require_runnable(load(mapping | dict(self.sections)))
 
     def _placed(self, axis: str) -> str:
         return self.placement.get(axis, PLACEMENTS[axis])

@@ -17,12 +17,12 @@ from ptrain.axes.context.run.apply import (
     GatheredCore,
     RingCore,
     UlyssesCore,
-    _blocks,
-    _Gathered,
-    _Ring,
+    _GatheredAttention,
+    _key_blocks,
+    _RingAttention,
 )
 from ptrain.interpreter.program import Program
-from ptrain.models.attention import Core
+from ptrain.models.attention import SdpaCore
 from ptrain.report.finding import Subject
 from tests.faults.fault import Fault
 from tests.faults.of_slices import GATHERED, HYBRID, RING, RING_OF_4, ULYSSES, ZIGZAG, ZIGZAG_OF_4
@@ -43,7 +43,10 @@ class _Sabotaged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, fault: Any, *others: Any) -> Tensor:
-        ctx.fault, ctx.kind = fault, _Gathered if isinstance(others[-1], GatheredCore) else _Ring
+        ctx.fault, ctx.kind = (
+            fault,
+            _GatheredAttention if isinstance(others[-1], GatheredCore) else _RingAttention,
+        )
         with fault.forward():
             return ctx.kind.forward(ctx, q, k, v, *others)
 
@@ -94,7 +97,7 @@ def gathered_by_local_index(program: Program) -> None:
     """The keys before a rank's own are masked as its own are."""
 
     def blocks(*sizes: Any) -> Iterator[tuple[slice, bool]]:
-        for part, _ in _blocks(*sizes):
+        for part, _ in _key_blocks(*sizes):
             yield part, True
 
     sabotage(program, _Ruled(apply, "_blocks", blocks))
@@ -131,7 +134,7 @@ def hop_missing(program: Program) -> None:
 def own_keys_alone(program: Program) -> None:
     """Nothing is exchanged: a rank attends to the keys that it has."""
     for core in modules(program, CORES):
-        core.forward = Core().forward
+        core.forward = SdpaCore().forward
 
 
 def taken_for_contiguous(program: Program) -> None:
@@ -151,7 +154,7 @@ def heads_swapped(program: Program) -> None:
 
         def turned(x_BhSD: Tensor, of: UlyssesCore = core) -> Tensor:
             x_NBhTD = x_BhSD.unflatten(2, (of.group.size(), -1)).movedim(2, 0).contiguous()
-            return of._exchanged(x_NBhTD).flip(0).movedim(0, 1).flatten(1, 2)
+            return of._all_to_all(x_NBhTD).flip(0).movedim(0, 1).flatten(1, 2)
 
         core._heads_for_tokens = turned
 

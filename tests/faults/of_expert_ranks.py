@@ -51,7 +51,7 @@ def _gradients_of_experts(program: Program) -> list[Tensor]:
         held
         for unit in units(program)
         if ".experts." in unit.state.members.names[0]
-        for held in unit.gradients.held()
+        for held in unit.gradients.live_tensors()
     ]
     return of_units or replicated_gradients(program, r"\.experts\.")
 
@@ -66,17 +66,17 @@ def _scaled(program: Program, factor: float) -> None:
 def experts_times_ep(program: Program) -> None:
     """The loss is a mean over a rank's own samples, and ranks' gradients are averaged; experts have
     the tokens of all ranks already, and are averaged over none."""
-    _scaled(program, program.mesh.size((Axis.EP,)))
+    _scaled(program, program.mesh.group_size((Axis.EP,)))
 
 
 def experts_over_ep(program: Program) -> None:
     """Experts are divided by the ranks of ep, as if each had an addend of their gradients."""
-    _scaled(program, 1 / program.mesh.size((Axis.EP,)))
+    _scaled(program, 1 / program.mesh.group_size((Axis.EP,)))
 
 
 def experts_times_tp(program: Program) -> None:
     """Experts' slices count once for each rank that has another."""
-    _scaled(program, program.mesh.size((Axis.TP,)))
+    _scaled(program, program.mesh.group_size((Axis.TP,)))
 
 
 def _reduced(program: Program, axis: Axis, divisor: int) -> None:
@@ -96,7 +96,7 @@ def experts_summed_over_ep(program: Program) -> None:
 
 def experts_averaged_over_ep(program: Program) -> None:
     """The same, averaged."""
-    _reduced(program, Axis.EP, program.mesh.size((Axis.EP,)))
+    _reduced(program, Axis.EP, program.mesh.group_size((Axis.EP,)))
 
 
 def slices_summed_over_tp(program: Program) -> None:

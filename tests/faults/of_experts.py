@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptrain.interpreter.program import Program
-from ptrain.models.moe import Balance, Journey, MoE, dropless
+from ptrain.models.moe import Balance, Journey, MoE, run_dropless
 from ptrain.report.finding import Subject
 from ptrain.spec.placement import Axis
 from ptrain.verification.capture import module_paths
@@ -60,7 +60,7 @@ def combined(program: Program, combine: Combine) -> None:
         x_NC = x_BTC.flatten(0, 1)
         weights_NK, chosen_NK = layer.router(x_BTC)
         num_experts = layer.experts.num_experts
-        rows_NKC = dropless(x_NC, chosen_NK, num_experts, layer.journey(), layer.experts)
+        rows_NKC = run_dropless(x_NC, chosen_NK, num_experts, layer.journey(), layer.experts)
         order_M = chosen_NK.flatten().argsort(stable=True)
         y_MC = rows_NKC.flatten(0, 1)[order_M]
         weights_NK, rows_NKC = combine(weights_NK, y_MC, rows_NKC, order_M)
@@ -92,7 +92,7 @@ def rows_not_put_back(program: Program) -> None:
 def dropped_counted(program: Program) -> None:
     """A choice that finds no place is given what lies in the last one: an index is clamped."""
     layer = layer_of(program, 0)
-    in_places, given = layer._in_places, []
+    in_places, given = layer._run_with_capacity, []
     layer.experts.register_forward_hook(lambda _, __, output: given.append(output))
 
     def clamped(journey: Journey, x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
@@ -100,19 +100,19 @@ def dropped_counted(program: Program) -> None:
         last_C = given.pop().flatten(0, 1)[-1]
         return torch.where((places_NK == num_places)[..., None], last_C, rows_NKC)
 
-    layer._in_places = clamped
+    layer._run_with_capacity = clamped
 
 
 def dropped_passed_on(program: Program) -> None:
     """A choice that finds no place gives the token itself, beside the residual stream."""
     layer = layer_of(program, 0)
-    in_places = layer._in_places
+    in_places = layer._run_with_capacity
 
     def passed_on(journey: Journey, x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
         rows_NKC = in_places(journey, x_NC, places_NK, num_places)
         return torch.where((places_NK == num_places)[..., None], x_NC[:, None], rows_NKC)
 
-    layer._in_places = passed_on
+    layer._run_with_capacity = passed_on
 
 
 def _weighed(program: Program, factor: float) -> None:

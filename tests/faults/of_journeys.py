@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ptrain.axes.expert.run import exchange
-from ptrain.axes.expert.run.exchange import JourneyOverRanks, Routed
+from ptrain.axes.expert.run import apply as exchange
+from ptrain.axes.expert.run.apply import JourneyOverRanks, RoutedRowCounts
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import Journey
 from ptrain.report.finding import Subject
@@ -28,46 +28,46 @@ def _travels(program: Program, journey: type[JourneyOverRanks], block: int = 0) 
 class HomeUnsorted(JourneyOverRanks):
     """What comes back lies by expert, and is taken to lie by rank."""
 
-    def rows_back(self, y_RC: Tensor) -> Tensor:
+    def return_rows(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None
-        return self._travelled(y_RC, self._routed.received, self._routed.sent)
+        return self._exchange_rows(y_RC, self._routed.received, self._routed.sent)
 
 
 class ThereUnsorted(JourneyOverRanks):
     """What arrives lies by rank, and is taken to lie by expert."""
 
-    def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-        x_RC, ends_e = super().rows_there(x_MC, ends_E)
+    def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+        x_RC, ends_e = super().send_rows(x_MC, ends_E)
         assert self._routed is not None
         return self._routed.by_rank(x_RC), ends_e
 
-    def rows_back(self, y_RC: Tensor) -> Tensor:
+    def return_rows(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None
-        return super().rows_back(self._routed.by_expert(y_RC))
+        return super().return_rows(self._routed.by_expert(y_RC))
 
 
 class PlacesUnsorted(JourneyOverRanks):
     """Places that come back lie by expert, and are taken to lie by rank."""
 
-    def places_back(self, y_eTC: Tensor) -> Tensor:
+    def return_places(self, y_eTC: Tensor) -> Tensor:
         experts, places, hidden = y_eTC.shape
         ranks = self.group.size()
         y_ESC = y_eTC.reshape(ranks * experts, places // ranks, hidden)
         places_NE = self._places_of(y_ESC)
-        return self._by_rank(self._travelled(y_ESC, places_NE, places_NE)).flatten(0, 1)
+        return self._by_rank(self._exchange_rows(y_ESC, places_NE, places_NE)).flatten(0, 1)
 
 
 class NextExperts(JourneyOverRanks):
     """Rows go to the rank behind that of their experts."""
 
-    def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         counts_NE = exchange._counts_of(ends_E).unflatten(0, (self.group.size(), -1))
         x_MC, ends_E = _rolled(x_MC, counts_NE, 1)
         self._sent = counts_NE.roll(1, 0)
-        return super().rows_there(x_MC, ends_E)
+        return super().send_rows(x_MC, ends_E)
 
-    def rows_back(self, y_RC: Tensor) -> Tensor:
-        return _rolled(super().rows_back(y_RC), self._sent, -1)[0]
+    def return_rows(self, y_RC: Tensor) -> Tensor:
+        return _rolled(super().return_rows(y_RC), self._sent, -1)[0]
 
 
 def _rolled(x_MC: Tensor, counts_NE: Tensor, shift: int) -> tuple[Tensor, Tensor]:
@@ -83,9 +83,9 @@ def stale_counts(program: Program) -> None:
     before: list[Tensor] = []
 
     class OfTheLastPass(JourneyOverRanks):
-        def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+        def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
             before.append(ends_E)
-            return super().rows_there(x_MC, before[-2] if len(before) > 1 else ends_E)
+            return super().send_rows(x_MC, before[-2] if len(before) > 1 else ends_E)
 
     _travels(program, OfTheLastPass)
 
@@ -109,16 +109,16 @@ def experts_of_the_next_rank(program: Program) -> None:
 def nothing_travels(program: Program) -> None:
     """Rows stay: each rank gives them to that of its experts which has the same place."""
     layer = layer_of(program, 0)
-    own = layer.experts.num_experts // program.mesh.size(program.spec.expert_axes)
+    own = layer.experts.num_experts // program.mesh.group_size(program.spec.expert_axes)
 
     class Home(Journey):
-        def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+        def send_rows(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
             counts_NE = exchange._counts_of(ends_E).unflatten(0, (-1, own))
-            self.routed = Routed(counts_NE.tolist(), counts_NE.tolist())
+            self.routed = RoutedRowCounts(counts_NE.tolist(), counts_NE.tolist())
             ends_e = counts_NE.sum(0).cumsum(0, dtype=torch.int32)
             return self.routed.by_expert(x_MC), ends_e
 
-        def rows_back(self, y_MC: Tensor) -> Tensor:
+        def return_rows(self, y_MC: Tensor) -> Tensor:
             return self.routed.by_rank(y_MC)
 
     layer.journey = Home

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 
-from ptrain.axes.context.run.apply import GatheredCore, _Ring
+from ptrain.axes.context.run.apply import GatheredCore, _RingAttention
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
 from tests.faults.fault import Fault
@@ -36,7 +36,7 @@ class _Alone(CoreFault):
 
     def own(self, ctx: Any, gradient: Tensor) -> Heads:
         with patch.object(ctx.core, "group", self.alone):
-            queries, keys, values, *_ = _Ring.backward(ctx, gradient)
+            queries, keys, values, *_ = _RingAttention.backward(ctx, gradient)
         return queries, keys, values
 
 
@@ -80,7 +80,7 @@ def not_reduced(program: Program) -> None:
                 x.chunk(of.group.size(), 2)[of.group.rank()].contiguous() for x in (keys, values)
             )
 
-        core.summed = cut
+        core.sum_kv_gradients = cut
 
 
 class _GatheredByTorch(nn.Module):

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Replicate
 
-from ptrain.axes.pipeline.run.stage import Staged
-from ptrain.axes.tensor.run.apply import OwnRandomness
+from ptrain.axes.pipeline.run.stage import StagedModel
+from ptrain.axes.tensor.run.apply import RankRandomness
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
-from ptrain.models.attention import Core
+from ptrain.models.attention import SdpaCore
 from ptrain.report.finding import Subject
 from ptrain.spec.placement import Axis
 from tests.faults.fault import Fault, Setting
@@ -115,7 +115,7 @@ def wrong_rope_offset(program: Program) -> None:
         attention.register_forward_pre_hook(shifted)
 
 
-class _NotCausal(Core):
+class _NotCausal(SdpaCore):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
@@ -130,7 +130,7 @@ def no_mask_on_one_rank(program: Program) -> None:
 def masks_shared_within(program: Program) -> None:
     """Heads of different ranks drop alike: within a cut sub-block the ranks have one generator."""
     if program.spec.model.dropout:  # else there is none
-        own = owner_of_hook(modules(program, r"blocks\.0\.attention")[0], OwnRandomness)
+        own = owner_of_hook(modules(program, r"blocks\.0\.attention")[0], RankRandomness)
         own.index = 0
 
 
@@ -185,7 +185,7 @@ def flipped_activation(program: Program) -> None:
 
 def tied_not_summed(program: Program) -> None:
     """The embedding's gradients of the first and the last stage stay apart."""
-    assert isinstance(program.wrapped, Staged)
+    assert isinstance(program.wrapped, StagedModel)
     program.wrapped._sum_shared = lambda: None
 
 

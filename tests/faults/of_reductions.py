@@ -73,13 +73,13 @@ def reduced_twice(program: Program) -> None:
 def hook_twice(program: Program) -> None:
     """One unit's hook runs twice: its part of the gradient is kept twice."""
     gradients = unit(program, "blocks.0").gradients
-    keep = gradients._keep
+    keep = gradients._add_to_stored
 
     def twice(part: torch.Tensor) -> None:
         keep(part.clone())
         keep(part)
 
-    gradients._keep = twice
+    gradients._add_to_stored = twice
 
 
 def last_micro_batch_only(program: Program) -> None:
@@ -135,7 +135,7 @@ def unit_not_reduced(program: Program) -> None:
 
     def finish(self: Gradients, *, is_last: bool, is_due: bool) -> None:
         if self.whole is not None:
-            self._reduced(self.cuts.take(self.whole, (), self.cut).clone())
+            self._store_reduced(self.cuts.take_part(self.whole, (), self.cut).clone())
 
     gradients.finish = MethodType(finish, gradients)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.axes.context.attention import Span, context_of, spans_at
-from ptrain.axes.context.run.slices import SlicedTokens, sliced
+from ptrain.axes.context.run.slices import SlicedTokens, slice_batch
 from ptrain.axes.data.run.apply import FullyShardedWrap
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
@@ -107,7 +107,7 @@ def other_samples(program: Program) -> None:
     def change(step: int, own: SlicedTokens) -> SlicedTokens:
         if not program.mesh.coordinate(Axis.CP):
             return own
-        return sliced(batch_of(program, step + 7), _spans(program))
+        return slice_batch(batch_of(program, step + 7), _spans(program))
 
     given(program, change)
 
@@ -128,7 +128,7 @@ def contiguous_tokens(program: Program) -> None:
     """The loader cuts contiguous slices, and attention expects early and late chunks."""
     given(
         program,
-        lambda step, _: sliced(batch_of(program, step), _spans(program, is_contiguous=True)),
+        lambda step, _: slice_batch(batch_of(program, step), _spans(program, is_contiguous=True)),
     )
 
 
@@ -138,7 +138,7 @@ def contiguous_targets(program: Program) -> None:
     spans = _spans(program, is_contiguous=True)
 
     def change(step: int, own: SlicedTokens) -> SlicedTokens:
-        return replace(own, targets=sliced(batch_of(program, step), spans).targets)
+        return replace(own, targets=slice_batch(batch_of(program, step), spans).targets)
 
     given(program, change)
 

@@ -66,15 +66,15 @@ def not_gathered(program: Program) -> None:
     """After one update nobody gathers one unit's parameters: a rank has its own shard's new values
     and the others' old ones."""
     found = units(program)[0].parameters
-    spread, calls = found.spread, iter(range(10**6))
+    spread, calls = found.update_stored, iter(range(10**6))
 
     def kept(part, cut, missing, when):
         if next(calls) != FAULTY_STEP:
             spread(part, cut, missing, when)
             return
-        found.cuts.put(found.stored, part, found.cut, cut)
+        found.cuts.put_part(found.stored, part, found.cut, cut)
 
-    found.spread = kept
+    found.update_stored = kept
 
 
 def stale_copies(program: Program) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ptrain.axes.data.run.flat import FlatWrap
 from ptrain.axes.data.run.target import NamedTarget, ParameterTarget
-from ptrain.axes.data.units import UnitLife
+from ptrain.axes.data.units import UnitRuntime
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
 from ptrain.spec.placement import Axis
@@ -104,13 +104,13 @@ def parameter(program: Program, name: str) -> torch.Tensor:
     return tensor_target(program, name).value()
 
 
-def units(program: Program) -> list[UnitLife]:
+def units(program: Program) -> list[UnitRuntime]:
     """The flat units of a program that has some."""
     wraps = [piece.wrapped for piece in program.pieces]
     return [unit for wrap in wraps if isinstance(wrap, FlatWrap) for unit in wrap.units.trained]
 
 
-def unit(program: Program, module: str) -> UnitLife:
+def unit(program: Program, module: str) -> UnitRuntime:
     """That of a module."""
     for found in units(program):
         if found.state.members.names[0].startswith(f"{module}."):

@@ -36,7 +36,7 @@ import math
 import torch
 
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.optimizers.by_operator import ADAMW_RMS, COEFFICIENTS, ITERATIONS
+from ptrain.optimizers.build import ADAMW_RMS, COEFFICIENTS, ITERATIONS
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
@@ -47,7 +47,7 @@ LAMBDA = 4.0
 
 def loss_band(spec: Spec, reference: OneDeviceTrajectory) -> tuple[float, ...]:
     """The relative tolerance of each step's loss."""
-    layout = spec.precision.effective
+    layout = spec.precision.effective_layout
     unit = _round_off(layout.parameters)
     gradient_unit = max(map(_round_off, (layout.parameters, layout.reduced, layout.gradients)))
     num_addends = spec.batch.accumulate * spec.data_degree
@@ -75,7 +75,7 @@ def _slope(spec: Spec, reference: OneDeviceTrajectory, norm: float) -> float:
         case _:
             longest = max(max(tensor.shape) for tensor in reference.parameters.values())
             enlarged = COEFFICIENTS[0] ** ITERATIONS * ADAMW_RMS * math.sqrt(longest)
-            coarser = _round_off(DType.BF16) / _round_off(spec.precision.effective.gradients)
+            coarser = _round_off(DType.BF16) / _round_off(spec.precision.effective_layout.gradients)
             return norm * enlarged * max(1.0, coarser)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 
@@ -117,7 +117,7 @@ class Case:
                 "reshard_after_forward": after_forward,
                 "reshard_after_backward": after_backward,
             }
-        return require(load(mapping))
+        return require_runnable(load(mapping))
 
 
 def named(strategy: str, size: int, **settings: Any) -> Case:

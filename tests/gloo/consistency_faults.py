@@ -53,8 +53,7 @@ def a_stale_copy(program: Program, step: int) -> None:
     if step == STEP:
         for target, tensors in program.update.tensors():
             if MASTER in tensors:
-                value = target.value()
-                target.store(value + 1)
+                target.value().add_(1)
                 return
 
 

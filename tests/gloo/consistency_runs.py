@@ -16,7 +16,7 @@ from ptrain.data.corpus import open_corpus
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters import holdings
-from ptrain.meters.replicas import ReplicaMeter, drawn
+from ptrain.meters.replicas import ReplicaMeter, random_state_digest
 from ptrain.meters.traffic import CollectiveLedger
 from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.rooms.world import World
@@ -54,7 +54,7 @@ def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     mismatches = replicas.check(0, Moment.START)
     done = 0
     while not mismatches and done < steps:
-        with replicas.noted():
+        with replicas.record_gradients():
             run_training_step(program, source, done)
         done += 1
         if fault is not None:
@@ -69,7 +69,7 @@ def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
         shared=len(held),
         steps=done,
         names=tuple(sorted({f"{subject} {name}" for _, subject, name, _ in held})),
-        draws=drawn(program) is not None,
+        draws=random_state_digest(program) is not None,
     )
 
 
@@ -111,7 +111,7 @@ def flip(
     """One bit of the last element of one tensor, on one rank after one step."""
     if (program.world.rank, step) != where:
         return
-    for held in (*holdings.parameters(program), *holdings.optimizer(program)):
+    for held in (*holdings.parameters(program), *holdings.optimizer_state(program)):
         if held.subject == subject and f"{held.name}.{held.key}".rstrip(".") == name:
             data = held.tensor.view(-1)[-1:].view(torch.uint8)
             data[bit // 8] ^= 1 << bit % 8

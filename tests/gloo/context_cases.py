@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import MODELS, SIZES, training
@@ -46,4 +46,4 @@ def spec_of(
         "context": {"attention": {"ulysses": 2, "ring": 2} if variant == HYBRID else variant},
         **training(samples),
     }
-    return require(load(mapping | sections))
+    return require_runnable(load(mapping | sections))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import training
@@ -78,4 +78,4 @@ def spec_of(
         "placement": dict(placement),
         **training(samples),
     }
-    return require(load(mapping | sections))
+    return require_runnable(load(mapping | sections))

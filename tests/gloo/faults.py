@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
-from ptrain.rooms.room import Move
+from ptrain.rooms.room import PendingResult
 
 FAULTY_STEP = 4
 FAULTY_RANK = 1
@@ -75,7 +75,7 @@ def _without_reductions(local: LocalBatch) -> Iterator[LocalBatch]:
 
     def keep(shard, whole, group=None, *_, **__):  # type: ignore[no-untyped-def]
         shard.copy_(whole.view(group.size(), -1)[group.rank()])
-        return Move(shard, whole)
+        return PendingResult(shard, whole)
 
     def ignore(tensor, **_):  # type: ignore[no-untyped-def]
         return _Done()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks._machine import header, save
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.meters.measure import join_estimates
@@ -119,7 +119,7 @@ def spec_of(model: str, column: str, *, exactly: bool) -> Spec:
         **COLUMNS[column],
         **(PLANS.get(model, {}) if column.startswith("tp") else {}),
     }
-    return require(load(written))
+    return require_runnable(load(written))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
@@ -54,7 +54,7 @@ def spec_of(
         "data": {"corpus": "python-docs", "tokenizer": "bytes"},
         "train": {"steps": 20, "seed": 0},
     }
-    return require(load(mapping | sections))
+    return require_runnable(load(mapping | sections))
 
 
 def layers_of(ranks: int, schedule: str) -> int:

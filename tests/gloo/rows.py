@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -166,7 +166,7 @@ class Setting:
 
     def spec(self) -> Spec:
         """Raises SpecError where the algebra refuses it."""
-        return require(load(self.mapping()))
+        return require_runnable(load(self.mapping()))
 
     def is_legal(self) -> bool:
         if len(ROWS[self.row]) == 2 and self.size != 4:

@@ -15,7 +15,7 @@ from ptrain.data.corpus import open_corpus
 from ptrain.derivation.estimate import Derivation, by_counts
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
-from ptrain.meters.routing import Placed, RoutingMeter, histogram
+from ptrain.meters.routing import Placed, RoutingMeter, sum_histograms
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
@@ -56,7 +56,7 @@ def train(
         seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
         if step == measured_step:
-            with measure(program) as measurement, routing.watching():
+            with measure(program) as measurement, routing.watch():
                 loss, norm = program.forward_backward(local, lr).clone(), program.step(lr)
             measured = measurement.estimate()
         elif step == REBUILDING_STEP and measured_step is not None:
@@ -79,14 +79,14 @@ def train(
         rank=world.rank,
         trajectory=_trajectory(program, initial, losses, norms),
         measured=_with_set_up(measured, second) if measured else None,
-        chosen=routing.choices() if routing.has_routers else None,
+        chosen=routing.choices() if routing._numbers else None,
     )
 
 
 def judged(derivation: Derivation, reports: Sequence[Report], step: int) -> Estimate:
     """Return what the measured `step` (from 0) is held against: the exact column, and where it
     assumes where tokens go what their counts make of it."""
-    chosen = histogram([report.chosen for report in reports if report.chosen])
+    chosen = sum_histograms([report.chosen for report in reports if report.chosen])
     return by_counts(derivation, chosen, step + 1) or derivation.exact
 
 

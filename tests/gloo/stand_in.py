@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.models.ledger import is_tagged, tag
+from ptrain.models.ledger import has_tier, set_tier
 from ptrain.rooms.queue import DeviceQueue
 from ptrain.spec.placement import Tier
 from ptrain.train import loop
@@ -64,7 +64,7 @@ class PlayedQueue(DeviceQueue):
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         held = torch.full_like(tensor, float("nan"))
-        tag(held, Tier.HOST)
+        set_tier(held, Tier.HOST)
         self.under_way.append((held, tensor.clone()))
         return held
 
@@ -94,7 +94,7 @@ class Reads(TorchFunctionMode):
         self.step = -1
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        if not is_tagged(tensor.untyped_storage()):
+        if not has_tier(tensor.untyped_storage()):
             self.by_step.setdefault(self.step, []).append(name)
 
     def __torch_function__(

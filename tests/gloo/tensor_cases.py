@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 
@@ -58,7 +58,7 @@ def spec_of(
         "placement": placement,
         **training(samples),
     }
-    return require(load(mapping | sections))
+    return require_runnable(load(mapping | sections))
 
 
 def factorizations(ranks: int) -> list[tuple[dict[str, int], dict[str, str]]]:

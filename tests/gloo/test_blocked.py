@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.axes.data.run.apply import handing_over
-from ptrain.meters.blocked import Stopwatch
-from ptrain.rooms.comm import Registry
+from ptrain.meters.blocked import WaitMeter
+from ptrain.rooms.comm import TagRegistry
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -56,7 +56,7 @@ def replicated(*, hook: str = "") -> Callable[[], None]:
         works.append(dist.all_reduce(bucket, async_op=True))
 
     if hook:
-        hooks = {"torch": allreduce_hook, "ours": handing_over(receive, Registry())}
+        hooks = {"torch": allreduce_hook, "ours": handing_over(receive, TagRegistry())}
         model.register_comm_hook(None, hooks[hook])
 
     def late() -> None:
@@ -95,7 +95,7 @@ def _seconds(way: str) -> float:
         "reducer behind others": lambda: behind_others(replicated()),
     }[way]()
     dist.barrier()
-    with Stopwatch({dist.group.WORLD.group_name: AXES}, rank=dist.get_rank()) as stopwatch:
+    with WaitMeter({dist.group.WORLD.group_name: AXES}, rank=dist.get_rank()) as stopwatch:
         step()
     (row,) = stopwatch.rows()
     assert row.axes == AXES
@@ -121,7 +121,7 @@ def test_who_waits_is_who_came_first(ranks: Ranks, way: str) -> None:
 
 def _overlapped() -> float:
     dist.barrier()
-    with Stopwatch({dist.group.WORLD.group_name: AXES}, rank=0) as stopwatch:
+    with WaitMeter({dist.group.WORLD.group_name: AXES}, rank=0) as stopwatch:
         work = dist.all_reduce(torch.ones(1000), async_op=True)
         time.sleep(SLEEP)  # as computing would take
         assert work is not None
@@ -134,7 +134,7 @@ def test_what_computing_hides_is_not_waited_for(ranks: Ranks) -> None:
 
 
 def _of_another_group() -> int:
-    with Stopwatch({}, rank=dist.get_rank()) as stopwatch:
+    with WaitMeter({}, rank=dist.get_rank()) as stopwatch:
         blocking()
     return len(stopwatch.rows())
 
@@ -145,7 +145,7 @@ def test_what_is_said_outside_the_program_is_left_out(ranks: Ranks) -> None:
 
 def _left_as_it_was() -> bool:
     before = {name: vars(dist.ProcessGroup)[name] for name in ("allreduce", "broadcast")}
-    with Stopwatch({dist.group.WORLD.group_name: AXES}, rank=0):
+    with WaitMeter({dist.group.WORLD.group_name: AXES}, rank=0):
         assert vars(dist.ProcessGroup)["allreduce"] is not before["allreduce"]
     return all(vars(dist.ProcessGroup)[name] is found for name, found in before.items())
 

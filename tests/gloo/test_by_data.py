@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.fidelity import EXPERTS, GROUPED
@@ -49,7 +49,7 @@ def spec_of(model: dict[str, Any], column: str, **precision: str) -> Spec:
         "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0},
         **COLUMNS[column],
     }
-    return require(load(written))
+    return require_runnable(load(written))
 
 
 @pytest.mark.parametrize(

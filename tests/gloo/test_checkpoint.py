@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
@@ -31,7 +31,9 @@ PAIRS = [("ddp", "zero1"), ("zero1", "zero2"), ("zero2", "zero3"), ("zero3", "dd
 
 
 def program_of(name: str, *overrides: str) -> Program:
-    spec = require(load(name, [each for each in TINY if not each.startswith("log")] + [*overrides]))
+    spec = require_runnable(
+        load(name, [each for each in TINY if not each.startswith("log")] + [*overrides])
+    )
     return interpret(spec, world=World.join(spec.timeout))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import Split
 from ptrain.interpreter.program import interpret
@@ -70,7 +70,7 @@ def spec_of(place: str, model: str) -> Spec:
         "data": {"corpus": "python-docs", "tokenizer": "bytes"},
         "loss": {"chunk": CHUNK},
     }
-    return require(load(mapping | sections))
+    return require_runnable(load(mapping | sections))
 
 
 def cases() -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.spec.load import load
@@ -60,7 +60,7 @@ needs_compiler = pytest.mark.skipif(
 
 def spec_of(row: str, *more: str) -> Spec:
     name, *overrides = ROWS[row]
-    return require(load(name, [*SMALL, *overrides, *more]))
+    return require_runnable(load(name, [*SMALL, *overrides, *more]))
 
 
 def traffic(estimate: Estimate) -> dict[Any, tuple[int, int]]:

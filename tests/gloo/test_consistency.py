@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import PtrainError
 from ptrain.report.copies import DIFFERS, SHARED
 from ptrain.report.finding import DifferenceKind, Moment, Subject
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
@@ -32,7 +32,7 @@ REPLICAS = ("mesh={dp_replicate: 4}", *SMALL)
 
 
 def spec_of(name: str, *overrides: str) -> Spec:
-    return require(load(name, overrides or SMALL))
+    return require_runnable(load(name, overrides or SMALL))
 
 
 def strategies() -> list[Any]:
@@ -40,7 +40,7 @@ def strategies() -> list[Any]:
     by_default = {"hsdp", "tp-dp"}
     return [
         pytest.param(name, marks=() if name in by_default else (pytest.mark.nightly,))
-        for name in listing("strategies")
+        for name in list_files("strategies")
     ]
 
 
@@ -52,7 +52,7 @@ def small(name: str, *more: str) -> Spec:
     shape = f"{{layers: {layers}, hidden: 24, heads: 4, kv_heads: 2, ffn: 48, vocab: 260}}"
     accumulate = 4 if has_stages else min(own.batch.accumulate, 2)
     batch = f"{{accumulate: {accumulate}, micro: {2 if accumulate == 1 else 1}, sequence: 32}}"
-    return require(load(name, (f"model={shape}", f"batch={batch}", *more)))
+    return require_runnable(load(name, (f"model={shape}", f"batch={batch}", *more)))
 
 
 @pytest.mark.parametrize("name", strategies())
@@ -65,7 +65,7 @@ def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", listing("strategies"))
+@pytest.mark.parametrize("name", list_files("strategies"))
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fp32"])
 def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
     try:
@@ -77,7 +77,7 @@ def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", listing("strategies"))
+@pytest.mark.parametrize("name", list_files("strategies"))
 def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
     within = 0.0 if load(name).spec.degree(Axis.CP) > 1 else 0.1
     gpt = "model={family: gpt, layers: 8, hidden: 24, heads: 4, vocab: 260, dropout: 0.1, "

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.meters.traffic import Counted, Counter
+from ptrain.meters.traffic import CollectiveCount, CollectiveCounter
 from ptrain.rooms.world import flight_recorder_size
 from tests.ranks import Ranks
 
@@ -17,17 +17,17 @@ SENT = 4 * NUMEL  # by one of two ranks, of an all-reduce
 RING = 2000
 
 
-def looks(steps: int, per_step: int, wanted: bool) -> list[Counted | None]:
+def looks(steps: int, per_step: int, wanted: bool) -> list[CollectiveCount | None]:
     """What each step's look saw, and a last one."""
-    counter, tensor, found = Counter(), torch.zeros(NUMEL), []
+    counter, tensor, found = CollectiveCounter(), torch.zeros(NUMEL), []
     for _ in range(steps):
         for _ in range(per_step):
             dist.all_reduce(tensor)
-        found.append(counter.look(wanted=wanted))
+        found.append(counter.read_if_wanted(wanted=wanted))
     return [*found, counter.read()]
 
 
-def seen(ranks: Ranks, *arguments: object) -> list[Counted]:
+def seen(ranks: Ranks, *arguments: object) -> list[CollectiveCount]:
     """By the looks of rank 0 that were taken."""
     return [each for each in ranks.run(2, looks, *arguments)[0] if each is not None]
 

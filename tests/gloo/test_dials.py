@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.axes.data.cost import spread
+from ptrain.axes.data.cost import assign_owners
 from ptrain.cost import Collective, Phase, State
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import Split
@@ -130,7 +130,7 @@ def test_each_tensor_has_the_owner_that_the_prediction_gives_it(ranks: Ranks, si
     spec = default("ddp-zero-redundancy").with_dials(size=size).spec()
     numels, owners = ranks.run(size, _parameters_and_owners, spec)[0]
     assert numels == [tensor.numel for tensor in facts_of(spec).tensors]
-    assert spread(numels, size) == owners
+    assert assign_owners(numels, size) == owners
 
 
 def _state_after(spec: Spec, folder: str) -> dict[str, torch.Tensor]:

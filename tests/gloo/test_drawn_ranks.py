@@ -9,7 +9,7 @@ import torch
 
 from ptrain.interpreter import look
 from ptrain.interpreter.program import interpret
-from ptrain.models.meta import NeedsValues
+from ptrain.models.meta import NeedsValuesError
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -32,7 +32,7 @@ def begun_both_ways(spec: Spec) -> tuple[str, str, list[str]]:
     world = World.join(spec.timeout)
     drawn = interpret(spec, world=world, allow_import=True)
     held = _held(drawn.state_dict()["model"])
-    with mock.patch.object(look, "build_hollow", side_effect=NeedsValues("as a test")):
+    with mock.patch.object(look, "build_module_on_meta", side_effect=NeedsValuesError("as a test")):
         whole = interpret(spec, world=world, allow_import=True)
     expected = _held(whole.state_dict()["model"])
     assert held.keys() == expected.keys()

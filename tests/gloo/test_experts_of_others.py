@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -72,7 +72,7 @@ def spec_of(model: str, placement: dict[str, str], **sections: Any) -> Spec:
     }
     if "hf" in MODELS[model]:
         pytest.importorskip("transformers")
-    return require(load(mapping | sections))
+    return require_runnable(load(mapping | sections))
 
 
 CASES = [

@@ -86,7 +86,7 @@ def trained(name: str, overrides: tuple[str, ...], folder: str, target: int = -1
 
 
 def stored(program: Program) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    for held in chain(holdings.parameters(program), holdings.optimizer(program)):
+    for held in chain(holdings.parameters(program), holdings.optimizer_state(program)):
         yield held.identity, held.tensor
 
 
@@ -225,7 +225,7 @@ def spoil(program: Program, subject: Subject, key: str, value: float = NAN) -> s
     """One element of the last tensor of a state; its name."""
     held = [
         part
-        for part in chain(holdings.parameters(program), holdings.optimizer(program))
+        for part in chain(holdings.parameters(program), holdings.optimizer_state(program))
         if (part.subject, part.key) == (subject, key)
     ]
     held[-1].tensor.view(-1)[-1] = value

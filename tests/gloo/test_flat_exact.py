@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.plan.lower import lower
@@ -74,7 +74,7 @@ def inexact(ranks: Ranks, spec: Spec) -> list[str]:
 def test_norms_of_tensors_that_are_taken_row_by_row_are_predicted(ranks: Ranks, name: str) -> None:
     """The rows' model has no tensor so long; the strategies' own has."""
     small = ["model.layers=2", "batch={global: 4, micro: 1, sequence: 32}"]
-    spec = require(load(name, small))
+    spec = require_runnable(load(name, small))
     assert max(tensor.numel for tensor in facts_of(spec).tensors) > 2 * LONG_NORM
     assert not inexact(ranks, spec)
 

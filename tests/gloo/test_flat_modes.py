@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
@@ -49,7 +49,7 @@ def spec_of(placement: Placement, size: int, *, fp64: bool = True, **changes: An
     for key, value in changes.items():
         known = mapping.get(key)
         mapping[key] = {**known, **value} if isinstance(known, dict) else value
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 def run(ranks: Ranks, spec: Spec) -> Trajectory:

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate, Phase, State
 from ptrain.meters.measure import Measurement, measure
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.report.record import Check
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -37,12 +37,12 @@ def spec_of(strategy: str, size: int, accumulate: int = 1) -> Spec:
     chosen = axes.get(strategy, ("dp_shard",))
     overrides = [*SIZES, f"batch.global={2 * size * accumulate}"]
     overrides += [f"mesh.{axis}={size if len(chosen) == 1 else 2}" for axis in chosen]
-    return require(load(strategy, tuple(overrides)))
+    return require_runnable(load(strategy, tuple(overrides)))
 
 
 def wrapped(way: str, spec: Spec, size: int) -> nn.Module:
     """Nothing of ptrain but the model."""
-    model = build(spec.model, sequence=spec.batch.sequence)
+    model = build_model(spec.model, sequence=spec.batch.sequence)
     initialize(model, 0)
     if way == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -168,8 +168,8 @@ def _mixed(reduced: torch.dtype, fault: str = "") -> list[str]:
     """The failing checks of FSDP2's mixed precision, by the spec of the layout that reduces so."""
     layout = "fsdp-mixed" if reduced is torch.bfloat16 else "megatron18"
     overrides = [*SIZES, "batch.global=4", f"precision.layout={layout}"]
-    spec = require(load("fsdp-mixed", overrides))
-    model = build(spec.model, sequence=spec.batch.sequence)
+    spec = require_runnable(load("fsdp-mixed", overrides))
+    model = build_model(spec.model, sequence=spec.batch.sequence)
     initialize(model, 0)
     if fault == "narrow master":
         model = model.bfloat16()

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from ptrain.cost import Collective, State, Traffic
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.rooms import comm
-from ptrain.rooms.comm import IN_PLACE_BYTES, Registry, TaggedAllGather, all_gather, reduce_scatter
+from ptrain.rooms.comm import (
+    IN_PLACE_BYTES,
+    TaggedAllGather,
+    TagRegistry,
+    all_gather,
+    reduce_scatter,
+)
 from ptrain.spec.dials import ReduceScatterVia
 from tests.ranks import Ranks
 
@@ -31,7 +37,7 @@ def _drawn(dtype: torch.dtype, ranks: int, size: int) -> torch.Tensor:
 def _gathers(dtype: torch.dtype, size: int) -> list[bool]:
     """Whether gathers of a shard beside the whole, of one in it, and of one that is awaited later
     make what gloo's own makes."""
-    group, registry = dist.group.WORLD, Registry()
+    group, registry = dist.group.WORLD, TagRegistry()
     assert group is not None
     whole = _drawn(dtype, group.size(), size)
     shard = whole.chunk(group.size())[group.rank()]
@@ -59,7 +65,7 @@ def test_a_gather_has_every_part_at_its_place(ranks: Ranks, count: int, size: in
 
 
 def _sums(dtype: torch.dtype, size: int) -> list[bool]:
-    group, registry = dist.group.WORLD, Registry()
+    group, registry = dist.group.WORLD, TagRegistry()
     assert group is not None
     whole = _drawn(dtype, group.size(), size)
     wanted, now, later = (whole.new_empty(whole.numel() // group.size()) for _ in range(3))
@@ -82,7 +88,7 @@ def test_a_sum_is_to_the_bit_that_of_gloos_own_reduce_scatter(
 def _counted(size: int) -> tuple[Traffic, ...]:
     """What the meter says of a gather and a reduce-scatter, and of an all-reduce and a broadcast
     after them."""
-    group, registry = dist.group.WORLD, Registry()
+    group, registry = dist.group.WORLD, TagRegistry()
     assert group is not None
     whole = registry.tag(torch.ones(size, dtype=torch.uint8), State.PARAMETERS)
     gradients = registry.tag(torch.ones(size, dtype=torch.uint8), State.GRADIENTS)

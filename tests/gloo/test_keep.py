@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Trajectory
@@ -80,7 +80,7 @@ def spec_of(place: str, mode: str, model: str, attention: str = "sdpa", **more: 
         "precision": {"compute": "fp64"},
         "optimizer": {"clip": 1.0},
     }
-    return require(load(mapping | given | dict(MODES[mode])))
+    return require_runnable(load(mapping | given | dict(MODES[mode])))
 
 
 def cases() -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import TrainingStopped
 from ptrain.internals import process_groups
 from ptrain.interpreter.program import Program, interpret
@@ -55,7 +55,7 @@ class Ended:
 
 
 def held(program: Program) -> Values:
-    parts = chain(holdings.parameters(program), holdings.optimizer(program))
+    parts = chain(holdings.parameters(program), holdings.optimizer_state(program))
     return {part.identity: part.tensor.clone() for part in parts}
 
 
@@ -164,12 +164,12 @@ def test_a_loss_scale_is_read_with_the_figures_where_the_host_waits_for_these(
 
 def sums_by_group() -> dict[str, int]:
     """How many collectives a look makes, by the group of its ranks."""
-    program = interpret(require(load("hsdp", SMALL)), world=World.join())
+    program = interpret(require_runnable(load("hsdp", SMALL)), world=World.join())
     sums = DeviceSums(program, PlayedQueue(program.world.device), Interrupts())
-    groups = {name: group for group, name in process_groups.names().items()}
-    before = {name: process_groups.collectives([group]) for name, group in groups.items()}
+    groups = {name: group for group, name in process_groups.group_names().items()}
+    before = {name: process_groups.count_collectives([group]) for name, group in groups.items()}
     sums.start_check(program.loss.share, None)
-    issued = {name: process_groups.collectives([group]) for name, group in groups.items()}
+    issued = {name: process_groups.count_collectives([group]) for name, group in groups.items()}
     return {name: count - before[name] for name, count in issued.items() if count != before[name]}
 
 

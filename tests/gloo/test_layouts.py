@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import read_batch
 from ptrain.errors import PtrainError, SpecError
@@ -78,7 +78,7 @@ def spec_of(
         mapping["sync"] = dict(sync)
     ranks, placement = (2, placement) if placement else (1, PLACEMENTS["whole"])
     mapping |= {"mesh": dict.fromkeys(placement, ranks), "placement": dict(placement)}
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 def layout_of(name: str) -> Mapping[str, str]:
@@ -300,7 +300,7 @@ def test_an_update_in_backward_needs_its_learning_rate_before(ranks: Ranks) -> N
         "placement": {"dp_replicate": "R,R,M,R"}, "precision": {"layout": "fp32"},
         "batch": {"global": 2, "micro": 1, "sequence": 16}, "optimizer": {"clip": None},
     }  # fmt: skip
-    spec = require(load(mapping))
+    spec = require_runnable(load(mapping))
     for message in ranks.run(2, refusal_without_a_rate, spec):
         assert "Pass the learning rate" in message
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Phase
 from ptrain.spec.load import load
 from ptrain.spec.optimizers import OPTIMIZERS
@@ -32,7 +32,7 @@ NAMES = tuple(name for name, row in OPTIMIZERS.items() if row.temporaries)
 
 def of_row(row: str, *, optimizer: Mapping[str, Any]) -> Spec:
     mapping = default(row).with_dials(fp64=True).mapping()
-    return require(load(mapping | {"optimizer": mapping["optimizer"] | optimizer}))
+    return require_runnable(load(mapping | {"optimizer": mapping["optimizer"] | optimizer}))
 
 
 def of_case(spec_of: Callable[..., Spec], *, optimizer: Mapping[str, Any]) -> Spec:
@@ -105,7 +105,7 @@ def test_in_16_bits_it_is_predicted_to_the_byte_too(
     ranks: Ranks, name: str, row: str, layout: str
 ) -> None:
     mapping = default(row).with_dials(fp64=False, layout=layout).mapping()
-    spec = require(load(mapping | {"optimizer": mapping["optimizer"] | {"name": name}}))
+    spec = require_runnable(load(mapping | {"optimizer": mapping["optimizer"] | {"name": name}}))
     outcome = Outcome(spec, ranks.run(spec.world_size, train, spec, STEPS, MEASURED_STEP))
     assert not [*failing(outcome.checks), *peaks_off(outcome)]
     losses = outcome.trajectory.losses

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.facts.parameters import OF_VOCABULARY
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
@@ -36,7 +36,7 @@ def spec_of(case: str) -> Spec:
     sections = dict(CASES[case])
     shape = {"family": "llama", "layers": 2, "hidden": 24, "heads": 4, "ffn": 48}
     shape |= {"vocab": 261, "vocab_multiple": 16, "tied": sections.pop("tied", False)}
-    return require(
+    return require_runnable(
         load(
             {
                 "name": case,

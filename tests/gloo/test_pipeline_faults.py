@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.errors import RankFailed
 from ptrain.interpreter.program import interpret
 from ptrain.models.transformer import Block
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -84,7 +84,7 @@ def breaks(fault: Fault) -> Callable[..., torch.Tensor | None]:
 
 def spec_of(ranks: int, schedule: str, **replicas: int) -> Spec:
     stages = 2 if schedule in ("zbv", "interleaved", "zero-bubble", "bfs") else 1
-    return require(
+    return require_runnable(
         load(
             {
                 "model": {"layers": 4, "hidden": 32, "heads": 2, "ffn": 64, "vocab": 260},
@@ -259,7 +259,7 @@ def test_a_pipeline_that_is_interrupted_ends_its_step_and_saves_once(tmp_path):
     again = "ptrain train runs/latest/spec.resolved.yaml --resume runs/latest"
     assert again in job.output
     folder = tmp_path / "runs" / "latest"
-    whole = format_count(own_facts(load(folder / "spec.resolved.yaml").spec).numel)
+    whole = format_count(built_in_facts(load(folder / "spec.resolved.yaml").spec).numel)
     batch_of_all = "2 ranks gloo/cpu · batch 4 = 1 micro × 4 accumulated × 1 data"
     assert job.lines[0].startswith(f"zero3 · llama {whole} · {batch_of_all}")
     (saved,) = (folder / "checkpoints").iterdir()

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ptrain.axes.pipeline.catalogue import pipeline_of, schedule
-from ptrain.axes.pipeline.run.stage import Pipelined, StageRunner
+from ptrain.axes.pipeline.catalogue import make_schedule, pipeline_of
+from ptrain.axes.pipeline.run.stage import PipelinedPasses, StageRunner
 from ptrain.axes.pipeline.schedule import Action, Schedule
-from ptrain.axes.pipeline.stage_facts import held
+from ptrain.axes.pipeline.stage_facts import count_in_flight
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import read_batch
 from ptrain.interpreter.program import interpret
@@ -73,7 +73,7 @@ def executed(specs: Sequence[Spec]) -> list[list[tuple[Action, Holding]]]:
     for spec in specs:
         program = interpret(spec, world=World.join(spec.timeout))
         pipelined = program.passes
-        assert isinstance(pipelined, Pipelined)
+        assert isinstance(pipelined, PipelinedPasses)
         recording = Recording()
         for stage in pipelined.stages:
             recording.watch(stage)
@@ -88,7 +88,7 @@ def expected(made: Schedule, rank: int) -> list[tuple[Action, Holding]]:
     """Of a pair, whose actions run one after the other, both happen while it holds the same."""
     return [
         (action, holding)
-        for step, holding in zip(made.orders[rank], held(made, rank), strict=True)
+        for step, holding in zip(made.orders[rank], count_in_flight(made, rank), strict=True)
         for action in step.parts
     ]
 
@@ -104,7 +104,7 @@ def test_every_rank_computes_its_order_and_holds_what_is_said(ranks: Ranks, size
     for index, spec in enumerate(specs):
         shape = pipeline_of(spec)
         assert shape is not None
-        made = schedule(spec.pipeline.schedule, shape)
+        made = make_schedule(spec.pipeline.schedule, shape)
         for rank, account in enumerate(accounts):
             found, wanted = account[index], expected(made, rank)
             assert [each for each, _ in found] == [each for each, _ in wanted], spec.name

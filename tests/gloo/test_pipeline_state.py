@@ -17,7 +17,7 @@ from ptrain.data.sampler import Split, read_batch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.cross_entropy import token_loss_sum
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest
@@ -108,7 +108,7 @@ def continue_and_save(spec: Spec, folder: str, first: int) -> Leg:
 @torch.no_grad()
 def held_out_loss(spec: Spec, parameters: Mapping[str, torch.Tensor]) -> float:
     """Of a plain module with these parameters."""
-    module = build(spec.model, sequence=spec.batch.sequence, seed=0).double()
+    module = build_model(spec.model, sequence=spec.batch.sequence, seed=0).double()
     assert not module.load_state_dict(dict(parameters), strict=False).unexpected_keys
     whole = read_batch(
         open_corpus(spec.data),

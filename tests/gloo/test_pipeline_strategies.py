@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import compare_estimates
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
@@ -33,7 +33,7 @@ BY_DEFAULT = ("pp-zero2",)  # two axes in one file; the others at night
 def strategies() -> list[Any]:
     """Those with pp."""
     found = []
-    for name in listing("strategies"):
+    for name in list_files("strategies"):
         spec = load(name).spec
         if spec.degree(Axis.PP) > 1:
             marks = () if name in BY_DEFAULT else (pytest.mark.nightly,)
@@ -43,7 +43,7 @@ def strategies() -> list[Any]:
 
 @pytest.mark.parametrize("name", strategies())
 def test_a_strategy_with_a_pipeline_is_validated(ranks: Ranks, name: str) -> None:
-    spec = require(load(name, SHORT))
+    spec = require_runnable(load(name, SHORT))
     assert not differences(ranks, spec)
 
 

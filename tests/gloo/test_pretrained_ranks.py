@@ -17,9 +17,9 @@ from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter import look
 from ptrain.interpreter.execute import execute
-from ptrain.interpreter.program import Program, interpret, planned
+from ptrain.interpreter.program import Program, interpret, prepare_construction
 from ptrain.models.ledger import storage_of
-from ptrain.models.meta import NeedsValues
+from ptrain.models.meta import NeedsValuesError
 from ptrain.models.pretrained import PretrainedFolder, weights_of
 from ptrain.models.published_config import StoredPiece
 from ptrain.rooms.world import World
@@ -48,7 +48,7 @@ def begun(spec: Spec, folder: str) -> float:
     checkpoint.save(program, Path(folder), 1, Exchange(program.world))
     rows = derive(spec).exact.of_rank(program.world.rank).memory
     held = [row.device_bytes + row.host_bytes for row in rows if row.state is State.PARAMETERS]
-    kept = sum(held) / spec.precision.effective.parameters.itemsize
+    kept = sum(held) / spec.precision.effective_layout.parameters.itemsize
     return weights_of(spec.model).bytes_read / 4 / kept  # files of fp32
 
 
@@ -114,15 +114,15 @@ class Begun:
 def begun_class(spec: Spec, folder: str) -> Begun:
     """Save what a rank begins with; return what it has read."""
     read: list[int] = []
-    whole = PretrainedFolder.read
+    whole = PretrainedFolder.read_piece
 
     def counted(self: PretrainedFolder, piece: StoredPiece, *dtypes: torch.dtype) -> None:
         before = self.bytes_read
         whole(self, piece, *dtypes)
         read.append(self.bytes_read - before)
 
-    with mock.patch.object(PretrainedFolder, "read", counted):
-        rank = planned(spec, world=World.join(spec.timeout), allow_import=True)
+    with mock.patch.object(PretrainedFolder, "read_piece", counted):
+        rank = prepare_construction(spec, world=World.join(spec.timeout), allow_import=True)
         looked = sum(read)
         execute(rank)
     program = Program(rank)
@@ -256,8 +256,8 @@ def test_ranks_with_a_model_of_ones_own_read_what_they_keep(
 def trained_both_ways(spec: Spec) -> tuple[list[float], list[float]]:
     """Return the losses of three steps, of parts that were read and of a model read whole."""
     by_parts = trained(spec)
-    needing = mock.Mock(side_effect=NeedsValues("the test says so"))
-    with mock.patch.object(look, "build_hollow", needing):
+    needing = mock.Mock(side_effect=NeedsValuesError("the test says so"))
+    with mock.patch.object(look, "build_module_on_meta", needing):
         whole = trained(spec)
     assert needing.called
     return by_parts, whole

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.options import VerifyOptions
@@ -29,7 +29,7 @@ STRATEGIES = sorted(path.stem for path in Path("specs/strategies").glob("*.yaml"
 
 
 def tiny(name: str, *overrides: str) -> Spec:
-    return require(load(name, (*TINY, "batch.global=8", *overrides)))
+    return require_runnable(load(name, (*TINY, "batch.global=8", *overrides)))
 
 
 def of_stages(checks) -> list[str]:
@@ -121,6 +121,6 @@ def test_the_command_verifies_a_run_folder_and_ends_with_0(tmp_path: Path) -> No
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_holds(ranks: Ranks, name: str) -> None:
-    spec = require(load(name, SMALL))
+    spec = require_runnable(load(name, SMALL))
     found = ranks.run(spec.world_size, verified, spec, SHORT, timeout=300)[0]
     assert found.holds, [f"{check.name}: {check.why}" for check in found.checks if not check.holds]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import State
 from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program, interpret
-from ptrain.meters.memory import Finder, RoleRow
+from ptrain.meters.memory import RoleFinder, RoleRow
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -59,7 +59,7 @@ def spec_of(mesh: Mapping[str, int], placement: Mapping[str, str], layout: str, 
         "optimizer": optimizer,
         "data": {"corpus": "python-docs", "tokenizer": "bytes"},
     }
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
@@ -69,7 +69,7 @@ def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
         declare_wrongly(program, State(fault))
     for step in range(3):
         local = local_batch(program, open_corpus(spec.data), step)
-        with Finder(program) if step == 2 else nullcontext() as finder:
+        with RoleFinder(program) if step == 2 else nullcontext() as finder:
             program.forward_backward(local, RATE)
             program.step(RATE)
     assert finder is not None

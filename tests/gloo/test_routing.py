@@ -9,7 +9,7 @@ import pytest
 from ptrain.cost import Estimate
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.meters.routing import Placed, RoutingMeter, Rows, histogram, summed
+from ptrain.meters.routing import Placed, RoutingMeter, Rows, sum_histograms, sum_routing
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import ActivationSpec, Spec
@@ -37,7 +37,7 @@ def counted(spec: Spec, *, is_watched: bool = True) -> tuple[Rows, Estimate, Pla
     samples = program.samples(STEADY)
     with measure(program) as measurement:
         if is_watched:
-            with meter.watching():
+            with meter.watch():
                 program.forward_backward(samples)
         else:
             program.forward_backward(samples)
@@ -47,7 +47,7 @@ def counted(spec: Spec, *, is_watched: bool = True) -> tuple[Rows, Estimate, Pla
 
 def layers_of(ranks: Ranks, spec: Spec) -> tuple[tuple[LayerRouting, ...], Histogram]:
     rows, _, choices = zip(*ranks.run(spec.world_size, counted, spec), strict=True)
-    return summed(rows), histogram(choices)
+    return sum_routing(rows), sum_histograms(choices)
 
 
 @pytest.mark.parametrize(("placement", "besides"), PLACEMENTS)

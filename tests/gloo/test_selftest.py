@@ -11,12 +11,12 @@ from ptrain.cli import selftest
 from ptrain.cli.main import main
 from ptrain.derivation.estimate import derive
 from ptrain.errors import RankFailed
-from ptrain.spec.names import names
+from ptrain.spec.names import load_names
 from ptrain.train.notebook import Run, load_trainable
 
 
 def _choose(monkeypatch, *kinds):
-    monkeypatch.setattr(selftest, "names", lambda: names()._replace(kinds=[*kinds]))
+    monkeypatch.setattr(selftest, "load_names", lambda: load_names()._replace(kinds=[*kinds]))
 
 
 def test_a_machine_without_gpus_runs_two_ranks_and_writes_the_page(tmp_path, monkeypatch, capsys):
@@ -97,7 +97,7 @@ def test_a_spec_passes_only_if_everything_does(change):
 
 @pytest.mark.parametrize("ranks", [1, 3, 4, 6, 8])
 def test_every_chosen_spec_can_run_on_so_many_ranks(ranks):
-    specs, left_out = selftest._select_specs(ranks, "cpu", selftest.listing(*selftest._FOLDERS))
+    specs, left_out = selftest._select_specs(ranks, "cpu", selftest.list_files(*selftest._FOLDERS))
     for spec in specs:
         derive(load_trainable(spec), is_timed=False)
     degrees = {spec.name: spec.world_size for spec in specs}

@@ -16,7 +16,7 @@ from ptrain.rooms.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import M
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch
@@ -34,7 +34,7 @@ LR = 1e-3
 DROPPED = {"dropout": 0.1, "attention_dropout": 0.0}
 # By default tests/unit/test_simulation.py compares them with `exact`, which test_exact.py measures.
 BY_DEFAULT = ("zero3",)
-OTHERS = [each for each in listing("strategies") if each not in BY_DEFAULT]
+OTHERS = [each for each in list_files("strategies") if each not in BY_DEFAULT]
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.axes.tensor.cost import cut_dims
 from ptrain.interpreter.program import Program, interpret
-from ptrain.models.ledger import local
+from ptrain.models.ledger import local_tensor
 from ptrain.rooms.world import World
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
@@ -137,7 +137,9 @@ def whole_tensors(spec: Spec) -> dict[str, torch.Tensor]:
     values = program.state_dict()["model"]
     cut = cut_dims(program.plan.tensor, ((name, tuple(v.shape)) for name, v in values.items()))
     return {
-        name: local(value).detach().clone() for name, value in values.items() if name not in cut
+        name: local_tensor(value).detach().clone()
+        for name, value in values.items()
+        if name not in cut
     }
 
 

@@ -17,14 +17,14 @@ from ptrain.cost import Phase, State, Traffic
 from ptrain.data.corpus import open_corpus
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.execute import execute
-from ptrain.interpreter.program import Program, interpret, planned
+from ptrain.interpreter.program import Program, interpret, prepare_construction
 from ptrain.meters.measure import measure
-from ptrain.models.ledger import local as local_of
+from ptrain.models.ledger import local_tensor
 from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.steps.wraps import Ran
+from ptrain.steps.wraps import ExecutedStep
 from ptrain.train.loop import local_batch
 from tests.gloo.tensor_cases import SIZES, spec_of
 from tests.ranks import Ranks
@@ -69,7 +69,7 @@ def wrapped_first(plan: Plan) -> Plan:
 
 def refused(spec: Spec) -> str:
     """What the executor says of that."""
-    rank = planned(spec, world=World.join(spec.timeout))
+    rank = prepare_construction(spec, world=World.join(spec.timeout))
     rank.plan = wrapped_first(rank.plan)
     try:
         execute(rank)
@@ -81,7 +81,7 @@ def refused(spec: Spec) -> str:
 def moved(spec: Spec, *, is_wrapped_first: bool) -> set[bool]:
     """Whether a step of the plan moves each of the tensors that are cut over tp; or a step of what
     the executor refuses: the operators of wrapped units are cut behind its back."""
-    rank = planned(spec, world=World.join(spec.timeout))
+    rank = prepare_construction(spec, world=World.join(spec.timeout))
     plan, step = rank.plan, rank.plan.tensor
     assert step is not None
     if is_wrapped_first:
@@ -90,16 +90,16 @@ def moved(spec: Spec, *, is_wrapped_first: bool) -> set[bool]:
     if is_wrapped_first:
         parallelize(rank.model, step, rank.mesh.submesh((step.axis,)), rank.mesh.registry)
         rank.operators = micro_batch(step)
-        rank.ran.append(Ran(step, 0))
+        rank.ran.append(ExecutedStep(step, 0))
     program = Program(rank)
     holding = [each.holds for each in theorem_6(spec, plan, program.ran)]
     assert holding == [True, not is_wrapped_first, True]
     cut = [each for each in program.model.parameters() if cutting_axes(each)]
-    before = [local_of(each).detach().clone() for each in cut]
+    before = [local_tensor(each).detach().clone() for each in cut]
     samples = local_batch(program, open_corpus(spec.data), 0)
     program.forward_backward(samples)
     program.step(1e-3)
-    after = [local_of(each) for each in cut]
+    after = [local_tensor(each) for each in cut]
     return {not torch.equal(old, new) for old, new in zip(before, after, strict=True)}
 
 

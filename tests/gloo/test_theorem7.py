@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ptrain.axes.pipeline.run.stage import Staged
+from ptrain.axes.pipeline.run.stage import StagedModel
 from ptrain.cost import Collective, State, Traffic
 from ptrain.data.corpus import open_corpus
 from ptrain.derivation.estimate import derive
@@ -73,7 +73,7 @@ def watch(spec: Spec) -> Seen:
             program.forward_backward(local)
             program.step(1e-3)
     assert measurement is not None
-    assert isinstance(program.wrapped, Staged)
+    assert isinstance(program.wrapped, StagedModel)
     counted = zip(measurement.traffic.calls(), ends, strict=True)
     return Seen(
         rank=program.world.rank,
@@ -85,7 +85,7 @@ def watch(spec: Spec) -> Seen:
 def _ends(measurement: Measurement) -> list[tuple[tuple[int, ...], int | None]]:
     """Fills with the group's ranks and the peer of each call that the meter counts."""
     found: list[tuple[tuple[int, ...], int | None]] = []
-    count: Callable[..., None] = measurement.traffic._count
+    count: Callable[..., None] = measurement.traffic._record_collective
 
     def count_and_note(name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         count(name, args, kwargs, result)
@@ -94,7 +94,7 @@ def _ends(measurement: Measurement) -> list[tuple[tuple[int, ...], int | None]]:
         peer = dist.get_global_rank(group, args[2]) if is_message else None
         found.append((tuple(sorted(dist.get_process_group_ranks(group))), peer))
 
-    measurement.traffic._count = count_and_note  # type: ignore[method-assign]
+    measurement.traffic._record_collective = count_and_note  # type: ignore[method-assign]
     return found
 
 

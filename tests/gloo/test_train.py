@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
@@ -123,7 +123,7 @@ def test_the_run_folder_holds_what_is_needed_to_repeat_and_to_read_the_run(finis
 
 
 def test_the_resolved_spec_is_the_spec_that_ran(finished):
-    again = require(load(finished.folder / "spec.resolved.yaml"))
+    again = require_runnable(load(finished.folder / "spec.resolved.yaml"))
     assert again.train.steps == STEPS
     assert again.resolved == yaml.safe_load((finished.folder / "spec.resolved.yaml").read_text())
 

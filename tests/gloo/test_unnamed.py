@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import Placement
 from tests.gloo.rows import DIALS, ROWS, Setting, default
 from tests.gloo.test_rows import differences
@@ -30,7 +30,7 @@ AXES = (("dp_replicate",), ("dp_shard",), ("dp_replicate", "dp_shard"))
 
 def named() -> set[tuple[tuple[str, Placement], ...]]:
     """The tuples of all strategies, by axis."""
-    specs = [load(name).spec for name in listing("strategies")]
+    specs = [load(name).spec for name in list_files("strategies")]
     return {
         tuple((factor.axis.value, factor.placement) for factor in spec.factors) for spec in specs
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
 from ptrain.interpreter.program import interpret
 from ptrain.rooms.world import World
@@ -46,7 +46,7 @@ def vision(axis: str, sections: dict[str, Any], **more: Any) -> Spec:
         **sections,
         **more,
     }
-    return require(load(written))
+    return require_runnable(load(written))
 
 
 NIGHTLY = pytest.mark.nightly
@@ -97,7 +97,7 @@ def with_z_loss(model: str, axis: str, **more: Any) -> Spec:
         **AXES_OF_LOGITS[axis],
         **more,
     }
-    return require(load(written))
+    return require_runnable(load(written))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_loss_that_the_model_computes_itself_is_given_whole_logits(ranks: Rank
         "tensor": {"plan": NANO_PLAN},
         "step": {"target": "tests.models_foreign:loss_of"},
     }
-    result = run(ranks, require(load(written)))
+    result = run(ranks, require_runnable(load(written)))
     assert not failing((*result.checks, *result.against))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.options import VerifyOptions
@@ -37,7 +37,7 @@ def over_data(model: dict[str, Any], **sections: Any) -> Spec:
         "placement": {"dp_replicate": "ddp"},
         "batch": {"global": 8, "micro": 2, "sequence": 16},
     }
-    return require(load(mapping | sections))
+    return require_runnable(load(mapping | sections))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Column, Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.wire import TOLERANCE, wire_rows
@@ -46,7 +46,7 @@ def spec_of(strategy: str, size: int, via: str) -> Spec:
     if strategy in CONTEXT:  # 512 KiB of keys and of values on a rank
         overrides += ["batch.global=1", "batch.sequence=2048"]
     overrides += [f"mesh.{axis}={size if len(axes) == 1 else 2}" for axis in axes]
-    return require(load(strategy, tuple(overrides)))
+    return require_runnable(load(strategy, tuple(overrides)))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_the_kernel_counts_what_was_predicted_of_rows_that_travel_to_experts(
     ranks: Ranks, strategy: str, more: tuple[str, ...]
 ) -> None:
     """Without a capacity by what the routers chose in the measured step."""
-    spec = require(load(strategy, (*ROUTED, *more)))
+    spec = require_runnable(load(strategy, (*ROUTED, *more)))
     reports = ranks.run(4, train, spec, MEASURED_STEP + 1, MEASURED_STEP)
     measured = join_estimates([report.measured for report in reports if report.measured])
     assert not measured.undefined

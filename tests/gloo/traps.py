@@ -83,10 +83,10 @@ ACCELERATORS: dict[str, Callable[[], Any]] = {
 
 def spec_of_all() -> Spec:
     """What is asked for in all three: FSDP2 by block, gathered units kept until backward."""
-    from ptrain.algebra.legality import require
+    from ptrain.algebra.legality import require_runnable
     from ptrain.spec.load import load
 
-    return require(load("zero3-keep", OVERRIDES))
+    return require_runnable(load("zero3-keep", OVERRIDES))
 
 
 def ask(which: str) -> Trapped:

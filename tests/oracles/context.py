@@ -98,7 +98,7 @@ def _features(spec: Spec, step: ContextParallel) -> int:
 
 
 def _itemsize(spec: Spec) -> int:
-    return spec.precision.effective.parameters.itemsize
+    return spec.precision.effective_layout.parameters.itemsize
 
 
 def gathered_bytes(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:

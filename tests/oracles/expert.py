@@ -31,7 +31,7 @@ def rows_bytes(spec: Spec, shape: ModelShape) -> int:
         choices = shape.experts_per_token * spec.batch.sequence
         places = ceil(Fraction(str(shape.capacity_factor)) * choices / shape.experts)
         number = shape.experts * min(places, tokens)
-    itemsize = spec.precision.effective.parameters.itemsize
+    itemsize = spec.precision.effective_layout.parameters.itemsize
     return spec.batch.micro * number * shape.hidden * itemsize
 
 
@@ -41,7 +41,10 @@ def of_a_layer(spec: Spec, shape: ModelShape) -> Iterator[tuple[Collective, Phas
     (n - 1)/n of the rows, in whole rows; and what says how many come, where that depends on
     data."""
     assert shape.experts is not None, "nothing travels"
-    ranks, row = ranks_of_experts(spec), shape.hidden * spec.precision.effective.parameters.itemsize
+    ranks, row = (
+        ranks_of_experts(spec),
+        shape.hidden * spec.precision.effective_layout.parameters.itemsize,
+    )
     leaving = rows_bytes(spec, shape) // row * (ranks - 1) // ranks * row
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         yield Collective.ALL_TO_ALL, phase, 2, 2 * leaving
@@ -58,7 +61,7 @@ def of_a_router(
     assert shape.experts is not None, "nobody is chosen"
     ranks, counts = spec.degree(*TOKEN_AXES) * _folded(spec), spec.batch.micro * shape.experts
     if shape.aux_loss:
-        size = counts * max(4, spec.precision.effective.parameters.itemsize)
+        size = counts * max(4, spec.precision.effective_layout.parameters.itemsize)
         yield Collective.ALL_REDUCE, Phase.FORWARD, 1, ceil(Fraction(2 * (ranks - 1) * size, ranks))
     if shape.capacity_factor is not None:
         size = _COUNT_BYTES * stretches * shape.experts_per_token * counts

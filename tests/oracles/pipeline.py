@@ -74,7 +74,7 @@ def boundary_bytes(spec: Spec, hidden: int) -> int:
     for factor in spec.factors:
         if factor.axis is Axis.TP and str(factor.placement.activations) != "R":
             tokens //= factor.degree
-    return tokens * hidden * spec.precision.effective.parameters.itemsize
+    return tokens * hidden * spec.precision.effective_layout.parameters.itemsize
 
 
 def spans(step: Pipeline) -> tuple[LayerSpan, ...]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ptrain.cost import Collective, Phase, State
-from ptrain.spec.activations import FULL, Kept
+from ptrain.spec.activations import FULL, ActivationMode
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
@@ -88,7 +88,7 @@ def parameters(
     table = words(shape.vocab, degree, index) * hidden
     has_head = span.is_last and (not shape.tied or not span.is_first)
     tables = table * (span.is_first + has_head)
-    norm = len(shape.norm.tensors)
+    norm = len(shape.norm.tensor_names)
     all_biased = shape.bias is Bias.ALL
     inner = 2 + shape.activation.is_gated  # up and down, and perhaps gate
     num_layers = span.end - span.start
@@ -126,7 +126,7 @@ def _latents(shape: ModelShape) -> Iterator[int]:
     """Yield the elements of each tensor that makes latent features, or norms them."""
     if shape.kv_lora_rank is None:
         return
-    norm = len(shape.norm.tensors)
+    norm = len(shape.norm.tensor_names)
     if shape.q_lora_rank is not None:
         yield from (shape.q_lora_rank * shape.hidden, *[shape.q_lora_rank] * norm)
     yield (shape.kv_lora_rank + shape.qk_rope_head_dim) * shape.hidden
@@ -167,7 +167,7 @@ def traffic(spec: Spec, step: Parallelize, span: LayerSpan) -> Mapping[CallKey, 
     in_halves = spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves
     if span.is_last and spec.loss.chunk is not None and in_halves:
         return None
-    kept = spec.activations.of(shape.layers)[span.start : span.end]
+    kept = spec.activations.block_modes(shape.layers)[span.start : span.end]
     if any(mode.policy not in (None, FULL) for mode in kept):
         return None
     totals: dict[CallKey, Sent] = {}
@@ -189,7 +189,7 @@ def scalars(spec: Spec) -> Sent:
     """Return calls and payload bytes of the sums of one number over an axis that cuts Theta, at the
     end of a step: the square of the norm that gradients are clipped to, in at least fp32, and of a
     scaled loss whether some gradient overflowed."""
-    layout = spec.precision.effective
+    layout = spec.precision.effective_layout
     sizes = []
     if spec.optimizer.clip is not None:
         sizes.append(max(layout.gradients.itemsize, DType.FP32.itemsize))
@@ -199,10 +199,14 @@ def scalars(spec: Spec) -> Sent:
 
 
 def _calls(
-    spec: Spec, step: Parallelize, shape: ModelShape, span: LayerSpan, kept: tuple[Kept, ...]
+    spec: Spec,
+    step: Parallelize,
+    shape: ModelShape,
+    span: LayerSpan,
+    kept: tuple[ActivationMode, ...],
 ) -> Iterator[_Call]:
     """What is called in one micro-batch."""
-    layers, itemsize = span.end - span.start, spec.precision.effective.parameters.itemsize
+    layers, itemsize = span.end - span.start, spec.precision.effective_layout.parameters.itemsize
     features = shape.hidden * itemsize
     stream = spec.batch.micro * spec.batch.sequence * features
     # Of experts that are whole on a rank nothing is a sum.
@@ -231,7 +235,7 @@ def _calls(
     gathered = Collective.ALL_GATHER, State.ACTIVATIONS, Phase.BACKWARD
     if step.is_saved_cut:
         yield *gathered, 2 * layers - apart * (not shape.shared_experts), stream
-    vectors = len(shape.norm.tensors)
+    vectors = len(shape.norm.tensor_names)
     summed = Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD
     if step.is_sequence:
         # of positions all samples take the same: their gradient comes in slices of the tokens
@@ -331,4 +335,4 @@ def loss_peak_bytes(spec: Spec, step: Parallelize, shape: ModelShape, index: int
 
 
 def _itemsize(spec: Spec) -> int:
-    return spec.precision.effective.parameters.itemsize
+    return spec.precision.effective_layout.parameters.itemsize

@@ -11,14 +11,14 @@ from functools import cache
 from random import Random
 
 from ptrain.cost import State, Traffic
-from ptrain.derivation.flat import joined
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.flat import joined_units
+from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.facts.model import ModelFacts, passes_of
 from ptrain.plan.lower import lower
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.placement import Axis, Placement, Tier
 from ptrain.spec.precision import LAYOUTS, DType, Layout
-from ptrain.spec.spec import Spec, positions, ranks_over
+from ptrain.spec.spec import Spec, indices_in_groups, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
@@ -96,7 +96,7 @@ def seeded(timeline: Timeline) -> Timeline:
 
 
 def chain_of(plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> UnitChain:
-    units = joined(plan, facts.units) if isinstance(plan.wrap, FlatUnits) else facts.units
+    units = joined_units(plan, facts.units) if isinstance(plan.wrap, FlatUnits) else facts.units
     *blocks, root = (
         ChainUnit(unit.shapes, unit.modules[-1] == "", plan.is_apart(unit.modules))
         for unit in units
@@ -128,7 +128,7 @@ def in_closed_form(
     chain = chain_of(plan, facts, is_fresh=is_fresh)
     form = closed_form(spec, plan, chain)
     figures: Figures = {"transient": form.transient()}
-    for index in sorted({*positions(spec, plan.differing_axes)}):
+    for index in sorted({*indices_in_groups(spec, plan.differing_axes)}):
         stored = form.resident(index)
         for state in STORED:
             for tier in Tier:
@@ -150,7 +150,7 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     traced = replace(facts, timeline=timeline, stage_passes=(places,))
     step = flight(spec, traced, plan=plan)
     figures: Figures = {"transient": transient(step)}
-    index_of = positions(spec, plan.differing_axes)
+    index_of = indices_in_groups(spec, plan.differing_axes)
     always = dict.fromkeys(index_of, 0)
     for row in rows:
         index = index_of[row.rank]
@@ -165,7 +165,7 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     for peak in step.peaks:
         index = index_of[peak.rank]
         figures[f"peak {peak.phase} {index}"] = peak.device_bytes - always[index]
-    return figures | traffic(sent(wrapping(spec, plan, facts)))
+    return figures | traffic(sent(make_wrapping(spec, plan, facts)))
 
 
 def differences(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> list[str]:
@@ -210,7 +210,7 @@ def lowered(spec: Spec, facts: ModelFacts, **dials: object) -> Setting | None:
         if wrap.consumed and (layout.scales_loss or plan.accumulate.micro_batches > 1):
             return None
     known = {name: value for name, value in dials.items() if hasattr(wrap, name)}
-    return spec, plan.having(replace(wrap, **known))
+    return spec, plan.replace_steps(replace(wrap, **known))
 
 
 Choice = tuple[Mesh, Layout, ReduceScatterVia, bool, int]

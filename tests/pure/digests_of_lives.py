@@ -131,12 +131,12 @@ def accounts(group: Group) -> Iterator[str]:
         assert isinstance(plan.wrap, FlatUnits)
         wrap = replace(plan.wrap, overlaps=group.overlaps)
         if group.gather is None:
-            notes = gradients(spec, plan.having(wrap))
+            notes = gradients(spec, plan.replace_steps(wrap))
         elif not _is_legal(group, wrap):
             continue
         else:
             dials = replace(wrap, gather_after_update=group.gather, prefetch=group.prefetch)
-            notes = step(spec, plan.having(dials))
+            notes = step(spec, plan.replace_steps(dials))
         yield f"{tuples}: {' '.join(notes)}"
 
 
@@ -183,14 +183,14 @@ def step(spec: Spec, plan: Plan) -> Iterator[str]:
         life.begin(Phase.FORWARD)
         for item in TIMELINE.forward:
             yield from _played(life, item, plan)
-        yield f"gathered {wrap.gathered()}"
+        yield f"gathered {wrap.gathered_bytes()}"
         life.begin(Phase.BACKWARD)
         for item in TIMELINE.backward:
             yield from _played(life, item, plan)
     life.begin(Phase.UPDATE)
     wrap.reduce()
     yield _level(life)
-    yield f"norms {wrap.clipped(0)}"
+    yield f"norms {wrap.norm_groups(0)}"
     wrap.update(0)
     yield _level(life)
     wrap.finish_update()

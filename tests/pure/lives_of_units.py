@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ptrain.cost import Footprint, Phase, Traffic, add_traffic
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.ghosts.flat_units import flat_rows
+from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts
 from ptrain.rooms.ghost import Ghost
@@ -52,13 +52,13 @@ class GradientsOfUnit(Life):
         self._working: Ghost | None = None
 
     def open(self) -> None:
-        self._gradients.open()
+        self._gradients.allocate_buffer()
 
     def finish(self, *, is_last: bool, is_due: bool) -> None:
         self._gradients.finish(is_last=is_last, is_due=is_due)
 
     def complete(self) -> None:
-        self._gradients.complete()
+        self._gradients.wait()
 
     def for_update(self) -> None:
         self._gradients.for_update()
@@ -84,4 +84,4 @@ class StepOfUnits(Life):
 def residents(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Footprint]:
     """Yield the bytes that live from step to step, by state and tier."""
     assert isinstance(plan.wrap, FlatUnits)
-    yield from flat_rows(spec, plan, plan.wrap, facts).footprints
+    yield from wrapping(spec, plan, facts).footprints(0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ptrain.axes.pipeline.catalogue import faults, size_of
+from ptrain.axes.pipeline.catalogue import schedule_faults, size_of
 from ptrain.axes.pipeline.cost import PipelineSize
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule, StageCost
 from ptrain.axes.pipeline.simulate import Costs, equal_stages
-from ptrain.axes.pipeline.stage_facts import held
+from ptrain.axes.pipeline.stage_facts import count_in_flight
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.steps.step import Pipeline
 
@@ -30,7 +30,7 @@ GRID = [
     for per_rank in stages_per_rank(name)
     for ranks in (1, 2, 3, 4)
     for microbatches in (1, 2, 3, 4, 5, 6, 8, 10, 12)
-    if not list(faults(name, pipeline(ranks, per_rank, microbatches)))
+    if not list(schedule_faults(name, pipeline(ranks, per_rank, microbatches)))
 ]
 BY_NAME = {name: [size for other, size in GRID if other is name] for name in ScheduleName}
 
@@ -51,5 +51,5 @@ def most_held(schedule: Schedule, rank: int, sizes: dict[int, int] | None = None
     stage, of one micro-batch's activations, in their unit."""
     return max(
         sum(count * (sizes[stage] if sizes else 1) for stage, count in counts.items())
-        for counts in held(schedule, rank)
+        for counts in count_in_flight(schedule, rank)
     )

@@ -6,8 +6,7 @@ from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import ByRank
 from ptrain.cost import Footprint, Traffic, add_traffic
 from ptrain.derivation import pipeline
-from ptrain.derivation.ghosts.clipping import norm
-from ptrain.derivation.ghosts.wrapping import Wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping, norm_traffic
 from ptrain.derivation.in_flight import Flight, in_flight
 from ptrain.derivation.machine import Machine
 from ptrain.facts.model import ModelFacts
@@ -38,4 +37,4 @@ def transient(played: Flight) -> int:
 
 def sent(ghost: Wrapping) -> tuple[Traffic, ...]:
     """Return what every rank sends for its units: once (setup) and in each step."""
-    return add_traffic((*ghost.sent(None), *norm(ghost)))
+    return add_traffic((*ghost.traffic(None), *norm_traffic(ghost)))

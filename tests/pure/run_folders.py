@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.spec.load import load
 from ptrain.train import manifest
 from ptrain.train.folder import Claim, open_run
 from ptrain.train.manifest import Manifest
 
-SPEC = require(load("zero3"))
+SPEC = require_runnable(load("zero3"))
 
 
 def opened(given: Path | None = None, *, resuming: bool = False) -> Claim:

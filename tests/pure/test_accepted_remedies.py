@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ptrain
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.load import load
 
@@ -115,7 +115,7 @@ def overrides_of(remedy: str) -> Iterator[tuple[str, ...]]:
 
 def faults_of(name: str, *overrides: str) -> tuple[Fault, ...]:
     try:
-        require(load(name, overrides))
+        require_runnable(load(name, overrides))
     except SpecError as error:
         return error.faults
     return ()

@@ -11,7 +11,7 @@ from ptrain.spec.activations import (
     FULL,
     PLAIN,
     SELECTIVE,
-    Kept,
+    ActivationMode,
     Operators,
     Policy,
 )
@@ -24,8 +24,12 @@ MODEL = {"preset": "llama-tiny"}  # of 4 blocks
 BASE = {"model": MODEL, "mesh": {"dp_shard": 2}, "batch": {"global": 8, "sequence": 32}}
 ZERO3 = {"placement": {"dp_shard": ["S*", "S", "S", "R"]}}
 TP = {"mesh": {"tp": 2}, "placement": {"tp": ["S", "S", "S", "R"]}}
-M, ON_HOST, ON_FILE = Kept(policy=FULL), Kept(tier=Tier.HOST), Kept(tier=Tier.FILE)
-INPUTS_ON_HOST = Kept(policy=FULL, tier=Tier.HOST)
+M, ON_HOST, ON_FILE = (
+    ActivationMode(policy=FULL),
+    ActivationMode(tier=Tier.HOST),
+    ActivationMode(tier=Tier.FILE),
+)
+INPUTS_ON_HOST = ActivationMode(policy=FULL, tier=Tier.HOST)
 
 
 def tuple_with(mode):
@@ -120,7 +124,7 @@ def test_of_blocks_that_are_m_every_nth_is_recomputed():
 )
 def test_a_policy_says_what_is_computed_again(written, policy, resolved):
     spec = loaded(activations="M", recompute=written)
-    assert spec.activations.default == Kept(policy=policy)
+    assert spec.activations.default == ActivationMode(policy=policy)
     assert spec.resolved["recompute"] == resolved
 
 

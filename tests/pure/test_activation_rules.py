@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ptrain.activations import rules
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
@@ -28,7 +28,7 @@ def spec(**changes):
 
 def refusals(**changes):
     made = spec(**changes)
-    found = (*check(made), *executed(made))
+    found = (*check(made), *find_unsupported(made))
     return [(fault.place, fault.finding, fault.remedy) for fault in found]
 
 

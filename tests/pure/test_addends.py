@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.facts.roles import roles_of
+from ptrain.facts.parameters import roles_of
 from ptrain.verification.capture import is_gradient_addend, is_output_addend
 from tests.pure.build import ODD_SHAPE
 

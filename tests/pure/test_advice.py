@@ -7,7 +7,7 @@ import shlex
 from itertools import product
 from math import inf
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import ChangeKind, FitAdvice, Variant, find_changes
@@ -35,7 +35,7 @@ def advice_for(name: str, *words: str) -> FitAdvice:
 
 def require_true(variant: Variant, name: str, *words: str) -> None:
     """Load and derive what a variant prints, and compare all that it claims."""
-    spec = require(load(name, [*words, *variant.overrides]))
+    spec = require_runnable(load(name, [*words, *variant.overrides]))
     exact = derive(spec).exact
     assert fit(spec, exact) == variant.fit
     if variant.fit.fits:
@@ -141,8 +141,10 @@ def test_where_nothing_fits_the_closest_is_named_with_what_is_missing():
 def test_slices_of_the_tokens_are_offered_where_tp_has_them_whole():
     first, *_ = advice_for("8b-tp", "cluster.device_memory=15GiB", "cluster.reserve=0").variants
     assert first.overrides == ("placement.tp.activations=S",) and first.fit.fits
-    assert require(load("8b-tp", ["placement.tp=tp-sp"])).factors == first.spec.factors
-    sliced = require(load("8b-tp-sp", ["cluster.device_memory=12GiB", "cluster.reserve=0"]))
+    assert require_runnable(load("8b-tp", ["placement.tp=tp-sp"])).factors == first.spec.factors
+    sliced = require_runnable(
+        load("8b-tp-sp", ["cluster.device_memory=12GiB", "cluster.reserve=0"])
+    )
     offers = find_changes(sliced).variants
     assert offers and all(
         each.spec.factors != sliced.factors for each in offers if ChangeKind.SLICES in each.kinds
@@ -151,9 +153,9 @@ def test_slices_of_the_tokens_are_offered_where_tp_has_them_whole():
 
 def test_an_offer_never_changes_which_sums_tp_takes():
     for name in ("8b-tp", "8b-tp-dp", "8b-tp-zero3"):
-        spec = require(load(name, ["cluster.device_memory=8GiB", "cluster.reserve=0"]))
+        spec = require_runnable(load(name, ["cluster.device_memory=8GiB", "cluster.reserve=0"]))
         for variant in advice_for(name, "cluster.device_memory=8GiB", "cluster.reserve=0").variants:
-            after = require(load(name, list(variant.overrides)))
+            after = require_runnable(load(name, list(variant.overrides)))
             assert (after.factors, after.tensor) == (variant.spec.factors, spec.tensor)
 
 

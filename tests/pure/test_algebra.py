@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
+from ptrain.algebra.compose import IDENTITY, Product, compose, compose_factors, factor_product
 from ptrain.cost import PLACED, State
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.memory import by_shard
 from ptrain.plan.lower import lower
 from ptrain.spec.placement import MODES, Axis, Distribution, Factor, Mode, Placement, S, Tier
@@ -19,7 +19,7 @@ placements = st.builds(
 )
 degrees = st.integers(min_value=1, max_value=12)
 factors = st.builds(Factor, axis=st.sampled_from(list(Axis)), degree=degrees, placement=placements)
-products = st.lists(factors, max_size=4).map(product)
+products = st.lists(factors, max_size=4).map(compose_factors)
 sizes = st.integers(min_value=0, max_value=10**12)
 
 
@@ -33,7 +33,7 @@ def test_a_product_of_products_is_a_product(inner: Product, outer: Product):
 
 @given(factors, products)
 def test_an_axis_of_degree_1_is_the_identity(factor: Factor, other: Product):
-    alone = lift(factor._replace(degree=1))
+    alone = factor_product(factor._replace(degree=1))
     assert alone == IDENTITY
     assert compose(alone, other) == other == compose(other, alone)
 
@@ -55,16 +55,18 @@ def test_a_share_is_gathered_made_and_away_as_the_mode_of_either_axis_says(a, b,
     cut = sum(each in (Distribution.SHARDED, Distribution.GATHERED) for each in both)
     made = Distribution.MATERIALIZED
     tiers = [mode.tier for mode in (a, b) if mode.distribution is not made]
-    placed = product((over(Axis.DP_REPLICATE, a), over(Axis.DP_SHARD, b)))
+    placed = compose_factors((over(Axis.DP_REPLICATE, a), over(Axis.DP_SHARD, b)))
     for share in (placed[state] for state in PLACED):
         assert (share.parts, share.copies) == (degree**cut, degree ** (2 - cut))
-        assert share.gathered is (Distribution.GATHERED in both)
-        assert share.materialized is (made in both)
+        assert share.is_gathered is (Distribution.GATHERED in both)
+        assert share.is_materialized is (made in both)
         assert share.needs_unit is (made in both or Distribution.GATHERED in both)
         furthest = next((t for t in (Tier.FILE, Tier.HOST) if t in tiers), Tier.DEVICE)
         assert share.tier is furthest
         size = 0 if made in both else -(-1000 // degree**cut)
-        assert [share.on(tier, 1000) for tier in Tier] == [size * (t is furthest) for t in Tier]
+        assert [share.bytes_on_tier(tier, 1000) for tier in Tier] == [
+            size * (t is furthest) for t in Tier
+        ]
 
 
 @given(degrees, degrees)
@@ -74,7 +76,7 @@ def test_s_over_a_then_over_b_is_s_over_a_times_b(a: int, b: int):
     def over(degree: int, axis: Axis) -> Factor:
         return Factor(axis=axis, degree=degree, placement=every)
 
-    assert product((over(a, Axis.DP_REPLICATE), over(b, Axis.DP_SHARD))) == lift(
+    assert compose_factors((over(a, Axis.DP_REPLICATE), over(b, Axis.DP_SHARD))) == factor_product(
         over(a * b, Axis.DP_SHARD)
     )
 
@@ -84,8 +86,8 @@ def test_memory_falls_when_a_degree_grows_by_a_factor(
     placement: Placement, degree: int, times: int, size: int
 ):
     def stored(ranks: int) -> list[int]:
-        placed = lift(Factor(axis=Axis.DP_SHARD, degree=ranks, placement=placement))
-        return [placed[state].at_rest(size) for state in PLACED]
+        placed = factor_product(Factor(axis=Axis.DP_SHARD, degree=ranks, placement=placement))
+        return [placed[state].stored_bytes(size) for state in PLACED]
 
     if degree > 1:
         pairs = zip(stored(degree), stored(degree * times), strict=True)
@@ -107,7 +109,7 @@ def test_exact_memory_falls_with_the_degree_up_to_padding(
 
     def stored(ranks: int) -> dict[State, int]:
         spec = make_spec({Axis.DP_SHARD: (ranks, placement)})
-        kinds, kind_of = by_shard(wrapping(spec, lower(spec, facts), facts))
+        kinds, kind_of = by_shard(make_wrapping(spec, lower(spec, facts), facts))
         return {row.state: row.device_bytes for row in kinds[kind_of[0]]}
 
     few, many = stored(degree), stored(degree * times)
@@ -116,12 +118,12 @@ def test_exact_memory_falls_with_the_degree_up_to_padding(
 
 
 def test_what_is_offloaded_lies_on_the_host():
-    share = product((Factor(axis=Axis.DP_SHARD, degree=4, placement=tuple_of("O,O,S")),))
-    assert share.optimizer.on(Tier.HOST, 400) == 100
-    assert share.optimizer.on(Tier.DEVICE, 400) == 0
-    assert share.gradients.on(Tier.DEVICE, 400) == 100
+    share = compose_factors((Factor(axis=Axis.DP_SHARD, degree=4, placement=tuple_of("O,O,S")),))
+    assert share.optimizer.bytes_on_tier(Tier.HOST, 400) == 100
+    assert share.optimizer.bytes_on_tier(Tier.DEVICE, 400) == 0
+    assert share.gradients.bytes_on_tier(Tier.DEVICE, 400) == 100
 
 
 def test_what_is_materialized_holds_nothing_between_uses():
-    placed = lift(Factor(axis=Axis.DP_SHARD, degree=4, placement=tuple_of("M,S,S")))
-    assert placed.parameters.at_rest(400) == 0 and placed.parameters.needs_unit
+    placed = factor_product(Factor(axis=Axis.DP_SHARD, degree=4, placement=tuple_of("M,S,S")))
+    assert placed.parameters.stored_bytes(400) == 0 and placed.parameters.needs_unit

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.report.reasons import advice_lines, advice_record, parse_thresholds
 from ptrain.selection.algorithm1 import (
     Advice,
@@ -131,17 +131,17 @@ def test_an_answer_for_a_preset_is_a_spec_that_is_legal(preset, devices, advice)
     cluster = ("cluster.preset=h100-64", f"model.preset={preset}", "batch.micro=1")
     base = load("70b-zero3", ["cluster.preset=h100-64", f"model.preset={preset}"]).spec
     assert base.cluster is not None
-    answer = algorithm1(requirements(own_facts(base), base.cluster, devices))
+    answer = algorithm1(requirements(built_in_facts(base), base.cluster, devices))
     assert answer.advice is advice
     if answer.overrides:
         words = (*cluster, *answer.overrides, f"batch.global={devices}")
-        assert require(load("70b-zero3", words)).world_size == devices
+        assert require_runnable(load("70b-zero3", words)).world_size == devices
 
 
 def test_a_layer_is_the_largest_block_and_a_laptop_is_not_fast():
     spec = load("zero3").spec
     assert spec.cluster is not None
-    required = requirements(own_facts(spec), spec.cluster, 2)
+    required = requirements(built_in_facts(spec), spec.cluster, 2)
     assert required.layer_parameters * 4 < required.parameters < 805_000
     assert not required.has_fast_links
 

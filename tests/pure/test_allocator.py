@@ -10,7 +10,7 @@ from ptrain.derivation.allocator import (
     AllocatedStep,
     AllocatorEvent,
     CachingAllocator,
-    reserved,
+    steady_reserved,
 )
 from ptrain.report.reserved import reserved_lines
 
@@ -27,7 +27,7 @@ def ran(*events: tuple[int, float], expands: bool = False, stream: str = COMPUTI
             allocator.run(AllocatorEvent(key, sizes[key], stream))
         else:
             allocator.run(AllocatorEvent(key, -sizes[key], stream))
-    return allocator.reserved.total() // MIB
+    return allocator.reserved_by_stream.total() // MIB
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_streams_have_pools_of_their_own() -> None:
     allocator.run(AllocatorEvent(1, 30 * MIB))
     allocator.run(AllocatorEvent(1, -30 * MIB))
     allocator.run(AllocatorEvent(2, 30 * MIB, OTHER))
-    assert allocator.reserved == {COMPUTING: 30 * MIB, OTHER: 30 * MIB}
+    assert allocator.reserved_by_stream == {COMPUTING: 30 * MIB, OTHER: 30 * MIB}
 
 
 def test_sizes_are_rounded_up_to_512_bytes() -> None:
@@ -85,9 +85,9 @@ def test_sizes_are_rounded_up_to_512_bytes() -> None:
     allocator = CachingAllocator(expands=False)
     for key in range(4096):
         allocator.run(AllocatorEvent(key, 1 + key % 512))
-    assert allocator.reserved.total() == 2 * MIB
+    assert allocator.reserved_by_stream.total() == 2 * MIB
     allocator.run(AllocatorEvent(-1, 1))
-    assert allocator.reserved.total() == 4 * MIB
+    assert allocator.reserved_by_stream.total() == 4 * MIB
 
 
 def test_the_best_fit_is_taken() -> None:
@@ -106,7 +106,7 @@ def step_of(*events: tuple[int, int], resident: int = 0, moments: int = 0) -> Al
 
 def test_a_step_reserves_what_lives_and_its_gaps() -> None:
     step = step_of((1, 40), (2, 30), (1, -40), (3, 20), (3, -20), (2, -30), resident=100)
-    amount = reserved(step, expands=False)
+    amount = steady_reserved(step, expands=False)
     assert amount is not None
     assert amount.device_bytes == 170 * MIB  # the 20 go where the 40 were
     assert amount.living == 170 * MIB
@@ -117,7 +117,7 @@ def test_moments_come_with_the_first_update_and_may_take_what_was_freed() -> Non
     """Behind the first step the 60 MiB are free, and the moments take 50 of them: the second step
     has to reserve again."""
     step = step_of((1, 60), (1, -60), moments=50)
-    amount = reserved(step, expands=False)
+    amount = steady_reserved(step, expands=False)
     assert amount is not None
     assert amount.device_bytes == (60 + 60) * MIB
     assert amount.living == (60 + 50) * MIB
@@ -126,7 +126,7 @@ def test_moments_come_with_the_first_update_and_may_take_what_was_freed() -> Non
 
 def test_the_gap_is_the_largest_free_block_when_most_lives() -> None:
     step = step_of((1, 30), (2, 30), (1, -30), (3, 40), (3, -40), (2, -30))
-    amount = reserved(step, expands=False)
+    amount = steady_reserved(step, expands=False)
     assert amount is not None
     assert (amount.living, amount.gap) == (70 * MIB, 30 * MIB)
     assert amount.device_bytes == 100 * MIB
@@ -134,7 +134,7 @@ def test_the_gap_is_the_largest_free_block_when_most_lives() -> None:
 
 def test_a_report_names_what_is_reserved_and_does_not_claim_it() -> None:
     step = step_of((1, 30), (1, -30), resident=100)
-    kinds = {"default segments": reserved(step, expands=False), "a kind that grows": None}
+    kinds = {"default segments": steady_reserved(step, expands=False), "a kind that grows": None}
     _, table, why = reserved_lines(kinds)
     assert "reserved by CUDA's allocator" in table and "130 MiB" in table and "grows on" in table
     assert why.startswith("not claimed: ")

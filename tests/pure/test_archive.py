@@ -19,8 +19,8 @@ def test_the_archive_is_small() -> None:
 
 
 def test_there_are_tables_of_every_part() -> None:
-    assert all(archive.names(part) for part in TablePart)
-    assert len(archive.tables()) == sum(len(archive.names(part)) for part in TablePart)
+    assert all(archive.table_names(part) for part in TablePart)
+    assert len(archive.read_tables()) == sum(len(archive.table_names(part)) for part in TablePart)
 
 
 def test_what_is_written_is_read_whatever_the_order(tmp_path: Path, monkeypatch) -> None:
@@ -32,12 +32,12 @@ def test_what_is_written_is_read_whatever_the_order(tmp_path: Path, monkeypatch)
     monkeypatch.setattr(archive, "PATH", one)
     monkeypatch.setattr(archive, "read", archive.read.__wrapped__)
     monkeypatch.setattr(archive, "_lines", archive._lines.__wrapped__)
-    assert archive.tables() == TABLES
+    assert archive.read_tables() == TABLES
 
 
 def test_the_same_tables_are_the_same_members_in_the_same_order(tmp_path: Path) -> None:
     """zlib of another version may pack them otherwise, and reads them alike."""
-    archive.write(archive.tables(), tmp_path / "again.zip")
+    archive.write(archive.read_tables(), tmp_path / "again.zip")
     with zipfile.ZipFile(tmp_path / "again.zip") as again, zipfile.ZipFile(archive.PATH) as stored:
         assert again.namelist() == stored.namelist()
         assert all(again.read(name) == stored.read(name) for name in stored.namelist())
@@ -45,4 +45,4 @@ def test_the_same_tables_are_the_same_members_in_the_same_order(tmp_path: Path) 
 
 def test_a_table_that_is_not_there_is_a_key_error() -> None:
     with pytest.raises(KeyError):
-        archive.table(TablePart.PASSES, "llama-of-nothing")
+        archive.read_table(TablePart.PASSES, "llama-of-nothing")

@@ -8,8 +8,8 @@ import pytest
 
 from ptrain.cost import State
 from ptrain.derivation import archive
-from ptrain.derivation.attention import FusedAttention, Statistics, statistics_of
 from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.derivation.kernels import FusedAttention, Statistics, statistics_of
 from ptrain.derivation.tables import monomials
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
@@ -85,7 +85,7 @@ def test_what_no_gpu_has_a_kernel_for_none_has_whose_capability_nobody_asked(
 
 def test_gradients_of_attention_are_no_statistics():
     """They have a head's width, and statistics one number a row."""
-    for (part, name), table in archive.tables().items():
+    for (part, name), table in archive.read_tables().items():
         for size in monomials(table) if "sizes" in table else ():
             symbols = {symbol for symbol, _ in size.exponents}
             assert not (size.is_statistics and symbols & {"head_dim", "pairs"}), (part, name)

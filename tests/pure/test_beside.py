@@ -86,7 +86,7 @@ def test_who_has_the_lane_holds_messages_up_by_what_they_have_not_to_spare(
     held_up: int, waited: float
 ):
     timed = clock()
-    timed.send(Collective.ALL_REDUCE, (Axis.CP,), held_up)
+    timed.send_payload(Collective.ALL_REDUCE, (Axis.CP,), held_up)
     ring = (hop(6, 1), *seconds(10), hop(6, 1), *seconds(10), *seconds(10))
     timed.compute(timed.pass_seconds(ring, Hook.FORWARD_OPERATOR))
     rows = {row.key.collective: row for row in timed.step_time().rows}

@@ -12,7 +12,7 @@ import pytest
 
 from ptrain.algebra.legality import check
 from ptrain.axes.data.units import buckets_of
-from ptrain.derivation.flat import joined
+from ptrain.derivation.flat import joined_units
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy, UnitSize
@@ -114,6 +114,6 @@ def test_the_life_of_buckets_is_what_closed_forms_say(name, is_fresh):
     facts, compared = MODELS[name], 0
     for spec in Random(name).sample([*_settings()], SAMPLE):
         plan = lower(spec, facts)
-        compared += len(joined(plan, facts.units)) < len(facts.units)
+        compared += len(joined_units(plan, facts.units)) < len(facts.units)
         assert not differences(spec, plan, facts, is_fresh=is_fresh)
     assert compared > SAMPLE // 4

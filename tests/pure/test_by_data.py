@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Column, Estimate, Footprint, Peak, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import timeline
+from ptrain.derivation.layers import model_timeline
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of_shape
@@ -28,15 +28,15 @@ from ptrain.train.heading import preflight_lines
 from tests.pure.build import setting
 
 WHO = "h.0.moe and 1 more module select by data (nonzero)"
-SPEC = require(load("zero3", ["model={preset: llama-tiny}"]))
+SPEC = require_runnable(load("zero3", ["model={preset: llama-tiny}"]))
 
 
 def routed(spec: Spec = SPEC, *, extents: tuple[int, ...] = (3, 1)) -> ModelFacts:
     """Facts of a model of the spec's shape whose micro-batch is as long as `extents` have it."""
-    sizes = setting(spec.model, spec.precision.effective.parameters)
+    sizes = setting(spec.model, spec.precision.effective_layout.parameters)
     known = facts_of_shape(spec.model, spec.batch.sequence, spec.unit)
     first, *others = (
-        replace(known, timeline=timeline(replace(sizes, batch=2, sequence=16 * extent)))
+        replace(known, timeline=model_timeline(replace(sizes, batch=2, sequence=16 * extent)))
         for extent in extents
     )
     return replace(first, by_data=WHO, others=tuple(others))

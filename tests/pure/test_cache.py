@@ -54,7 +54,7 @@ FACTS = ModelFacts(
 )
 
 
-REAL_VERSION = cache._version
+REAL_VERSION = cache._package_version
 
 
 class Reader:
@@ -72,7 +72,7 @@ class Reader:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PTRAIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setattr(cache, "_version", lambda name, otherwise=None: f"{name} 1.0")
+    monkeypatch.setattr(cache, "_package_version", lambda name, otherwise=None: f"{name} 1.0")
     return tmp_path / "caches" / "ptrain"
 
 
@@ -97,9 +97,9 @@ def test_decoding_other_data_as_facts_raises_value_error(plain: object) -> None:
 
 def test_what_was_traced_once_is_kept(home: Path) -> None:
     reader = Reader()
-    assert cache.kept(spec_of(), reader) == cache.kept(spec_of(), reader) == FACTS
+    assert cache.read_or_cache(spec_of(), reader) == cache.read_or_cache(spec_of(), reader) == FACTS
     assert reader.calls == 1
-    (file,) = cache.files()
+    (file,) = cache.cached_files()
     assert file.parent == home
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
@@ -115,8 +115,8 @@ def test_what_was_traced_once_is_kept(home: Path) -> None:
 def test_what_a_trace_does_not_depend_on_asks_for_no_other(home: Path, change: str) -> None:
     reader = Reader()
     cluster = "cluster.preset=h100-8"
-    cache.kept(spec_of(cluster), reader)
-    cache.kept(spec_of(cluster, change), reader)
+    cache.read_or_cache(spec_of(cluster), reader)
+    cache.read_or_cache(spec_of(cluster, change), reader)
     assert reader.calls == 1
 
 
@@ -131,7 +131,7 @@ def test_what_a_trace_does_not_depend_on_asks_for_no_other(home: Path, change: s
 def test_what_it_depends_on_does(home: Path, change: str) -> None:
     reader = Reader()
     for changes in ((), (change,)):
-        cache.kept(spec_of("device=cpu", *changes), reader)
+        cache.read_or_cache(spec_of("device=cpu", *changes), reader)
     assert reader.calls == 2
 
 
@@ -140,14 +140,14 @@ def test_a_trace_of_other_code_is_another(
     home: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = Reader()
-    cache.kept(spec_of(), reader)
+    cache.read_or_cache(spec_of(), reader)
     if package == "ptrain":
-        monkeypatch.setattr(cache, "_sources", lambda: "edited")
+        monkeypatch.setattr(cache, "_source_digest", lambda: "edited")
     else:
         monkeypatch.setattr(
             cache, "_version", lambda name, otherwise=None: f"{name} {1 + (name == package)}.0"
         )
-    cache.kept(spec_of(), reader)
+    cache.read_or_cache(spec_of(), reader)
     assert reader.calls == 2
 
 
@@ -174,11 +174,11 @@ def test_what_code_in_development_gave_is_not_kept(
         def read_text(self, name: str) -> str | None:
             return origin
 
-    monkeypatch.setattr(cache, "_version", REAL_VERSION)
+    monkeypatch.setattr(cache, "_package_version", REAL_VERSION)
     monkeypatch.setattr(cache.metadata, "distribution", lambda name: Installed())
     reader = Reader()
-    cache.kept(spec_of(), reader)
-    cache.kept(spec_of(), reader)
+    cache.read_or_cache(spec_of(), reader)
+    cache.read_or_cache(spec_of(), reader)
     assert reader.calls == (1 if is_kept else 2)
 
 
@@ -187,7 +187,7 @@ def test_micro_batches_count_where_a_schedule_needs_them(home: Path) -> None:
         reader = Reader()
         for accumulate in (8, 16):
             batch = f"batch={{accumulate: {accumulate}, micro: 1, sequence: 16}}"
-            cache.kept(spec_of(batch, strategy=strategy), reader)
+            cache.read_or_cache(spec_of(batch, strategy=strategy), reader)
         assert reader.calls == calls
 
 
@@ -197,11 +197,11 @@ def test_an_edit_of_ptrain_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     (package / "__init__.py").write_text("")
     monkeypatch.setattr(cache.ptrain, "__file__", str(package / "__init__.py"))
     (package / "lock.py").symlink_to("nowhere")  # as editors leave them
-    before = cache._sources.__wrapped__()
+    before = cache._source_digest.__wrapped__()
     (package / "more.py").write_text("x = 1\n")
-    more = cache._sources.__wrapped__()
+    more = cache._source_digest.__wrapped__()
     (package / "more.py").write_text("x = 2\n")
-    assert len({before, more, cache._sources.__wrapped__()}) == 3
+    assert len({before, more, cache._source_digest.__wrapped__()}) == 3
 
 
 # the seed, tp and pp, a micro-batch, the device, samples that are not tokens
@@ -240,11 +240,11 @@ def test_the_trace_of_a_target_is_neither_read_nor_kept_without_leave(
 ) -> None:
     reader = Reader()
     spec = load("zero3", [f"{section}={{target: 'a.b:c'}}", BATCH]).spec
-    cache.kept(spec, reader)
-    assert not list(cache.files())
-    cache.kept(spec, reader, allow_import=True)
-    assert len(cache.files()) == 1
-    cache.kept(spec, reader)
+    cache.read_or_cache(spec, reader)
+    assert not list(cache.cached_files())
+    cache.read_or_cache(spec, reader, allow_import=True)
+    assert len(cache.cached_files()) == 1
+    cache.read_or_cache(spec, reader)
     assert reader.calls == 3
 
 
@@ -281,7 +281,7 @@ class Importing(Reader):
 
 def kept_of_target(reader: Reader) -> None:
     spec = load("zero3", ["model={target: 'cached_model:build'}", BATCH]).spec
-    cache.kept(spec, reader, allow_import=True)
+    cache.read_or_cache(spec, reader, allow_import=True)
 
 
 @pytest.mark.parametrize("name", ["cached_model.py", "cached_layers.py", "sizes.json"])
@@ -333,7 +333,7 @@ def test_files_are_watched_for_the_users_code_alone(
 ) -> None:
     watched: list[None] = []
     monkeypatch.setattr(cache, "_watch_opened", lambda: watched.append(None))
-    cache.kept(spec_of(), Reader())
+    cache.read_or_cache(spec_of(), Reader())
     assert not watched
     kept_of_target(Importing())
     assert watched
@@ -355,23 +355,23 @@ def test_code_that_was_edited_after_the_process_began_is_not_kept(home: Path, th
     reader = Importing()
     rewrite(theirs / "cached_layers.py", "WIDTH = 2\n", age=-1.0)
     kept_of_target(reader)
-    assert reader.calls == 1 and not list(cache.files())
+    assert reader.calls == 1 and not list(cache.cached_files())
 
 
 def test_the_cache_can_be_switched_off(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader()
-    cache.kept(spec_of(), reader)
+    cache.read_or_cache(spec_of(), reader)
     monkeypatch.setenv("PTRAIN_CACHE", "off")
-    cache.kept(spec_of(), reader)
-    cache.kept(spec_of(), reader)
+    cache.read_or_cache(spec_of(), reader)
+    cache.read_or_cache(spec_of(), reader)
     assert reader.calls == 3
     assert not Path("off").exists()
 
 
 def test_what_could_not_be_traced_is_asked_again(home: Path) -> None:
     reader = Reader(ModelFacts(units=(), untraced="its code reads values"))
-    cache.kept(spec_of(), reader)
-    cache.kept(spec_of(), reader)
+    cache.read_or_cache(spec_of(), reader)
+    cache.read_or_cache(spec_of(), reader)
     assert reader.calls == 2
 
 
@@ -390,24 +390,24 @@ def test_what_could_not_be_traced_is_asked_again(home: Path) -> None:
 )
 def test_what_cannot_be_read_is_traced_again_and_replaced(home: Path, damage: bytes) -> None:
     reader = Reader()
-    cache.kept(spec_of(), reader)
-    (file,) = cache.files()
+    cache.read_or_cache(spec_of(), reader)
+    (file,) = cache.cached_files()
     file.write_bytes(damage)
-    assert cache.kept(spec_of(), reader) == FACTS
+    assert cache.read_or_cache(spec_of(), reader) == FACTS
     assert reader.calls == 2
-    assert cache.kept(spec_of(), reader) == FACTS
+    assert cache.read_or_cache(spec_of(), reader) == FACTS
     assert reader.calls == 2
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_a_folder_that_cannot_be_written_keeps_nothing(home: Path) -> None:
     home.parent.mkdir(mode=0o500)
-    assert cache.kept(spec_of(), Reader()) == FACTS
+    assert cache.read_or_cache(spec_of(), Reader()) == FACTS
 
 
 def test_a_file_in_the_folders_place_keeps_nothing(home: Path) -> None:
     home.parent.write_text("")
-    assert cache.kept(spec_of(), Reader()) == FACTS
+    assert cache.read_or_cache(spec_of(), Reader()) == FACTS
 
 
 def test_without_a_word_of_the_environment_the_folder_is_the_users(
@@ -417,16 +417,16 @@ def test_without_a_word_of_the_environment_the_folder_is_the_users(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cache.Path, "home", lambda: tmp_path)
     monkeypatch.setattr(cache.sys, "platform", "linux")
-    assert cache.folder() == tmp_path / ".cache" / "ptrain"
+    assert cache.cache_folder() == tmp_path / ".cache" / "ptrain"
     monkeypatch.setattr(cache.sys, "platform", "darwin")
-    assert cache.folder() == tmp_path / "Library/Caches" / "ptrain"
+    assert cache.cache_folder() == tmp_path / "Library/Caches" / "ptrain"
     monkeypatch.setenv("PTRAIN_CACHE", str(tmp_path / "here"))
-    assert cache.folder() == tmp_path / "here"
+    assert cache.cache_folder() == tmp_path / "here"
 
 
 def test_the_command_shows_the_cache_and_clears_it(home: Path, capsys) -> None:
-    cache.kept(spec_of(), Reader())
-    (size,) = (file.stat().st_size for file in cache.files())
+    cache.read_or_cache(spec_of(), Reader())
+    (size,) = (file.stat().st_size for file in cache.cached_files())
     assert main(["cache", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown == {"folder": str(home), "traces": 1, "bytes": size, "cleared": False}

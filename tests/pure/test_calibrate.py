@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from ptrain.calibration import write
-from ptrain.calibration.bench import GPUS, PROCESSORS, operations
-from ptrain.calibration.write import CalibrationOptions, MeasuredPart, conclude, parse, to_argv
+from ptrain.calibration.bench import GPUS, PROCESSORS, count_flops
+from ptrain.calibration.write import (
+    CalibrationOptions,
+    MeasuredPart,
+    parse_options,
+    report_rates,
+    to_argv,
+)
 from ptrain.cli.main import main
 from ptrain.cost import Collective
 from ptrain.errors import SpecError
@@ -48,7 +54,7 @@ def cluster_of(out: Path) -> Cluster:
 
 def test_what_was_measured_is_a_cluster_that_a_spec_may_name(tmp_path, capsys):
     out = tmp_path / "here.yaml"
-    assert conclude([part(1), part(2, collectives=GATHERS)], CalibrationOptions(out=out)) == 0
+    assert report_rates([part(1), part(2, collectives=GATHERS)], CalibrationOptions(out=out)) == 0
     assert "copy fp32 6400" in capsys.readouterr().out
     cluster = cluster_of(out)
     assert cluster.rates is not None
@@ -69,7 +75,7 @@ def test_a_size_left_out_takes_as_much_longer_than_with_fewer_ranks_as_the_large
     sizes: list[list[object]] = [["copy", "fp32", size, 1e-9 * size] for size in (64, 6400, 640000)]
     slower: list[list[object]] = [["copy", "fp32", size, 3e-9 * size] for size in (64, 6400)]
     parts = [part(1, operators=sizes), part(2, operators=slower)]
-    conclude(parts, CalibrationOptions(out=tmp_path / "here.yaml"))
+    report_rates(parts, CalibrationOptions(out=tmp_path / "here.yaml"))
     pace = pace_of(cluster_of(tmp_path / "here.yaml"), 2)
     assert pace is not None
     operator = Operator(OperatorKind.COPY, DType.FP32, (640000,))
@@ -78,7 +84,7 @@ def test_a_size_left_out_takes_as_much_longer_than_with_fewer_ranks_as_the_large
 
 def test_the_fields_of_a_cluster_stay(tmp_path, capsys):
     options = CalibrationOptions(cluster="laptop", out=tmp_path / "out.yaml", json=True)
-    assert conclude([part(1)], options) == 0
+    assert report_rates([part(1)], options) == 0
     assert json.loads(capsys.readouterr().out)["at_once"] == [1]
     text = options.out.read_text(encoding="utf-8")
     assert "devices: 16\n" in text and "name: laptop\n" in text
@@ -86,7 +92,7 @@ def test_the_fields_of_a_cluster_stay(tmp_path, capsys):
 
 def refusal(options: CalibrationOptions, parts: list[MeasuredPart] | None = None) -> str:
     with pytest.raises(SpecError) as caught:
-        conclude(parts, options) if parts else write.calibrate(options)
+        report_rates(parts, options) if parts else write.calibrate(options)
     return str(caught.value)
 
 
@@ -99,7 +105,7 @@ def test_measurements_that_are_far_apart_are_not_written(tmp_path, capsys):
     )
     assert not options.out.exists()
     forced = CalibrationOptions(out=options.out, force=True)
-    assert conclude([part(1, spread=0.3)], forced) == 0 and options.out.exists()
+    assert report_rates([part(1, spread=0.3)], forced) == 0 and options.out.exists()
 
 
 def test_a_busy_machine_is_not_measured(tmp_path, monkeypatch):
@@ -113,7 +119,7 @@ def test_a_busy_machine_is_not_measured(tmp_path, monkeypatch):
 
 def test_cores_are_busy_by_what_they_did_meanwhile(tmp_path, monkeypatch):
     looks = iter([(100, 900), (130, 970)])
-    monkeypatch.setattr(write, "_ticks", lambda: next(looks))
+    monkeypatch.setattr(write, "_read_cpu_ticks", lambda: next(looks))
     monkeypatch.setattr(write, "_LOOK", 0.0)
     monkeypatch.setattr(write, "_STAT", tmp_path)
     monkeypatch.setattr(write, "cores", lambda: 2)
@@ -160,7 +166,7 @@ def test_numbers_of_ranks_are_numbers(ranks, capsys):
 
 def test_options_are_words_again():
     said = ["--part", "part.json", "--until", "17.5", "--device", "cpu", "--force"]
-    options = parse(["laptop", "--ranks", "4,1", "--out", "a.yaml", "--brief", *said])
+    options = parse_options(["laptop", "--ranks", "4,1", "--out", "a.yaml", "--brief", *said])
     assert options == CalibrationOptions(
         cluster="laptop",
         ranks=(1, 4),
@@ -171,7 +177,7 @@ def test_options_are_words_again():
         part=Path("part.json"),
         until=17.5,
     )
-    assert parse(to_argv(options)) == options
+    assert parse_options(to_argv(options)) == options
 
 
 def test_ranks_that_share_cores_have_more_of_the_time_and_all_of_them_end_in_it(monkeypatch):
@@ -180,17 +186,17 @@ def test_ranks_that_share_cores_have_more_of_the_time_and_all_of_them_end_in_it(
     monkeypatch.setattr(write.time, "time", lambda: clock[0])
     end, endings = 1090.0, []
     for place in range(3):
-        endings.append(write._until((1, 2, 4)[place:], end) + write._ENDING)
+        endings.append(write._next_end((1, 2, 4)[place:], end) + write._ENDING)
         clock[0] = endings[-1]
     assert endings == [1020.0, 1050.0, 1090.0]  # who shares needs more, and who sends at all
     clock[0] = 1070.0  # the first two took longer than they were to
-    assert write._until((4,), end) == end - write._ENDING
+    assert write._next_end((4,), end) == end - write._ENDING
 
 
 def test_the_tables_that_lie_farthest_apart_are_named(tmp_path, capsys):
     spreads = {"products": 0.01, "updates": 0.2, "collectives": 0.4}
     measured = replace(part(1), spreads=spreads, left_out=3)
-    assert conclude([measured], CalibrationOptions(out=tmp_path / "out.yaml")) == 0
+    assert report_rates([measured], CalibrationOptions(out=tmp_path / "out.yaml")) == 0
     text = capsys.readouterr().out
     assert (
         "ranks at the same time: 1 (spread 2.0%, largest collectives 40.0%, updates 20.0%)" in text
@@ -201,24 +207,24 @@ def test_the_tables_that_lie_farthest_apart_are_named(tmp_path, capsys):
 def test_a_calibration_that_is_replaced_is_said_to_be(tmp_path, capsys):
     out = tmp_path / "out.yaml"
     for word in ("wrote", "replaced the rates of 2"):
-        assert conclude([part(1)], CalibrationOptions(out=out)) == 0
+        assert report_rates([part(1)], CalibrationOptions(out=out)) == 0
         assert f"\n{word}" in capsys.readouterr().out
     out.write_bytes(b"mine")
-    assert conclude([part(1)], CalibrationOptions(out=out, force=True)) == 0
+    assert report_rates([part(1)], CalibrationOptions(out=out, force=True)) == 0
     assert f"replaced the content of {out}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("points", [PROCESSORS, GPUS])
 def test_products_are_of_all_sides_and_the_largest_come_last(points):
-    products = points.products()
-    sizes = [operations(shape) for _, shape in products]
+    products = points.list_products()
+    sizes = [count_flops(shape) for _, shape in products]
     assert sizes == sorted(sizes) and len(set(products)) == len(products)
-    assert {dtype for dtype, _ in products} == set(CALIBRATED) == set(points.sides)
-    for dtype, sides in points.sides.items():
+    assert {dtype for dtype, _ in products} == set(CALIBRATED) == set(points.side_lengths)
+    for dtype, sides in points.side_lengths.items():
         shapes = {shape for known, shape in products if known is dtype}
         small = sides[0]
         assert {(1, rows, small, small) for rows in sides} <= shapes
-        assert max(map(operations, shapes)) <= 4 * points.flops[dtype]
+        assert max(map(count_flops, shapes)) <= 4 * points.flops[dtype]
         measured = [size for size, known in points.operator_sizes() if known is dtype]
         assert measured[:5] == list(points.sizes[:5])
 

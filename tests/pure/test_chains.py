@@ -9,7 +9,7 @@ import pytest
 from ptrain.axes.pipeline.stage_facts import stage_facts, stage_roles, stages_of
 from ptrain.cost import Collective, State, Traffic
 from ptrain.derivation.estimate import derive
-from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, of_first_stage, of_later_stage
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, passes_of_stage
 from ptrain.facts.stages import Chain, Ends, Stage
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.role import Role
@@ -107,8 +107,8 @@ def in_flight(saved: int) -> list[int]:
     ahead = passes(known, first, saved=saved, output=wide, given=0)
     behind = passes(known, last, saved=saved, output=VOCAB, given=wide)
     traced = (
-        (of_first_stage(ahead, output=wide),),
-        (of_later_stage(behind, output=VOCAB, hidden=wide),),
+        (passes_of_stage(ahead, is_first=True, output=wide, hidden=0),),
+        (passes_of_stage(behind, is_first=False, output=VOCAB, hidden=wide),),
     )
     found = derive(spec(), replace(known, stage_passes=traced)).exact
     assert found.undefined.keys() == {"step_seconds"}  # of no cluster
@@ -126,7 +126,7 @@ def test_what_halves_leave_over_the_whole_pass_goes_with_the_second():
     its input (16), the halves leave 304."""
     whole = {Kind.FORWARD: (Run(700, 700),), Kind.BACKWARD: (Run(0, -664),)}
     halves = {Kind.INPUT: (Run(0, -264),), Kind.WEIGHT: (Run(0, -100),)}
-    found = of_later_stage(whole | halves, output=16, hidden=16)
+    found = passes_of_stage(whole | halves, is_first=False, output=16, hidden=16)
     assert found.items[Kind.WEIGHT] == (Run(0, -100), Run(0, -300))
 
 

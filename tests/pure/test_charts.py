@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.axes.pipeline.catalogue import make_schedule
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.charts.schedule import Box, Heading, schedule_boxes, schedule_sheet
@@ -58,7 +58,7 @@ def boxes_of(made: Schedule) -> list[Box]:
 
 
 def sheet_of(name: ScheduleName, size: PipelineShape, spec: str = "some-spec") -> Sheet:
-    return schedule_sheet(Heading(spec=spec, schedule=name), schedule(name, size))
+    return schedule_sheet(Heading(spec=spec, schedule=name), make_schedule(name, size))
 
 
 def texts_of(sheet: Sheet) -> list[str]:
@@ -71,7 +71,7 @@ def texts_of(sheet: Sheet) -> list[str]:
 @pytest.mark.parametrize("name", ScheduleName)
 def test_every_action_has_one_box_on_its_stages_rank(name):
     for size in [size for other, size in GRID if other is name]:
-        made = schedule(name, size)
+        made = make_schedule(name, size)
         actions = Counter(part for order in made.orders for step in order for part in step.parts)
         drawn = boxes_of(made)
         assert Counter(box.action for box in drawn) == actions
@@ -84,7 +84,7 @@ def test_every_action_has_one_box_on_its_stages_rank(name):
 @pytest.mark.parametrize("name", ScheduleName)
 def test_boxes_of_a_rank_do_not_overlap(name):
     for size in [size for other, size in GRID if other is name]:
-        for one, two in pairwise(boxes_of(schedule(name, size))):
+        for one, two in pairwise(boxes_of(make_schedule(name, size))):
             is_beside = one.bottom <= two.top and one.start == two.start
             assert one.rank < two.rank or one.end <= two.start or is_beside
 
@@ -92,7 +92,7 @@ def test_boxes_of_a_rank_do_not_overlap(name):
 @pytest.mark.parametrize("name", ScheduleName)
 def test_the_white_of_the_rows_is_the_simulators_bubble(name):
     for size in [size for other, size in GRID if other is name]:
-        made = schedule(name, size)
+        made = make_schedule(name, size)
         simulation = simulate(made)
         filled = sum(box.area for box in boxes_of(made))
         white = 1 - filled / (made.ranks * simulation.makespan)
@@ -100,7 +100,7 @@ def test_the_white_of_the_rows_is_the_simulators_bubble(name):
 
 
 def test_halves_of_a_pair_lie_above_each_other_as_long_as_the_pair():
-    made = schedule(ScheduleName.DUALPIPEV, pipeline(2, 2, 8))
+    made = make_schedule(ScheduleName.DUALPIPEV, pipeline(2, 2, 8))
     halves = [box for box in boxes_of(made) if box.is_half]
     pairs = [step for order in made.orders for step in order if len(step.parts) == 2]
     assert len(halves) == 2 * len(pairs) > 0
@@ -130,7 +130,7 @@ def test_nothing_is_written_over_anything_else_or_past_the_edge(name, size):
 
 @pytest.mark.parametrize(("name", "size"), SIZES, ids=str)
 def test_every_box_has_its_number_until_the_sheet_is_as_long_as_it_may_be(name, size):
-    sheet, made = sheet_of(name, size), schedule(name, size)
+    sheet, made = sheet_of(name, size), make_schedule(name, size)
     number = sum(len(step.parts) for order in made.orders for step in order)
     numbered = sum(is_on_a_box(text, sheet) for text in sheet.texts if text.text[0].isdigit())
     if name is ScheduleName.NAIVE and size.microbatches == LARGE[1]:

@@ -24,7 +24,7 @@ from ptrain.errors import RankFailed, TrainingStopped, VerdictFailed
 from ptrain.report.selection import TOP
 from ptrain.selection.ranking import SearchGoal
 from ptrain.spec.load import split_arguments
-from ptrain.spec.names import names
+from ptrain.spec.names import load_names
 from ptrain.train import options as train_options
 from ptrain.train import rank_start
 from ptrain.verification import options as verify_options
@@ -190,9 +190,11 @@ def test_every_option_says_what_it_does_its_values_and_its_default():
 
 
 def test_the_defaults_of_options_are_those_of_the_program():
-    assert train_options.parse_options([]) == train_options.Options(spec=names().default)
-    assert verify_options.parse_options([]) == verify_options.VerifyOptions(spec=names().default)
-    assert calibration.parse([]) == calibration.CalibrationOptions()
+    assert train_options.parse_options([]) == train_options.Options(spec=load_names().default)
+    assert verify_options.parse_options([]) == verify_options.VerifyOptions(
+        spec=load_names().default
+    )
+    assert calibration.parse_options([]) == calibration.CalibrationOptions()
     args = CommandParser("select").parse_words([])
     assert args.thresholds == THRESHOLDS and SearchGoal(args.objective) is SearchGoal.TIME
     texts = {(verb, name): how["help"] for verb, found, how in options() for name in found}

@@ -13,7 +13,7 @@ import pytest
 
 from ptrain.cost import Collective, Phase, Spent, StepTime
 from ptrain.derivation.machine import Machine
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import ActivationMode
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
 from ptrain.spec.placement import Axis, Placement, Tier
@@ -289,7 +289,7 @@ def test_a_wrappers_hooks_take_a_processors_time_and_hide_behind_a_device_that_i
 
 def _offloaded(copy: float, tier: Tier = Tier.HOST, *, overlaps: bool = True) -> StepTime:
     """One device, whose blocks' activations go off it, and come back, in so many seconds each."""
-    away = spec(activations=ActivationSpec(default=Kept(tier=tier)))
+    away = spec(activations=ActivationSpec(default=ActivationMode(tier=tier)))
     return step(away, HandPace(copied=copy / MOVED, overlaps=overlaps))
 
 

@@ -11,13 +11,19 @@ from random import Random
 
 import pytest
 
-from ptrain.axes.context.attention import all_spans, balance, blocks_of, context_of, multiplied
-from ptrain.axes.context.cost import sent
+from ptrain.axes.context.attention import (
+    all_spans,
+    blocks_of,
+    computed_scores,
+    context_of,
+    relative_scores,
+)
+from ptrain.axes.context.cost import attention_traffic
 from ptrain.axes.context.draw import balance_text
 from ptrain.cost import Collective, Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.spec.activations import Kept, Operators, Policy
+from ptrain.spec.activations import ActivationMode, Operators, Policy
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Axis, Tier
@@ -35,9 +41,9 @@ from tests.oracles.context import (
 from tests.pure.build import make_spec, tuple_of
 
 ATTENTIONS = (*ContextAttention, Hybrid(ulysses=2, ring=2), Hybrid(ulysses=2, ring=3))
-PLAIN = Kept(policy=None, tier=Tier.DEVICE)
-AGAIN = Kept(policy=Policy(), tier=Tier.DEVICE)
-ARRIVED = Kept(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
+PLAIN = ActivationMode(policy=None, tier=Tier.DEVICE)
+AGAIN = ActivationMode(policy=Policy(), tier=Tier.DEVICE)
+ARRIVED = ActivationMode(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
 
 
 def drawn(attention, ranks: int, tp: int, layout: str) -> Spec:
@@ -87,7 +93,7 @@ def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
                 calls[collective, when] += layers * spec.batch.accumulate * number
         counted: Counter[tuple[Collective, Phase]] = Counter()
         counted_calls: Counter[tuple[Collective, Phase]] = Counter()
-        for row in sent(spec, plan, kept):
+        for row in attention_traffic(spec, plan, kept):
             assert row.key.axes == ("cp",)
             counted[row.key.collective, row.key.phase] += row.sent_bytes
             counted_calls[row.key.collective, row.key.phase] += row.calls
@@ -98,7 +104,8 @@ def test_where_documents_begin_is_gathered_once_a_micro_batch_and_nothing_else_i
     for spec in settings():
         packed = replace(spec, model=replace(spec.model, document_start=1))
         plain, more = (
-            Counter(sent(of, lower(of, FACTS), (PLAIN, AGAIN, PLAIN))) for of in (spec, packed)
+            Counter(attention_traffic(of, lower(of, FACTS), (PLAIN, AGAIN, PLAIN)))
+            for of in (spec, packed)
         )
         ((row, number),) = (more - plain).items()
         assert number == 1 and not plain - more
@@ -106,7 +113,7 @@ def test_where_documents_begin_is_gathered_once_a_micro_batch_and_nothing_else_i
         assert (row.calls, row.sent_bytes) == edges(packed, context_of(packed)), spec.context
 
 
-def _again(phase: Phase, kept: tuple[Kept, ...]) -> int:
+def _again(phase: Phase, kept: tuple[ActivationMode, ...]) -> int:
     """Layers that are computed again in backward, of what is sent in forward."""
     return kept.count(AGAIN) if phase is Phase.FORWARD else 0
 
@@ -187,7 +194,7 @@ def test_the_balance_of_work_is_that_of_scores_counted_one_by_one(attention, seq
     assert Fraction(max(scores)) / mean == slowest(step)
     assert sum(scores) == sequence * (sequence + 1) // 2
     of_rank = [score for score in scores for _ in range(step.ulysses)]
-    assert balance(step) == tuple(float(score / mean) for score in of_rank)
+    assert relative_scores(step) == tuple(float(score / mean) for score in of_rank)
 
 
 def test_contiguous_slices_of_long_sequences_leave_the_last_rank_nearly_twice_the_work():
@@ -214,18 +221,20 @@ def test_blocks_that_are_met_have_every_score_of_the_causal_mask_once(attention)
 
 def test_a_contiguous_ring_multiplies_one_block_more_at_each_place():
     step = context_of(spec_of(ContextAttention.RING, 4, 32))
-    assert multiplied(step) == (64, 128, 192, 256)
-    assert multiplied(context_of(spec_of(ContextAttention.ALL_GATHER, 4, 32))) == multiplied(step)
+    assert computed_scores(step) == (64, 128, 192, 256)
+    assert computed_scores(
+        context_of(spec_of(ContextAttention.ALL_GATHER, 4, 32))
+    ) == computed_scores(step)
 
 
 def test_an_early_and_a_late_chunk_multiply_half_a_block_at_every_hop():
     step = context_of(spec_of(ContextAttention.ZIGZAG, 4, 32))
-    assert multiplied(step) == (64 + 3 * 32,) * 4
+    assert computed_scores(step) == (64 + 3 * 32,) * 4
 
 
 def test_ulysses_multiplies_all_tokens_of_a_part_of_the_heads():
     step = context_of(spec_of(ContextAttention.ULYSSES, 4, 32, kv_heads=4))
-    assert multiplied(step) == (32 * 32 // 4,) * 4
+    assert computed_scores(step) == (32 * 32 // 4,) * 4
     assert balance_text(step) == (
         "all ranks of cp compute the same number of causal attention scores"
     )

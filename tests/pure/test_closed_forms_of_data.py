@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from ptrain import installed
-from ptrain.axes.data.fsdp2 import HABITS, habits
+from ptrain.axes.data.fsdp2 import BEHAVIORS, fsdp2_behavior
 from ptrain.cost import Phase, State
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
@@ -150,7 +150,7 @@ COPY = 25 * 4  # of the largest tensor's first gradient, which is no tensor of i
 
 def figures(spec: Spec, wrap=None, facts: ModelFacts = ALONE, **dials):
     plan = lower(spec, facts)
-    plan = plan.having(replace(plan.wrap, **dials))
+    plan = plan.replace_steps(replace(plan.wrap, **dials))
     assert wrap is None or isinstance(plan.wrap, wrap)
     return in_closed_form(spec, plan, facts, is_fresh=False)
 
@@ -200,7 +200,7 @@ def test_a_gradient_is_gone_when_the_state_goes_back():
 def test_other_habits_of_fsdp2_have_their_closed_form(start, monkeypatch):
     """Those of torch 2.15; the tables' torch has the others."""
     monkeypatch.setattr(installed, "torch_minor", lambda: "2.15")
-    assert habits() not in (HABITS[other] for other in TESTED_TORCH if other != "2.15")
+    assert fsdp2_behavior() not in (BEHAVIORS[other] for other in TESTED_TORCH if other != "2.15")
     seeds = range(start, start + STRIDE)
     assert not [line for seed in seeds for line in drawn(seed, drawn_fully_sharded)]
 
@@ -263,7 +263,7 @@ def test_what_has_no_closed_form_is_refused_by_name():
     spec = on_shards(ZERO_2, clip=1.0)
     plan = lower(spec, ALONE)
     assert plan.clip is not None
-    within_tp = plan.having(replace(plan.clip, operator_axes=(Axis.TP,)))
+    within_tp = plan.replace_steps(replace(plan.clip, operator_axes=(Axis.TP,)))
     with pytest.raises(NoClosedForm, match="clip within tp"):
         in_closed_form(spec, within_tp, ALONE, is_fresh=False)
     pipeline = Pipeline(axis=Axis.PP, schedule=ScheduleName.GPIPE, rank_of=(0,), layers=((),))

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from ptrain.axes.context.attention import all_spans
+from ptrain.axes.expert.cost import expert_traffic
 from ptrain.axes.expert.cost import rows_bytes as searched_rows
-from ptrain.axes.expert.cost import sent
 from ptrain.axes.expert.form import own_places, with_own_experts
 from ptrain.cost import Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_modules, facts
 from ptrain.plan.lower import lower
-from ptrain.spec.activations import Kept, Operators, Policy
+from ptrain.spec.activations import ActivationMode, Operators, Policy
 from ptrain.spec.context import ContextAttention, ContextSpec
 from ptrain.spec.keys import FOLDED as FOLDED_EXPERTS
 from ptrain.spec.keys import TensorSpec
@@ -78,7 +78,7 @@ def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
 def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]:
     """Calls and sent bytes of a step by collective and phase."""
     counted: Counter[tuple[Any, ...]] = Counter()
-    for row in sent(spec, plan):
+    for row in expert_traffic(spec, plan):
         assert row.key.axes == (axis,)
         counted[row.key.collective, row.key.phase, "calls"] += row.calls
         counted[row.key.collective, row.key.phase, "bytes"] += row.sent_bytes
@@ -170,7 +170,7 @@ def test_rows_of_a_folded_tp_go_over_both_axes_and_routers_count_over_all_slices
             expected[axes, collective, phase, "calls"] += layers * calls
             expected[axes, collective, phase, "bytes"] += layers * size
     counted: Counter[tuple[Any, ...]] = Counter()
-    for row in sent(spec, plan):
+    for row in expert_traffic(spec, plan):
         counted[row.key.axes, row.key.collective, row.key.phase, "calls"] += row.calls
         counted[row.key.axes, row.key.collective, row.key.phase, "bytes"] += row.sent_bytes
     assert counted == expected
@@ -197,9 +197,9 @@ def test_a_layer_that_comes_again_sends_again_what_it_keeps_nothing_of():
     plain, again, kept = (
         replace(spec, activations=replace(spec.activations, default=mode))
         for mode in (
-            Kept(),
-            Kept(policy=Policy()),
-            Kept(policy=Policy(keep=(Operators.COLLECTIVE,))),
+            ActivationMode(),
+            ActivationMode(policy=Policy()),
+            ActivationMode(policy=Policy(keep=(Operators.COLLECTIVE,))),
         )
     )
     once, twice, stays = (totals(of, planned(of)[0]) for of in (plain, again, kept))

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from ptrain.axes.pipeline.catalogue import schedule, size_of
+from ptrain.axes.pipeline.catalogue import make_schedule, size_of
 from ptrain.axes.pipeline.cost import PipelineSize, stages_of
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.cost import Collective, Estimate, Phase, State
@@ -57,7 +57,9 @@ def sizes(name: ScheduleName) -> list[PipelineSize]:
 
 
 def schedule_of(size: PipelineSize) -> Schedule:
-    return schedule(size.schedule, pipeline(size.ranks, size.stages_per_rank, size.microbatches))
+    return make_schedule(
+        size.schedule, pipeline(size.ranks, size.stages_per_rank, size.microbatches)
+    )
 
 
 def actions(order: Schedule, rank: int) -> list[Action]:
@@ -188,7 +190,9 @@ def test_each_rank_sends_what_its_stages_operators_and_ends_do(model, plan, loss
             of_tp[norm, "calls"], of_tp[norm, "bytes"] = calls, payload
             shared = shared_elements(shape, size, rank, words(vocab, 2, index))
             of_pp[norm, "calls"] = calls + (shared > 0)
-            of_pp[norm, "bytes"] = payload + shared * spec.precision.effective.gradients.itemsize
+            of_pp[norm, "bytes"] = (
+                payload + shared * spec.precision.effective_layout.gradients.itemsize
+            )
             for (collective, phase), number in crossings(size, rank).items():
                 key = (collective, State.ACTIVATIONS, phase)
                 of_pp[key, "calls"] = number

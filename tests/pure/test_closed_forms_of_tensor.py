@@ -122,7 +122,7 @@ def peak(estimate: Estimate, phase: Phase, rank: int) -> int:
 @every_kind
 def test_a_rank_stores_its_slices_and_what_every_rank_has_whole(kind):
     spec = drawn(kind)
-    exact, layout = derive(spec).exact, spec.precision.effective
+    exact, layout = derive(spec).exact, spec.precision.effective_layout
     degree = spec.degree(Axis.TP)
     for index in range(degree):
         elements = parameters(
@@ -158,7 +158,7 @@ def test_experts_are_cut_over_tp_and_summed_once_a_layer(plan, shared, dense):
     spec = drawn(("llama", False, plan, True), model=experts)
     derivation, shape, degree = derive(spec), shape_of(spec), spec.degree(Axis.TP)
     assert over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
-    size = spec.precision.effective.parameters.itemsize
+    size = spec.precision.effective_layout.parameters.itemsize
     for index in range(degree):
         own = parameters(shape, whole(shape), sequence=16, degree=degree, index=index)
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
@@ -185,7 +185,7 @@ def test_of_experts_that_are_folded_slices_of_the_tokens_are_all_that_is_sent(pl
         of_counts = before + times * calls, payload + times * counts
         expected[collective, State.ACTIVATIONS, phase] = of_counts
     assert over_tp(derivation.exact) == expected
-    size, ranks = spec.precision.effective.parameters.itemsize, 2 * degree
+    size, ranks = spec.precision.effective_layout.parameters.itemsize, 2 * degree
     for index in range(degree):
         own = parameters(
             shape,
@@ -207,7 +207,7 @@ def test_latent_attention_is_cut_by_heads_and_what_heads_share_is_summed(plan, r
     spec = drawn(("llama", False, plan, True), model=latent)
     derivation, shape, degree = derive(spec), shape_of(spec), spec.degree(Axis.TP)
     assert over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
-    size = spec.precision.effective.parameters.itemsize
+    size = spec.precision.effective_layout.parameters.itemsize
     for index in range(degree):
         own = parameters(shape, whole(shape), sequence=16, degree=degree, index=index)
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.derivation import estimate
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.errors import SpecError
 from ptrain.plan.lower import lower
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.selection.job import searched_job
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -43,11 +43,11 @@ def compiled(name: str, *overrides: str) -> Spec:
 def test_what_is_not_compiled_yet_is_rejected_by_name(name, overrides, place, finding):
     spec = compiled(name, *overrides)
     assert not check(spec)
-    (fault,) = executed(spec)
+    (fault,) = find_unsupported(spec)
     assert fault.place == place and finding in fault.finding
     assert fault.finding.startswith("not supported yet with compile=block: ")
     assert fault.remedy is not None and fault.remedy.endswith("or use `compile=none`.")
-    assert not executed(load(name, [*overrides, "compile=none"]).spec)
+    assert not find_unsupported(load(name, [*overrides, "compile=none"]).spec)
 
 
 def test_commands_that_know_eager_blocks_alone_say_so():
@@ -81,7 +81,7 @@ def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():
     plan = lower(spec)
     kinds = [type(step) for step in plan.steps]
     assert kinds.index(Keep) + 1 == kinds.index(Compile) == kinds.index(type(plan.wrap)) - 1
-    assert "compile the forward pass of blocks 0-3, one program per distinct block" in show(
+    assert "compile the forward pass of blocks 0-3, one program per distinct block" in format_plan(
         spec, plan
     )
     assert lower(load("zero3").spec).compiled is None

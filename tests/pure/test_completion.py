@@ -12,8 +12,8 @@ import pytest
 
 from ptrain.cli.completion import keys_of_schema
 from ptrain.cli.main import VERBS, main
-from ptrain.spec.names import SPEC_FOLDERS, listing
-from ptrain.spec.schema import reference, schema
+from ptrain.spec.names import SPEC_FOLDERS, list_files
+from ptrain.spec.schema import iter_key_rows, schema
 
 # What a shell runs after the script, to print what completes a line.
 COMPLETE = {
@@ -54,13 +54,13 @@ def complete(capsys, tmp_path):
 def test_a_shell_completes_what_is_typed(shell, complete):
     assert complete(shell, "ptrain ") == set(VERBS)
     assert complete(shell, "ptrain pre") == {"predict"}
-    assert complete(shell, "ptrain train ") == set(listing(*SPEC_FOLDERS))
+    assert complete(shell, "ptrain train ") == set(list_files(*SPEC_FOLDERS))
     assert complete(shell, "ptrain predict zero3 hsdp-f") == {"hsdp-full-optimizer"}
     assert complete(shell, "ptrain train zero3 mesh.dp_s") == {"mesh.dp_shard="}
     assert complete(shell, "ptrain predict --so") == {"--sort"}
     assert complete(shell, "ptrain predict --sort p") == {"peak"}
     assert complete(shell, "ptrain select llama3-8b --cluster h200") == {
-        name for name in listing("clusters") if name.startswith("h200")
+        name for name in list_files("clusters") if name.startswith("h200")
     }
     assert complete(shell, "ptrain select llama3-8") == {"llama3-8b"}
     assert complete(shell, "ptrain specs sh") == {"show"}
@@ -80,7 +80,7 @@ def test_a_shell_completes_the_value_of_a_key(shell, complete):
 
 def test_the_keys_are_those_of_a_spec():
     offered = {place for place, _ in keys_of_schema(schema())}
-    known = {row.place: row for row in reference()}
+    known = {row.place: row for row in iter_key_rows()}
     assert {place for place, row in known.items() if not row.is_section} <= offered
     shorthands = {place for place in offered if place in known and known[place].is_section}
     assert {"placement", "placement.dp_shard", "recompute"} <= shorthands

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.algebra.legality import check, require
+from ptrain.algebra.legality import check, require_runnable
 from ptrain.cli.main import main
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.interconnect import crossing, link
+from ptrain.derivation.interconnect import axis_link, tp_link_across_nodes
 from ptrain.errors import SpecError
 from ptrain.plan.composition import (
     are_consecutive,
@@ -24,7 +24,7 @@ from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.steps.wraps import Ran
+from ptrain.steps.wraps import ExecutedStep
 
 LAYERS, HIDDEN, VOCAB, SEQUENCE, MICRO, K = 3, 64, 260, 32, 2, 4
 SHAPE = {"layers": LAYERS, "hidden": HIDDEN, "heads": 8, "kv_heads": 8, "ffn": 128, "vocab": VOCAB}
@@ -49,7 +49,7 @@ def cut(degree: int, activations: str = "R", **sections: object) -> Spec:
         "optimizer": {"clip": 1.0},
         "cluster": TWO_NODES,
     }
-    return require(load(mapping | sections))
+    return require_runnable(load(mapping | sections))
 
 
 def holding(spec: Spec) -> dict[str, bool]:
@@ -66,7 +66,7 @@ def test_three_axes_do_too():
         "mesh={dp_replicate: 2, dp_shard: 2, tp: 2}",
         "placement={dp_replicate: ddp, dp_shard: zero3, tp: tp}",
     ]
-    assert all(holding(require(load("tp-zero3", changes))).values())
+    assert all(holding(require_runnable(load("tp-zero3", changes))).values())
 
 
 @pytest.mark.parametrize("name", ["tp", "zero3", "hsdp"])
@@ -114,9 +114,9 @@ def test_an_axis_of_degree_one_within_tp_changes_nothing():
 
 def test_gradients_that_would_be_summed_within_a_tp_group_are_refused():
     with pytest.raises(SpecError, match=r"\[Theorem 6\.3"):
-        require(load("tp-zero3", ["placement.tp=S,S,R,R"]))
+        require_runnable(load("tp-zero3", ["placement.tp=S,S,R,R"]))
     with pytest.raises(SpecError, match=r"\[Theorem 4"):
-        require(load("tp-zero3", ["placement.tp=S,R,S,R"]))
+        require_runnable(load("tp-zero3", ["placement.tp=S,R,S,R"]))
 
 
 def test_a_product_in_the_wrong_order_breaks_the_first_condition_and_no_other():
@@ -145,11 +145,19 @@ def test_units_that_are_wrapped_before_their_operators_are_cut_break_the_second(
 def test_the_second_condition_is_that_of_every_stage_that_ran():
     plan = derive(load("tp-zero3").spec).plan
     cut, wrap = plan.tensor, plan.wrap
-    assert cuts_before_wraps([Ran(cut, 0), Ran(wrap, 0), Ran(cut, 2), Ran(wrap, 2)])
-    assert cuts_before_wraps([Ran(cut, 0), Ran(cut, 2), Ran(wrap, 2), Ran(wrap, 0)])
-    assert not cuts_before_wraps([Ran(cut, 0), Ran(wrap, 0), Ran(wrap, 2), Ran(cut, 2)])
-    assert not cuts_before_wraps([Ran(cut, 0), Ran(wrap, 0), Ran(wrap, 2)]), "one is not cut"
-    assert not cuts_before_wraps([Ran(cut, 0)]), "nothing is wrapped"
+    assert cuts_before_wraps(
+        [ExecutedStep(cut, 0), ExecutedStep(wrap, 0), ExecutedStep(cut, 2), ExecutedStep(wrap, 2)]
+    )
+    assert cuts_before_wraps(
+        [ExecutedStep(cut, 0), ExecutedStep(cut, 2), ExecutedStep(wrap, 2), ExecutedStep(wrap, 0)]
+    )
+    assert not cuts_before_wraps(
+        [ExecutedStep(cut, 0), ExecutedStep(wrap, 0), ExecutedStep(wrap, 2), ExecutedStep(cut, 2)]
+    )
+    assert not cuts_before_wraps(
+        [ExecutedStep(cut, 0), ExecutedStep(wrap, 0), ExecutedStep(wrap, 2)]
+    ), "one is not cut"
+    assert not cuts_before_wraps([ExecutedStep(cut, 0)]), "nothing is wrapped"
 
 
 def test_groups_are_judged_by_their_ranks_alone():
@@ -179,7 +187,7 @@ def test_tp_over_two_nodes_waits_for_each_of_its_collectives(activations):
     sent = halves * -(-7 * stream // 8)
     sent += sum(times * -(-2 * 7 * size // 8) for size, times in sums)
     derivation = derive(spec)
-    found = crossing(spec, derivation.exact.traffic)
+    found = tp_link_across_nodes(spec, derivation.exact.traffic)
     assert found is not None
     assert (found.nodes, found.calls, found.hops, found.sent_bytes) == (2, calls, hops, sent)
     assert found.latency_seconds == pytest.approx(hops * 3e-5, rel=1e-12)
@@ -204,7 +212,7 @@ def test_tp_within_a_node_is_not_warned_of():
     ):
         derivation = derive(spec)
         assert not derivation.exact.warnings
-        assert crossing(spec, derivation.exact.traffic) is None
+        assert tp_link_across_nodes(spec, derivation.exact.traffic) is None
 
 
 def test_a_group_that_begins_in_one_node_and_ends_in_the_next_is_warned_of():
@@ -227,7 +235,7 @@ def test_of_a_product_only_what_tp_sends_counts():
         cluster={**TWO_NODES, "devices_per_node": 2},
     )
     exact = derive(spec).exact
-    found = crossing(spec, exact.traffic)
+    found = tp_link_across_nodes(spec, exact.traffic)
     rows = [row for row in exact.traffic if row.key.axes == ("tp",)]
     assert found is not None and found.sent_bytes == sum(row.sent_bytes for row in rows)
     assert {row.key.collective for row in rows} == {Collective.ALL_REDUCE}
@@ -251,7 +259,7 @@ def test_the_order_of_pp_and_a_data_axis_says_which_of_them_leaves_its_node(mesh
         cluster={**TWO_NODES, "devices_per_node": 4},
     )
     cluster, traffic = spec.cluster, derive(spec).exact.traffic
-    found = {axis: link(spec, traffic, axis) for axis in nodes}
+    found = {axis: axis_link(spec, traffic, axis) for axis in nodes}
     assert {axis: each.nodes for axis, each in found.items()} == nodes
     boundary = found[Axis.PP]
     assert boundary.sent_bytes == 2 * K * MICRO * SEQUENCE * HIDDEN * 4 + 4  # and of the norm

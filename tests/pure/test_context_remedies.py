@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.plan.composition import compositions, theorem_3
+from ptrain.plan.composition import explain_compositions, theorem_3
 from ptrain.spec.batch import PADDED
 from ptrain.spec.context import Hybrid
 from ptrain.spec.placement import Axis
@@ -88,16 +88,16 @@ def test_the_conditions_of_theorem_3_hold_and_fail_where_samples_are_told_apart(
     made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)})
     plan = plan_of(made)
     assert [condition.holds for condition in theorem_3(made, plan)] == [True] * 3
-    wrong = plan.having(replace(plan.context, axis=Axis.DP_SHARD))
+    wrong = plan.replace_steps(replace(plan.context, axis=Axis.DP_SHARD))
     assert [condition.holds for condition in theorem_3(made, wrong)] == [False, True, True]
-    short = plan.having(replace(plan.context, sequence=33))
+    short = plan.replace_steps(replace(plan.context, sequence=33))
     assert [condition.holds for condition in theorem_3(made, short)] == [True, False, True]
-    local = plan.having(replace(plan.wrap, axes=(Axis.DP_SHARD,)))
+    local = plan.replace_steps(replace(plan.wrap, axes=(Axis.DP_SHARD,)))
     assert [condition.holds for condition in theorem_3(made, local)] == [True, True, False]
 
 
 def headings(made: Spec) -> list[str]:
-    return [heading for heading, _ in compositions(made, plan_of(made))]
+    return [heading for heading, _ in explain_compositions(made, plan_of(made))]
 
 
 def test_slices_of_the_tokens_are_told_apart_from_data_axes_where_axes_compose():

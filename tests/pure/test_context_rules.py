@@ -7,14 +7,14 @@ from itertools import product
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
-from ptrain.axes.context.attention import attention_of, context_of, repeats, why
+from ptrain.algebra.legality import check, find_unsupported
+from ptrain.axes.context.attention import attention_of, context_of, explain_attention, kv_repeats
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.function import UserFunction
@@ -55,12 +55,14 @@ def spec(
 
 def refusal(made: Spec) -> tuple[str, str, str]:
     """Place, finding and remedy of the only fault."""
-    (fault,) = (*check(made), *executed(made))
+    (fault,) = (*check(made), *find_unsupported(made))
     return fault.place, fault.finding, fault.remedy
 
 
 def faultless(made: Spec) -> bool:
-    return not check(made) and all("the axis cp is not" in f.finding for f in executed(made))
+    return not check(made) and all(
+        "the axis cp is not" in f.finding for f in find_unsupported(made)
+    )
 
 
 @pytest.mark.parametrize("way", [RING, ZIGZAG, GATHER, Hybrid(ulysses=2, ring=2), ULYSSES], ids=str)
@@ -81,7 +83,7 @@ def test_documents_are_told_apart_by_every_attention_and_on_cuda_by_ulysses_alon
 
 @pytest.mark.parametrize(("optimizer", "legal"), [(STATELESS, 190), (ADAMW, 160), (MUON, 48)])
 def test_190_of_625_tuples_are_legal_and_160_with_an_optimizer_that_keeps_state(optimizer, legal):
-    kept = [legal for legal in TUPLES if not any(CONTEXT.broken(legal, optimizer))]
+    kept = [legal for legal in TUPLES if not any(CONTEXT.broken_rules(legal, optimizer))]
     assert len(TUPLES) == 625 and len(kept) == legal
 
 
@@ -89,23 +91,23 @@ def test_190_of_625_tuples_are_legal_and_160_with_an_optimizer_that_keeps_state(
 def test_a_tuple_is_legal_where_its_triple_is_on_a_data_axis_and_a_is_a_slice(optimizer):
     for placement in TUPLES:
         on_data = replace(placement, activations=MODES[0])
-        is_triple = not any(DATA.broken(on_data, optimizer))
+        is_triple = not any(DATA.broken_rules(on_data, optimizer))
         is_legal = is_triple and placement.activations in (S, S_STAR)
-        assert is_legal is not any(CONTEXT.broken(placement, optimizer))
+        assert is_legal is not any(CONTEXT.broken_rules(placement, optimizer))
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
 def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
     for placement in TUPLES:
-        nearest = CONTEXT.nearest(placement, optimizer)
-        assert not any(CONTEXT.broken(nearest, optimizer))
-        assert (nearest == placement) is not any(CONTEXT.broken(placement, optimizer))
+        nearest = CONTEXT.nearest_legal(placement, optimizer)
+        assert not any(CONTEXT.broken_rules(nearest, optimizer))
+        assert (nearest == placement) is not any(CONTEXT.broken_rules(placement, optimizer))
 
 
 @pytest.mark.parametrize("rule", CONTEXT.tuples, ids=lambda rule: rule.name)
 def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
     assert any(
-        [*CONTEXT.broken(placement, optimizer)] == [rule]
+        [*CONTEXT.broken_rules(placement, optimizer)] == [rule]
         for optimizer in (ADAMW, STATELESS, MUON)
         for placement in TUPLES
     )
@@ -159,7 +161,7 @@ def test_an_axis_of_data_inside_cp_waits():
 )
 def test_what_is_not_written_follows_and_says_why(made, attention, reason):
     assert faultless(made)
-    assert (attention_of(made), why(made)) == (attention, reason)
+    assert (attention_of(made), explain_attention(made)) == (attention, reason)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_a_hybrid_has_as_many_ranks_as_cp():
 
 def test_of_keys_and_values_ulysses_takes_any_number_of_heads():
     assert faultless(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
-    assert [repeats(6, heads) for heads in (1, 2, 3, 4, 6, 12)] == [6, 3, 2, 3, 1, 1]
+    assert [kv_repeats(6, heads) for heads in (1, 2, 3, 4, 6, 12)] == [6, 3, 2, 3, 1, 1]
 
 
 def test_how_slices_are_reduced_is_obeyed_where_gradients_of_gathered_keys_are():
@@ -331,7 +333,7 @@ def test_shards_over_data_and_cp_have_replicas_around_them():
 
 def test_a_plan_says_who_has_which_tokens_and_why():
     made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)})
-    text = show(made, plan_of(made))
+    text = format_plan(made, plan_of(made))
     assert "tokens over cp: 16 of 32 per rank, an early and a late chunk" in text
     assert "context  zigzag: 32 tokens split into two chunks on each of 2 ranks" in text
     assert "tokens   cp 0: 0-7, 24-31\ntokens   cp 1: 8-15, 16-23\n" in text
@@ -352,7 +354,7 @@ def test_ranks_of_unlike_stretches_wait_where_their_positions_are_cut_again(ulys
         place, finding, _ = refusal(made)
         assert place == "context.attention" and finding.startswith("not supported yet: ")
     else:
-        assert not (*check(made), *executed(made))
+        assert not (*check(made), *find_unsupported(made))
 
 
 def test_the_paper_has_no_volume_of_cp_and_says_that_it_leaves_it_out():

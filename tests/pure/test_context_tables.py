@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from ptrain.axes.context.attention import ContextPart, context_of, multiplied, part_at
+from ptrain.axes.context.attention import ContextPart, computed_scores, context_of, part_at
 from ptrain.cost import Collective, Phase
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import is_tabulated, timeline
+from ptrain.derivation.layers import is_tabulated, model_timeline
 from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import InnerCollective, Operator
@@ -78,14 +78,14 @@ def test_kernels_are_given_the_scores_of_the_blocks_that_meet(attention):
             if isinstance(item, Operator) and item.kind is OperatorKind.ATTENTION
         ]
         of_rank.append(sum(scores) // spec.model.heads)
-    assert tuple(of_rank) == multiplied(context_of(spec))
+    assert tuple(of_rank) == computed_scores(context_of(spec))
 
 
 def test_gathered_keys_are_kept_beside_what_is_kept_of_a_ring():
     rings, gathered = spec_of("ring"), spec_of("all-gather")
     step = context_of(gathered)
     kept = [
-        saved_bytes(timeline(setting_of(spec, RankCut(context=part_at(context_of(spec), 3)))))
+        saved_bytes(model_timeline(setting_of(spec, RankCut(context=part_at(context_of(spec), 3)))))
         for spec in (rings, gathered)
     ]
     own = keys_and_values(gathered, gathered.model, step)
@@ -95,7 +95,7 @@ def test_gathered_keys_are_kept_beside_what_is_kept_of_a_ring():
 
 def test_of_many_places_a_table_has_what_few_do():
     part = ContextPart(kind="zigzag", before=40, behind=23)
-    assert (part.name, part.place, part.ring) == ("3-3", "2-2", 64)
+    assert (part.name, part.table_place, part.ring_degree) == ("3-3", "2-2", 64)
     assert part_at(context_of(spec_of("zigzag")), 7).name == "3-0"
 
 
@@ -113,6 +113,6 @@ def test_what_no_table_tells_is_traced(more):
 
 
 def test_every_kind_has_a_table():
-    names = archive.names(TablePart.CONTEXT)
+    names = archive.table_names(TablePart.CONTEXT)
     kinds = {name.rpartition("-")[2] for name in names if name.startswith("llama-gqa-bf16-one")}
     assert kinds == {"ring", "zigzag", "gather", "ulysses", "hybrid"}

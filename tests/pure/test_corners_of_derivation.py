@@ -6,17 +6,16 @@ from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
-from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.cuts import ShardLayout
 from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation import wire
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.ghosts.clipping import clipping
-from ptrain.derivation.ghosts.flat_units import flat_rows
-from ptrain.derivation.ghosts.wrapping import micro_batches
+from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.wrapping import clip_bytes, micro_batches
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
-from ptrain.rooms.ghost import GhostRoom
+from ptrain.rooms.ghost import GhostRuntime
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis, Tier
@@ -59,17 +58,17 @@ def test_on_the_wire_gloo_doubles_a_reduce_scatter_and_nothing_else():
     assert {Collective.REDUCE_SCATTER: Fraction(2)} == wire.GLOO
     assert wire.TOLERANCE == 0.001
     (row,) = estimate(Collective.REDUCE_SCATTER).traffic
-    assert wire.factor(row) == 2
-    assert wire.factor(replace(row, key=replace(row.key, via="all_to_all"))) == 1
+    assert wire.gloo_factor(row) == 2
+    assert wire.gloo_factor(replace(row, key=replace(row.key, via="all_to_all"))) == 1
 
 
 def test_on_the_wire_two_ranks_exchange_halves_of_gradients():
     (row,) = estimate(Collective.REDUCE_SCATTER).traffic
-    assert wire.factor(pair := replace(row, sent_bytes=4)) == 1
-    assert wire.factor(replace(pair, key=replace(row.key, state=State.ACTIVATIONS))) == 2
+    assert wire.gloo_factor(pair := replace(row, sent_bytes=4)) == 1
+    assert wire.gloo_factor(replace(pair, key=replace(row.key, state=State.ACTIVATIONS))) == 2
     odd = replace(row, calls=3, payload_bytes=30)
-    assert wire.factor(replace(odd, sent_bytes=15 + 1)) == 1  # each call's share is rounded up
-    assert wire.factor(replace(odd, sent_bytes=20)) == 2  # over three ranks
+    assert wire.gloo_factor(replace(odd, sent_bytes=15 + 1)) == 1  # each call's share is rounded up
+    assert wire.gloo_factor(replace(odd, sent_bytes=20)) == 2  # over three ranks
 
 
 def test_the_factors_of_the_wire_name_what_is_not_as_the_model_says():
@@ -111,7 +110,7 @@ def test_norms_of_long_tensors_take_whole_bytes():
     spec = make_spec({})
     plan = lower(spec, FACTS)
     scene = SimpleNamespace(spec=replace(spec, device="cpu"), plan=plan)
-    at_once, stays = clipping(scene, [[LONG_NORM + NORM_ROW // 2 + 1, 7]])
+    at_once, stays = clip_bytes(scene, [[LONG_NORM + NORM_ROW // 2 + 1, 7]])
     norms = LONG_NORM // NORM_ROW + 1 + 1  # of rows, of what is left, of the short one
     assert at_once == 4 * (2 * norms + 1)
     assert type(at_once) is int and stays == 4
@@ -120,7 +119,7 @@ def test_norms_of_long_tensors_take_whole_bytes():
 def test_flat_buffers_are_those_of_rank_0():
     spec = make_spec({SHARD: (2, tuple_of("R,S,S"))})
     plan = lower(spec, FACTS)
-    rows = list(flat_rows(spec, plan, plan.wrap, FACTS).footprints)
+    rows = list(wrapping(spec, plan, FACTS).footprints(0))
     assert [(row.rank, row.state.value) for row in rows] == [
         (0, "parameters"),
         (0, "optimizer"),
@@ -129,8 +128,8 @@ def test_flat_buffers_are_those_of_rank_0():
 
 
 def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
-    room = GhostRoom(Tape(), {REPLICATE: 2, SHARD: 2}, {})
-    cuts = Cuts(room, 64, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
+    room = GhostRuntime(Tape(), {REPLICATE: 2, SHARD: 2}, {})
+    cuts = ShardLayout(room, 64, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
     seen = {
         ((), (SHARD,)): True,
         ((), (REPLICATE,)): False,
@@ -141,10 +140,10 @@ def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
         ((), ()): True,
     }
     wholes = {
-        had: room.new(cuts.shard_numel(had), DType.FP32, Tier.DEVICE, State.OTHER)
+        had: room.new_empty(cuts.shard_numel(had), DType.FP32, Tier.DEVICE, State.OTHER)
         for had, _ in seen
     }
-    parts = {(had, wanted): cuts.take(wholes[had], had, wanted) for had, wanted in seen}
+    parts = {(had, wanted): cuts.take_part(wholes[had], had, wanted) for had, wanted in seen}
     assert {key: part.storage is wholes[key[0]].storage for key, part in parts.items()} == seen
 
 

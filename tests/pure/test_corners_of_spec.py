@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.algebra.compose import compose, lift
-from ptrain.algebra.legality import BYTE_VOCAB, NOT_YET, RULES, check
+from ptrain.algebra.compose import compose, factor_product
+from ptrain.algebra.legality import BYTE_VOCAB, RULES, UNSUPPORTED_RULES, check
 from ptrain.cost import State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import text
 from ptrain.spec.check import validate
-from ptrain.spec.load import load, sweeps
+from ptrain.spec.load import expand_sweeps, load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis, Factor
 from ptrain.spec.schema import schema
-from ptrain.spec.spec import groups
+from ptrain.spec.spec import rank_groups
 from ptrain.spec.text import COMMAND_LINE, Tree
 from ptrain.spec.write import to_yaml
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
@@ -41,7 +41,7 @@ def test_a_fault_without_a_place_stands_at_the_files_first_line(tmp_path):
 
 
 def test_a_value_that_is_no_list_is_left_as_it_was_written():
-    assert list(sweeps(["name= a ", "b"])) == [("name= a ", "b")]
+    assert list(expand_sweeps(["name= a ", "b"])) == [("name= a ", "b")]
 
 
 def test_a_mesh_without_a_tuple_is_the_only_fault():
@@ -97,7 +97,7 @@ def test_of_two_tiers_the_one_that_is_further_away_holds_the_product():
         modes = (f"R@{inner},R,R", f"R@{outer},R,R")
         axes = (Axis.DP_SHARD, Axis.DP_REPLICATE)
         factors = [
-            lift(Factor(axis=axis, degree=2, placement=tuple_of(mode)))
+            factor_product(Factor(axis=axis, degree=2, placement=tuple_of(mode)))
             for axis, mode in zip(axes, modes, strict=True)
         ]
         assert compose(*factors)[State.PARAMETERS].tier.value == "file"
@@ -105,8 +105,8 @@ def test_of_two_tiers_the_one_that_is_further_away_holds_the_product():
 
 def test_over_no_axis_every_rank_is_a_group_of_its_own():
     spec = make_spec({Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)})
-    assert list(groups(spec, ())) == [(0,), (1,), (2,), (3,)]
-    assert list(groups(spec, (Axis.DP_REPLICATE,))) == [(0, 2), (1, 3)]
+    assert list(rank_groups(spec, ())) == [(0,), (1,), (2,), (3,)]
+    assert list(rank_groups(spec, (Axis.DP_REPLICATE,))) == [(0, 2), (1, 3)]
 
 
 def test_a_hidden_file_gives_its_spec_a_name_without_the_dot(tmp_path):
@@ -384,5 +384,5 @@ def test_every_rule_has_its_name_and_the_theorem_that_it_guards():
 
 
 def test_every_rule_about_what_waits_has_its_name_and_no_theorem():
-    assert [rule.name for rule in NOT_YET] == " ".join(WAITING.split()).split("; ")
-    assert {rule.theorem for rule in NOT_YET} == {""}
+    assert [rule.name for rule in UNSUPPORTED_RULES] == " ".join(WAITING.split()).split("; ")
+    assert {rule.theorem for rule in UNSUPPORTED_RULES} == {""}

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import PLACED, Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.paper import MODEL_STATES
@@ -74,7 +74,7 @@ def test_70b_on_8_devices_as_printed(placement, memory, traffic):
     ],
 )
 def test_the_committed_70b_specs_give_these_figures(name, memory, printed, sent):
-    both = derive(require(load(name)))
+    both = derive(require_runnable(load(name)))
     assert sum(both.paper.bytes_of(state) for state in MODEL_STATES) / GB == approx(memory)
     assert sum(both.exact.bytes_of(state) for state in MODEL_STATES) / GB == approx(memory)
     assert both.paper.sent_bytes() / GB == approx(printed)
@@ -87,7 +87,7 @@ def test_the_committed_70b_specs_give_these_figures(name, memory, printed, sent)
 def test_a_sweep_of_the_committed_7_5b_specs_tends_to_its_limit(name, limit):
     axis = "dp_replicate" if limit == 16 else "dp_shard"
     for ranks in (2, 16, 64):  # the cluster has 64
-        spec = require(load(name, [f"mesh.{axis}={ranks}", f"batch.global={ranks}"]))
+        spec = require_runnable(load(name, [f"mesh.{axis}={ranks}", f"batch.global={ranks}"]))
         exact = derive(spec).exact
         held = sum(exact.bytes_of(state) for state in MODEL_STATES)
         assert held / 7.5e9 == pytest.approx(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.axes.data.cost import kept_ranks, padded_rows, spread
+from ptrain.axes.data.cost import assign_owners, kept_ranks, padded_rows
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
@@ -86,8 +86,8 @@ def test_reductions_after_backward_move_what_those_beside_it_move():
 
 
 def test_the_largest_tensor_goes_first_each_to_the_rank_that_has_least():
-    assert spread([15, 2, 15, 2, 4, 14], 2) == [0, 1, 1, 1, 1, 0]  # 29 and 23
-    assert spread([7], 3) == [0]
+    assert assign_owners([15, 2, 15, 2, 4, 14], 2) == [0, 1, 1, 1, 1, 0]  # 29 and 23
+    assert assign_owners([7], 3) == [0]
 
 
 def test_a_spread_update_is_sent_by_its_owners_and_keeps_whole_tensors():

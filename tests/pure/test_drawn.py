@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.derivation.estimate import derive
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.spec.load import load
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
@@ -73,13 +73,13 @@ def test_a_drawn_spec_is_read_back_and_either_refused_with_a_remedy_or_predicted
         faults = check(spec)
         assert all(fault.place and fault.finding and fault.remedy for fault in faults)
         if not faults:
-            waits = executed(spec)
+            waits = find_unsupported(spec)
             assert all(fault.place == "unit" for fault in waits)  # parts of recomputed blocks
             if waits:
                 continue
             derivation = derive(spec)
             assert derivation.exact.memory and derivation.exact.peak
-            assert show(spec, derivation.plan)
+            assert format_plan(spec, derivation.plan)
 
 
 def test_a_good_part_of_what_is_drawn_is_legal():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
@@ -31,7 +31,7 @@ def bytes_of(estimate: Estimate) -> tuple[object, ...]:
 def test_a_clock_changes_no_byte_and_blocks_that_stand_for_others_take_their_time(written):
     timed = 0
     for words in written:
-        spec = require(load(dict(words)))
+        spec = require_runnable(load(dict(words)))
         known = derive(spec)
         plan, facts = known.plan, known.facts
         if why_unknown(spec, plan, facts):

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ptrain.facts.parameters import expert_modules, facts
-from ptrain.plan.composition import compositions, theorem_3_of_experts
+from ptrain.plan.composition import explain_compositions, theorem_3_of_experts
 from ptrain.plan.lower import lower
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -31,7 +31,7 @@ def plan_of(made: Spec) -> Plan:
 
 
 def lines(made: Spec, begin: str) -> list[str]:
-    text = show(made, plan_of(made))
+    text = format_plan(made, plan_of(made))
     return [line for line in text.splitlines() if line.startswith(begin)]
 
 
@@ -97,7 +97,7 @@ def test_experts_are_summed_and_wrapped_over_the_other_axes(made, summed, wrappe
 def test_without_ep_nothing_is_said_of_experts():
     made = make_spec(SHARDS, model=SHAPE)
     assert not theorem_3_of_experts(made, plan_of(made))
-    text = show(made, plan_of(made))
+    text = format_plan(made, plan_of(made))
     assert "experts" not in text.replace("mlp.experts", "")
 
 
@@ -129,15 +129,15 @@ def test_an_expert_that_is_summed_over_ep_fails_and_so_does_a_rest_that_is_not()
     """Over ep other experts would be added; and what all ranks have would stay apart."""
     made = spec(around=SHARDS, placement=GATHERED)
     plan = plan_of(made)
-    nobody = plan.having(replace(plan.experts, modules=()))
+    nobody = plan.replace_steps(replace(plan.experts, modules=()))
     assert [c.holds for c in theorem_3_of_experts(made, nobody)] == [True, False, True]
-    local = plan.having(plan.wrap.without(Axis.EP))
+    local = plan.replace_steps(plan.wrap.drop_axis(Axis.EP))
     assert [c.holds for c in theorem_3_of_experts(made, local)] == [True, True, False]
 
 
 def test_conditions_of_ep_stand_under_a_heading_of_their_own():
     made = spec(around=SHARDS, placement=GATHERED, inside={Axis.TP: (3, tuple_of("S,S,S,R"))})
-    assert [heading for heading, _ in compositions(made, plan_of(made))] == [
+    assert [heading for heading, _ in explain_compositions(made, plan_of(made))] == [
         "why ep computes the same as a single device",
         "why tp and data axes compose",
     ]

@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.expert.form import experts_of
 from ptrain.axes.expert.rules import EXPERT
-from ptrain.derivation.throughput import token_operations
+from ptrain.derivation.estimate import token_operations
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.model import ExpertLayers
 from ptrain.facts.parameters import facts
@@ -22,7 +22,7 @@ from ptrain.spec.keys import NAIVE, TensorSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.placement import MODES, Axis, Placement, R, axes_named
-from ptrain.spec.routing import histogram
+from ptrain.spec.routing import parse_histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
 from tests.gloo.expert_cases import spec_of
@@ -118,29 +118,29 @@ def test_muon_waits_for_matrices_that_share_a_tensor():
 
 @pytest.mark.parametrize(("optimizer", "legal"), [(STATELESS, 95), (ADAMW, 80), (MUON, 24)])
 def test_95_of_625_tuples_are_legal_and_80_with_an_optimizer_that_keeps_state(optimizer, legal):
-    kept = [legal for legal in TUPLES if not any(EXPERT.broken(legal, optimizer))]
+    kept = [legal for legal in TUPLES if not any(EXPERT.broken_rules(legal, optimizer))]
     assert len(TUPLES) == 625 and len(kept) == legal
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
 def test_a_tuple_is_legal_on_ep_where_it_is_on_a_data_axis_and_a_is_whole(optimizer):
     for placement in TUPLES:
-        is_legal = placement.activations == R and not any(DATA.broken(placement, optimizer))
-        assert is_legal is not any(EXPERT.broken(placement, optimizer))
+        is_legal = placement.activations == R and not any(DATA.broken_rules(placement, optimizer))
+        assert is_legal is not any(EXPERT.broken_rules(placement, optimizer))
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
 def test_the_nearest_tuple_on_ep_is_legal_and_a_legal_one_is_its_own(optimizer):
     for placement in TUPLES:
-        nearest = EXPERT.nearest(placement, optimizer)
-        assert not any(EXPERT.broken(nearest, optimizer))
-        assert (nearest == placement) is not any(EXPERT.broken(placement, optimizer))
+        nearest = EXPERT.nearest_legal(placement, optimizer)
+        assert not any(EXPERT.broken_rules(nearest, optimizer))
+        assert (nearest == placement) is not any(EXPERT.broken_rules(placement, optimizer))
 
 
 @pytest.mark.parametrize("rule", EXPERT.tuples, ids=lambda rule: rule.name)
 def test_every_rule_about_tuples_on_ep_refuses_some_tuple_alone(rule):
     assert any(
-        [*EXPERT.broken(placement, optimizer)] == [rule]
+        [*EXPERT.broken_rules(placement, optimizer)] == [rule]
         for optimizer in (ADAMW, STATELESS, MUON)
         for placement in TUPLES
     )
@@ -150,8 +150,8 @@ def test_what_is_refused_on_ep_names_its_theorem_and_the_nearest_as_a_file_has_i
     for placement in TUPLES:
         spec = make_spec({Axis.EP: (2, placement)}, model=SHAPE, clip=None)
         faults = [fault for fault in check(spec) if fault.remedy.startswith("Use `placement.ep=")]
-        broken = [*EXPERT.broken(placement, ADAMW)]
-        nearest = EXPERT.nearest(placement, ADAMW)
+        broken = [*EXPERT.broken_rules(placement, ADAMW)]
+        nearest = EXPERT.nearest_legal(placement, ADAMW)
         for rule, fault in zip(broken, faults, strict=True):
             said = f"({placement}) on ep: {rule.message} [{rule.theorem}]"
             assert (fault.place, fault.finding) == ("placement.ep", said)
@@ -159,7 +159,7 @@ def test_what_is_refused_on_ep_names_its_theorem_and_the_nearest_as_a_file_has_i
 
 
 def test_the_nearest_tuple_is_written_as_an_override_takes_it():
-    for written in {str(EXPERT.nearest(placement, ADAMW)) for placement in TUPLES}:
+    for written in {str(EXPERT.nearest_legal(placement, ADAMW)) for placement in TUPLES}:
         overrides = ["model.preset=moe-tiny", "mesh={ep: 2}", "placement={ep: ddp}"]
         made = load("zero3", [*overrides, f"placement.ep={written}"]).spec
         assert str(made.factors[0].placement) == written
@@ -205,9 +205,9 @@ def test_ep_is_inside_the_axes_along_which_experts_are_summed(inner):
     placement = tuple_of("R,R,R,S") if inner is Axis.CP else WHOLE
     spec = make_spec({Axis.EP: (2, WHOLE), inner: (2, placement)}, model=SHAPE)
     assert not check(spec)
-    assert [(fault.place, fault.remedy) for fault in executed(spec) if inner in fault.place] == [
-        (f"mesh.{inner}", f"Put {inner} before ep in `mesh` (outermost first).")
-    ]
+    assert [
+        (fault.place, fault.remedy) for fault in find_unsupported(spec) if inner in fault.place
+    ] == [(f"mesh.{inner}", f"Put {inner} before ep in `mesh` (outermost first).")]
 
 
 def of_transformers(tp: int = 1, **config: object) -> Spec:
@@ -218,8 +218,8 @@ def of_transformers(tp: int = 1, **config: object) -> Spec:
 
 
 def test_experts_of_a_model_that_is_not_built_in_are_spread_but_not_beside_tp():
-    assert not (*check(of_transformers()), *executed(of_transformers()))
-    (fault,) = (*check(of_transformers(tp=2)), *executed(of_transformers(tp=2)))
+    assert not (*check(of_transformers()), *find_unsupported(of_transformers()))
+    (fault,) = (*check(of_transformers(tp=2)), *find_unsupported(of_transformers(tp=2)))
     assert fault.place == "mesh.ep" and "for custom models" in fault.finding
 
 
@@ -241,9 +241,9 @@ def test_what_is_read_off_a_model_must_fit_the_spec():
     assert step.modules == LAYERS.modules and step.places is None
     with pytest.raises(SpecError, match="2 ranks do not divide 3 experts"):
         experts_of(spec, (), LAYERS._replace(number=3))
-    counts = histogram({"h.1.mlp": [[[1] * 6]]})
+    counts = parse_histogram({"h.1.mlp": [[[1] * 6]]})
     with pytest.raises(SpecError, match="routing: no counts for h\\.0\\.mlp"):
-        experts_of(spec.but(routing=counts), (), LAYERS)
+        experts_of(spec.with_fields(routing=counts), (), LAYERS)
 
 
 # ---- tp, folded into ep
@@ -300,7 +300,7 @@ def test_what_folds_needs_both_axes_and_experts(axes, model, place, finding, rem
     tuples = {Axis.EP: "R,R,R", Axis.TP: "S,S,S"}
     spec = make_spec({axis: (2, tuple_of(tuples[axis])) for axis in axes}, model=model)
     spec = replace(spec, tensor=FOLDED)
-    assert (*check(spec), *executed(spec)) == (
+    assert (*check(spec), *find_unsupported(spec)) == (
         Fault(place=place, finding=finding, remedy=remedy),
     )  # one of them
 
@@ -310,7 +310,7 @@ def test_a_folded_tp_routes_equal_slices_and_cuts_in_pairs():
     assert fault.place == "batch.sequence"
     assert fault.finding.startswith("15 tokens per rank cannot be split evenly over the 2 tp ranks")
     naive = TensorSpec(experts=FOLDED_EXPERTS, plan=NAIVE)
-    (fault,) = (*check(folded(tensor=naive)), *executed(folded(tensor=naive)))
+    (fault,) = (*check(folded(tensor=naive)), *find_unsupported(folded(tensor=naive)))
     assert fault.place == "tensor.plan" and "not supported yet: naive" in fault.finding
 
 

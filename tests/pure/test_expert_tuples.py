@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.load import Document, load, sweeps
+from ptrain.spec.load import Document, expand_sweeps, load
 from ptrain.spec.placement import MODES, Axis, Placement, S
 from ptrain.spec.shorthand import fault_of_experts
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, tuple_of
@@ -65,10 +65,10 @@ def test_one_state_is_set_whatever_form_the_file_has(written):
 
 
 def test_a_tuple_of_all_but_the_experts_is_no_sweep_and_a_mode_of_it_is_one():
-    assert len([*sweeps(["placement.ep.rest=S*,S,S,R"])]) == 1
-    assert len([*sweeps(["placement.ep=S*,S,S,R"])]) == 1
-    assert len([*sweeps(["placement.ep.rest.optimizer=S,R"])]) == 2
-    assert len([*sweeps(["placement.ep.rest=zero3,ddp"])]) == 2
+    assert len([*expand_sweeps(["placement.ep.rest=S*,S,S,R"])]) == 1
+    assert len([*expand_sweeps(["placement.ep=S*,S,S,R"])]) == 1
+    assert len([*expand_sweeps(["placement.ep.rest.optimizer=S,R"])]) == 2
+    assert len([*expand_sweeps(["placement.ep.rest=zero3,ddp"])]) == 2
 
 
 @pytest.mark.parametrize(

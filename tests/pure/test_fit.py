@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, SpecError
@@ -17,7 +17,7 @@ from ptrain.selection.fit import Fit, fit, resident_bytes
 from ptrain.selection.preflight import find_changes, require_fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.spec import Spec
 from ptrain.train.heading import preflight_lines
 
@@ -73,9 +73,9 @@ def test_without_a_cluster_there_is_nothing_to_fit():
     assert fit_of("cluster=null").fits is None
 
 
-@pytest.mark.parametrize("name", listing("strategies", "node"))
+@pytest.mark.parametrize("name", list_files("strategies", "node"))
 def test_what_is_resident_is_at_most_the_peak(name):
-    spec = require(load(name))
+    spec = require_runnable(load(name))
     exact = derive(spec).exact
     peak = exact.peak_bytes()
     if peak is None:  # what no table tells is traced, with torch

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.ghosts.flat_units import flat_rows
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.in_flight import play_update
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.optimizers.ghost import muon_temporaries
@@ -46,14 +45,14 @@ def plan_of(spec: Spec, **dials) -> Plan:
     """The plan of a spec, its wrap with other dials."""
     plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
-    return plan.having(replace(plan.wrap, **dials))
+    return plan.replace_steps(replace(plan.wrap, **dials))
 
 
 def moved(spec: Spec, **dials) -> dict[tuple[Collective, State, Phase], tuple[int, int]]:
     """{(collective, state, phase): (calls, payload)}."""
     return {
         (row.key.collective, row.key.state, row.key.phase): (row.calls, row.payload_bytes)
-        for row in sent(wrapping(spec, plan_of(spec, **dials), FACTS))
+        for row in sent(make_wrapping(spec, plan_of(spec, **dials), FACTS))
     }
 
 
@@ -191,7 +190,7 @@ def test_scalars_of_gradients_on_the_host_travel_to_be_reduced():
     spec = replace(spec, optimizer=replace(spec.optimizer, clip=1.0))
     scalars = [
         (row.key.collective, row.calls, row.payload_bytes)
-        for row in sent(wrapping(spec, plan_of(spec), FACTS))
+        for row in sent(make_wrapping(spec, plan_of(spec), FACTS))
         if row.payload_bytes <= 12
     ]
     # the norm there and back; the flag there, and it and the scale back; an all-reduce of each
@@ -263,7 +262,7 @@ def plans(draw) -> tuple[Spec, Plan]:
         overlaps=draw(st.booleans()) and bool(gradients),
         gather_after_update=when,
     )
-    steps = tuple(step for step in plan.having(wrap).steps if not isinstance(step, Clip))
+    steps = tuple(step for step in plan.replace_steps(wrap).steps if not isinstance(step, Clip))
     return spec, replace(plan, steps=steps)
 
 
@@ -299,7 +298,7 @@ def test_a_step_frees_what_it_allocates(drawn: tuple[Spec, Plan]):
 def test_what_lives_after_backward_are_the_gradients(drawn: tuple[Spec, Plan]):
     spec, plan = drawn
     assert isinstance(plan.wrap, FlatUnits)
-    rows = flat_rows(spec, plan, plan.wrap, FACTS).footprints
+    rows = [*make_wrapping(spec, plan, FACTS).footprints(0)]
     gradients = next(row for row in rows if row.state is G)
     assert life(spec, plan)[0] == gradients.device_bytes
 
@@ -310,7 +309,7 @@ def test_every_further_block_sends_the_same(drawn: tuple[Spec, Plan]):
     """Scalars are sent once, and the root in its own way; a block more is a block more."""
     spec, plan = drawn
     one, two, three = (
-        {row.key: row for row in sent(wrapping(spec, plan, facts))}
+        {row.key: row for row in sent(make_wrapping(spec, plan, facts))}
         for facts in (make_facts(*[BLOCK] * count, ((7, 2),)) for count in (1, 2, 3))
     )
     assert one.keys() == two.keys() == three.keys()

@@ -15,7 +15,7 @@ from ptrain.derivation.paper import paper
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.plan.lower import lower
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.report.heading import axes_text
 from ptrain.spec.load import load
 from ptrain.spec.placement import OFFLOADED, S_STAR, Axis, Mode, R, Tier
@@ -49,7 +49,7 @@ def facts(frozen: int = 96, trained: int = 8) -> ModelFacts:
 
 def test_one_mode_is_that_of_all_data_axes_and_a_spec_that_ran_says_it_again() -> None:
     spec = spec_of("hsdp", "frozen=R")
-    assert spec.frozen.written() == {Axis.DP_REPLICATE: R, Axis.DP_SHARD: R}
+    assert spec.frozen.modes_by_axis() == {Axis.DP_REPLICATE: R, Axis.DP_SHARD: R}
     assert spec.resolved["frozen"] == {"dp_replicate": "R", "dp_shard": "R"}
     assert load(spec.resolved).spec.frozen == spec.frozen
     assert "frozen" not in spec_of("hsdp").resolved
@@ -108,7 +108,7 @@ def test_another_place_is_that_of_a_second_buffer_of_flat_units() -> None:
     own = plan.wrap.of_frozen
     assert (own.parameters, own.parameters_tier) == ((Axis.DP_REPLICATE,), Tier.HOST)
     assert not (own.optimizer or own.gradients or own.updated or own.materialized)
-    assert "frozen parameters: Θ sharded over dp_replicate on the host" in show(spec, plan)
+    assert "frozen parameters: Θ sharded over dp_replicate on the host" in format_plan(spec, plan)
     assert "frozen S*@host on dp_replicate" in axes_text(spec)
 
 

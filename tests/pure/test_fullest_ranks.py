@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.algebra.legality import is_sound
 from ptrain.derivation.estimate import derive, fullest_alone
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.selection.fit import fit
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
@@ -40,5 +40,5 @@ def test_a_few_ranks_are_as_full_as_the_fullest_of_all(schedule: ScheduleName):
     legal = specs(schedule)
     assert legal
     for spec in legal:
-        facts = own_facts(spec)
+        facts = built_in_facts(spec)
         assert fit(spec, fullest_alone(spec, facts)) == fit(spec, derive(spec, facts).exact)

@@ -11,16 +11,16 @@ import pytest
 
 from ptrain.axes.data.cost import (
     GatherCounts,
-    gathers,
+    count_gathers,
+    count_reductions,
     kept_ranks,
     local_rows,
     padded_rows,
-    reductions,
 )
 from ptrain.cost import Collective, Phase, State, add_traffic
 from ptrain.derivation.ghosts.in_place import InPlace
-from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.ghosts.wrapping import Wrapped
+from ptrain.derivation.ghosts.table import make_wrapping
+from ptrain.derivation.ghosts.wrapping import WrapContext
 from ptrain.derivation.memory import by_shard
 from ptrain.facts.model import ModelFacts
 from ptrain.optimizers.ghost import muon_temporaries
@@ -61,7 +61,7 @@ def calls(spec: Spec, plan: Plan, facts: ModelFacts = FACTS) -> dict:
             row.payload_bytes,
             row.sent_bytes,
         )
-        for row in sent(wrapping(spec, plan, facts))
+        for row in sent(make_wrapping(spec, plan, facts))
     }
 
 
@@ -86,13 +86,13 @@ def counted(step: FullyShard, layout, count: int) -> dict:
 
     for unit in FACTS.units:
         shard = sum(part_numel(tensor.shape, step.sync) for tensor in unit.tensors)
-        times = gathers(step.sync, count, is_root=unit.is_root)
+        times = count_gathers(step.sync, count, is_root=unit.is_root)
         between = kept_ranks(step.sync, RANKS, is_root=unit.is_root)
         whole, theta = RANKS * shard * layout.parameters.itemsize, State.PARAMETERS
         again = between if between > 1 else RANKS
         call(Collective.ALL_GATHER, theta, Phase.FORWARD, times.forward, whole, RANKS)
         call(Collective.ALL_GATHER, theta, Phase.BACKWARD, times.backward, whole, again)
-        size, num = shard * layout.reduced.itemsize, reductions(step.sync, count)
+        size, num = shard * layout.reduced.itemsize, count_reductions(step.sync, count)
         gradients, backward = State.GRADIENTS, Phase.BACKWARD
         call(Collective.REDUCE_SCATTER, gradients, backward, num, RANKS * size, RANKS)
         if step.replicate_axes:
@@ -113,18 +113,20 @@ def test_fsdp2_sends_as_often_as_its_policy_says(mesh, policy: SyncPolicy, count
 def test_fsdp2_in_flight_sends_as_often_as_its_schedule_counts(policy: SyncPolicy):
     """Counts of one micro-batch after the other: then both are the same."""
     spec, plan = planned(FULLY, accumulate=5, sync=policy)
-    ghost = wrapping(spec, plan, FACTS)
+    ghost = make_wrapping(spec, plan, FACTS)
 
     def times(sync: SyncPolicy, *, is_root: bool) -> GatherCounts:
-        return gathers(sync, 5, is_root=is_root)
+        return count_gathers(sync, 5, is_root=is_root)
 
-    assert add_traffic(ghost.sent(times)) == add_traffic(ghost.sent(None))
+    assert add_traffic(ghost.traffic(times)) == add_traffic(ghost.traffic(None))
 
 
 def test_a_reduction_by_exchange_says_what_stands_for_it():
     spec, plan = planned(FULLY, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
     told = {
-        row.key.via for row in sent(wrapping(spec, plan, FACTS)) if row.key.state is State.GRADIENTS
+        row.key.via
+        for row in sent(make_wrapping(spec, plan, FACTS))
+        if row.key.state is State.GRADIENTS
     }
     assert told == {"all_to_all"}
 
@@ -133,7 +135,7 @@ def test_a_reduction_by_exchange_says_what_stands_for_it():
 def test_ddp_sends_each_bucket_once_whether_beside_backward_or_behind_it(overlaps: bool):
     facts = replace(FACTS, gradient_order=tuple(t.name for t in FACTS.tensors)[::-1])
     spec, plan = planned({Axis.DP_REPLICATE: (2, WHOLE)}, accumulate=3, bucket_bytes=70)
-    plan = plan.having(replace(plan.wrap, overlaps=overlaps))
+    plan = plan.replace_steps(replace(plan.wrap, overlaps=overlaps))
     # in bytes, as they arrive: 56 and 16; 8 and 60 and 8; 60 are left for the end
     whole = FACTS.numel * 4
     found = calls(spec, plan, facts)
@@ -146,7 +148,7 @@ def test_zero_redundancy_keeps_and_broadcasts_a_bucket_of_each_owner():
     spec, plan = planned({Axis.DP_REPLICATE: (RANKS, ZERO_1)})
     # the largest first, each to the rank that has least: 15, 15, 14, and 4 + 2 + 2
     owned, tensors = [15, 15, 14, 8], [1, 1, 1, 3]
-    kinds, kind_of = by_shard(wrapping(spec, plan, FACTS))
+    kinds, kind_of = by_shard(make_wrapping(spec, plan, FACTS))
     omega = [kinds[kind][1].device_bytes for kind in kind_of]
     assert omega == [8 * numel + 4 * count for numel, count in zip(owned, tensors, strict=True)]
     found = calls(spec, plan)[Collective.BROADCAST, State.PARAMETERS, Phase.UPDATE]
@@ -156,7 +158,7 @@ def test_zero_redundancy_keeps_and_broadcasts_a_bucket_of_each_owner():
 def test_an_owner_of_nothing_has_a_bucket_of_one_element():
     facts = make_facts(((6,),))
     spec, plan = planned({Axis.DP_REPLICATE: (3, ZERO_1)})
-    kinds, kind_of = by_shard(wrapping(spec, plan, facts))
+    kinds, kind_of = by_shard(make_wrapping(spec, plan, facts))
     parameters, omega, gradients, _ = kinds[kind_of[2]]
     assert (parameters.device_bytes, omega.device_bytes) == (24 + 4 + 4, 0)
     assert gradients.device_bytes == 24
@@ -167,7 +169,7 @@ def test_an_owner_of_nothing_has_a_bucket_of_one_element():
 def test_an_update_in_place_keeps_and_casts_what_the_layout_says(layout, optimizer: str):
     spec, plan = planned({}, layout=layout, optimizer=optimizer, momentum=0.9)
     moments = 2 if optimizer == "adamw" else 1
-    update = InPlace(Wrapped(spec=spec, plan=plan, facts=FACTS))
+    update = InPlace(WrapContext(spec=spec, plan=plan, facts=FACTS))
     master = layout.master.itemsize if layout.master else 0
     kept = FACTS.numel * (moments * layout.moments.itemsize + master)
     counters = 4 * len(FACTS.tensors) if optimizer == "adamw" else 0
@@ -178,7 +180,9 @@ def test_an_update_in_place_keeps_and_casts_what_the_layout_says(layout, optimiz
     is_own = optimizer == "sgd" and layout.updated.itemsize == 2
     scalars = 3 * 4 * is_own  # of ptrain's SGD with momentum
     rises = [unit.numel * casts * layout.updated.itemsize + scalars for unit in FACTS.units]
-    assert list(update.rises(0)) == rises[1:], "a block, which stands for both, and the root"
+    assert list(update.temporary_bytes(0)) == rises[1:], (
+        "a block, which stands for both, and the root"
+    )
 
 
 @pytest.mark.parametrize("layout", [FP32, ZERO16], ids=lambda layout: layout.name)
@@ -187,8 +191,8 @@ def test_muon_works_in_place_on_a_matrix_at_a_time(layout):
     block = FACTS.units[0]
     casts = (layout.gradients is not layout.updated) + 0
     temporaries = muon_temporaries((5, 3), DType.FP32, scaled=layout.scales_loss)
-    update = InPlace(Wrapped(spec=spec, plan=plan, facts=FACTS))
-    assert next(iter(update.rises(0))) == casts * 4 * block.numel + temporaries
+    update = InPlace(WrapContext(spec=spec, plan=plan, facts=FACTS))
+    assert next(iter(update.temporary_bytes(0))) == casts * 4 * block.numel + temporaries
 
 
 @pytest.mark.parametrize("shard", range(RANKS))
@@ -202,8 +206,8 @@ def test_the_shards_of_fsdp2_are_their_own_master_copies_where_theta_is_made(sha
         reduce_scatter=ReduceScatterVia.NATIVE,
         materialized=True,
     )
-    plan = plan.having(step, replace(plan.update, layout=layout))
-    kinds, kind_of = by_shard(wrapping(spec, plan, FACTS))
+    plan = plan.replace_steps(step, replace(plan.update, layout=layout))
+    kinds, kind_of = by_shard(make_wrapping(spec, plan, FACTS))
     parameters, omega, gradients, _ = kinds[kind_of[shard]]
     padded = sum(part_numel(tensor.shape, spec.sync) for tensor in FACTS.tensors)
     rows = sum(

@@ -10,12 +10,12 @@ from ptrain.errors import SpecError
 from ptrain.spec import check
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.load import load
-from ptrain.spec.names import names
+from ptrain.spec.names import load_names
 
 
 def message(*overrides: str, source: str = "") -> str:
     with pytest.raises(SpecError) as caught:
-        load(source or names().default, overrides)
+        load(source or load_names().default, overrides)
     return str(caught.value)
 
 
@@ -252,7 +252,7 @@ def test_each_answer_is_a_key_with_a_value_that_it_takes_or_a_sentence(answer):
         return
     key, value, more = match.groups()
     route = tuple(key.split("."))
-    known = check._places(SpecRaw, ())
+    known = check._key_aliases(SpecRaw, ())
     assert route in known or route[:2] == ("model", "arguments") or route[0] == "placement"
     assert more is None or more.endswith(".")
     value = re.sub(r"\bN\b", "0.5" if key in SHARES else "2", value)
@@ -269,6 +269,6 @@ def test_each_answer_is_a_key_with_a_value_that_it_takes_or_a_sentence(answer):
 def test_an_answer_by_value_covers_all_values():
     by_value = [said for said in check.foreign_keys().values() if not isinstance(said, str)]
     assert by_value and all("else" in said for said in by_value)
-    for tool, rows in check.hints()["keys"].items():
-        others = [set(keys) for name, keys in check.hints()["keys"].items() if name != tool]
+    for tool, rows in check.load_hints()["keys"].items():
+        others = [set(keys) for name, keys in check.load_hints()["keys"].items() if name != tool]
         assert set(rows).isdisjoint(set().union(*others)), "one tool has each key"

@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.cost import Phase, Spent
 from ptrain.derivation.estimate import derive
-from ptrain.spec.activations import SELECTIVE, Kept
+from ptrain.spec.activations import SELECTIVE, ActivationMode
 from ptrain.spec.load import load
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import ActivationSpec
@@ -30,7 +30,7 @@ def test_what_the_host_takes_around_operators_is_computed_on_its_own_cores_and_h
 def test_the_host_takes_longer_around_operators_of_layers_that_are_kept_otherwise():
     hooks = {Hook.FORWARD_OPERATOR: 3.0, Hook.BACKWARD_OPERATOR: 5.0, Hook.SELECTED_OPERATOR: 11.0}
     pace = HandPace(overlaps=False, hooks=hooks)
-    selected = spec(activations=ActivationSpec(default=Kept(policy=SELECTIVE)))
+    selected = spec(activations=ActivationSpec(default=ActivationMode(policy=SELECTIVE)))
     ends = 2 * (3 + 5)
     assert step(selected, pace).seconds == COMPUTED + BLOCKS * 2 * 11 + ends
 

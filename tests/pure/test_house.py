@@ -70,13 +70,6 @@ def test_a_class_name_stands_twice_by_its_modules(root):
     assert classes == {"Stage": ["ptrain.axes.data.form", "ptrain.errors"]}
 
 
-def test_a_name_that_says_nothing_is_one_that_is_bound(root):
-    file = root / "ptrain" / "report.py"
-    text = file.read_text(encoding="utf-8")
-    file.write_text(f"{text}\nfound = [each for each in 'ab']\nprint(told)\n", encoding="utf-8")
-    assert SourceTree(root).filler_names() == {"ptrain.report": ["each", "found"]}
-
-
 def test_files_that_name_an_axis_stand_outside_its_room(house, root):
     files = house.House(root).axis_files
     assert files["data"] == ["ptrain/plan/lower.py"]  # its import; the torch half is at home

@@ -11,11 +11,11 @@ import pytest
 from ptrain.cost import Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import everyone, passes
+from ptrain.derivation.layers import all_represented, stage_passes
 from ptrain.derivation.pipeline import staged
 from ptrain.derivation.tables import RankCut
-from ptrain.facts.model import Passes, net
-from ptrain.plan.lower import own_facts
+from ptrain.facts.model import Passes, net_bytes
+from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
@@ -28,15 +28,15 @@ every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])
 
 def stages_of(spec: Spec) -> list[Passes]:
     """Each stage's passes, first to last."""
-    plan, facts = derive(spec).plan, own_facts(spec)
+    plan, facts = derive(spec).plan, built_in_facts(spec)
     all_facts = staged(spec, plan, facts)
     taken_apart = [all_facts[stage_facts.like] for stage_facts in all_facts]
     return [
-        passes(
+        stage_passes(
             spec,
             apart.stage,
             len(all_facts),
-            everyone(apart.facts.units, len(apart.stage.layers)),
+            all_represented(apart.facts.units, len(apart.stage.layers)),
             RankCut(),
         )
         for apart in taken_apart
@@ -50,14 +50,14 @@ def test_a_micro_batch_that_came_back_leaves_its_gradients_and_its_loss(model, l
     for place, stage in enumerate(stages_of(spec)):
         for backward in ([Kind.BACKWARD], [Kind.INPUT, Kind.WEIGHT]):
             items = [item for kind in (Kind.FORWARD, *backward) for item in stage.items[kind]]
-            left = sum(map(net, items)) - stage.output - stage.hidden
+            left = sum(map(net_bytes, items)) - stage.output - stage.hidden
             assert left == (4 if place == 3 else 0)
 
 
 @every_model
 def test_gradients_of_weights_are_complete_once_in_the_second_half_if_there_are_two(model):
     spec = legal({"pp": 4}, model=model)
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     found = staged(spec, derive(spec).plan, facts)
     for each, stage in zip(found, stages_of(spec), strict=True):
         names = Counter(tensor.name for tensor in each.facts.tensors)

@@ -8,21 +8,21 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.axes.pipeline.catalogue import make_schedule
 from ptrain.axes.pipeline.instructions import (
     Instruction,
     Message,
     Receive,
     Release,
     Send,
-    evaluation,
-    given,
-    taken,
-    training,
+    evaluation_instructions,
+    input_message,
+    output_message,
+    training_instructions,
 )
-from ptrain.axes.pipeline.schedule import Action, PipelineShape, Schedule, looped, v_shaped
+from ptrain.axes.pipeline.schedule import Action, PipelineShape, Schedule, loop_ranks, v_shaped
 from ptrain.axes.pipeline.simulate import simulate
-from ptrain.axes.pipeline.stage_facts import transfers
+from ptrain.axes.pipeline.stage_facts import list_transfers
 from ptrain.cost import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
@@ -34,7 +34,7 @@ every_schedule = pytest.mark.parametrize("name", ScheduleName)
 PASSES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 EVALUATIONS = [
     (rank_of(pipeline(ranks, 2, 1)), count)
-    for rank_of in (looped, v_shaped)
+    for rank_of in (loop_ranks, v_shaped)
     for ranks in (1, 2, 3, 4)
     for count in (1, 2, 5)
 ]
@@ -61,11 +61,13 @@ def of_kind(instructions: Sequence[Instruction], kind: type) -> list[Message]:
 
 @every_size
 def test_a_rank_computes_its_order_and_moves_what_crosses_once(name, size):
-    made = schedule(name, size)
+    made = make_schedule(name, size)
     calls = Counter(
-        (row.rank, row.phase, row.collective) for row in transfers(made) for _ in range(row.calls)
+        (row.rank, row.phase, row.collective)
+        for row in list_transfers(made)
+        for _ in range(row.calls)
     )
-    for rank, instructions in enumerate(training(made)):
+    for rank, instructions in enumerate(training_instructions(made)):
         assert [each for each in instructions if isinstance(each, Action)] == [
             part for step in made.orders[rank] for part in step.parts
         ]
@@ -80,8 +82,8 @@ def test_a_rank_computes_its_order_and_moves_what_crosses_once(name, size):
 
 @every_size
 def test_a_pass_has_received_what_it_takes_and_nothing_is_sent_before_it_is_made(name, size):
-    made = schedule(name, size)
-    for rank, instructions in enumerate(training(made)):
+    made = make_schedule(name, size)
+    for rank, instructions in enumerate(training_instructions(made)):
         there: set[Message] = set()  # received, or made on the rank
         for each in instructions:
             match each:
@@ -90,7 +92,10 @@ def test_a_pass_has_received_what_it_takes_and_nothing_is_sent_before_it_is_made
                 case Send(message):
                     assert message in there and made.rank_of[message.target] != rank
                 case Action():
-                    needed, gives = taken(each, made.stages), given(each, made.stages)
+                    needed, gives = (
+                        input_message(each, made.stages),
+                        output_message(each, made.stages),
+                    )
                     assert needed is None or needed in there
                     there |= {gives} - {None}
 
@@ -123,14 +128,14 @@ def ends_in_rendezvous(lists: Lists, rank_of: Sequence[int]) -> bool:
 
 @every_size
 def test_no_backend_makes_two_ranks_wait_for_each_other(name, size):
-    made = schedule(name, size)
-    lists = training(made)
+    made = make_schedule(name, size)
+    lists = training_instructions(made)
     assert ends_in_rendezvous(lists, made.rank_of)
 
 
 @pytest.mark.parametrize(("rank_of", "count"), EVALUATIONS, ids=str)
 def test_an_evaluation_is_forwards_alone_and_ends(rank_of, count):
-    lists = evaluation(rank_of, count)
+    lists = evaluation_instructions(rank_of, count)
     assert ends_in_rendezvous(lists, rank_of)
     stages = range(len(rank_of))
     for rank, instructions in enumerate(lists):
@@ -145,8 +150,8 @@ def test_an_evaluation_is_forwards_alone_and_ends(rank_of, count):
 
 def test_a_receive_in_another_order_than_its_send_would_not_end():
     """The check can fail: two sends of a rank, received the other way round."""
-    made = schedule(ScheduleName.GPIPE, pipeline(2, 1, 2))
-    first, second = map(list, training(made))
+    made = make_schedule(ScheduleName.GPIPE, pipeline(2, 1, 2))
+    first, second = map(list, training_instructions(made))
     receives = [place for place, each in enumerate(second) if isinstance(each, Receive)]
     a, b, *_ = receives
     second[a], second[b] = second[b], second[a]
@@ -158,8 +163,8 @@ def test_a_receive_in_another_order_than_its_send_would_not_end():
 
 @every_size
 def test_of_gradients_that_were_sent_a_rank_holds_one_for_each_peer(name, size):
-    made = schedule(name, size)
-    for instructions in training(made):
+    made = make_schedule(name, size)
+    for instructions in training_instructions(made):
         held: defaultdict[int, int] = defaultdict(int)
         for each in instructions:
             match each:
@@ -173,8 +178,8 @@ def test_of_gradients_that_were_sent_a_rank_holds_one_for_each_peer(name, size):
 
 @every_size
 def test_an_output_is_let_go_of_before_its_own_backward_pass(name, size):
-    made = schedule(name, size)
-    for instructions in training(made):
+    made = make_schedule(name, size)
+    for instructions in training_instructions(made):
         sent: set[Message] = set()
         for each in instructions:
             match each:
@@ -204,7 +209,7 @@ def makespan(lists: Lists, made: Schedule) -> float:
                     case Release(message):
                         needed = message
                     case Action():
-                        needed = taken(each, made.stages)
+                        needed = input_message(each, made.stages)
                         if needed and made.rank_of[needed.source] == rank:
                             needed = None
                 if needed is not None:
@@ -222,8 +227,8 @@ def makespan(lists: Lists, made: Schedule) -> float:
 @every_schedule
 def test_neither_early_receives_nor_waits_for_sends_cost_time(name):
     for size in BY_NAME[name]:
-        made = schedule(name, size)
-        assert makespan(training(made), made) == simulate(made).makespan, size
+        made = make_schedule(name, size)
+        assert makespan(training_instructions(made), made) == simulate(made).makespan, size
 
 
 # -------- how much work a list is
@@ -234,7 +239,7 @@ def test_making_and_proving_a_list_takes_as_many_steps_as_it_has_actions(name):
     """A fixed number of calls for each: 32 ranks and 128 micro-batches take seconds otherwise."""
     for ranks, microbatches in ((8, 32), (16, 64)):
         size = pipeline(ranks, 2 if name in (*VEES, "bfs", "interleaved") else 1, microbatches)
-        actions = sum(map(len, schedule(name, size).orders))
-        schedule.cache_clear()
-        calls = calls_of(lambda size=size: training(schedule(name, size)))
+        actions = sum(map(len, make_schedule(name, size).orders))
+        make_schedule.cache_clear()
+        calls = calls_of(lambda size=size: training_instructions(make_schedule(name, size)))
         assert calls <= 120 * actions, size

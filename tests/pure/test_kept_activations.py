@@ -8,13 +8,8 @@ import pytest
 
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.tables import Setting
-from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.load import load
-from ptrain.spec.model import Attention
-from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
-from tests.saved_tensors import saved_of_block
 
 B, T, C, H, F, V, LAYERS = 2, 64, 48, 4, 96, 300, 4
 HIDDEN = B * T * C * 4  # bytes of hidden states of one micro-batch in fp32
@@ -91,22 +86,10 @@ def test_blocks_of_different_modes_add_up(family):
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_scores_are_there_with_eager_attention_alone_and_go_where_it_is_recomputed(family):
-    setting = setting_of(spec_of(family, attention="eager"))
-    assert squares_of(setting, PLAIN) > 0
-    assert squares_of(setting_of(spec_of(family)), PLAIN) == 0
-    assert squares_of(setting, Kept(policy=ATTENTION_ONLY)) == 0
     difference = activations(family, attention="eager") - activations(
         family, attention="eager", activations="M", recompute="attention"
     )
     assert difference >= LAYERS * SCORES
-
-
-def squares_of(setting: Setting, kept: Kept) -> int:
-    return sum(("sequence", 2) in size.exponents for _, size in saved_of_block(setting, kept))
-
-
-def setting_of(spec: Spec) -> Setting:
-    return Setting(shape=spec.model, batch=B, sequence=T, compute=DType.FP32)
 
 
 @pytest.mark.parametrize("mode", ["M", "O", "M@host"])
@@ -184,19 +167,6 @@ def test_a_step_takes_six_operations_a_parameter_and_token_and_twelve_a_pair_of_
     assert found.forward + found.backward == tokens * (6 * matrices + 12 * LAYERS * C * T)
     fused = exact().operations[0]
     assert fused.forward + fused.backward == tokens * (6 * matrices + 14 * LAYERS * C * T)
-
-
-@pytest.mark.parametrize("policy", [FULL, SELECTIVE, ATTENTION_ONLY], ids=str)
-def test_recomputed_blocks_save_less_than_plain_ones(policy):
-    spec = spec_of(attention="eager")
-    values = setting_of(spec).values
-    assert isinstance(spec.model.attention, Attention)
-
-    def size(kept: Kept) -> int:
-        return sum(s.bytes(values, 4) for _, s in saved_of_block(setting_of(spec), kept))
-
-    assert size(Kept(policy=policy)) < size(PLAIN)
-    assert size(Kept(policy=FULL)) == HIDDEN
 
 
 @pytest.mark.parametrize("mode", ["M", "O", "M@host"])

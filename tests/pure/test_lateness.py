@@ -111,7 +111,7 @@ def test_passes_that_are_known_are_as_late_as_those_that_are_played(name, schedu
     }
     pace = HandPace(overlaps=False, sent=1e-4, late=LATE)
     known = step(pace, **changes)
-    monkeypatch.setattr(in_flight.RankStep, "known", lambda *_: None)
+    monkeypatch.setattr(in_flight.RankStep, "recorded_pass", lambda *_: None)
     assert step(pace, **changes).seconds == pytest.approx(known.seconds)
     of_passes = step(HandPace(), **changes).spent(Spent.COMPUTE)
     late = (
@@ -146,7 +146,9 @@ def test_hooks_of_cut_products_make_late_once():
 
 def test_lateness_is_straight_between_what_was_measured_and_no_more_beyond():
     line = Line({0.001: 0.0, 0.01: 0.0009, 0.1: 0.0018})
-    seconds = [line.at(computed) for computed in (0.0, 0.001, 0.0055, 0.01, 0.055, 0.1, 7.0)]
+    seconds = [
+        line.interpolate(computed) for computed in (0.0, 0.001, 0.0055, 0.01, 0.055, 0.1, 7.0)
+    ]
     assert seconds == pytest.approx([0, 0, 0.00045, 0.0009, 0.00135, 0.0018, 0.0018])
-    assert Line({}).at(1.0) == 0.0
-    assert Line({0.01: 0.004}).at(0.005) == 0.002, "from nothing on"
+    assert Line({}).interpolate(1.0) == 0.0
+    assert Line({0.01: 0.004}).interpolate(0.005) == 0.002, "from nothing on"

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
-from ptrain.derivation.throughput import token_operations
+from ptrain.algebra.legality import check, find_unsupported
+from ptrain.derivation.estimate import token_operations
 from ptrain.errors import Fault
 from ptrain.facts.parameters import facts
 from ptrain.spec.block import Bias, Positions
@@ -65,11 +65,11 @@ def test_latent_attention_that_cannot_be_is_refused(changes, place, finding, rem
 
 def test_latent_attention_waits_over_cp_and_in_the_naive_plan():
     over_cp = make_spec({Axis.CP: (2, tuple_of("R,R,R,S"))}, model=SHAPE)
-    assert [fault.place for fault in executed(over_cp)] == ["model.kv_lora_rank"]
+    assert [fault.place for fault in find_unsupported(over_cp)] == ["model.kv_lora_rank"]
     options = "kv_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 8, v_head_dim: 16"
     shape = f"{{layers: 2, hidden: 64, heads: 4, ffn: 64, vocab: 260, {options}}}"
     naive = load("tp", [f"model={shape}", "tensor.plan=naive", "mesh={tp: 2}"]).spec
-    assert [fault.place for fault in executed(naive)] == ["tensor.plan"]
+    assert [fault.place for fault in find_unsupported(naive)] == ["tensor.plan"]
 
 
 def test_a_token_of_deepseek_v3_makes_use_of_37_billion_parameters():

@@ -11,10 +11,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.spec import (
     coordinates,
-    groups,
+    index_in_group,
+    indices_in_groups,
     place_of,
-    position,
-    positions,
+    rank_groups,
     ranks_over,
 )
 from tests.pure.build import WHOLE, make_spec
@@ -29,7 +29,7 @@ def mesh_of(degrees):
 
 
 def group_of(spec, rank, axes):
-    (members,) = (group for group in groups(spec, axes) if rank in group)
+    (members,) = (group for group in rank_groups(spec, axes) if rank in group)
     return members
 
 
@@ -44,7 +44,7 @@ def test_coordinates_and_groups_are_those_of_device_mesh(degrees, rank):
         for axis in DATA_AXES:
             ranks = dist.get_process_group_ranks(mesh.get_group(str(axis)))
             assert list(group_of(spec, rank, (axis,))) == ranks
-            assert position(spec, rank, (axis,)) == mesh.get_local_rank(str(axis))
+            assert index_in_group(spec, rank, (axis,)) == mesh.get_local_rank(str(axis))
     finally:
         dist.destroy_process_group()
 
@@ -55,14 +55,14 @@ def test_a_group_over_all_axes_is_flattened_row_major(degrees):
     flat = torch.arange(8).view(degrees).flatten().tolist()
     for rank in range(8):
         assert list(group_of(spec, rank, DATA_AXES)) == flat
-        assert position(spec, rank, DATA_AXES) == flat.index(rank)
+        assert index_in_group(spec, rank, DATA_AXES) == flat.index(rank)
 
 
 @pytest.mark.parametrize("degrees", FACTORIZATIONS)
 @pytest.mark.parametrize("axes", [(), (Axis.DP_REPLICATE,), (Axis.DP_SHARD,), DATA_AXES])
 def test_groups_cover_every_rank_once(degrees, axes):
     spec = mesh_of(degrees)
-    found = list(groups(spec, axes))
+    found = list(rank_groups(spec, axes))
     assert sorted(rank for members in found for rank in members) == list(range(8))
     assert {len(members) for members in found} == {ranks_over(spec, axes)}
 
@@ -83,7 +83,9 @@ def test_a_rank_outside_the_world_has_no_coordinates(rank):
 @pytest.mark.parametrize("axes", [(), DATA_AXES[:1], DATA_AXES[1:], DATA_AXES])
 def test_the_positions_of_all_ranks_are_each_ranks_own(degrees, axes):
     spec = mesh_of(degrees)
-    assert positions(spec, axes) == tuple(position(spec, rank, axes) for rank in range(8))
+    assert indices_in_groups(spec, axes) == tuple(
+        index_in_group(spec, rank, axes) for rank in range(8)
+    )
 
 
 @pytest.mark.parametrize("degrees", FACTORIZATIONS)
@@ -91,6 +93,6 @@ def test_the_positions_of_all_ranks_are_each_ranks_own(degrees, axes):
 def test_a_position_is_at_the_coordinates_of_its_ranks(degrees, axes):
     spec = mesh_of(degrees)
     for rank in range(spec.world_size):
-        found = place_of(spec, axes, position(spec, rank, axes))
+        found = place_of(spec, axes, index_in_group(spec, rank, axes))
         own = coordinates(spec, rank)
         assert found == {axis: own[axis] for axis in own if axis in axes}

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from ptrain.algebra.legality import RULES, check, executed, require
+from ptrain.algebra.legality import RULES, check, find_unsupported, require_runnable
 from ptrain.axes.data.rules import DATA
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.block import Positions, RopeScaling
@@ -35,7 +35,9 @@ def findings(spec):
 
 
 def legal_tuples(optimizer: OptimizerSpec) -> list[Placement]:
-    return [placement for placement in ALL_TUPLES if not any(DATA.broken(placement, optimizer))]
+    return [
+        placement for placement in ALL_TUPLES if not any(DATA.broken_rules(placement, optimizer))
+    ]
 
 
 def test_285_of_625_tuples_are_legal_on_a_data_axis():
@@ -56,15 +58,15 @@ def test_72_are_legal_with_an_optimizer_that_needs_whole_matrices():
 def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
     legal = set(legal_tuples(optimizer))
     for placement in ALL_TUPLES:
-        nearest = DATA.nearest(placement, optimizer)
-        assert not list(DATA.broken(nearest, optimizer))
+        nearest = DATA.nearest_legal(placement, optimizer)
+        assert not list(DATA.broken_rules(nearest, optimizer))
         assert (nearest == placement) is (placement in legal)
 
 
 @pytest.mark.parametrize("rule", DATA.tuples, ids=lambda rule: rule.name)
 def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
     for optimizer in (ADAMW, STATELESS, MUON):
-        alone = [p for p in ALL_TUPLES if [*DATA.broken(p, optimizer)] == [rule]]
+        alone = [p for p in ALL_TUPLES if [*DATA.broken_rules(p, optimizer)] == [rule]]
         if alone:
             return
     pytest.fail(f"{rule.name} never decides")
@@ -282,7 +284,7 @@ def test_a_legal_tuple_at_degree_one_is_free_and_is_gone_when_the_spec_is_writte
     mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 1}
     tuples = {"pp": "S,S,S,R", "dp_replicate": "R,O,R,R", "dp_shard": "S*,S,S,R", "tp": "S,S,S,S*"}
     spec = load({**ONE_RANK, "mesh": mesh, "placement": tuples}).spec
-    assert not check(spec) and not executed(spec)
+    assert not check(spec) and not find_unsupported(spec)
     assert spec == load({**ONE_RANK, "mesh": {"dp_shard": 2}, "placement": "zero3"}).spec
     assert load(spec.resolved).spec == spec
 
@@ -353,14 +355,14 @@ def test_more_ranks_than_devices_are_refused():
 
 def test_a_unit_over_several_stages_is_not_executed_yet():
     spec = make_spec({Axis.PP: (2, tuple_of("S,S,S"))})
-    assert not executed(spec)
-    (fault,) = executed(replace(spec, unit=UnitSize(kind=UnitKind.MODEL)))
+    assert not find_unsupported(spec)
+    (fault,) = find_unsupported(replace(spec, unit=UnitSize(kind=UnitKind.MODEL)))
     assert fault.place == "unit"
 
 
 def test_replicas_inside_shards_are_not_executed_yet():
     mesh = {Axis.DP_SHARD: (2, GATHERED), Axis.DP_REPLICATE: (2, WHOLE)}
-    (fault,) = executed(make_spec(mesh))
+    (fault,) = find_unsupported(make_spec(mesh))
     assert "before dp_shard" in fault.remedy
 
 
@@ -368,7 +370,7 @@ def test_replicas_inside_shards_are_not_executed_yet():
 def test_every_legal_tuple_runs(optimizer):
     for placement in legal_tuples(optimizer):
         spec = replace(make_spec({Axis.DP_SHARD: (2, placement)}), optimizer=optimizer)
-        assert not executed(spec)
+        assert not find_unsupported(spec)
 
 
 class Document:
@@ -381,18 +383,18 @@ class Document:
 
 def test_require_gives_the_spec_or_every_located_fault():
     good = make_spec({Axis.DP_SHARD: (2, ZERO_2)})
-    assert require(Document(good)) is good
+    assert require_runnable(Document(good)) is good
     with pytest.raises(SpecError) as raised:
         mesh = {Axis.DP_SHARD: (2, tuple_of("S,O,S,S")), Axis.DP_REPLICATE: (2, WHOLE)}
-        require(Document(make_spec(mesh)))
+        require_runnable(Document(make_spec(mesh)))
     assert len(raised.value.faults) == 3
     assert all(fault.line == 3 for fault in raised.value.faults)
 
 
 def test_the_remedy_for_used_up_gradients_is_a_whole_change():
     with pytest.raises(SpecError) as caught:
-        require(load("optimizer-in-backward", ["batch.micro=2"]))
+        require_runnable(load("optimizer-in-backward", ["batch.micro=2"]))
     (fault,) = caught.value.faults
     assert "Use `batch.micro=8` with `batch.accumulate=1`, or" in fault.remedy
     changes = ["batch.micro=2", "batch.micro=8", "batch.accumulate=1"]
-    assert require(load("optimizer-in-backward", changes)).batch.global_samples == 16
+    assert require_runnable(load("optimizer-in-backward", changes)).batch.global_samples == 16

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.algebra.legality import require
-from ptrain.axes.pipeline.catalogue import schedule, schedule_of
+from ptrain.algebra.legality import require_runnable
+from ptrain.axes.pipeline.catalogue import make_schedule, schedule_of
 from ptrain.axes.pipeline.schedule import Action, Pair
 from ptrain.cli.main import main
 from ptrain.derivation.estimate import derive
@@ -36,7 +36,7 @@ def listed(folder: Path, rows: str, **said: object) -> Spec:
     """The spec with these rows beside it."""
     (folder / "own.csv").write_text(rows)
     (folder / "spec.yaml").write_text(spec_text("own.csv", **said))  # type: ignore[arg-type]
-    return require(load(folder / "spec.yaml"))
+    return require_runnable(load(folder / "spec.yaml"))
 
 
 def refusal(folder: Path, rows: str, **said: object) -> str:
@@ -55,7 +55,7 @@ def text_of(name: ScheduleName, size) -> str:
         parts = ";".join(map(str, step.parts))
         return f"({parts})OVERLAP_F_B" if isinstance(step, Pair) else parts
 
-    return "".join(",".join(map(cell, order)) + "\n" for order in schedule(name, size).orders)
+    return "".join(",".join(map(cell, order)) + "\n" for order in make_schedule(name, size).orders)
 
 
 def test_a_list_is_the_schedule_and_has_its_stages_and_ranks(tmp_path):
@@ -69,7 +69,7 @@ def test_a_list_is_the_schedule_and_has_its_stages_and_ranks(tmp_path):
 @pytest.mark.parametrize("name", ScheduleName)
 def test_every_schedule_of_ours_written_as_a_list_is_itself(tmp_path, name):
     size = next(s for s in BY_NAME[name] if s.ranks == 2 and s.microbatches > 3 and s.stages < 5)
-    made = schedule(name, size)
+    made = make_schedule(name, size)
     spec = listed(tmp_path, text_of(name, size), ranks=2, microbatches=size.microbatches)
     assert schedule_of(spec) == made
     assert spec.pipeline.is_in_halves is any(
@@ -80,7 +80,7 @@ def test_every_schedule_of_ours_written_as_a_list_is_itself(tmp_path, name):
 def test_a_list_costs_what_the_schedule_that_it_lists_costs(tmp_path):
     own = derive(listed(tmp_path, OWN)).exact
     (tmp_path / "named.yaml").write_text(spec_text("1f1b"))
-    named = derive(require(load(tmp_path / "named.yaml"))).exact
+    named = derive(require_runnable(load(tmp_path / "named.yaml"))).exact
     assert (own.memory, own.peak, own.traffic) == (named.memory, named.peak, named.traffic)
 
 

@@ -24,15 +24,15 @@ from ptrain.spec.dials import (
 )
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
-from ptrain.spec.names import SPEC_FOLDERS, listing, names
+from ptrain.spec.names import SPEC_FOLDERS, list_files, load_names
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.precision import LAYOUTS, DType
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import parse, scalar
+from ptrain.spec.text import parse, parse_scalar
 from ptrain.spec.write import to_yaml
 from tests.pure.changes import BASE, loaded
 
-FILES = listing(*SPEC_FOLDERS)
+FILES = list_files(*SPEC_FOLDERS)
 MODEL = {"layers": 2, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259}
 
 
@@ -166,7 +166,7 @@ def test_momentum_is_the_optimizers_usual_one():
 
 
 def test_without_a_source_the_default_is_loaded():
-    assert load().spec == load(names().default).spec
+    assert load().spec == load(load_names().default).spec
     assert load().spec.world_size == 2
 
 
@@ -193,7 +193,7 @@ def test_dp_becomes_the_axis_of_its_tuple(mesh, placement, expected):
     assert placed(loaded(mesh=mesh, placement={"dp": placement})) == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(listing("strategies")) | set(names().aliases)))
+@pytest.mark.parametrize("name", sorted(set(list_files("strategies")) | set(load_names().aliases)))
 def test_a_strategy_may_be_named_instead_of_written(name):
     target = load(name).spec
     mesh = {factor.axis.value: factor.degree for factor in target.factors}
@@ -204,11 +204,11 @@ def test_a_strategy_may_be_named_instead_of_written(name):
 
 @pytest.mark.parametrize("name", ["Full-Shard", "FSDP", "hybrid-shard", "Stage 3", "stage-3"])
 def test_names_of_other_tools_may_be_spelled_as_they_spell_them(name):
-    assert load(name).spec == load(names().aliases[name.lower().replace("-", "_")]).spec
+    assert load(name).spec == load(load_names().aliases[name.lower().replace("-", "_")]).spec
 
 
 def test_a_named_strategy_takes_the_dp_degree():
-    for name in listing("strategies"):
+    for name in list_files("strategies"):
         axes = [factor.axis for factor in load(name).spec.factors]
         if len(axes) == 1 and axes[0] in DATA_AXES:
             spec = loaded(mesh={"dp": 2}, placement=name)
@@ -328,21 +328,21 @@ def test_reduce_scatter_has_two_ways_and_two_older_words(written, expected):
     ],
 )  # fmt: skip
 def test_plain_scalars_follow_yaml_1_2(text, value):
-    assert scalar(text) == value
-    assert type(scalar(text)) is type(value)
+    assert parse_scalar(text) == value
+    assert type(parse_scalar(text)) is type(value)
     assert parse(f"key: {text}", "a.yaml").root == {"key": value}
     assert parse(f"key: '{text}'", "a.yaml").root == {"key": text}
 
 
 @pytest.mark.parametrize("text", [".nan", ".NaN", ".NAN"])
 def test_what_is_no_number_has_three_spellings(text):
-    assert math.isnan(scalar(text))
+    assert math.isnan(parse_scalar(text))
 
 
 def test_a_number_of_hundreds_of_digits_is_infinite():
     """Python reads no longer ones; 400 digits are beyond every field's range."""
-    assert scalar("9" * 400) == int("9" * 400)
-    assert (scalar("9" * 401), scalar("-" + "9" * 401)) == (math.inf, -math.inf)
+    assert parse_scalar("9" * 400) == int("9" * 400)
+    assert (parse_scalar("9" * 401), parse_scalar("-" + "9" * 401)) == (math.inf, -math.inf)
 
 
 def test_a_document_knows_where_each_key_stands(tmp_path):
@@ -364,7 +364,7 @@ def test_a_document_knows_where_each_key_stands(tmp_path):
 
 def test_a_built_in_name_wins_over_a_file_that_is_written_with_a_slash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    name = names().default
+    name = load_names().default
     Path(name).write_text("mesh: 3")
     assert load(name).spec.world_size == 2
     with pytest.raises(SpecError, match="must be a mapping"):

@@ -6,7 +6,14 @@ from __future__ import annotations
 import pytest
 
 from ptrain.axes.pipeline.cost import PipelineSize, round_size, stages_of
-from ptrain.axes.pipeline.instructions import Message, Receive, Release, Send, taken, training
+from ptrain.axes.pipeline.instructions import (
+    Message,
+    Receive,
+    Release,
+    Send,
+    input_message,
+    training_instructions,
+)
 from ptrain.cost import Phase, State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.spec.pipeline import ScheduleName
@@ -73,7 +80,7 @@ def test_stages_hold_what_the_model_does_and_both_ends_of_their_boundaries(model
         {"tp": 1}, model=model | {"layers": 6}, batch={"sequence": TOKENS, "accumulate": 1},
         **precision,
     )  # fmt: skip
-    itemsize = spec.precision.effective.parameters.itemsize
+    itemsize = spec.precision.effective_layout.parameters.itemsize
     logits, boundary = TOKENS * VOCAB * itemsize, boundary_bytes(spec, HIDDEN)
     more = kept_at_boundaries(3, boundary, logits, is_wide=layout == "fp32")
     whole = derive(spec).exact.bytes_of(State.ACTIVATIONS)
@@ -111,7 +118,7 @@ def test_a_rank_holds_its_chunks_in_flight_and_what_crosses(name, ranks, is_even
 def most_listed(size: PipelineSize, rank: int, chunk: int) -> int:
     """The most that a rank holds as a backward pass begins, by its instructions: of a chunk so much
     and of a message 1. What a forward takes and gives is its chunk's."""
-    instructions = training(schedule_of(size))[rank]
+    instructions = training_instructions(schedule_of(size))[rank]
     came, went = set[Message | None](), set[Message]()
     in_flight = most = 0
     for instruction in instructions:
@@ -126,7 +133,7 @@ def most_listed(size: PipelineSize, rank: int, chunk: int) -> int:
                 if action.kind is Kind.BACKWARD:
                     most = max(most, in_flight * chunk + len(came) + len(went))
                 in_flight += 1 if action.kind is Kind.FORWARD else -1
-                came.discard(taken(action, size.stages))
+                came.discard(input_message(action, size.stages))
     assert not came | went and not in_flight
     return most
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cli.main import main
 from ptrain.cli.train import load_checked
 from ptrain.derivation.estimate import derive
@@ -20,7 +20,7 @@ from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import with_largest_micro
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.spec import Spec
 from ptrain.train import host_memory, options
 from ptrain.train.heading import preflight_lines
@@ -69,7 +69,7 @@ def with_cluster(spec: Spec, **changes: object) -> Spec:
 # -- devices
 
 
-@pytest.mark.parametrize("name", listing("clusters"))
+@pytest.mark.parametrize("name", list_files("clusters"))
 def test_a_preset_states_the_capacity_that_torch_reports(name):
     cluster = cluster_of(load("zero3", [f"cluster.preset={name}"]).spec)
     card = name.split("-")[0]
@@ -115,7 +115,7 @@ def test_a_fit_is_tight_if_less_than_a_twentieth_is_left():
 
 
 def test_predict_prints_the_reserve_and_records_it(ptrain):
-    peak = derive(require(load("8b-zero3"))).exact.peak_bytes()
+    peak = derive(require_runnable(load("8b-zero3"))).exact.peak_bytes()
     memory = f"cluster.device_memory={peak + 4 * GIB + peak // 40}"
     tight = ptrain("predict", "8b-zero3", memory)
     assert "\nFits, but tight: " in tight and " less a reserve of 4." in tight
@@ -127,7 +127,7 @@ def test_predict_prints_the_reserve_and_records_it(ptrain):
 
 
 def test_a_sweep_has_the_rule_of_a_single_spec(ptrain):
-    peak = derive(require(load("8b-zero3"))).exact.peak_bytes()
+    peak = derive(require_runnable(load("8b-zero3"))).exact.peak_bytes()
     sizes = [peak, peak + 4 * GIB + peak // 40, 2 * peak]
     words = f"cluster.device_memory={','.join(map(str, sizes))}"
     rows = ptrain("predict", "8b-zero3", words, "--csv").splitlines()
@@ -291,7 +291,7 @@ def test_the_need_of_this_host_is_that_of_its_ranks():
     with pytest.raises(SpecError, match="2 ranks of zero3"):
         whole = replace(exact, startup_bytes=9 * GIB)
         host_memory.require_ranks_fit_host(spec, whole, "zero3")
-    large = require(load("8b-zero3", ["device=cpu"]))
+    large = require_runnable(load("8b-zero3", ["device=cpu"]))
     with pytest.raises(SpecError, match="2 ranks of 8b-zero3"):
         host_memory.require_ranks_fit_host(large, derive(large).exact, "8b-zero3", nodes=4)
 

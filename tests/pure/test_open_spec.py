@@ -55,15 +55,15 @@ def test_a_schedule_is_legal_with_the_micro_batches_with_which_it_is_by_itself()
 
 def test_a_rule_that_looks_at_an_open_field_is_asked_for_each_value_of_it():
     batch = replace(BASE.batch, micro=1, accumulate=64, global_samples=64)
-    opened = OpenSpec.of(BASE.but(batch=batch), ("batch.accumulate",))
+    opened = OpenSpec.with_open_fields(BASE.with_fields(batch=batch), ("batch.accumulate",))
     assert opened.is_sound(batch=batch)
     assert not opened.is_sound(batch=replace(batch, accumulate=63))
     assert opened.rules is not None and len(opened.rules) < 10
 
 
 def test_what_another_rule_refuses_is_refused_whatever_is_chosen():
-    uneven = BASE.but(model=replace(BASE.model, heads=7))
-    opened = OpenSpec.of(uneven, ("overlap",))
+    uneven = BASE.with_fields(model=replace(BASE.model, heads=7))
+    opened = OpenSpec.with_open_fields(uneven, ("overlap",))
     assert opened.rules is None
     assert not opened.is_sound(overlap=None)
 

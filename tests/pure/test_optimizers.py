@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ptrain.derivation.ghosts.in_place import InPlace
-from ptrain.derivation.ghosts.wrapping import Wrapped
+from ptrain.derivation.ghosts.wrapping import WrapContext
 from ptrain.facts.model import Operator
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import FP32, LAYOUTS, DType
@@ -33,7 +33,7 @@ def test_betas_are_those_that_users_of_the_optimizer_expect(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_in_place_has_temporaries_of_its_largest_tensor(layout, name: str) -> None:
     spec, plan = planned({}, layout=layout, optimizer=name)
-    update = InPlace(Wrapped(spec=spec, plan=plan, facts=FACTS))
+    update = InPlace(WrapContext(spec=spec, plan=plan, facts=FACTS))
     moments, numbers = KEPT[name]
     master = layout.master.itemsize if layout.master else 0
     kept = FACTS.numel * (moments * layout.moments.itemsize + master)
@@ -45,7 +45,7 @@ def test_an_update_in_place_has_temporaries_of_its_largest_tensor(layout, name: 
         casts * unit.numel + TEMPORARIES[name] * max(map(math.prod, unit.shapes))
         for unit in FACTS.units[1:]
     ]
-    assert list(update.rises(0)) == [rise * layout.updated.itemsize for rise in rises]
+    assert list(update.temporary_bytes(0)) == [rise * layout.updated.itemsize for rise in rises]
 
 
 @pytest.mark.parametrize("name", NAMES)

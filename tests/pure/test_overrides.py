@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.dials import SyncPolicy
-from ptrain.spec.load import expand, load, split_arguments, sweeps
-from ptrain.spec.names import listing
+from ptrain.spec.load import expand, expand_sweeps, load, split_arguments
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 
@@ -22,7 +22,7 @@ def is_fully_sharded(spec: Spec) -> bool:
     return tuples == ["S*,S,S,R"] and spec.sync == SyncPolicy()
 
 
-SHARDED = next(name for name in listing("strategies") if is_fully_sharded(load(name).spec))
+SHARDED = next(name for name in list_files("strategies") if is_fully_sharded(load(name).spec))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_list_without_brackets_sweeps(overrides, expected):
 def test_a_sweep_over_strategies_names_them():
     sharding = [
         name
-        for name in listing("strategies")
+        for name in list_files("strategies")
         if [factor.axis for factor in load(name).spec.factors] == [Axis.DP_SHARD]
     ]
     documents = expand(SHARDED, [f"placement={','.join(sharding)}"])
@@ -114,7 +114,7 @@ def test_a_sweep_over_strategies_names_them():
     ],
 )
 def test_commas_in_brackets_and_quotes_do_not_sweep(argument, expected):
-    assert [chosen[0] for chosen in sweeps([argument])] == expected
+    assert [chosen[0] for chosen in expand_sweeps([argument])] == expected
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,9 @@ def test_a_long_override_is_named_by_its_beginning(length, shown):
 def test_a_fault_in_the_file_names_what_the_command_line_has_to_do_with_it(override, is_named):
     """Used up gradients are legal in the file, and with one of these overrides they are not."""
     needed = [] if is_named else ["optimizer.clip=1.0"]
-    file = next(path for name, path in listing("strategies").items() if "in-backward" in name)
+    file = next(path for name, path in list_files("strategies").items() if "in-backward" in name)
     with pytest.raises(SpecError) as caught:
-        require(load(file, [*needed, override]))
+        require_runnable(load(file, [*needed, override]))
     (fault,) = caught.value.faults
     assert fault.line > 0
     named = f"(with {override} from the command line)"
@@ -243,5 +243,5 @@ def test_a_fault_in_the_file_names_what_the_command_line_has_to_do_with_it(overr
 
 def test_a_fault_at_an_override_needs_no_other_word_for_it():
     with pytest.raises(SpecError) as caught:
-        require(load(SHARDED, ["bucket=whole"]))
+        require_runnable(load(SHARDED, ["bucket=whole"]))
     assert "from the command line" not in caught.value.faults[0].finding

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.spec.load import load
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
@@ -83,7 +83,7 @@ FAULTS = [
 @pytest.mark.parametrize(("change", "place", "finding", "remedy"), FAULTS)
 def test_a_fault_says_where_what_and_what_instead(change, place, finding, remedy):
     with pytest.raises(SpecError) as caught:
-        require(load(SPEC | change))
+        require_runnable(load(SPEC | change))
     fault = next(fault for fault in caught.value.faults if place in fault.place)
     assert finding in fault.finding and remedy in fault.remedy
 
@@ -105,7 +105,7 @@ def test_a_plan_keeps_its_order():
 
 def test_a_plan_that_is_shown_has_the_roles_of_a_model_that_is_not_built_in():
     spec = load(SPEC | {"tensor": {"plan": PLAN}}).spec
-    lines = show(spec, lower(spec, facts_of(spec))).splitlines()
+    lines = format_plan(spec, lower(spec, facts_of(spec))).splitlines()
     assert lines[-3:] == [
         "roles    column: layers.*.up",
         "roles    whole input: layers.*",
@@ -125,4 +125,4 @@ def test_a_plan_that_is_shown_has_the_roles_of_a_model_that_is_not_built_in():
 )
 def test_a_plan_says_of_the_logits_what_its_head_is(model, tensor, words):
     spec = load(SPEC | {"model": model, "tensor": tensor}).spec
-    assert f"{words}\n" in show(spec, lower(spec, facts_of(spec)))
+    assert f"{words}\n" in format_plan(spec, lower(spec, facts_of(spec)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.axes.context.attention import attention_of
 from ptrain.errors import SpecError
 from ptrain.spec.batch import batch_lines
@@ -37,8 +37,8 @@ def test_a_sample_becomes_as_long_as_the_next_multiple_of_what_its_slices_need(
     name, changes, tokens
 ):
     spec = padded(name, *changes)
-    assert not check(spec) and not executed(spec)
-    assert (spec.batch.sequence, spec.batch.window) == (tokens, 100)
+    assert not check(spec) and not find_unsupported(spec)
+    assert (spec.batch.sequence, spec.batch.unpadded_tokens) == (tokens, 100)
     assert spec.batch.tokens == 8 * 100
 
 

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 
 import ptrain
-from ptrain.algebra.legality import check, executed, require
+from ptrain.algebra.legality import check, find_unsupported, require_runnable
 from ptrain.axes.pipeline.catalogue import takes_any_stages
 from ptrain.cli.help import PAGES, heading_anchor, page_sections
 from ptrain.cli.main import VERBS, main
-from ptrain.spec.load import load, sweeps
-from ptrain.spec.names import SPEC_FOLDERS, listing, root
+from ptrain.spec.load import expand_sweeps, load
+from ptrain.spec.names import SPEC_FOLDERS, list_files, specs_folder
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.placement import MODES, Axis, Placement
 from ptrain.spec.precision import ZERO16
-from ptrain.spec.role import GIVEN, fits
+from ptrain.spec.role import GIVEN, matches_pattern
 from ptrain.spec.text import read
 from ptrain.version import TESTED_TORCH
 from tests.pure.build import ODD_SHAPE, make_spec
@@ -35,7 +35,7 @@ NO_TOPICS = ("CONTRIBUTING.md", "launch/README.md", "benchmarks/README.md")  # o
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", *PAGES)}
 SPECS_PAGE = TEXTS["docs/writing-a-spec.md"]
 TENSOR_PAGE, PIPELINE_PAGE = TEXTS["docs/axes/tensor.md"], TEXTS["docs/axes/pipeline.md"]
-FLAGS = read(root() / "flags.yaml").root
+FLAGS = read(specs_folder() / "flags.yaml").root
 assert isinstance(FLAGS, dict)
 WRITTEN = [tuple(row["spec"]) for row in FLAGS["placements"]]
 
@@ -49,7 +49,7 @@ def blocks(language: str) -> list[str]:
 def test_every_yaml_block_is_a_whole_spec_that_runs(block, tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(block, encoding="utf-8")
-    assert require(load(file)).world_size > 1
+    assert require_runnable(load(file)).world_size > 1
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.splitlines()[2][:40])
@@ -81,15 +81,17 @@ COMMAND = re.compile(
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_a_command_with_a_named_spec_takes_its_overrides(page):
-    known = listing(*SPEC_FOLDERS)
+    known = list_files(*SPEC_FOLDERS)
     for words in (match[1].split() for match in COMMAND.finditer(TEXTS[page])):
         overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word)]
         if any(word.startswith("model.pretrained=") for word in overrides):
             continue  # of a folder that the command before it writes
-        if words[0] in known and len(list(sweeps(overrides))) > 1:  # of which one point is enough
+        if (
+            words[0] in known and len(list(expand_sweeps(overrides))) > 1
+        ):  # of which one point is enough
             assert main(["predict", words[0], *overrides, "--csv"]) == 0, words
         elif words[0] in known:
-            assert require(load(words[0], overrides)), words
+            assert require_runnable(load(words[0], overrides)), words
 
 
 def test_the_blocks_are_what_their_commands_print():
@@ -168,7 +170,7 @@ def runs(axis: Axis, placement: Placement, setting: dict[str, object]) -> bool:
     batch = spec.batch
     samples = batch.micro * batch.accumulate * spec.data_degree
     spec = replace(spec, batch=replace(batch, global_samples=samples))
-    return not check(spec) and not executed(spec)
+    return not check(spec) and not find_unsupported(spec)
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -210,11 +212,11 @@ def test_exactness_is_claimed_for_the_versions_that_are_tested():
 @pytest.mark.parametrize("written", WRITTEN, ids=" ".join)
 def test_what_other_tools_are_said_to_mean_is_a_legal_spec(written):
     name, *overrides = written
-    assert require(load(name, overrides))
+    assert require_runnable(load(name, overrides))
 
 
 def test_every_strategy_is_in_the_table_of_flags():
-    assert {name for name, *_ in WRITTEN} == set(listing("strategies"))
+    assert {name for name, *_ in WRITTEN} == set(list_files("strategies"))
     assert len(set(WRITTEN)) == len(WRITTEN)
 
 
@@ -251,11 +253,13 @@ def test_the_page_gives_the_stages_of_every_schedule():
 
 
 def test_a_star_in_a_plan_is_a_blocks_number_and_nothing_else():
-    assert fits("layers.*", "layers.12")
-    assert not fits("layers.*", "layers.12.mlp") and not fits("layers.*", "layers.x")
+    assert matches_pattern("layers.*", "layers.12")
+    assert not matches_pattern("layers.*", "layers.12.mlp") and not matches_pattern(
+        "layers.*", "layers.x"
+    )
 
 
 def test_the_example_of_gathered_logits_is_legal():
     command = "ptrain predict tp model.vocab=260 tensor.loss_parallel=false"
     assert f"`{command}`" in TENSOR_PAGE
-    assert not require(load("tp", command.split()[3:])).tensor.loss_parallel
+    assert not require_runnable(load("tp", command.split()[3:])).tensor.loss_parallel

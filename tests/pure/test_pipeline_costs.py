@@ -12,11 +12,11 @@ from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.wire import predicted_bytes
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, position
+from ptrain.spec.spec import Spec, index_in_group
 from tests.pure.piped import FULLY, SHAPE, every_model, legal
 
 MICRO, SEQUENCE, K = 1, 32, 8  # of `piped.spec`
@@ -26,7 +26,7 @@ EVEN = {"vocab": 264, "kv_heads": 6}  # slices and shards are equal
 
 
 def parts_of(spec: Spec) -> list[ModelFacts]:
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     return [stage_facts(spec, facts, stage) for stage in stages_of(spec, facts)]
 
 
@@ -41,7 +41,7 @@ def held(found: Derivation, state: State, rank: int) -> int:
 def accounts(spec: Spec) -> tuple[tuple[Traffic, ...], ...]:
     """By place along pp, of the first rank there."""
     exact, axes = derive(spec).exact, (Axis.PP,)
-    ranks = {position(spec, rank, axes): rank for rank in reversed(range(spec.world_size))}
+    ranks = {index_in_group(spec, rank, axes): rank for rank in reversed(range(spec.world_size))}
     return tuple(exact.of_rank(ranks[place]).traffic for place in sorted(ranks))
 
 
@@ -55,7 +55,7 @@ def over(rows: tuple[Traffic, ...], axis: str, *phases: Phase) -> tuple[Traffic,
 @pytest.mark.parametrize("unit", ["block", "sub-block"])
 def test_stages_have_every_tensor_once_and_of_a_tied_one_a_copy_on_the_last(model, unit):
     spec = legal({"pp": 4, "dp_shard": 2}, model=model, unit=unit)
-    whole, parts = own_facts(spec), parts_of(spec)
+    whole, parts = built_in_facts(spec), parts_of(spec)
     copy = {"head.weight": 1} if spec.model.tied else {}
     assert sum((names(part) for part in parts), Counter[str]()) == names(whole) + Counter(copy)
     for part in parts:
@@ -85,7 +85,7 @@ def test_the_ends_of_the_model_stand_in_the_end_stages_roots_and_tied_ones_alone
 def test_gradients_of_a_stage_are_complete_in_the_order_of_the_whole_model(model):
     spec = legal({"pp": 4}, model=model)
     *others, last = parts_of(spec)
-    whole = list(own_facts(spec).gradient_order)
+    whole = list(built_in_facts(spec).gradient_order)
     assert last.gradient_order[0] == "head.weight"
     rest = [*(last.gradient_order[1:] if spec.model.tied else last.gradient_order)]
     assert rest == [name for name in whole if name in rest]
@@ -181,7 +181,7 @@ def test_replicas_sum_each_stages_gradients_once(model):
     reduced = [row for rows in accounts(spec) for row in over(rows, "dp_replicate", Phase.BACKWARD)]
     copy = VOCAB * HIDDEN if spec.model.tied else 0
     assert {row.key.collective for row in reduced} == {Collective.ALL_REDUCE}
-    assert sum(row.payload_bytes for row in reduced) == FP32 * (own_facts(spec).numel + copy)
+    assert sum(row.payload_bytes for row in reduced) == FP32 * (built_in_facts(spec).numel + copy)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])

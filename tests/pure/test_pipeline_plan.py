@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.axes.data.cost import GatherCounts, gathers
-from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.axes.data.cost import GatherCounts, count_gathers
+from ptrain.axes.pipeline.catalogue import make_schedule
 from ptrain.axes.pipeline.stage_facts import stage_gathers
 from ptrain.derivation.estimate import derive
 from ptrain.plan.composition import are_consecutive, are_within, have_one_of_each, theorem_7
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
@@ -102,8 +102,8 @@ def test_overflows_of_a_scaled_loss_are_looked_for_on_every_stage():
 @pytest.mark.parametrize("size", BY_NAME[ScheduleName.NAIVE], ids=str)
 @pytest.mark.parametrize("sync", POLICIES, ids=str)
 def test_one_micro_batch_after_the_other_is_gathered_as_without_stages(size, sync):
-    made = schedule(ScheduleName.NAIVE, size)
-    expected = gathers(sync, size.microbatches)
+    made = make_schedule(ScheduleName.NAIVE, size)
+    expected = count_gathers(sync, size.microbatches)
     assert all(stage_gathers(made, stage, sync) == expected for stage in range(size.stages))
 
 
@@ -111,7 +111,7 @@ def test_one_micro_batch_after_the_other_is_gathered_as_without_stages(size, syn
 def test_units_that_are_kept_are_gathered_once_and_others_by_every_micro_batch(name):
     kept, given_back = POLICIES[0], POLICIES[-1]
     for size in BY_NAME[name]:
-        made, m = schedule(name, size), size.microbatches
+        made, m = make_schedule(name, size), size.microbatches
         for stage in range(size.stages):
             assert stage_gathers(made, stage, kept) == GatherCounts(1, 0)
             assert stage_gathers(made, stage, given_back) == GatherCounts(m, m)
@@ -127,14 +127,14 @@ def test_units_that_are_kept_are_gathered_once_and_others_by_every_micro_batch(n
     ],
 )
 def test_a_policy_for_one_pass_costs_what_the_order_makes_of_it(name, after_forward, expected):
-    made = schedule(ScheduleName(name), pipeline(2, 1, 4))
+    made = make_schedule(ScheduleName(name), pipeline(2, 1, 4))
     sync = SyncPolicy(reshard_after_forward=after_forward, reshard_after_backward=not after_forward)
     assert [stage_gathers(made, stage, sync) for stage in (0, 1)] == expected
 
 
 def test_the_plan_is_shown_with_its_stages_and_the_drawn_schedule():
     spec = legal({"pp": 2, "dp_shard": 2}, {"schedule": "gpipe", "split": [1, 7]})
-    lines = show(spec, planned(spec)).splitlines()
+    lines = format_plan(spec, planned(spec)).splitlines()
     assert any("split the model over pp into 2 stages, 1 per rank" in line for line in lines)
     in_flight = "up to 8 micro-batches in flight"
     assert f"stage    0 on pp 0: input modules, blocks.0; {in_flight}" in lines
@@ -152,18 +152,18 @@ def test_the_plan_is_shown_with_its_stages_and_the_drawn_schedule():
 def test_the_bubble_is_told_in_both_conventions(microbatches, bubble):
     batch = {"sequence": 32, "accumulate": microbatches}
     spec = legal({"pp": 8}, {"schedule": "gpipe"}, batch=batch)
-    assert f"bubble   {bubble} of the ideal time" in show(spec, planned(spec))
+    assert f"bubble   {bubble} of the ideal time" in format_plan(spec, planned(spec))
 
 
 def test_stages_behind_hold_fewer_micro_batches():
     spec = legal({"pp": 4})
-    flying = [line for line in show(spec, planned(spec)).splitlines() if "in flight" in line]
+    flying = [line for line in format_plan(spec, planned(spec)).splitlines() if "in flight" in line]
     assert [int(line.split("up to ")[1].split()[0]) for line in flying] == [4, 3, 2, 1]
 
 
 def test_a_plan_without_pp_draws_nothing():
     spec = legal({"dp_shard": 2})
-    text = show(spec, planned(spec))
+    text = format_plan(spec, planned(spec))
     assert "rank 0" not in text and "bubble" not in text
 
 
@@ -186,7 +186,7 @@ def test_both_orders_hold_and_the_plan_says_which_it_is(axes, first, tp):
         ("Theorem 7.2", True),
         ("Theorem 7.3", True),
     ]
-    assert f"composed {first} holds" in show(spec, planned(spec))
+    assert f"composed {first} holds" in format_plan(spec, planned(spec))
 
 
 def test_no_condition_is_asked_where_no_data_axis_stands_beside_pp():

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.axes.data.form import form_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, takes_any_stages
 from ptrain.axes.pipeline.rules import PIPELINE
@@ -130,9 +130,9 @@ def test_another_word_for_a_schedule_is_understood(word, meant):
 
 
 def test_one_of_625_tuples_is_legal():
-    legal = [str(each) for each in TUPLES if not list(PIPELINE.broken(each, ADAMW))]
+    legal = [str(each) for each in TUPLES if not list(PIPELINE.broken_rules(each, ADAMW))]
     assert legal == ["S,S,S,R"]
-    assert {str(PIPELINE.nearest(each, ADAMW)) for each in TUPLES} == set(legal)
+    assert {str(PIPELINE.nearest_legal(each, ADAMW)) for each in TUPLES} == set(legal)
 
 
 @pytest.mark.parametrize(
@@ -285,12 +285,12 @@ def test_a_dial_of_pp_is_refused_where_nothing_is_cut_into_stages(key, value):
 
 @pytest.mark.parametrize(("unit", "runs"), [("block", 1), ("sub-block", 1), ("2 blocks", 0)])
 def test_units_that_span_stages_wait(unit, runs):
-    waiting = [fault.place for fault in executed(spec({"pp": 2, "dp_shard": 2}, unit=unit))]
+    waiting = [fault.place for fault in find_unsupported(spec({"pp": 2, "dp_shard": 2}, unit=unit))]
     assert waiting == ["unit"] * (not runs)
 
 
 def test_an_optimizer_of_whole_matrices_waits_until_stages_tell_them():
-    (fault,) = executed(spec({"pp": 2}, optimizer={"name": "muon"}))
+    (fault,) = find_unsupported(spec({"pp": 2}, optimizer={"name": "muon"}))
     assert fault.place == "optimizer.name"
     assert fault.finding.startswith("not supported yet: muon with pp")
     assert fault.remedy == "Use `optimizer.name=adamw`, or remove `mesh.pp`."
@@ -304,7 +304,7 @@ def test_offloaded_gradients_of_a_tied_head_wait(tied, gradients, runs):
     placement = {"pp": "S,S,S,R", "dp_shard": f"R,O,{gradients},R"}
     asked = spec({"pp": 2, "dp_shard": 2}, model=model, placement=placement)
     assert not check(asked)
-    waiting = [fault.place for fault in executed(asked)]
+    waiting = [fault.place for fault in find_unsupported(asked)]
     assert waiting == ["placement.dp_shard.gradients"] * (not runs)
 
 
@@ -313,7 +313,7 @@ def test_offloaded_gradients_of_a_tied_head_wait(tied, gradients, runs):
 def test_slices_that_halves_of_a_backward_pass_gather_wait(name, activations):
     placement = {"pp": "S,S,S,R", "tp": f"S,S,S,{activations}"}
     asked = spec({"pp": 2, "tp": 3}, {"schedule": str(name)}, placement=placement)
-    waiting = [fault.place for fault in executed(asked)]
+    waiting = [fault.place for fault in find_unsupported(asked)]
     waits = activations == "S*" and asked.pipeline.is_in_halves
     assert waiting == ["placement.tp.activations"] * waits
 
@@ -324,7 +324,7 @@ def test_a_spread_update_is_torch_s_own_on_whole_models_only(degree):
     tuples = {"pp": "S,S,S,R", "dp_replicate": "R,S,R,R"}
     asked = spec(mesh, placement={axis: tuples[axis] for axis in mesh})
     assert form_of(asked) is (Form.SPREAD_UPDATE if degree == 1 else Form.FLAT)
-    assert not check(asked) and not executed(asked)
+    assert not check(asked) and not find_unsupported(asked)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,9 @@ def test_flat_units_that_one_pass_gives_back_wait(after_forward, after_backward,
     sync = {"reshard_after_forward": after_forward, "reshard_after_backward": after_backward}
     tuples = {"pp": "S,S,S,R", "dp_shard": "S*,O,S,R"}
     sections = {"sync": sync, "placement": tuples}
-    waiting = [fault.place for fault in executed(spec({"pp": 2, "dp_shard": 2}, **sections))]
+    waiting = [
+        fault.place for fault in find_unsupported(spec({"pp": 2, "dp_shard": 2}, **sections))
+    ]
     assert len(waiting) == 1 - runs
     assert not check(spec({"pp": 2, "dp_shard": 2}, **sections))
 
@@ -343,12 +345,12 @@ def test_flat_units_that_one_pass_gives_back_wait(after_forward, after_backward,
 def test_flat_units_that_are_gathered_ahead_wait():
     tuples = {"pp": "S,S,S,R", "dp_shard": "S*,O,S,R"}
     ahead = spec({"pp": 2, "dp_shard": 2}, placement=tuples, prefetch=1)
-    assert [fault.place for fault in executed(ahead)] == ["prefetch"]
+    assert [fault.place for fault in find_unsupported(ahead)] == ["prefetch"]
     by_default = spec({"pp": 2, "dp_shard": 2}, placement=tuples)
-    assert not executed(by_default)
+    assert not find_unsupported(by_default)
     wrap = lower(by_default).wrap
     assert isinstance(wrap, FlatUnits) and not wrap.prefetch
-    assert not executed(spec({"pp": 2, "dp_shard": 2}, prefetch=1))  # FSDP2's own
+    assert not find_unsupported(spec({"pp": 2, "dp_shard": 2}, prefetch=1))  # FSDP2's own
 
 
 def test_gradients_of_a_tied_head_that_the_backward_pass_uses_up_wait():
@@ -359,6 +361,6 @@ def test_gradients_of_a_tied_head_that_the_backward_pass_uses_up_wait():
         "optimizer": {"clip": None},
     }
     tied = spec({"pp": 2, "dp_shard": 2}, {"schedule": "naive"}, **sections)
-    assert [fault.place for fault in executed(tied)] == ["placement.dp_shard.gradients"]
+    assert [fault.place for fault in find_unsupported(tied)] == ["placement.dp_shard.gradients"]
     untied = spec({"pp": 2, "dp_shard": 2}, {"schedule": "naive"}, **sections | {"model": SHAPE})
-    assert not executed(untied)
+    assert not find_unsupported(untied)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.axes.pipeline.catalogue import make_schedule
 from ptrain.charts.canvas import Format, draw_sheet
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
@@ -188,7 +188,7 @@ SIZES = [(name, pipeline(2, 2 if name in ("zbv", "dualpipev") else 1, 4)) for na
 
 
 def sheet_of(name: ScheduleName, size) -> Sheet:
-    return schedule_sheet(Heading(spec="some-spec", schedule=name), schedule(name, size))
+    return schedule_sheet(Heading(spec="some-spec", schedule=name), make_schedule(name, size))
 
 
 def test_a_sheet_becomes_the_same_picture_each_time_whatever_the_user_has_set(matplotlib):

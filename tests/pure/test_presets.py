@@ -13,7 +13,7 @@ from ptrain.facts.parameters import facts
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.load import load
 from ptrain.spec.model import Family, ModelShape
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 
 # Radford et al. 2019 and their code; Brown et al. 2020, table 2.1: names are counts, rounded.
 OF_PAPERS = {
@@ -42,7 +42,7 @@ def shape_of(preset: str, *beside: str) -> ModelShape:
 
 def published() -> dict[str, int]:
     """Return the counts that files say, by preset."""
-    texts = {name: path.read_text(encoding="utf-8") for name, path in listing("models").items()}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in list_files("models").items()}
     said = {name: re.search(r"^# ([\d,]+) parameters: ", texts[name], re.M) for name in texts}
     return {name: int(match[1].replace(",", "")) for name, match in said.items() if match}
 
@@ -170,7 +170,7 @@ def test_no_other_preset_scales(preset):
 
 def test_every_gemma_llama_3_and_mistral_is_compared_with_what_is_published():
     compared = ("gemma", "llama3.1", "llama3.2", "mistral")
-    assert {name for name in listing("models") if name.startswith(compared)} <= OF_CONFIGS.keys()
+    assert {name for name in list_files("models") if name.startswith(compared)} <= OF_CONFIGS.keys()
 
 
 @pytest.mark.parametrize(

@@ -396,7 +396,7 @@ def test_a_signature_tells_what_a_pass_depends_on():
     for unit in range(2):
         flat.before_backward(unit)
         seen.append(flat.units.signature())
-    flat.units.all[0].accumulated(0)
+    flat.units.all[0].handle_gradient(0)
     seen.append(flat.units.signature())
     flat.end()
     seen.append(flat.units.signature())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
-from ptrain.spec.resolve_sections import tables
+from ptrain.spec.names import list_files
+from ptrain.spec.resolve_sections import expand_rates
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,11 @@ from ptrain.spec.resolve_sections import tables
     ],
 )
 def test_shares_of_links_name_the_links_of_their_cluster_and_are_below_one(name, link, network):
-    text = listing("clusters")[name].read_text(encoding="utf-8")
+    text = list_files("clusters")[name].read_text(encoding="utf-8")
     known = load("8b-zero3", [f"cluster.preset={name}"]).spec.cluster
     assert known is not None and known.rates is not None
     assert link in text and f"InfiniBand {network}" in text
-    rates = tables(known.rates)
+    rates = expand_rates(known.rates)
     assert f"of {link} (" in rates.source and f"of InfiniBand {network} (" in rates.source
     shares = [row.figures[2] for row in rates.links]
     assert len(shares) == 2 and all(0.7 < share < 1 for share in shares)

@@ -11,15 +11,21 @@ import pytest
 from ptrain.cost import Collective
 from ptrain.errors import SpecError
 from ptrain.facts.model import Operator
-from ptrain.rates.measured import Curve, Surface, lacking, pace_of, pace_while_others_wait
+from ptrain.rates.measured import (
+    Curve,
+    Surface,
+    missing_rates_reason,
+    pace_of,
+    pace_while_others_wait,
+)
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.precision import LAYOUTS, DType
 from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.spec.resolve_sections import tables
-from ptrain.spec.write import section, to_yaml
+from ptrain.spec.resolve_sections import expand_rates
+from ptrain.spec.write import section_mapping, to_yaml
 
 FP32 = LAYOUTS["fp32"]
 # Two processors' figures, made up: of one rank, and of two at once.
@@ -122,14 +128,14 @@ def test_more_bytes_take_longer_and_never_less_than_a_dispatch():
 
 def test_between_two_sizes_time_is_a_power_of_the_size():
     curve = Curve({100: 1e-5, 10_000: 1e-3})
-    assert curve.at(1000) == pytest.approx(1e-4)
+    assert curve.interpolate(1000) == pytest.approx(1e-4)
     assert curve.bandwidth == pytest.approx(1e7)
 
 
 def test_a_shape_between_others_takes_as_much_longer_than_its_roofline_as_they_do():
     surface = Surface({(4, 4): 32.0, (400, 4): 3200.0}, expected=math.prod)
-    assert surface.at((40, 4)) == pytest.approx(320.0)
-    assert surface.at((40, 40)) == pytest.approx(3200.0)
+    assert surface.interpolate((40, 4)) == pytest.approx(320.0)
+    assert surface.interpolate((40, 40)) == pytest.approx(3200.0)
 
 
 def test_products_grow_with_each_of_their_dimensions():
@@ -218,20 +224,20 @@ def test_while_others_wait_a_rank_has_the_rates_of_as_many_threads_and_no_others
 
 def test_rates_are_of_as_many_ranks_as_compute_at_once():
     assert pace_of(cluster(), 4) is None
-    assert lacking(cluster(), 4) == (
+    assert missing_rates_reason(cluster(), 4) == (
         "4 ranks of a node compute at the same time, but the rates of cluster are measured for "
         "1, 2. Run `ptrain calibrate --ranks 1,2,4`."
     )
     assert pace_of(cluster(devices_per_node=2), 4) is not None, "two nodes of two ranks"
-    assert lacking(cluster(devices_per_node=4, devices=16), 8).endswith(
+    assert missing_rates_reason(cluster(devices_per_node=4, devices=16), 8).endswith(
         "`torchrun --nnodes 2 --nproc-per-node 4 -m ptrain.calibration` on each node."
     )
     assert pace_of(None, 1) is None
-    assert lacking(None, 1) == (
+    assert missing_rates_reason(None, 1) == (
         "the spec has no cluster. Add `cluster.preset=h100-8`, for example."
     )
     bare = Cluster(devices=1, device_memory=1, intra_node_bandwidth=1.0, name="bare")
-    assert lacking(bare, 1) == (
+    assert missing_rates_reason(bare, 1) == (
         "the cluster bare has no rates. Run `ptrain calibrate` to measure this machine, then add "
         "`cluster.preset=cluster.yaml`."
     )
@@ -353,7 +359,7 @@ def test_a_row_that_is_no_measurement_is_refused_by_its_place(rates, text):
 def test_rates_are_written_as_they_are_read():
     known = cluster().rates
     assert known is not None
-    written = section(known)
+    written = section_mapping(known)
     assert written["products"] == RATES["products"]
     assert cluster(written).rates == known
 
@@ -363,16 +369,16 @@ def test_a_file_of_rates_is_read_and_what_is_beside_it_overrides(tmp_path: Path)
     file.write_text(to_yaml(RATES), encoding="utf-8")
     known = cluster({"preset": str(file), "hooks": [["ddp_bucket", 7e-5, 8e-5]]})
     assert known.rates is not None and known.rates.preset is None
-    assert tables(known.rates).at_once == (1, 2)
+    assert expand_rates(known.rates).at_once == (1, 2)
     assert pace_of(known, 1).hook_seconds(Hook.DDP_BUCKET) == 7e-5  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", listing("rates"))
+@pytest.mark.parametrize("name", list_files("rates"))
 def test_named_rates_stay_by_their_name(name):
     known = cluster({"preset": name}, kind="cuda")
     assert known.rates is not None
-    assert section(known)["rates"] == {"preset": name}
-    assert tables(known.rates).products
+    assert section_mapping(known)["rates"] == {"preset": name}
+    assert expand_rates(known.rates).products
     gathered = pace_of(known, 4)
     assert gathered is not None
     assert gathered.collective_seconds(Collective.ALL_GATHER, ranks=4, nodes=1, payload=8) > 0
@@ -382,7 +388,9 @@ def test_the_files_of_gpus_are_what_their_page_makes_them(benchmark_module):
     writer = benchmark_module("cluster_rates")
     page = writer.PAGE.read_text(encoding="utf-8")
     for name in writer.GPUS:
-        assert listing("rates")[name].read_text(encoding="utf-8") == writer.text(name, page), name
+        assert list_files("rates")[name].read_text(encoding="utf-8") == writer.text(name, page), (
+            name
+        )
     assert writer.leave_out(page) == 0
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.cli.main import main
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.selection.recompute import useless_modes
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -83,7 +83,7 @@ def legal(written: dict[str, Any]) -> Spec | None:
         spec = load(written).spec
     except SpecError:
         return None
-    return None if check(spec) or [*executed(spec)] else spec
+    return None if check(spec) or [*find_unsupported(spec)] else spec
 
 
 def predicted(written: dict[str, Any]) -> Estimate | None:
@@ -149,14 +149,14 @@ def saved(exact: Estimate) -> list[int]:
 def block_input(written: dict[str, Any]) -> int:
     """Return the bytes of a block's input on one rank, if tp does not shard its tokens."""
     spec = load(written).spec
-    itemsize = spec.precision.effective.parameters.itemsize
+    itemsize = spec.precision.effective_layout.parameters.itemsize
     return spec.batch.micro * spec.own_tokens * written["model"]["hidden"] * itemsize
 
 
 def gradient_bytes(written: dict[str, Any]) -> int:
     """Return the bytes of all gradients of the model."""
     spec = load(written).spec
-    return own_facts(spec).numel * spec.precision.effective.gradients.itemsize
+    return built_in_facts(spec).numel * spec.precision.effective_layout.gradients.itemsize
 
 
 def is_of_one_block(written: dict[str, Any]) -> bool:

@@ -8,21 +8,21 @@ import pytest
 
 from ptrain.errors import SpecError
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.keys import Keys, dials
-from ptrain.spec.leaf import Leaf, Section, keys
+from ptrain.spec.keys import Keys, data_axis_dials
+from ptrain.spec.leaf import Leaf, Section, section_keys
 from ptrain.spec.load import load
-from ptrain.spec.schema import KeyRow, reference
+from ptrain.spec.schema import KeyRow, iter_key_rows
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import flow, parse_value
-from ptrain.spec.write import section, to_yaml
+from ptrain.spec.text import parse_value, to_flow_yaml
+from ptrain.spec.write import section_mapping, to_yaml
 
 
 def rows() -> dict[str, KeyRow]:
-    return {row.place: row for row in reference()}
+    return {row.place: row for row in iter_key_rows()}
 
 
 def test_every_key_of_the_grammar_has_a_row_with_what_it_takes_and_means():
-    assert {place.split(".")[0] for place in rows()} == set(keys(SpecRaw))
+    assert {place.split(".")[0] for place in rows()} == set(section_keys(SpecRaw))
     assert all(row.takes and len(row.about) > 5 for row in rows().values())
 
 
@@ -32,19 +32,21 @@ def test_every_example_is_accepted_and_differs_from_the_default():
         place, _, value = row.example.partition("=")
         if not row.example:  # a table of measurements, or a key with one supported value
             is_table = row.place.startswith("cluster.rates.")
-            assert row.is_section or is_table or accepted[row.place].executed is not None, row.place
+            assert row.is_section or is_table or accepted[row.place].supported is not None, (
+                row.place
+            )
         elif not row.is_section:
             leaf = accepted[place]
-            taken = leaf.take(parse_value(value, "example").root)
+            taken = leaf.parse(parse_value(value, "example").root)
             assert taken is not None, row.example
-            assert leaf.executed is None or value in map(flow, leaf.executed), row.example
-            assert value != row.default or leaf.takes() == f"one of {value}", row.example
+            assert leaf.supported is None or value in map(to_flow_yaml, leaf.supported), row.example
+            assert value != row.default or leaf.describe_values() == f"one of {value}", row.example
 
 
 def leaves(kind: type, above: str = "") -> dict[str, Leaf]:
     """Return the leaf of each dotted key."""
     found: dict[str, Leaf] = {}
-    for key, (_, holds) in keys(kind).items():
+    for key, (_, holds) in section_keys(kind).items():
         if isinstance(holds, Section):
             found |= leaves(holds.kind, f"{above}{key}.")
         else:
@@ -55,11 +57,11 @@ def leaves(kind: type, above: str = "") -> dict[str, Leaf]:
 def test_values_that_are_not_supported_yet_are_marked():
     takes = {place: row.takes for place, row in rows().items()}
     assert not takes["mesh.ep"].startswith("not supported") and takes["mesh.ep"] == takes["mesh.pp"]
-    for key, (_, holds) in keys(SpecRaw).items():
-        executed = getattr(holds, "executed", None)
+    for key, (_, holds) in section_keys(SpecRaw).items():
+        executed = getattr(holds, "supported", None)
         if executed is None:
             continue
-        words = [flow(value) for value in executed]
+        words = [to_flow_yaml(value) for value in executed]
         assert ("; not supported yet: " in takes[key]) is bool(words), key
         assert takes[key].startswith(" or ".join(words) or "not supported yet: "), key
 
@@ -102,16 +104,16 @@ def test_a_section_is_written_as_the_mapping_that_loads_to_it(tmp_path):
     file.write_text(to_yaml(spec.resolved), encoding="utf-8")
     assert load(file).spec == spec
     assert spec.cluster is not None and spec.cluster.price == 2.5
-    assert section(spec.optimizer)["clip"] is None
+    assert section_mapping(spec.optimizer)["clip"] is None
 
 
 def test_every_dial_can_be_set_to_what_all_placements_obey():
     spec = load("zero3").spec
-    for dial in dials():
-        assert dial.is_free(dial.set(spec, dial.dial.free))
+    for dial in data_axis_dials():
+        assert dial.is_free(dial.replace_value(spec, dial.dial.free))
         if dial.dial.other is not None:
-            assert not dial.is_free(dial.set(spec, dial.dial.other))
-        key, _, text = dial.override.partition("=")
+            assert not dial.is_free(dial.replace_value(spec, dial.dial.other))
+        key, _, text = dial.default_override.partition("=")
         assert key == dial.place and dial.is_free(load("zero3", [f"{key}={text}"]).spec)
 
 

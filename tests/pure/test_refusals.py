@@ -13,7 +13,7 @@ from ptrain.cli import validate
 from ptrain.cli.main import main
 from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.spec import extras
-from ptrain.spec.extras import require_file_tier, unusable
+from ptrain.spec.extras import require_file_tier, unusable_folder_error
 from ptrain.spec.load import load
 from ptrain.train import folder, manifest
 from ptrain.train.folder import RunFolder, mark_as_latest, resume_candidates
@@ -68,14 +68,14 @@ def test_only_a_class_of_transformers_needs_transformers(model, installed, monke
 def test_a_folder_that_takes_no_files_says_why(folder, error, finding, tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / folder
-    (fault,) = unusable(str(path), error).faults
+    (fault,) = unusable_folder_error(str(path), error).faults
     assert (fault.place, fault.finding) == ("offload.path", f"{path}: {finding}")
     remedy = "Use an existing, writable folder with enough space for the file tier."
     assert fault.remedy == remedy
 
 
 def test_without_a_folder_files_go_to_the_systems_temporary_one():
-    (fault,) = unusable(None, PermissionError(13, "Permission denied")).faults
+    (fault,) = unusable_folder_error(None, PermissionError(13, "Permission denied")).faults
     assert fault.finding.startswith(f"{gettempdir()}: ")
 
 

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation import in_flight, pipeline
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
-from ptrain.derivation.layers import Representatives, everyone, turns
+from ptrain.derivation.layers import Representatives, all_represented, played_places
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.stages import Stage
@@ -50,7 +50,7 @@ def legal(name: str, *overrides: str) -> Spec | None:
     """The spec with more layers, so that most of each stage's blocks are equal; None where it is
     not legal so."""
     try:
-        return require(load(name, ["model.layers=40", *overrides]))
+        return require_runnable(load(name, ["model.layers=40", *overrides]))
     except SpecError:
         return None
 
@@ -62,7 +62,7 @@ def by_itself(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> int:
 def every_block(
     spec: Spec, units: tuple[UnitFacts, ...], blocks: Sequence[str], reach: int | None
 ) -> Representatives:
-    return everyone(units, len(blocks))
+    return all_represented(units, len(blocks))
 
 
 def difference(spec: Spec) -> str:
@@ -97,7 +97,7 @@ def test_a_block_that_stands_for_its_equals_comes_to_what_they_come_to(name):
 def test_what_moves_beside_falls_as_far_behind_with_every_block_as_with_all(words):
     mesh = ["mesh={dp_shard: 2}", "model.layers=12", "cluster.preset=h100-64"]
     batch = ["batch={global: 16, micro: 2, sequence: 1024}"]
-    spec = require(load("70b-zero3", [*mesh, *batch, *words]))
+    spec = require_runnable(load("70b-zero3", [*mesh, *batch, *words]))
     once = derive(spec).exact.step
     with patch.object(in_flight, "represent", every_block):
         every = derive(spec).exact.step
@@ -136,7 +136,7 @@ def test_units_of_a_block_take_turns_when_a_half_is_over(schedule):
         **IN_HALVES[schedule],
     }
     written["placement"] = {axis: written["placement"][axis] for axis in written["mesh"]}
-    assert not difference(require(load(written)))
+    assert not difference(require_runnable(load(written)))
 
 
 @pytest.mark.parametrize("split", ["[4, 8, 8, 20]", "[10, 10, 10, 10]", "[9, 13, 9, 9]"])
@@ -202,5 +202,5 @@ def test_more_equal_blocks_are_no_more_work(name):
     ],
 )
 def test_the_ends_of_a_row_of_equal_blocks_are_played_by_themselves(kinds, apart, expected):
-    assert turns(kinds, apart) == expected
+    assert played_places(kinds, apart) == expected
     assert sum(times for _, times in expected) == len(kinds)

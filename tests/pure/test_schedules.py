@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptrain.axes.pipeline import cost
-from ptrain.axes.pipeline.catalogue import SCHEDULES, ScheduleRow, faults, schedule
+from ptrain.axes.pipeline.catalogue import SCHEDULES, ScheduleRow, make_schedule, schedule_faults
 from ptrain.axes.pipeline.cost import ScheduleCost
 from ptrain.axes.pipeline.schedule import Action, Pair, StageCost, Step
-from ptrain.axes.pipeline.simulate import Costs, draw, simulate
+from ptrain.axes.pipeline.simulate import Costs, draw_schedule, simulate
 from ptrain.errors import BrokenSchedule, SpecError
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
@@ -33,7 +33,7 @@ every_schedule = pytest.mark.parametrize("name", ScheduleName)
 @every_schedule
 def test_every_microbatch_runs_forward_and_backward_once_on_every_stage(name):
     for size in BY_NAME[name]:
-        made = schedule(name, size)
+        made = make_schedule(name, size)
         chunks = {(s, m) for s in range(size.stages) for m in range(size.microbatches)}
         done: dict[Kind, list[tuple[int, int]]] = {kind: [] for kind in Kind}
         for rank, order in enumerate(made.orders):
@@ -48,7 +48,7 @@ def test_every_microbatch_runs_forward_and_backward_once_on_every_stage(name):
 @every_schedule
 def test_nothing_starts_before_what_it_needs_has_come(name):
     for size in BY_NAME[name]:
-        made = schedule(name, size)
+        made = make_schedule(name, size)
         timeline = simulate(made, costs_of(made, StageCost(), communication=2)).timeline
         ended = {part: s.end for spans in timeline for s in spans for part in s.step.parts}
         for rank, spans in enumerate(timeline):
@@ -76,17 +76,17 @@ def needs(action: Action, stages: int) -> list[Action]:
 @given(data=st.data())
 def test_every_schedule_ends_whatever_its_stages_cost(data):
     name, size = data.draw(st.sampled_from(GRID))
-    made = schedule(name, size)
+    made = make_schedule(name, size)
     seconds = st.integers(0, 9)
     cost = st.builds(StageCost, forward=seconds, input=seconds, weight=seconds)
     stages = data.draw(st.lists(cost, min_size=made.stages, max_size=made.stages))
     costs = Costs(stages=tuple(stages), communication=data.draw(seconds))
     result = simulate(made, costs)
     work = sum(size.microbatches * (c.forward + c.input + c.weight) for c in stages)
-    assert sum(result.busy) == work
-    assert all(wait >= 0 for wait in result.idle)
+    assert sum(result.busy_times) == work
+    assert all(wait >= 0 for wait in result.idle_times)
     slowest = work + 2 * made.stages * size.microbatches * costs.communication
-    assert max(result.busy) <= result.makespan <= slowest  # all of it one after the other
+    assert max(result.busy_times) <= result.makespan <= slowest  # all of it one after the other
 
 
 # -------- refusals
@@ -95,7 +95,7 @@ def test_every_schedule_ends_whatever_its_stages_cost(data):
 @pytest.mark.parametrize("name", ONE_STAGE)
 def test_schedules_of_one_stage_a_rank_refuse_two(name):
     with pytest.raises(SpecError) as caught:
-        schedule(name, pipeline(4, 2, 8))
+        make_schedule(name, pipeline(4, 2, 8))
     (fault,) = caught.value.faults
     assert fault.place == "pipeline.stages"
     assert fault.finding == f"{name} needs 1 stage per rank, but 8 stages over pp=4 are 2 per rank"
@@ -107,7 +107,7 @@ def test_schedules_of_one_stage_a_rank_refuse_two(name):
 @pytest.mark.parametrize("name", VEES)
 @pytest.mark.parametrize("per_rank", [1, 3])
 def test_a_v_refuses_any_number_of_stages_but_two_a_rank(name, per_rank):
-    found = list(faults(name, pipeline(2, per_rank, 12)))
+    found = list(schedule_faults(name, pipeline(2, per_rank, 12)))
     assert [fault.place for fault in found] == ["pipeline.stages"]
     assert "2 stages per rank" in found[0].finding and found[0].remedy.startswith(
         "Use `pipeline.stages=4`"
@@ -119,12 +119,12 @@ def test_a_v_refuses_any_number_of_stages_but_two_a_rank(name, per_rank):
     [(ScheduleName.ONE_F_ONE_B, 1, 4), (ScheduleName.DUALPIPEV, 2, 8)],
 )
 def test_too_few_microbatches_are_refused_with_how_many_are_needed(name, per_rank, least):
-    (fault,) = faults(name, pipeline(4, per_rank, least - 1))
+    (fault,) = schedule_faults(name, pipeline(4, per_rank, least - 1))
     assert f"{name} needs at least {least} micro-batches per step" in fault.finding
     assert f"to get {least}, or use `pipeline.schedule=" in fault.remedy
     instead = ScheduleName(fault.remedy.rpartition("=")[2].removesuffix("`."))
-    assert not list(faults(instead, pipeline(4, per_rank, least - 1)))
-    assert not list(faults(name, pipeline(4, per_rank, least)))
+    assert not list(schedule_faults(instead, pipeline(4, per_rank, least - 1)))
+    assert not list(schedule_faults(name, pipeline(4, per_rank, least)))
 
 
 @pytest.mark.parametrize("name", [ScheduleName.INTERLEAVED, ScheduleName.ZERO_BUBBLE])
@@ -132,16 +132,16 @@ def test_unequal_rounds_are_refused_with_the_next_equal_ones(name):
     for ranks in range(1, 7):
         for microbatches in range(1, 40):
             size = pipeline(ranks, 2, microbatches)
-            for fault in faults(name, size):
+            for fault in schedule_faults(name, size):
                 numbers = [
                     int(word.strip(",")) for word in fault.remedy.split() if word[0].isdigit()
                 ]
                 fewer, more = numbers
                 assert fewer < microbatches < more <= microbatches + ranks
                 for other in range(fewer, more + 1):
-                    is_legal = not list(faults(name, replace(size, microbatches=other)))
+                    is_legal = not list(schedule_faults(name, replace(size, microbatches=other)))
                     assert is_legal is (other in numbers)
-    (fault,) = faults(name, pipeline(4, 2, 9))
+    (fault,) = schedule_faults(name, pipeline(4, 2, 9))
     assert fault.remedy.startswith("Change `batch.global` or `batch.micro` to get 8 or 10")
 
 
@@ -150,7 +150,7 @@ def test_unequal_rounds_are_refused_with_the_next_equal_ones(name):
 
 def broken(edit: dict[int, list[Step]]) -> BrokenSchedule:
     """What a 1f1b of 2 ranks and 2 micro-batches says, these ranks' orders replaced."""
-    made = schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 2))
+    made = make_schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 2))
     orders = tuple(tuple(edit.get(rank, order)) for rank, order in enumerate(made.orders))
     with pytest.raises(BrokenSchedule) as caught:
         simulate(replace(made, orders=orders))
@@ -213,7 +213,7 @@ def test_halves_of_a_pair_that_need_each_other_never_go_on():
     ],
 )
 def test_a_schedule_counts_the_backward_passes_of_a_stage_in_halves(name, halves):
-    halved = schedule(name, pipeline(2, 2, 4))
+    halved = make_schedule(name, pipeline(2, 2, 4))
     assert [halved.halves_of(stage) for stage in range(halved.stages)] == halves
 
 
@@ -223,7 +223,7 @@ def test_a_schedule_counts_the_backward_passes_of_a_stage_in_halves(name, halves
 @every_schedule
 def test_a_drawing_has_a_line_per_rank_and_fits(name):
     for size in BY_NAME[name]:
-        lines = draw(schedule(name, size)).splitlines()
+        lines = draw_schedule(make_schedule(name, size)).splitlines()
         assert len(lines) == size.ranks + 1
         assert max(map(len, lines)) <= 160
         assert [line.split()[:2] for line in lines[:-1]] == [
@@ -232,7 +232,9 @@ def test_a_drawing_has_a_line_per_rank_and_fits(name):
 
 
 def test_1f1b_drawn():
-    assert draw(schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 3))).splitlines() == [
+    assert draw_schedule(
+        make_schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 3))
+    ).splitlines() == [
         "rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---",
         "rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .",
         "F forward · B backward · each with its micro-batch · . idle",
@@ -240,7 +242,9 @@ def test_1f1b_drawn():
 
 
 def test_a_long_drawing_leaves_the_same_columns_out_of_every_line():
-    lines = draw(schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 3)), width=30).splitlines()
+    lines = draw_schedule(
+        make_schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 3)), width=30
+    ).splitlines()
     assert lines == [
         "rank 0  F0 F1 .  …  .  B2---",
         "rank 1  .  F0 B0-…  -- .  .",
@@ -249,7 +253,7 @@ def test_a_long_drawing_leaves_the_same_columns_out_of_every_line():
 
 
 def test_a_drawing_of_several_stages_a_rank_names_them():
-    lines = draw(schedule(ScheduleName.DUALPIPEV, pipeline(1, 2, 3))).splitlines()
+    lines = draw_schedule(make_schedule(ScheduleName.DUALPIPEV, pipeline(1, 2, 3))).splitlines()
     assert (
         lines[0]
         == "rank 0  0F0 1F0 0F1 1B0---- 1F1&0B0---- 0F2&1B1---- 1F2&0B1---- 1B2---- 0I2 0W2"
@@ -273,11 +277,13 @@ def test_a_row_is_all_that_a_schedule_needs(monkeypatch):
     )
     monkeypatch.setitem(SCHEDULES, ScheduleName.GPIPE, row)
     size = pipeline(4, 1, 8)
-    order = schedule.__wrapped__(ScheduleName.GPIPE, size)  # behind the cache, which has another
+    order = make_schedule.__wrapped__(
+        ScheduleName.GPIPE, size
+    )  # behind the cache, which has another
     assert order.orders[0][8] == Action(Kind.BACKWARD, 0, 7)
-    assert max(simulate(order).idle) == row.cost.bubble(size, StageCost(), 0).idle
+    assert max(simulate(order).idle_times) == row.cost.bubble(size, StageCost(), 0).idle
     assert most_held(order, 0) == row.cost.in_flight(size, 0)
-    (fault,) = faults(ScheduleName.GPIPE, pipeline(4, 2, 8))
+    (fault,) = schedule_faults(ScheduleName.GPIPE, pipeline(4, 2, 8))
     assert fault.place == "pipeline.stages"
 
 

@@ -14,15 +14,15 @@ from ptrain.cli import schema as verb
 from ptrain.commands import add_arguments
 from ptrain.errors import PtrainError
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import MODE_MEANINGS, Section, keys
+from ptrain.spec.leaf import MODE_MEANINGS, Section, section_keys
 from ptrain.spec.load import load
-from ptrain.spec.names import SPEC_FOLDERS, listing, root
+from ptrain.spec.names import SPEC_FOLDERS, list_files, specs_folder
 from ptrain.spec.placement import MODES, Mode
 from ptrain.spec.schema import FILE, schema, schema_text
 from ptrain.spec.text import read
 
 VALIDATOR = jsonschema.Draft7Validator(schema())
-FILES = listing(*SPEC_FOLDERS)
+FILES = list_files(*SPEC_FOLDERS)
 
 RESERVED = [
     "name",
@@ -76,7 +76,7 @@ def is_valid(**changes: object) -> bool:
 
 
 def test_the_committed_schema_is_the_generated_one():
-    assert (root() / FILE).read_text(encoding="utf-8") == schema_text(), (
+    assert (specs_folder() / FILE).read_text(encoding="utf-8") == schema_text(), (
         "run: ptrain schema --out specs/ptrain.schema.json"
     )
 
@@ -116,7 +116,7 @@ def test_modes_are_completed_with_their_meaning():
 
 
 def leaves(kind: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    for name, (_, marker) in keys(kind).items():
+    for name, (_, marker) in section_keys(kind).items():
         yield f"{place}{name}", marker
         if isinstance(marker, Section):
             yield from leaves(marker.kind, f"{place}{name}.")
@@ -127,7 +127,7 @@ KEYS = dict(leaves(SpecRaw))
 
 @pytest.mark.parametrize("place", KEYS)
 def test_every_key_has_a_hover_text(place):
-    assert len(KEYS[place].about) > 5
+    assert len(KEYS[place].description) > 5
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
-from ptrain.axes.candidates import chosen
+from ptrain.algebra.legality import check, find_unsupported
+from ptrain.axes.candidates import apply_choices
 from ptrain.charts.front import front_sheet
 from ptrain.cost import Collective, Phase, Spent, TimeKey, TimeRow
-from ptrain.derivation.estimate import derive
-from ptrain.derivation.throughput import throughput
+from ptrain.derivation.estimate import derive, predict_throughput
 from ptrain.errors import SpecError
 from ptrain.report.reasons import losing_reason, placement_idea
 from ptrain.report.selection import (
@@ -104,7 +103,7 @@ def test_a_pipeline_has_at_most_a_layer_a_stage():
     layers = base.model.layers
     for left, choices in pipelines(base, 8):
         for choice in choices:
-            spec = chosen(base, (choice,))
+            spec = apply_choices(base, (choice,))
             assert spec.pipeline.stages_over(8 // left) <= layers
 
 
@@ -150,7 +149,7 @@ def test_what_is_scored_is_legal_and_what_is_not_is_illegal(on_eight):
     search, base = on_eight.search, on_eight.job.base
     for candidate in scored(search, 1, 60):
         spec = candidate.candidate.spec(base)
-        assert not (check(spec) or executed(spec)), candidate
+        assert not (check(spec) or find_unsupported(spec)), candidate
     legal = {
         (axes, way.choice.changes, tuple(f.placement for f in way.choice.factors))
         for (axes, is_cut, through, many), ways in search.ways.items()
@@ -160,12 +159,12 @@ def test_what_is_scored_is_legal_and_what_is_not_is_illegal(on_eight):
     unlike = 0
     for axes, choices in data_choices(base).items():
         for choice in random.Random(2).sample(choices, min(40, len(choices))):
-            spec = replace(chosen(base, (choice,)), cluster=None)
+            spec = replace(apply_choices(base, (choice,)), cluster=None)
             ranks = spec.data_degree
             batch = replace(spec.batch, micro=1, accumulate=4, global_samples=4 * ranks)
             spec = replace(spec, batch=batch)
             key = (axes, choice.changes, tuple(f.placement for f in choice.factors))
-            if check(spec) or executed(spec):
+            if check(spec) or find_unsupported(spec):
                 assert key not in legal
                 unlike += 1
     assert unlike, "some are illegal"
@@ -345,7 +344,7 @@ def test_a_winner_is_what_its_words_and_its_file_load_to(best_of_eight, tmp_path
             (spec.unit, spec.overlap, spec.prefetch, spec.pipeline)
         )
         assert (loaded.activations, loaded.precision) == (spec.activations, spec.precision)
-        assert not (check(loaded) or executed(loaded))
+        assert not (check(loaded) or find_unsupported(loaded))
 
 
 def test_a_ranking_prints_and_is_plain_data(best_of_eight):
@@ -487,7 +486,7 @@ def test_candidates_of_the_same_figures_are_one_row_that_says_least(on_eight):
 def test_one_definition_of_mfu_is_printed_by_select_and_by_predict(best_of_eight):
     row = best_of_eight.ranking[0]
     derivation = derive(row.spec)
-    said = throughput(row.spec, derivation.facts, row.step)
+    said = predict_throughput(row.spec, derivation.facts, row.step)
     assert row.mfu is not None and row.mfu == said.mfu_full
 
 

@@ -82,7 +82,7 @@ def test_of_one_micro_batch_it_is_nothing_to_the_estimate_when_gradients_are_red
 def test_a_spec_with_other_fields_is_the_one_that_replace_makes():
     base = chooser().job.base
     batch = replace(base.batch, micro=2)
-    assert base.but(batch=batch, cluster=None) == replace(base, batch=batch, cluster=None)
+    assert base.with_fields(batch=batch, cluster=None) == replace(base, batch=batch, cluster=None)
     assert base.batch != batch and base.cluster is not None
     with pytest.raises(AssertionError, match="fields of a spec"):
-        base.but(batches=batch)
+        base.with_fields(batches=batch)

@@ -15,7 +15,7 @@ from ptrain.selection.job import block_size, dense, searched_job, stand_in
 from ptrain.selection.profile import exchange_seconds
 from ptrain.selection.search import Search
 from ptrain.selection.space import Legality, inner_products, pipelines
-from ptrain.spec.activations import FULL, PLAIN, Kept
+from ptrain.spec.activations import FULL, PLAIN, ActivationMode
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
@@ -116,6 +116,6 @@ def test_a_block_waits_for_two_trips_each_way_and_two_more_where_it_is_computed_
         Collective.ALL_TO_ALL, ranks=2, nodes=1, payload=rows_bytes(spec, shape)
     )
     assert exchange_seconds(spec, shape, pace, PLAIN) == (2 * once, 2 * once)
-    assert exchange_seconds(spec, shape, pace, Kept(policy=FULL)) == (2 * once, 4 * once)
+    assert exchange_seconds(spec, shape, pace, ActivationMode(policy=FULL)) == (2 * once, 4 * once)
     alone = load("zero3", ["model.preset=moe-tiny"]).spec
     assert exchange_seconds(alone, shape, pace, PLAIN) == (0.0, 0.0)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.algebra.legality import check, executed, is_sound
+from ptrain.algebra.legality import check, find_unsupported, is_sound
 from ptrain.derivation.estimate import derive
 from ptrain.report.selection import describe_settings
 from ptrain.selection.choose import Chooser, neighbours
 from ptrain.selection.job import searched_job, words_of
 from ptrain.selection.ranking import Ranked
+from ptrain.selection.space import data_choices
 from ptrain.selection.where import unit_of
 from ptrain.spec.dials import Overlap, UnitSize
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from tests.pure.searches import without_known
 
@@ -44,7 +46,7 @@ def test_blocks_that_join_are_tried_in_a_bucket_one_by_one_and_all_at_once():
 def test_a_block_is_written_only_where_blocks_would_join_without():
     specs = [spec for spec in specs_of(chooser(_SPREAD)) if spec.unit == UnitSize()]
     assert specs
-    assert {unit_of(spec.but(unit=None)) for spec in specs} == {"bucket"}
+    assert {unit_of(spec.with_fields(unit=None)) for spec in specs} == {"bucket"}
 
 
 @pytest.mark.parametrize("unit", ["block", "bucket", "model"])
@@ -73,7 +75,7 @@ def test_a_unit_that_wins_is_what_its_words_are_predicted_as(ranked: list[Ranked
         source, *overrides = words_of(chooser().job, row.spec)
         loaded = load(source, overrides).spec
         exact = derive(loaded).exact
-        assert not (check(loaded) or executed(loaded))
+        assert not (check(loaded) or find_unsupported(loaded))
         assert exact.step is not None
         assert (exact.peak_bytes(), exact.step.seconds) == (row.peak_bytes, row.seconds)
         assert (loaded.unit is None) == (unit_of(loaded) == "bucket")
@@ -102,6 +104,19 @@ def test_an_overlap_that_is_written_leaves_prefetching_to_be_tried():
     specs = [other.spec(searched.job.base) for other in neighbours(searched.search, best)]
     assert {spec.overlap for spec in specs} == {Overlap.BACKWARD}
     assert len({spec.prefetch for spec in specs}) > 1
+
+
+def test_overlap_without_prefetching_is_tried_for_it_takes_the_memory_of_none_and_less_time():
+    words = ["model.preset=llama3-70b", "cluster.preset=h100-64", "mesh.dp_shard=64"]
+    words += ["batch={global: 64, micro: 1, sequence: 8192}", "loss=chunked", "unit=sub-block"]
+    words += ["activations=M", "recompute=full"]
+    dials = (["overlap=none"], ["overlap=backward", "prefetch=0"], ["prefetch=1"])
+    none, without, ahead = (derive(load("zero3", [*words, *said]).spec).exact for said in dials)
+    assert none.peak_bytes() == without.peak_bytes() < ahead.peak_bytes()
+    assert without.step.seconds < 0.996 * none.step.seconds
+    offered = data_choices(load("zero3", words).spec)[(Axis.DP_SHARD,)]
+    changes = [dict(choice.changes) for choice in offered]
+    assert any((c["overlap"], c["prefetch"]) == (Overlap.BACKWARD, 0) for c in changes)
 
 
 def test_a_larger_bucket_is_estimated_to_be_sent_in_fewer_calls():

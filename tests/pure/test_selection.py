@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.algebra.legality import check, executed, require
+from ptrain.algebra.legality import check, find_unsupported, require_runnable
 from ptrain.cost import PLACED
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit
@@ -95,7 +95,7 @@ def test_every_offer_is_legal_runs_on_as_many_ranks_and_needs_less(spec, share):
     assert 0 < len(offers) <= 3
     for offer in offers:
         assert not check(offer.spec)
-        assert not executed(offer.spec)
+        assert not find_unsupported(offer.spec)
         assert (offer.spec.world_size == spec.world_size) is (ChangeKind.RANKS not in offer.kinds)
         if ChangeKind.RANKS not in offer.kinds:
             assert offer.spec.batch.global_samples == spec.batch.global_samples
@@ -187,7 +187,7 @@ def test_what_is_offered_loads_on_the_very_file_and_costs_what_was_said(job, sha
     written = OWN | job | {"cluster": cluster}
     advice = find_changes(load(written).spec, reload=lambda more: load(written, more))
     for offer in advice.variants:
-        spec = require(load(written, list(offer.overrides)))
+        spec = require_runnable(load(written, list(offer.overrides)))
         assert derive(spec).exact.peak_bytes() == offer.fit.peak_bytes
         assert replace(spec, resolved={}) == replace(offer.spec, resolved={})
 

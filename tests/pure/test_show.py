@@ -7,8 +7,8 @@ import pytest
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.plan.show import keep_text, show
-from ptrain.spec.activations import FULL, Kept
+from ptrain.plan.show import format_plan, keep_text
+from ptrain.spec.activations import FULL, ActivationMode
 from ptrain.spec.load import load
 from ptrain.steps.step import Keep
 
@@ -24,7 +24,7 @@ DDP, FULLY = "R,R,R,R", "S*,S,S,R"
 
 def shown(placement: str, **changes: object) -> str:
     spec = load(BASE | {"placement": {"dp_shard": placement}} | changes).spec
-    return show(spec, derive(spec).plan)
+    return format_plan(spec, derive(spec).plan)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_nothing_runs_beside_backward_where_a_unit_is_updated_within_it():
     """G is M over one axis and cut over the other."""
     words = ["placement.dp_replicate=R,S,M,R", "placement.dp_shard=R,S,S,R"]
     spec = load("hsdp", [*words, "optimizer.clip=null", "batch.micro=4"]).spec
-    text = show(spec, derive(spec).plan)
+    text = format_plan(spec, derive(spec).plan)
     assert "G freed" in text and "overlapped with backward" not in text
 
 
 def test_owners_broadcast_where_torch_spreads_the_update():
     spec = load("ddp-zero-redundancy").spec
-    assert "which updates and broadcasts it" in show(spec, derive(spec).plan)
+    assert "which updates and broadcasts it" in format_plan(spec, derive(spec).plan)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_owners_broadcast_where_torch_spreads_the_update():
 )
 def test_the_plan_says_what_blocks_keep_and_what_is_computed_in_slices(changes, words):
     spec = load(BASE | {"placement": {"dp_shard": FULLY}} | changes).spec
-    assert words in show(spec, lower(spec, ModelFacts.of_units((("",),))))
+    assert words in format_plan(spec, lower(spec, ModelFacts.of_units((("",),))))
 
 
 def test_blocks_of_other_models_are_named_by_their_list():
     names = [f"encoder.{index}" for index in range(3)] + ["decoder.1", "decoder.3", "head"]
-    step = Keep(blocks=tuple((name, Kept(policy=FULL)) for name in names))
+    step = Keep(blocks=tuple((name, ActivationMode(policy=FULL)) for name in names))
     assert keep_text(step) == "recompute encoder.0-2, decoder.1, 3 and head, keeping inputs"

@@ -9,7 +9,7 @@ from math import prod
 
 import pytest
 
-from ptrain.algebra.legality import check, executed, require
+from ptrain.algebra.legality import check, find_unsupported, require_runnable
 from ptrain.axes.pipeline.catalogue import pipeline_of
 from ptrain.cli import specs as verb
 from ptrain.commands import add_arguments
@@ -21,7 +21,7 @@ from ptrain.report.printed import minimal_spec
 from ptrain.selection.fit import fit
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import SPEC_FOLDERS, find_spec, listing, names, root
+from ptrain.spec.names import SPEC_FOLDERS, find_spec, list_files, load_names, specs_folder
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis, M, R
 from ptrain.spec.spec import Spec
@@ -73,7 +73,7 @@ def numel(model: object, sequence: int) -> int:
 
 
 def test_the_strategies_are_those_of_the_contract():
-    assert set(listing("strategies")) == set(STRATEGIES)
+    assert set(list_files("strategies")) == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -86,7 +86,7 @@ def test_a_strategy_has_its_tuple_and_a_tiny_model(name):
     assert 0.5e6 < numel(spec.model, spec.batch.sequence) < 1e6
     assert spec.batch.accumulate == (1 if used_up(spec) else 8 // spec.data_degree)
     assert spec.cluster is not None
-    assert not check(spec) and not executed(spec)
+    assert not check(spec) and not find_unsupported(spec)
 
 
 @pytest.mark.parametrize("schedule", ScheduleName)
@@ -155,7 +155,7 @@ def test_the_papers_specs_have_the_papers_size(stage):
 
 
 def test_the_papers_model_over_three_axes_fills_its_cluster_with_tp_in_a_node():
-    spec = require(load("70b-3d"))
+    spec = require_runnable(load("70b-3d"))
     assert numel(spec.model, spec.batch.sequence) == 70_000_058_368
     assert [(f.axis, f.degree) for f in spec.factors] == [("pp", 4), ("dp_shard", 4), ("tp", 8)]
     assert spec.precision.layout.name == "zero16" and spec.cluster is not None
@@ -164,9 +164,9 @@ def test_the_papers_model_over_three_axes_fills_its_cluster_with_tp_in_a_node():
     assert fit(spec, derive(spec).exact).fits
 
 
-@pytest.mark.parametrize("name", listing("node"))
+@pytest.mark.parametrize("name", list_files("node"))
 def test_a_node_spec_is_predicted_for_8_devices_and_says_whether_it_fits(name):
-    spec = require(load(name))
+    spec = require_runnable(load(name))
     assert spec.name == name and spec.world_size == 8 and spec.cluster is not None
     assert (spec.cluster.name, spec.precision.layout.name) == ("h100-8", "bf16")
     exact = derive(spec).exact
@@ -178,7 +178,7 @@ def test_a_node_spec_is_predicted_for_8_devices_and_says_whether_it_fits(name):
 
 
 def test_the_node_specs_are_every_data_strategy_and_tp_with_its_products():
-    placed = {name: [f.axis.value for f in load(name).spec.factors] for name in listing("node")}
+    placed = {name: [f.axis.value for f in load(name).spec.factors] for name in list_files("node")}
     assert placed == {
         "8b-ddp": ["dp_replicate"],
         **{f"8b-zero{stage}": ["dp_shard"] for stage in (1, 2, 3)},
@@ -212,15 +212,15 @@ def test_a_preset_has_as_many_parameters_as_its_name_says(name, low, high):
 
 
 def test_every_model_and_cluster_is_named_here():
-    for section, name in [("model", m) for m in listing("models")] + [
-        ("cluster", c) for c in listing("clusters")
+    for section, name in [("model", m) for m in list_files("models")] + [
+        ("cluster", c) for c in list_files("clusters")
     ]:
         base = {"model": {"preset": "llama-tiny"}, "mesh": {}, "batch": {"sequence": 8}}
         assert load(base | {section: {"preset": name}}).spec
 
 
 def test_every_file_says_what_it_is():
-    for path in root().rglob("*.yaml"):
+    for path in specs_folder().rglob("*.yaml"):
         comments = [
             line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
         ]
@@ -228,12 +228,12 @@ def test_every_file_says_what_it_is():
 
 
 def test_aliases_stand_for_strategies():
-    assert set(names().aliases.values()) <= set(STRATEGIES)
+    assert set(load_names().aliases.values()) <= set(STRATEGIES)
 
 
 def test_the_readme_of_the_specs_names_every_folder():
-    text = (root() / "README.md").read_text(encoding="utf-8")
-    for folder in root().iterdir():
+    text = (specs_folder() / "README.md").read_text(encoding="utf-8")
+    for folder in specs_folder().iterdir():
         assert folder.name in text or folder.name == "README.md"
 
 
@@ -247,7 +247,7 @@ def test_specs_lists_every_name(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run() == 0
     out = capsys.readouterr().out
-    for name in [*listing(*SPEC_FOLDERS, "models", "clusters"), *names().aliases]:
+    for name in [*list_files(*SPEC_FOLDERS, "models", "clusters"), *load_names().aliases]:
         assert name in out
     assert max(map(len, out.splitlines())) <= 80
 
@@ -266,7 +266,7 @@ def test_show_prints_a_spec_that_runs(capsys):
     tree = parse(capsys.readouterr().out, "out.yaml")
     assert isinstance(tree.root, dict)
     assert load(tree.root).spec == load("zero3", ["mesh.dp_shard=4"]).spec
-    assert tree.mark(("mesh", "dp_shard")).line == 4
+    assert tree.locate(("mesh", "dp_shard")).line == 4
 
 
 def test_show_gives_json_and_a_list_for_a_sweep(capsys):
@@ -304,19 +304,19 @@ def placed_as(strategy: str) -> tuple[Spec, tuple[str, ...]]:
 
 
 # experts with places of their own wait for some placements
-@pytest.mark.parametrize("name", listing("strategies", "paper", "node"))
+@pytest.mark.parametrize("name", list_files("strategies", "paper", "node"))
 def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refuse(name, tmp_path):
     spec = load(name).spec
     file = tmp_path / "shown.yaml"
     file.write_text(to_yaml(minimal_spec(spec).mapping), encoding="utf-8")
     assert load(file).spec == spec
     even = f"model.vocab={spec.model.vocab + spec.model.vocab % 2}"
-    first = [*listing(*SPEC_FOLDERS)].index(name)
+    first = [*list_files(*SPEC_FOLDERS)].index(name)
     for other in [*STRATEGIES][first % 5 :: 5]:  # each meets several specs
         there, changes = placed_as(other)
         if there.degree(Axis.TP) > 1:  # shards of slices that are not equal do not run yet
             changes = (*changes, even)
-        assert require(load(file, changes)).factors == there.factors
+        assert require_runnable(load(file, changes)).factors == there.factors
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_written_dial_is_shown_as_it_is_written():
 @pytest.mark.parametrize("name", ["llama3-8b", "h100-8"])
 def test_show_prints_models_and_clusters_as_they_stand(name, capsys):
     assert run("show", name) == 0
-    text = listing("models", "clusters")[name].read_text(encoding="utf-8")
+    text = list_files("models", "clusters")[name].read_text(encoding="utf-8")
     assert capsys.readouterr().out == text
     assert run("show", name, "--json") == 0
     assert json.loads(capsys.readouterr().out) == parse(text, name).root

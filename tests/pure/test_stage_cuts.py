@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
-from ptrain.facts.stages import Layers, balanced, cut, evenly, layers_of
+from ptrain.facts.stages import Layers, balanced_counts, divide_into_stages, even_counts, layers_of
 from ptrain.spec.model import Family, ModelShape
 from tests.pure.build import ODD_SHAPE
 
@@ -37,7 +37,7 @@ def refusal(raised: pytest.ExceptionInfo[SpecError]) -> tuple[str, str, str]:
 def test_every_tensor_stands_on_one_stage_and_a_tied_one_has_a_copy_on_the_last(shape):
     model, whole = layers(shape), facts(shape, 16)
     for count in range(1, shape.layers + 1):
-        stages = cut(model, balanced(model.weights, count, model.ends))
+        stages = divide_into_stages(model, balanced_counts(model.weights, count, model.ends))
         copies = Counter(name for stage in stages for name in stage.tensors)
         is_shared = shape.tied and count > 1
         copy = {"head.weight"} if is_shared else set()
@@ -54,7 +54,7 @@ def test_every_tensor_stands_on_one_stage_and_a_tied_one_has_a_copy_on_the_last(
 
 @every_shape
 def test_the_first_stage_has_the_embedding_and_the_last_norm_and_head(shape):
-    first, middle, last = cut(layers(shape), (1, shape.layers - 2, 1))
+    first, middle, last = divide_into_stages(layers(shape), (1, shape.layers - 2, 1))
     front = ["embed.weight"] + ["positions.weight"] * (shape.family is Family.GPT)
     assert list(first.tensors[: len(front)]) == front
     norm = ["norm.weight"] + ["norm.bias"] * (shape.family is Family.GPT)
@@ -67,7 +67,7 @@ def test_the_first_stage_has_the_embedding_and_the_last_norm_and_head(shape):
 
 def test_one_stage_has_a_tied_tensor_once():
     model = layers(SHAPES[1])
-    (only,) = cut(model, (7,))
+    (only,) = divide_into_stages(model, (7,))
     assert only.shared == ()
     assert only.tensors.count("embed.weight") == 1
 
@@ -75,7 +75,7 @@ def test_one_stage_has_a_tied_tensor_once():
 def test_a_model_of_other_names_says_what_stands_in_front():
     model = layers_of(facts(GPT, 16).units, front=("embed",))
     assert [tensor.name for tensor in model.front] == ["embed.weight"]
-    assert "positions.weight" in cut(model, (2, 3))[1].tensors
+    assert "positions.weight" in divide_into_stages(model, (2, 3))[1].tensors
 
 
 @given(
@@ -95,7 +95,7 @@ def test_no_cut_has_a_lighter_heaviest_stage_nor_is_more_even(weights, ends, dat
         sums[-1] += ends[1]
         return max(sums), sum(each * each for each in sums)
 
-    found = balanced(weights, stages, ends)
+    found = balanced_counts(weights, stages, ends)
     assert len(found) == stages and sum(found) == len(weights)
     others = (
         tuple(b - a for a, b in zip((0, *inner), (*inner, len(weights)), strict=True))
@@ -105,13 +105,13 @@ def test_no_cut_has_a_lighter_heaviest_stage_nor_is_more_even(weights, ends, dat
 
 
 def test_heavy_ends_get_fewer_layers():
-    assert balanced([1] * 12, 4) == (3, 3, 3, 3)
-    assert balanced([1] * 12, 4, (2, 2)) == (2, 4, 4, 2)
+    assert balanced_counts([1] * 12, 4) == (3, 3, 3, 3)
+    assert balanced_counts([1] * 12, 4, (2, 2)) == (2, 4, 4, 2)
 
 
 def test_slow_layers_stand_on_stages_with_few():
     seconds = [0.1] * 6 + [0.3] * 2
-    assert balanced(seconds, 3) == (4, 3, 1)
+    assert balanced_counts(seconds, 3) == (4, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_slow_layers_stand_on_stages_with_few():
     ],
 )
 def test_as_many_layers_in_each_and_one_more_in_the_middle(count, stages, expected):
-    assert evenly(count, stages) == expected
+    assert even_counts(count, stages) == expected
 
 
 def test_more_stages_than_layers_are_refused():
-    for call in (lambda: evenly(3, 4), lambda: balanced([1, 1, 1], 4)):
+    for call in (lambda: even_counts(3, 4), lambda: balanced_counts([1, 1, 1], 4)):
         with pytest.raises(SpecError) as raised:
             call()
         assert refusal(raised) == (
@@ -152,7 +152,7 @@ def test_more_stages_than_layers_are_refused():
 )
 def test_a_list_that_is_not_the_models_is_refused(counts, finding):
     with pytest.raises(SpecError) as raised:
-        cut(layers(SHAPES[0]), counts)
+        divide_into_stages(layers(SHAPES[0]), counts)
     place, found, remedy = refusal(raised)
     assert (place, found) == ("pipeline.split", finding)
     assert remedy.startswith("Use numbers of 1 or more with the sum 7")

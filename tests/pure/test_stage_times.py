@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ptrain.axes.pipeline.catalogue import count_operations, stages_of
-from ptrain.axes.pipeline.stage_facts import layers
-from ptrain.plan.lower import own_facts
+from ptrain.axes.pipeline.stage_facts import stage_layers
+from ptrain.plan.lower import built_in_facts
 from ptrain.spec.spec import Spec
 from tests.pure.piped import SHAPE, legal
 
@@ -26,7 +26,9 @@ def of(model: dict[str, Any], split: object = "time", ranks: int = 4) -> Spec:
 
 
 def counts(spec: Spec) -> list[int]:
-    return [len(stage.layers) for stage in stages_of(spec, layers(spec, own_facts(spec)))]
+    return [
+        len(stage.layers) for stage in stages_of(spec, stage_layers(spec, built_in_facts(spec)))
+    ]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -34,7 +36,7 @@ def counts(spec: Spec) -> list[int]:
 def test_a_token_is_multiplied_by_every_matrix_three_times_and_meets_every_other(family, tied):
     model = {"family": family, "tied": tied} | ({"kv_heads": 6} if family == "gpt" else {})
     spec = of(model)
-    of_layers, ends = count_operations(spec, layers(spec, own_facts(spec)))
+    of_layers, ends = count_operations(spec, stage_layers(spec, built_in_facts(spec)))
     scores = 2 * SEQUENCE * HIDDEN  # keys, and values
     assert set(of_layers) == {3 * 2 * (MATRICES[family] + scores)}
     assert len(of_layers) == SHAPE["layers"]
@@ -75,7 +77,7 @@ def test_no_stage_is_slower_than_with_another_split():
 
 
 def slowest(spec: Spec) -> int:
-    model = layers(spec, own_facts(spec))
+    model = stage_layers(spec, built_in_facts(spec))
     each, (ahead, behind) = count_operations(spec, model)
     found = [number * each[0] for number in counts(spec)]
     found[0] += ahead

@@ -9,7 +9,7 @@ import pytest
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.memory import ranks_per_node, startup_bytes
 from ptrain.errors import DoesNotFit
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.report.predict import prediction_of, prediction_screen
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import require_fit
@@ -30,7 +30,7 @@ def spec_of(*words: str) -> Spec:
 @pytest.mark.parametrize(("ranks", "on_node"), [(8, 8), (16, 8), (4, 4)])
 def test_ranks_of_a_node_build_the_full_model_each(ranks: int, on_node: int) -> None:
     spec = spec_of(f"mesh.dp_shard={ranks}", f"cluster.devices={max(ranks, 8)}")
-    facts = replace(own_facts(spec), built_whole=WHOLE)
+    facts = replace(built_in_facts(spec), built_whole=WHOLE)
     assert ranks_per_node(spec) == on_node
     assert startup_bytes(spec, facts) == 4 * PARAMETERS
     assert fit(spec, derive(spec, facts).exact).startup_host_bytes == on_node * 4 * PARAMETERS
@@ -38,15 +38,15 @@ def test_ranks_of_a_node_build_the_full_model_each(ranks: int, on_node: int) -> 
 
 def test_ranks_that_draw_their_parts_have_one_tensor_at_a_time() -> None:
     spec = spec_of()
-    assert startup_bytes(spec, own_facts(spec)) == 4 * VOCABULARY * WIDTH
+    assert startup_bytes(spec, built_in_facts(spec)) == 4 * VOCABULARY * WIDTH
     model = ExternalModel(target="own:build", pretrained="folder")
-    assert startup_bytes(replace(spec, model=model), own_facts(spec)) == 0
+    assert startup_bytes(replace(spec, model=model), built_in_facts(spec)) == 0
 
 
 def test_what_does_not_fit_at_start_up_does_not_fit() -> None:
     """Eight full copies of 32 GB are more than 64 GiB, and one tensor of 2 GB each is less."""
     spec = spec_of("cluster.host_memory=64 GiB")
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     assert fit(spec, derive(spec, facts).exact).fits is True
     whole = replace(facts, built_whole=WHOLE)
     derivation = derive(spec, whole)
@@ -62,7 +62,7 @@ def test_full_models_on_a_host_of_unknown_memory_may_not_fit() -> None:
     spec = spec_of()
     assert spec.cluster is not None
     spec = replace(spec, cluster=replace(spec.cluster, host_memory=None))
-    facts = own_facts(spec)
+    facts = built_in_facts(spec)
     assert fit(spec, derive(spec, facts).exact).fits is True
     found = fit(spec, derive(spec, replace(facts, built_whole=WHOLE)).exact)
     assert found.fits is None and "cluster.host_memory` is missing" in found.unknown

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import yaml
 
-from ptrain.algebra.legality import require
-from ptrain.axes.expert.cost import sent
+from ptrain.algebra.legality import require_runnable
+from ptrain.axes.expert.cost import expert_traffic
 from ptrain.cost import Phase
 from ptrain.errors import SpecError
 from ptrain.facts.model import RowsSize, RowsTimeline, StorageEvent, StorageEvents
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import read_routing
 from ptrain.spec.spec import Spec, coordinates
-from ptrain.steps.experts import Loads, RankRows, even, token_places
+from ptrain.steps.experts import Loads, RankRows, even_rows, token_places
 from ptrain.timeline import Boundary, Mark, Run
 from tests.pure.test_closed_forms_of_experts import planned
 
@@ -54,7 +54,7 @@ def spec_of(mesh: dict[str, int], *words: str, **sections: Any) -> Spec:
         "precision": {"layout": "fp32"},
         **sections,
     }
-    return require(load(mapping, words))
+    return require_runnable(load(mapping, words))
 
 
 def chosen(spec: Spec) -> list[list[list[list[tuple[int, ...]]]]]:
@@ -113,7 +113,7 @@ def test_a_rank_sends_and_gets_what_a_walk_over_all_tokens_finds(mesh):
                     ]
                     received += sum(here)
                     kept += sum(here) if source == rank else 0
-                rows = stated.of(place)[f"blocks.{number}.mlp"][time]
+                rows = stated.rows_by_layer(place)[f"blocks.{number}.mlp"][time]
                 assert rows == RankRows(OFTEN * spec.own_tokens, kept, received)
 
 
@@ -122,13 +122,16 @@ def test_what_all_ranks_send_there_comes_back_and_leaves_nobody_twice(mesh):
     spec = spec_of(mesh, routing=counts_of(chosen(spec_of(mesh))))
     plan, _ = planned(spec)
     stated, row = loads(spec), DROPLESS["hidden"] * 4
-    accounts = [[*sent(spec, plan, loads=stated.of(place))] for place in token_places(spec)]
+    accounts = [
+        [*expert_traffic(spec, plan, loads=stated.rows_by_layer(place))]
+        for place in token_places(spec)
+    ]
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         trips = [x for rows in accounts for x in rows if x.key.phase is phase and x.calls == 12]
         away = sum(
-            rows.sent - rows.kept
+            rows.num_sent - rows.num_kept
             for place in token_places(spec)
-            for of_layer in stated.of(place).values()
+            for of_layer in stated.rows_by_layer(place).values()
             for rows in of_layer
         )
         assert sum(x.sent_bytes for x in trips) == 2 * away * row
@@ -139,24 +142,30 @@ def test_what_all_ranks_send_there_comes_back_and_leaves_nobody_twice(mesh):
 def test_at_best_nothing_leaves_and_at_worst_one_rank_gets_all():
     step = planned(spec_of({"ep": 3}))[0].experts
     assert step is not None
-    number = even(spec_of({"ep": 3}), step).sent
+    number = even_rows(spec_of({"ep": 3}), step).num_sent
     for word, received in (("best", [number] * 3), ("worst", [3 * number, 0, 0])):
         stated = loads(spec_of({"ep": 3}, f"routing={word}"))
-        rows = [stated.of(place)["blocks.1.mlp"][2] for place in range(3)]
-        assert [x.received for x in rows] == received
-        assert [x.kept for x in rows] == ([number] * 3 if word == "best" else [number, 0, 0])
+        rows = [stated.rows_by_layer(place)["blocks.1.mlp"][2] for place in range(3)]
+        assert [x.num_received for x in rows] == received
+        assert [x.num_kept for x in rows] == ([number] * 3 if word == "best" else [number, 0, 0])
 
 
 def test_a_token_that_chooses_more_experts_than_a_rank_has_goes_to_others_too():
     model = {**DROPLESS, "experts_per_token": 5}
     stated = loads(spec_of({"ep": 3}, "routing=worst", model=model))
     assert stated.choices("blocks.0.mlp", 1)[0] == (10, 10, 8, 8, 7, 7)
-    assert [stated.of(place)["blocks.0.mlp"][0].received for place in range(3)] == [60, 48, 42]
+    assert [stated.rows_by_layer(place)["blocks.0.mlp"][0].num_received for place in range(3)] == [
+        60,
+        48,
+        42,
+    ]
 
 
 def test_a_plan_says_what_ranks_get():
     spec = spec_of({"ep": 3}, "routing=worst")
-    assert "worst: the experts of a rank get 0 to 60 rows per layer" in show(spec, planned(spec)[0])
+    assert "worst: the experts of a rank get 0 to 60 rows per layer" in format_plan(
+        spec, planned(spec)[0]
+    )
 
 
 def good() -> Counts:
@@ -280,7 +289,7 @@ def test_of_a_formula_any_rows_make_a_timeline():
         moved=(("host", RowsSize(8, 1)),),
     )
     # what rises highest depends on the rows: no sum of formulas is one
-    timeline = formula.at((50, 3))
+    timeline = formula.at_rows((50, 3))
     assert timeline.forward == (enter, Run(300, 100)) and timeline.backward == (Run(6, 6),)
     assert timeline.moved == (("host", 24),)
-    assert formula.at((0, 0)).forward == (enter, Run(100, 100))
+    assert formula.at_rows((0, 0)).forward == (enter, Run(100, 100))

@@ -9,9 +9,8 @@ import pytest
 
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, with_stragglers
-from ptrain.derivation.estimate import derive
+from ptrain.derivation.estimate import best_collected_mfu, derive, step_family, with_interval
 from ptrain.derivation.interconnect import Network
-from ptrain.derivation.throughput import best_collected_mfu, step_family, with_interval
 from ptrain.rates.pace import UnknownRate
 from ptrain.report.record import time_checks
 from ptrain.report.step_time import time_lines
@@ -42,12 +41,12 @@ def compute(clock: Clock, number: int) -> None:
 
 
 def lost(clock: Clock) -> float:
-    return sum(row.seconds for row in clock.rows() if row.key.spent is Spent.INTERFERENCE)
+    return sum(row.seconds for row in clock.time_rows() if row.key.spent is Spent.INTERFERENCE)
 
 
 def test_compute_takes_longer_for_as_long_as_a_collective_runs_beside_it():
     clock = clock_of(interference=1.0)
-    clock.send(GATHER, (Axis.DP_SHARD,), 10)  # 10 s on 8 nodes, in which 5 s are computed
+    clock.send_payload(GATHER, (Axis.DP_SHARD,), 10)  # 10 s on 8 nodes, in which 5 s are computed
     compute(clock, 20)
     assert lost(clock) == 5.0 and clock.now == 25.0
     compute(clock, 20)
@@ -56,7 +55,7 @@ def test_compute_takes_longer_for_as_long_as_a_collective_runs_beside_it():
 
 def test_a_collective_slows_no_more_than_is_computed():
     clock = clock_of(interference=0.5)
-    clock.send(GATHER, (Axis.DP_SHARD,), 100)
+    clock.send_payload(GATHER, (Axis.DP_SHARD,), 100)
     compute(clock, 20)
     assert lost(clock) == 10.0
 
@@ -64,13 +63,15 @@ def test_a_collective_slows_no_more_than_is_computed():
 def test_a_collective_that_could_start_earlier_slowed_what_was_computed_since():
     clock = clock_of(interference=1.0)
     compute(clock, 20)
-    clock.send(GATHER, (Axis.DP_SHARD,), 10, since=8.0)  # from 8 to 18, beside 5 s of compute
+    clock.send_payload(
+        GATHER, (Axis.DP_SHARD,), 10, since=8.0
+    )  # from 8 to 18, beside 5 s of compute
     assert lost(clock) == 5.0
 
 
 def test_a_collective_that_is_awaited_at_once_slows_nothing():
     clock = clock_of(interference=1.0)
-    clock.send(GATHER, (Axis.DP_SHARD,), 10).wait()
+    clock.send_payload(GATHER, (Axis.DP_SHARD,), 10).wait()
     compute(clock, 20)
     assert lost(clock) == 0.0
 
@@ -113,12 +114,12 @@ def test_the_host_updates_at_half_the_bandwidth_of_its_memory():
     rows = {"optimizer.clip": "null", "placement.dp_shard": "zero-offload"}
     clock.phase = Phase.UPDATE
     spec = load("zero3", [f"{key}={value}" for key, value in rows.items()]).spec
-    clock.update_on_host("adamw", spec.precision.layout.updated, [(5, 5)])
-    (row,) = clock.rows()
+    clock.update_on_host("adamw", spec.precision.layout.update_dtype, [(5, 5)])
+    (row,) = clock.time_rows()
     assert row.key == TimeKey(Spent.UPDATE, Phase.UPDATE)
     assert row.seconds == pytest.approx(25 * 28 / 17.5)
     with pytest.raises(UnknownRate, match="host_bandwidth"):
-        clock_of().update_on_host("adamw", spec.precision.layout.updated, [(5, 5)])
+        clock_of().update_on_host("adamw", spec.precision.layout.update_dtype, [(5, 5)])
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from ptrain.cost import (
     TimeRow,
 )
 from ptrain.derivation.clock import LaneSpan
-from ptrain.derivation.estimate import Derivation, derive
+from ptrain.derivation.estimate import Derivation, derive, predict_throughput, token_operations
 from ptrain.derivation.machine import Machine
-from ptrain.derivation.throughput import throughput, token_operations
 from ptrain.report.predict import prediction_of, prediction_screen
 from ptrain.report.record import result_record, verdict_line
 from ptrain.report.recorded import decode_record
@@ -142,7 +141,7 @@ def test_tokens_per_second_and_what_part_of_the_devices_operations_they_are():
         for is_causal in (False, True)
     )
     assert (whole, causal) == (6 * numel + 12 * scores, 6 * numel + 6 * scores)
-    pace = throughput(spec, derivation.facts, derivation.exact.step)
+    pace = predict_throughput(spec, derivation.facts, derivation.exact.step)
     tokens = spec.batch.global_samples * spec.batch.sequence / derivation.exact.step.seconds
     assert pace.tokens_per_second == pytest.approx(tokens)
     assert pace.mfu_full == pytest.approx(tokens * whole / (2 * 989e12))

@@ -28,8 +28,8 @@ from ptrain.report.sweep import (
     step_seconds,
     sweep_table,
 )
-from ptrain.spec.load import followers, load
-from ptrain.spec.names import listing
+from ptrain.spec.load import find_mesh_followers, load
+from ptrain.spec.names import list_files
 from ptrain.spec.placement import DATA_AXES
 
 SWEEP = ("predict", "8b-zero3", "batch.sequence=4096,16384")
@@ -100,7 +100,7 @@ def test_a_fault_that_no_point_is_without_is_told_once(capsys):
 def test_the_batch_stays_while_micro_batches_make_it_up_and_then_grows():
     def batch(ranks: int, *more: str) -> list[str]:
         words = (f"mesh.dp_shard={ranks}", "cluster=null", *more)
-        return [follower.override for follower in followers("8b-zero3", words)]
+        return [follower.override for follower in find_mesh_followers("8b-zero3", words)]
 
     assert batch(16) == batch(64) == []  # of 64 samples, accumulated 4 and 1
     assert batch(512) == ["batch.global=512"]
@@ -112,12 +112,12 @@ def test_the_batch_stays_while_micro_batches_make_it_up_and_then_grows():
 
 
 def test_every_named_spec_follows_a_data_axis_of_24_ranks():
-    for name in listing("strategies", "paper", "node"):
+    for name in list_files("strategies", "paper", "node"):
         axis = next((f.axis for f in load(name).spec.factors if f.axis in DATA_AXES), None)
         if axis is None:
             continue
         words = (f"mesh.{axis}=24",)
-        follows = [follower.override for follower in followers(name, words)]
+        follows = [follower.override for follower in find_mesh_followers(name, words)]
         spec = load(name, [*words, *follows]).spec
         assert spec.degree(axis) == 24 and spec.batch.global_samples % spec.data_degree == 0
         assert not any(fault.place in ("mesh", "batch.global") for fault in check(spec)), name
@@ -126,12 +126,12 @@ def test_every_named_spec_follows_a_data_axis_of_24_ranks():
 def test_a_batch_that_is_not_written_in_samples_follows_by_itself():
     base = {"model": {"preset": "llama-tiny"}, "mesh": {"dp_shard": 2}, "placement": "zero3"}
     for batch in ({"sequence": 64, "accumulate": 2}, {"sequence": 64, "global": "4k tokens"}):
-        assert followers(base | {"batch": batch}, ("mesh.dp_shard=64",)) == ()
+        assert find_mesh_followers(base | {"batch": batch}, ("mesh.dp_shard=64",)) == ()
 
 
 def test_the_cluster_grows_with_the_mesh_unless_its_devices_are_written():
     def cluster(*words: str) -> list[str]:
-        return [follower.override for follower in followers("8b-zero3", words)]
+        return [follower.override for follower in find_mesh_followers("8b-zero3", words)]
 
     assert cluster("mesh.dp_shard=8") == []
     assert cluster("mesh.dp_shard=64") == ["cluster.devices=64"]

@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 
-from ptrain.derivation.archive import TablePart, names
+from ptrain.derivation.archive import TablePart, table_names
 from ptrain.derivation.tables import Setting, chunk_of, full_chunks
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec
 from tests.pure.build import ODD_SHAPE, setting
-from tests.saved_tensors import saved, torch_version
+from tests.saved_tensors import torch_version
 
 MHA = replace(ODD_SHAPE, kv_heads=3)
 GPT = ModelShape(family=Family.GPT, layers=3, hidden=42, heads=3, kv_heads=3, ffn=101, vocab=259)
@@ -47,7 +47,9 @@ def test_passes_are_named_by_family_tying_heads_dropout_dtype_and_batch(is_tied)
         assert name == f"{family}-{tying}-{own}{rest}"
         seen.add(name)
     of_gpus = {name.replace("dropout", "dropout-cuda") for name in seen if "dropout" in name}
-    assert seen | of_gpus == {name for name in names(TablePart.PASSES) if f"-{tying}-" in name}
+    assert seen | of_gpus == {
+        name for name in table_names(TablePart.PASSES) if f"-{tying}-" in name
+    }
 
 
 def test_what_gpus_drop_has_tables_of_its_own():
@@ -55,7 +57,7 @@ def test_what_gpus_drop_has_tables_of_its_own():
         name = replace(whole, is_for_cuda=True).name(TablePart.PASSES)
         mine = kind.replace("dropout", "dropout-cuda")
         assert name == f"{mine.replace('-', '-untied-', 1)}{rest}"
-        assert name in names(TablePart.PASSES)
+        assert name in table_names(TablePart.PASSES)
 
 
 def test_a_block_is_named_without_the_tying():
@@ -64,7 +66,7 @@ def test_a_block_is_named_without_the_tying():
         name = whole.name(TablePart.BLOCK)
         assert (name, whole.way(TablePart.BLOCK)) == (f"{kind}{rest}", "plain")
         seen |= {name, replace(whole, is_for_cuda=True).name(TablePart.BLOCK)}
-    assert seen == names(TablePart.BLOCK)
+    assert seen == table_names(TablePart.BLOCK)
 
 
 def test_the_loss_is_named_without_heads_and_dropout():
@@ -74,7 +76,7 @@ def test_the_loss_is_named_without_heads_and_dropout():
             name = tied(whole, is_tied=is_tied).name(TablePart.LOSS)
             assert name == f"{kind.partition('-')[0]}-{'tied' if is_tied else 'untied'}{rest}"
             seen.add(name)
-    assert seen == names(TablePart.LOSS)
+    assert seen == table_names(TablePart.LOSS)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +94,3 @@ def test_a_table_knows_the_torch_that_was_traced():
     }
     assert len(release) == 1
     assert release.pop().startswith("2.")
-
-
-def test_one_sample_alone_saves_less_than_a_batch_counts_for_it():
-    for shape in KINDS.values():
-        one, two = (len(saved(setting(shape, batch=batch))) for batch in (1, 2))
-        assert 0 < one <= two

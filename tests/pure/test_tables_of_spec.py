@@ -24,8 +24,19 @@ from ptrain.spec import (
     text,
 )
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Section, Size, Text, Truth, Whole
-from ptrain.spec.names import SPEC_FOLDERS, root
+from ptrain.spec.leaf import (
+    Boolean,
+    Choice,
+    Either,
+    FreeMapping,
+    Integer,
+    Numbers,
+    Real,
+    Section,
+    Size,
+    Text,
+)
+from ptrain.spec.names import SPEC_FOLDERS, specs_folder
 from ptrain.spec.placement import (
     CUTTING_AXES,
     DATA_AXES,
@@ -193,7 +204,7 @@ SECTIONS = {
     },
     dials.UnitSize: {"kind": "block", "count": 1},
     activations.Policy: {"scope": "block", "keep": ()},
-    activations.Kept: {"policy": None, "tier": "device"},
+    activations.ActivationMode: {"policy": None, "tier": "device"},
     pipeline.PipelineSpec: {"schedule": "1f1b", "stages": None, "split": "parameters"},
 }  # fmt: skip
 
@@ -210,7 +221,9 @@ def test_policies_of_recomputation_keep_what_their_names_say():
         "attention",
         (),
     )
-    assert activations.Kept() == activations.PLAIN and activations.Kept().is_plain
+    assert (
+        activations.ActivationMode() == activations.PLAIN and activations.ActivationMode().is_plain
+    )
 
 
 def defaults(kind: type) -> dict[str, object]:
@@ -274,18 +287,33 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
 
 
 def test_a_kind_of_value_without_limits_takes_what_it_says():
-    whole, real, numbers, words = Whole("a"), Real("a"), Numbers("a"), Text("a")
+    whole, real, numbers, words = Integer("a"), Real("a"), Numbers("a"), Text("a")
     assert (whole.low, whole.high, whole.words) == (1, 1_000_000_000, ())
-    assert (real.low, real.high, real.open, real.null) == (0.0, math.inf, False, False)
-    assert (numbers.low, numbers.high, numbers.count, numbers.whole) == (0, 1, 0, False)
-    assert (words.pattern, words.kind, words.null) == (r"[^\x00-\x1f]{1,500}", "a text", False)
+    assert (real.low, real.high, real.excludes_low, real.accepts_null) == (
+        0.0,
+        math.inf,
+        False,
+        False,
+    )
+    assert (numbers.low, numbers.high, numbers.count, numbers.is_integer) == (0, 1, 0, False)
+    assert (words.pattern, words.kind, words.accepts_null) == (
+        r"[^\x00-\x1f]{1,500}",
+        "a text",
+        False,
+    )
     size = Size("a")
     limits = (size.low, size.high, size.rate, size.words, size.example)
     assert limits == (1, 10**18, False, (), "80 GiB")
-    assert Free("a").values is None and Choice("a", {}).slips == {}
+    assert FreeMapping("a").values is None and Choice("a", {}).slips == {}
     assert Either("a", "b", ()).hint is None
-    assert (Section(int, "a").also, Section(int, "a").null) == ((), False)
-    assert Truth("a").about == whole.about == words.about == Section(int, "a").about == "a"
+    assert (Section(int, "a").other_schemas, Section(int, "a").accepts_null) == ((), False)
+    assert (
+        Boolean("a").description
+        == whole.description
+        == words.description
+        == Section(int, "a").description
+        == "a"
+    )
 
 
 def test_every_plain_word_and_number_of_yaml_1_2_is_read_as_it_says():
@@ -297,15 +325,15 @@ def test_every_plain_word_and_number_of_yaml_1_2_is_read_as_it_says():
         -math.inf: ["-.inf", "-.Inf", "-.INF"],
     }
     for value, written in words.items():
-        assert [text.scalar(each) for each in written] == [value] * len(written)
-        assert {type(text.scalar(each)) for each in written} == {type(value)}
-    assert all(math.isnan(text.scalar(each)) for each in (".nan", ".NaN", ".NAN"))
+        assert [text.parse_scalar(each) for each in written] == [value] * len(written)
+        assert {type(text.parse_scalar(each)) for each in written} == {type(value)}
+    assert all(math.isnan(text.parse_scalar(each)) for each in (".nan", ".NaN", ".NAN"))
     numbers = {
         "12": 12, "-3": -3, "+4": 4, "007": 7, "0o17": 15, "0x1f": 31, "0xAB": 171,
         "1.5": 1.5, "-.5": -0.5, "2.": 2.0, "1e3": 1000.0, "1E3": 1000.0, "3e-4": 0.0003,
         "1e+2": 100.0,
     }  # fmt: skip
-    read = {written: text.scalar(written) for written in numbers}
+    read = {written: text.parse_scalar(written) for written in numbers}
     assert read == numbers
     assert {key: type(value) for key, value in read.items()} == {
         key: type(value) for key, value in numbers.items()
@@ -315,7 +343,7 @@ def test_every_plain_word_and_number_of_yaml_1_2_is_read_as_it_says():
 def test_what_only_yaml_1_1_takes_for_a_value_stays_a_text():
     words = "yes Yes YES no No NO on On ON off Off OFF y n tRue nULL 1_000 1:30 0b1 0O7 0X1F 0xg 1e"
     words += " XXtrueXX .iNF +.nan 2026-01-01 0o8 e5 . - +"
-    assert [text.scalar(word) for word in words.split()] == words.split()
+    assert [text.parse_scalar(word) for word in words.split()] == words.split()
 
 
 def test_a_file_of_one_mebibyte_is_read_and_one_byte_more_is_not(tmp_path):
@@ -336,7 +364,7 @@ def test_values_are_nested_up_to_32_levels():
 def test_what_stands_nowhere_has_line_0_and_no_text():
     mark = text.SourceMark(source="a")
     assert (mark.line, mark.column, mark.text) == (0, 0, "")
-    assert mark.fault("b", "c").remedy == ""
+    assert mark.make_fault("b", "c").remedy == ""
     tree = text.Tree(root=1, source="a")
     assert (tree.keys, tree.values, tree.faults) == ({}, {}, {})
 
@@ -352,16 +380,16 @@ def test_roles_that_a_users_plan_may_give():
 
 def test_the_folders_of_specs_and_the_schemas_file():
     assert SPEC_FOLDERS == ("strategies", "experts", "paper", "node")
-    assert FILE == "ptrain.schema.json" and root().name == "specs"
+    assert FILE == "ptrain.schema.json" and specs_folder().name == "specs"
 
 
 def test_the_committed_schema_says_key_for_key_what_the_grammar_says():
-    assert json.loads((root() / FILE).read_text(encoding="utf-8")) == VALIDATOR.schema
+    assert json.loads((specs_folder() / FILE).read_text(encoding="utf-8")) == VALIDATOR.schema
 
 
 def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
     reshard = "true, false, non-root or a number of shards >= 2"
-    wanted = {place: each.wanted for place, each in KEYS.items() if isinstance(each, Either)}
+    wanted = {place: each.values_text for place, each in KEYS.items() if isinstance(each, Either)}
     assert wanted == {
         "model.config": "a mapping, or the name of a JSON file",
         "batch.global": "an integer in 1..2147483647 (samples), or tokens like 4M tokens",

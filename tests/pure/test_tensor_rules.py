@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from ptrain.algebra.legality import check, executed, require
+from ptrain.algebra.legality import check, find_unsupported, require_runnable
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
@@ -31,15 +31,15 @@ def spec(degree: int, **sections: object):
 
 
 def test_three_of_625_tuples_are_legal():
-    legal = {str(each) for each in TUPLES if not list(TENSOR.broken(each, ADAMW))}
+    legal = {str(each) for each in TUPLES if not list(TENSOR.broken_rules(each, ADAMW))}
     assert legal == {"S,S,S,R", "S,S,S,S", "S,S,S,S*"}
 
 
 def test_the_nearest_tuple_is_legal_and_keeps_what_it_can():
     for each in TUPLES:
-        nearest = TENSOR.nearest(each, ADAMW)
-        is_legal = not list(TENSOR.broken(each, ADAMW))
-        assert not list(TENSOR.broken(nearest, ADAMW))
+        nearest = TENSOR.nearest_legal(each, ADAMW)
+        is_legal = not list(TENSOR.broken_rules(each, ADAMW))
+        assert not list(TENSOR.broken_rules(nearest, ADAMW))
         assert (nearest == each) is is_legal
         assert str(each.activations) not in ("S", "S*") or nearest.activations == each.activations
 
@@ -79,10 +79,12 @@ def test_shards_of_unequal_slices_have_equal_heights(shards, tp, vocab, is_right
         "mesh": {"dp_shard": shards, "tp": tp},
         "batch": {"global": shards, "micro": 1, "sequence": 32},
     }
-    faults = executed(spec(tp, **sections, placement={"dp_shard": "S*,S,S,R", "tp": "S,S,S,R"}))
+    faults = find_unsupported(
+        spec(tp, **sections, placement={"dp_shard": "S*,S,S,R", "tp": "S,S,S,R"})
+    )
     assert [fault.finding[:17] for fault in faults] == ([] if is_right else ["not supported yet"])
     flat = spec(tp, **sections, placement={"dp_shard": "R,S,S,R", "tp": "S,S,S,R"})
-    assert not executed(flat)
+    assert not find_unsupported(flat)
 
 
 @pytest.mark.parametrize(("reshard", "is_right"), [(2, False), (4, True), (True, True)])
@@ -95,7 +97,7 @@ def test_what_tp_cuts_has_one_kind_of_shards(reshard, is_right):
         "placement": {"dp_shard": "S*,S,S,R", "tp": "S,S,S,R"},
         "sync": {"reshard_after_forward": reshard},
     }
-    places = [fault.place for fault in executed(spec(2, **sections))]
+    places = [fault.place for fault in find_unsupported(spec(2, **sections))]
     assert places == [] if is_right else ["sync.reshard_after_forward"]
 
 
@@ -108,11 +110,11 @@ def test_slices_of_the_tokens_are_equal():
 
 
 def test_unequal_slices_of_the_vocabulary_are_not_gathered_yet():
-    (fault,) = executed(spec(2, tensor={"loss_parallel": False}))
+    (fault,) = find_unsupported(spec(2, tensor={"loss_parallel": False}))
     assert fault.place == "tensor.loss_parallel" and "model.vocab_multiple=2" in fault.remedy
     even = {"model": SHAPE | {"vocab": 260}, "tensor": {"loss_parallel": False}}
-    assert not executed(spec(2, **even))
-    assert not executed(spec(2))
+    assert not find_unsupported(spec(2, **even))
+    assert not find_unsupported(spec(2))
 
 
 def test_a_fused_loss_takes_a_whole_head():
@@ -129,18 +131,18 @@ def test_an_optimizer_that_takes_whole_matrices_is_refused():
 
 def test_all_of_a_models_faults_come_at_once():
     with pytest.raises(SpecError) as caught:
-        require(load("tp", ["mesh.tp=3", "placement.tp=S,S,S,S", "model.heads=4"]))
+        require_runnable(load("tp", ["mesh.tp=3", "placement.tp=S,S,S,S", "model.heads=4"]))
     assert {fault.place for fault in caught.value.faults} == {"mesh.tp", "batch.sequence"}
 
 
 @pytest.mark.parametrize("mode", ["O", "M", "S@file", "R@host"])
 def test_modes_of_the_rank_are_no_modes_of_tp_and_run_beside_it(mode):
     with pytest.raises(SpecError) as caught:
-        require(load("tp", [f"placement.tp.activations={mode}"]))
+        require_runnable(load("tp", [f"placement.tp.activations={mode}"]))
     (fault,) = caught.value.faults
     assert "at the top level, `activations=M`" in fault.finding
     assert fault.remedy == "Use `placement.tp=S,S,S,R`."
-    require(load("tp", [f"activations={mode}"]))
+    require_runnable(load("tp", [f"activations={mode}"]))
 
 
 def test_totals_count_one_rank_s_account_where_slices_are_unequal():

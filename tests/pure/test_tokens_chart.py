@@ -129,6 +129,6 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
 
 def _planned(spec, facts, **_):
     from ptrain.derivation.estimate import derive
-    from ptrain.plan.lower import own_facts
+    from ptrain.plan.lower import built_in_facts
 
-    return derive(spec, own_facts(spec), is_timed=False)
+    return derive(spec, built_in_facts(spec), is_timed=False)

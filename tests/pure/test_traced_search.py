@@ -8,13 +8,13 @@ import pytest
 
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, TensorFacts, UnitFacts
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.selection.choose import Chooser, select
 from ptrain.selection.deriver import TracedCuts
 from ptrain.selection.job import block_size, dense, searched_job, stand_in, with_heads
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
@@ -28,7 +28,8 @@ TINY = (
 def shapes() -> dict[str, ModelShape]:
     """The presets that no table tells of."""
     models = {
-        name: load("zero3", [f"model={{preset: {name}}}"]).spec.model for name in listing("models")
+        name: load("zero3", [f"model={{preset: {name}}}"]).spec.model
+        for name in list_files("models")
     }
     return {
         name: model
@@ -126,7 +127,7 @@ def spec_of(*words: str) -> Spec:
 def cuts(reads: list[Spec], most: int = 1) -> TracedCuts:
     def read(spec: Spec) -> ModelFacts:
         reads.append(spec)
-        return own_facts(spec)
+        return built_in_facts(spec)
 
     return TracedCuts(read, most=most)
 
@@ -166,7 +167,7 @@ def test_where_nothing_can_be_traced_the_reason_is_the_answer():
 
 def test_a_cut_that_may_not_fit_by_another_is_tried_when_a_third_is_closer_to_its_estimate():
     job = searched_job("qwen3-0.6b", TINY, cluster="h100-8", devices=2)
-    chooser = Chooser(job, count=9, read=own_facts)
+    chooser = Chooser(job, count=9, read=built_in_facts)
     traced, room = chooser.cuts, job.room
     assert traced is not None
     by_cut = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cli.train import load_checked
 from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
@@ -122,7 +122,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
 
 def test_a_tracker_that_is_named_twice_is_given_all_once():
     chosen = options.parse_options(["zero1", "--tensorboard"])
-    spec = require(load("zero1", ["log.trackers=[wandb,tensorboard]"]))
+    spec = require_runnable(load("zero1", ["log.trackers=[wandb,tensorboard]"]))
     assert tracker.tracker_names(spec, chosen) == ("wandb", "tensorboard")
 
 
@@ -135,18 +135,18 @@ def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
 
 
 def test_a_profiled_step_beyond_the_last_is_refused_with_the_range():
-    spec = require(load("ddp", ["profile=[9]", "train.steps=5"]))
+    spec = require_runnable(load("ddp", ["profile=[9]", "train.steps=5"]))
     with pytest.raises(PtrainError, match=r"profile: there is no step 9\n.* from 1 to 5"):
         options.require_profiled_steps(spec)
 
 
 def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():
-    spec = require(load("ddp", ["profile=[1,2,3,5]", "train.steps=9"]))
+    spec = require_runnable(load("ddp", ["profile=[1,2,3,5]", "train.steps=9"]))
     assert probe.moved_profiles(spec, (2, 3)) == {2: 4, 3: 4}
     assert "step 2 and 3 is measured; step 4 of 9 is traced" in probe.moved_profiles_line(
         spec, (2, 3)
     )
-    assert probe.moved_profiles_line(require(load("ddp", ["profile=[5]"])), (2, 3)) == ""
+    assert probe.moved_profiles_line(require_runnable(load("ddp", ["profile=[5]"])), (2, 3)) == ""
 
 
 # -- schedule

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.derivation import layers as layer_tables
-from ptrain.derivation.layers import everyone
+from ptrain.derivation.layers import all_represented
 from ptrain.facts.parameters import facts
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
@@ -32,8 +32,8 @@ def text(shape: ModelShape) -> str:
 
 
 def timeline(shape: ModelShape, size: UnitSize) -> Timeline:
-    played = everyone(facts(shape, 8, size).units, shape.layers)
-    return layer_tables.timeline(setting(shape), played)
+    played = all_represented(facts(shape, 8, size).units, shape.layers)
+    return layer_tables.model_timeline(setting(shape), played)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -39,7 +39,7 @@ class Gradients:
         self.whole = None
         self.keep(held)
         del held
-        self.room.empty(self.state.pop(name))
+        self.room.free_storage(self.state.pop(name))
         self.value = self.nothing
 """
 PLANTED = {
@@ -71,7 +71,7 @@ PLANTED = {
 ZEROS = "self.whole = self.room.zeros(self.numel, self.dtype, State.PARAMETERS)"
 REDUCE = "self.room.reduce_scatter(held, self.part, self.cut, self.via)"
 GATHER = "gather(held, self.now, without(self.cut, self.now))"
-EMPTY = "self.room.empty(self.state.pop(name))"
+EMPTY = "self.room.free_storage(self.state.pop(name))"
 TWIN = "planted = self.room.cast(held, self.room.dtype(held), copy=True)\n"
 WIDER = "type(self.dtype).FP32 if self.dtype.itemsize < 4 else type(self.dtype).FP64"
 PLANTED_BY_NAME = {

@@ -10,20 +10,17 @@ import pytest
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import check, load, shorthand, slips
-from ptrain.spec.activations import LossRaw, RecomputeRaw
+from ptrain.spec.activations import (
+    KEPT_MEANINGS,
+    ActivationModeText,
+    LossRaw,
+    ModesByBlock,
+    RecomputeRaw,
+)
 from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keys import Offload
-from ptrain.spec.leaf import (
-    KEPT_MEANINGS,
-    MODE_MEANINGS,
-    KeptText,
-    Leaf,
-    ModesByBlock,
-    ModeText,
-    Refused,
-    keys,
-)
+from ptrain.spec.leaf import MODE_MEANINGS, Leaf, ModeText, RejectedValue, section_keys
 from ptrain.spec.pipeline import MAX_LAYERS, PipelineSpec
 from ptrain.spec.placement import M
 from ptrain.spec.resolve_sections import CHUNK
@@ -42,7 +39,7 @@ def leaf(kind: type, name: str) -> Any:
 
 
 def told(kind: Leaf, value: object) -> str:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RejectedValue) as caught:
         kind.check(value)
     return caught.value.remedy
 
@@ -80,7 +77,7 @@ def test_every_key_of_other_tools_is_told_what_it_is_called_here():
 def test_every_word_for_a_tier_is_told_the_tier():
     tiers = meanings("nvme disk ssd: file; cpu ram: host; gpu cuda: device")
     assert tiers == slips.TIER_SLIPS
-    modes = {word: slips.mode(f"R@{word}") for word in tiers}
+    modes = {word: slips.normalize_mode(f"R@{word}") for word in tiers}
     assert modes == meanings("nvme disk ssd: R@file; cpu ram: R@host; gpu cuda: R")
     assert leaf(Offload, "tier").slips == leaf(Offload, "update").slips == tiers
     tier = {word: told(leaf(Offload, "tier"), word) for word in ("nvme", "disk", "cpu", "ram")}
@@ -91,19 +88,19 @@ def test_every_word_for_a_tier_is_told_the_tier():
 
 def test_what_others_call_a_checkpoint_is_told_to_be_recomputed():
     words = ("full", "selective", "attention", "block", "activations", "gradient", "true", True)
-    policies = {word: slips.checkpointed(word).partition("`recompute=")[2] for word in words}
+    policies = {word: slips.suggest_recompute(word).partition("`recompute=")[2] for word in words}
     assert {word: said.partition("`")[0] for word, said in policies.items()} == {
         "full": "full", "selective": "selective", "attention": "attention", "block": "full",
         "activations": "full", "gradient": "full", "true": "full", True: "full",
     }  # fmt: skip
-    assert slips.checkpointed("often") == "" == slips.checkpointed(3)
+    assert slips.suggest_recompute("often") == "" == slips.suggest_recompute(3)
     assert "recompute=full" in remedies(checkpoint="full")["checkpoint"]
 
 
 def test_words_are_near_from_seven_tenths_on():
     assert slips.NEAR == 0.7
-    assert slips.near_word("abcdefgxyz", ["abcdefgijk"]) == "Did you mean 'abcdefgijk'?"
-    assert slips.near_word("abcxyz", ["abcijk"]) == ""
+    assert slips.suggest_word("abcdefgxyz", ["abcdefgijk"]) == "Did you mean 'abcdefgijk'?"
+    assert slips.suggest_word("abcxyz", ["abcijk"]) == ""
 
 
 SLIPS = {
@@ -169,10 +166,10 @@ def test_activations_in_words_are_told_their_mode():
         """recompute recomputed checkpoint checkpointing full: M;
         offload offloaded host cpu: O; keep none: R"""
     )
-    assert {word: KeptText("").meant(word) for word in words} == {
+    assert {word: ActivationModeText("").suggest(word) for word in words} == {
         word: f"Did you mean `{mode}`?" for word, mode in words.items()
     }
-    assert {ModeText("").meant(word) for word in words} == {""}
+    assert {ModeText("").suggest(word) for word in words} == {""}
     said = {word: remedies(activations=word)["activations"] for word in ("Checkpoint", "cpu")}
     assert said == {"Checkpoint": "Did you mean `M`?", "cpu": "Did you mean `O`?"}
 
@@ -181,7 +178,7 @@ def test_every_mode_may_be_written_and_activations_know_two_more():
     modes = ["R", "S", "S*", "M", "O", "R@host", "S*@host", "R@file", "S@file", "S*@file", "S@host"]
     assert list(MODE_MEANINGS) == modes == list(ModeText.modes)
     assert list(KEPT_MEANINGS) == [*modes, "M@host", "M@file"]
-    assert [str(KeptText("").check(mode)) for mode in modes[:-1]] == modes[:-1]
+    assert [str(ActivationModeText("").check(mode)) for mode in modes[:-1]] == modes[:-1]
     assert str(ModeText("").check("S@host")) == "O"
     assert all(" " in about for about in KEPT_MEANINGS.values())
 
@@ -310,7 +307,7 @@ def test_a_file_and_an_override_are_told_apart_by_what_they_set():
         "placement.dp_shard=S*,S,S,R": 1, "placement=S*,S,S,R": 1, "placement=zero1,zero2": 2,
         "placement.dp_shard.gradients=R,S": 2, "mesh.dp_shard=1,2,4": 3, "zero3": 1, "a,b": 1,
     }  # fmt: skip
-    assert {each: len(list(load.sweeps([each]))) for each in swept} == swept
+    assert {each: len(list(load.expand_sweeps([each]))) for each in swept} == swept
 
 
 def test_a_fault_in_these_sections_silences_findings_about_those():
@@ -323,13 +320,13 @@ def test_a_fault_in_these_sections_silences_findings_about_those():
         "attention": "attention model",
         "loss": "loss mesh placement tensor",
     }
-    sections = list(keys(SpecRaw))
+    sections = list(section_keys(SpecRaw))
     found = {}
     for about in sections:
         finding = Fault(place=f"{about}.a", finding="a")
         known = {(each,): Fault(place=f"{each}.b", finding="b") for each in sections}
         alone = ({route: fault} for route, fault in known.items())
-        heard = [bool(load._independent([finding], each)) for each in alone]
+        heard = [bool(load._drop_dependent_faults([finding], each)) for each in alone]
         found[about] = {
             each for each, is_heard in zip(sections, heard, strict=True) if not is_heard
         }

@@ -203,5 +203,5 @@ def test_what_nobody_knows_is_said():
 
 def test_kinds_of_layers_are_kept_once():
     work = work_of(derive(spec_of("gpt", "mixture", "whole")))
-    kept = WorkByKind.of(work)
-    assert kept.order == (0, 1, 1) and kept.model == work
+    kept = WorkByKind.from_model(work)
+    assert kept.order == (0, 1, 1) and kept.to_model == work

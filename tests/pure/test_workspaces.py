@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.derivation.workspaces import (
+from ptrain.derivation.kernels import (
     Workspace,
     attention_backward,
     products,

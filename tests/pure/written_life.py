@@ -12,8 +12,8 @@ from ptrain.cost import Phase, State
 from ptrain.derivation.flat import Flat
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
-from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
-from ptrain.rooms.room import Axes, Move
+from ptrain.rooms.ghost import Ghost, GhostRuntime, Storage
+from ptrain.rooms.room import Axes, PendingResult
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
@@ -27,7 +27,7 @@ FACTS = make_facts(BLOCK, ((7, 2), (1, 4)))
 FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE
 
 
-class Written(GhostRoom):
+class Written(GhostRuntime):
     """A room that writes down what it is asked for, in `events` of its reader."""
 
     @property
@@ -41,22 +41,22 @@ class Written(GhostRoom):
 
     def reduce_scatter(
         self, whole: Ghost, into: Ghost, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
-    ) -> Move[Ghost]:
+    ) -> PendingResult[Ghost]:
         self._events.append(f"reduce-scatter {_when(is_awaited)}")
         return super().reduce_scatter(whole, into, axes, via, is_awaited=is_awaited)
 
-    def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> Move[Ghost]:
+    def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> PendingResult[Ghost]:
         self._events.append(f"all-reduce {_when(is_awaited)}")
         return super().all_reduce(tensor, axes, is_awaited=is_awaited)
 
-    def clear(self, tensor: Ghost) -> None:
+    def fill_zeros(self, tensor: Ghost) -> None:
         self._events.append(f"clear {tensor.nbytes} from {tensor.start}")
 
     def add(self, tensor: Ghost, part: Ghost) -> None:
         super().add(tensor, part)
         self._events.append(f"add {part.nbytes} on {tensor.tier}")
 
-    def ahead(self, tensor: Ghost) -> None:
+    def prefetch(self, tensor: Ghost) -> None:
         self._events.append(f"ahead {tensor.nbytes} on {tensor.tier}")
 
 
@@ -74,7 +74,7 @@ class Pages(Tape):
 
 def write_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lives are played in rooms that write; every storage is written down as it is made."""
-    monkeypatch.setattr("ptrain.derivation.flat.GhostRoom", Written)
+    monkeypatch.setattr("ptrain.derivation.flat.GhostRuntime", Written)
     make = Storage.__init__
 
     def noted(
@@ -90,7 +90,7 @@ def opened(spec: Spec, **dials: object) -> tuple[Pages, Flat]:
     """Nothing overlaps, unless the dials say so."""
     plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
-    plan = plan.having(replace(plan.wrap, **{"overlaps": False, **dials}))
+    plan = plan.replace_steps(replace(plan.wrap, **{"overlaps": False, **dials}))
     return opened_plan(spec, plan)
 
 

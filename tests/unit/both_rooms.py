@@ -18,9 +18,9 @@ from ptrain.cost import Collective, State
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import Ledger, tier_of
 from ptrain.rooms.comm import Mesh
-from ptrain.rooms.ghost import Ghost, GhostRoom
-from ptrain.rooms.room import Axes, Room, Shape, T
-from ptrain.rooms.torch import TorchRoom
+from ptrain.rooms.ghost import Ghost, GhostRuntime
+from ptrain.rooms.room import Axes, Shape, T, TensorRuntime
+from ptrain.rooms.torch import TorchRuntime
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 
@@ -64,7 +64,7 @@ class Note:
 class Watched(Protocol[T]):
     """A room whose storages are followed."""
 
-    room: Room[T]
+    room: TensorRuntime[T]
     peak: int
 
     def live(self) -> Mapping[Tier, int]: ...
@@ -90,13 +90,13 @@ class GhostsWatched:
         self.levels: Counter[Tier] = Counter()
         self.peak = 0
         self.rows: list[Call] = []
-        self.room: GhostRoom = GhostRoom(self, degrees, places)
+        self.room: GhostRuntime = GhostRuntime(self, degrees, places)
 
-    def allocated(self, size: int, tier: Tier) -> None:
+    def record_allocation(self, size: int, tier: Tier) -> None:
         self.levels[tier] += size
         self.peak = max(self.peak, self.levels.total())
 
-    def sent(
+    def record_collective(
         self,
         collective: Collective,
         axes: Axes,
@@ -106,15 +106,15 @@ class GhostsWatched:
         *,
         is_awaited: bool,
     ) -> None:
-        named = tuple(map(str, self.room.ordered(axes)))
+        named = tuple(map(str, self.room.sort_axes(axes)))
         self.rows.append((collective, named, state, payload, via))
 
-    def computed(self, *_: object) -> None:
+    def record_operator(self, *_: object) -> None:
         """What operators take is no storage."""
 
-    updated = computed
+    record_update = record_operator
 
-    def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+    def record_copy(self, source: Tier, target: Tier, state: State, size: int) -> None:
         self.rows.append((MOVES[source, target], (), state, size, ""))
 
     def live(self) -> Mapping[Tier, int]:
@@ -138,21 +138,21 @@ class TensorsWatched(Ledger):
 
     def __init__(self, mesh: Mesh, path: str | None = None) -> None:
         super().__init__()
-        self.room = TorchRoom(mesh, mesh.registry, path)
+        self.room = TorchRuntime(mesh, mesh.registry, path)
         self.peak = self._level = 0
         self._born: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         if mesh.axes:
             mesh.group(mesh.axes)  # so that the meter knows it by its axes
         self.meter = TrafficMeter(mesh.registry, mesh.axes_by_group())
 
-    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+    def on_allocation(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         self._born[key] = weakref.ref(storage)
         self._rise(storage.nbytes())
 
-    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+    def on_resize(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         self._rise(storage.nbytes() - before)
 
-    def died(self, key: int, size: int) -> None:
+    def on_free(self, key: int, size: int) -> None:
         if self._born.pop(key, None) is not None:
             self._rise(-size)
 
@@ -182,7 +182,7 @@ class TensorsWatched(Ledger):
         return storage._cdata, tensor.storage_offset(), storage.nbytes()
 
     def tag(self, tensor: torch.Tensor) -> tuple[State | None, str]:
-        tag = self.room.registry.of(tensor)
+        tag = self.room.registry.tag_of(tensor)
         return (None, "") if tag is None else (tag.state, tag.name)
 
 
@@ -237,7 +237,7 @@ def notes_of_ghosts(program: Program, mesh: Mesh) -> list[Note]:
     return notes(program, GhostsWatched(mesh.degrees, places), lambda: None)
 
 
-class Called(GhostRoom):
+class Called(GhostRuntime):
     """A room that writes down which of its methods are called."""
 
     def __init__(self, *arguments: Any) -> None:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, Generic
 
 from ptrain.cost import State
-from ptrain.rooms.room import Move, T
+from ptrain.rooms.room import PendingResult, T
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
@@ -42,7 +42,7 @@ class Drawn:
     def __init__(self, on: Watched[Any], draw: Random) -> None:
         self.on, self.room, self.draw = on, on.room, draw
         self.variables: list[Variable[Any]] = []
-        self.moves: list[Move[Any]] = []
+        self.moves: list[PendingResult[Any]] = []
         self.roots = 0
 
     def statements(self, length: int) -> Statements:
@@ -89,13 +89,13 @@ class Drawn:
     def _new(self) -> None:
         numel = self.draw.choice((None, 4, 6, 24))
         tier, name = self.draw.choice((DEVICE, *Tier)), self.draw.choice(("", "a", "b"))
-        self._keep(self.room.new(numel, self._dtype(), tier, self._state(), name))
+        self._keep(self.room.new_empty(numel, self._dtype(), tier, self._state(), name))
 
     def _alike(self) -> None:
         if source := self._some():
             made = self.draw.choice((self.room.zeros_like, self.room.scalar_like))
             self._keep(made(source.tensor, self._dtype()))
-            self._keep(self.room.like(source.tensor, self.draw.choice((1, 8))))
+            self._keep(self.room.empty_like(source.tensor, self.draw.choice((1, 8))))
 
     def _cast(self) -> None:
         if source := self._some():
@@ -107,7 +107,9 @@ class Drawn:
 
     def _move(self) -> None:
         if source := self._some():
-            self._keep(self.room.move(source.tensor, self.draw.choice([*Tier]), self._state()))
+            self._keep(
+                self.room.copy_to_tier(source.tensor, self.draw.choice([*Tier]), self._state())
+            )
 
     def _copy(self) -> None:
         source, into = self._some(), self._some()
@@ -119,21 +121,21 @@ class Drawn:
     def _add(self) -> None:
         if total := self._some(vector=True):
             self.room.add(total.tensor, self.room.zeros_like(total.tensor, DType.FP32))
-            self.room.clear(total.tensor)
+            self.room.fill_zeros(total.tensor)
 
     def _view(self) -> None:
         source = self._some(vector=True)
         if source and (numel := self.room.numel(source.tensor)) % 4 == 0:
             start, width = self.draw.choice(((0, 4), (numel // 4, numel // 2)))
-            view = self.room.piece(source.tensor, start, (2, width // 2))
-            row = self.room.window(source.tensor, (4, numel // 4), {0: self.draw.randrange(4)})
-            self._keep(self.draw.choice((view, self.room.flat(row))), source.root)
+            view = self.room.view_range(source.tensor, start, (2, width // 2))
+            row = self.room.view_window(source.tensor, (4, numel // 4), {0: self.draw.randrange(4)})
+            self._keep(self.draw.choice((view, self.room.flatten(row))), source.root)
 
     def _permute(self) -> None:
         source = self._some(vector=True)
         if source and self.room.numel(source.tensor) == math.prod(SHAPE):
             order = self.draw.choice(((1, 0, 2), (2, 0, 1), (0, 1, 2)))
-            lying = self.room.permuted(source.tensor, SHAPE, order)
+            lying = self.room.permute(source.tensor, SHAPE, order)
             self.room.unpermute(lying, SHAPE, order, source.tensor)
             self._keep(lying)
 
@@ -146,27 +148,27 @@ class Drawn:
         roots = [variable.root for variable in self.variables]
         for variable in self.variables:
             if variable.is_empty:
-                self.room.refill(variable.tensor)
+                self.room.allocate_storage(variable.tensor)
                 variable.is_empty = False
                 return
         variable = self._some(DEVICE, vector=True)
         if variable and not self.moves and roots.count(variable.root) == 1:
-            self.room.empty(variable.tensor)
+            self.room.free_storage(variable.tensor)
             variable.is_empty = True
 
     def _gather(self) -> None:
         if shard := self._some(DEVICE, vector=True):
             axes, is_awaited = self._axes(), self.draw.random() < 0.5
             numel = self.room.numel(shard.tensor) * self._ranks(axes)
-            into = self.room.like(shard.tensor, numel)
+            into = self.room.empty_like(shard.tensor, numel)
             work = self.room.all_gather(shard.tensor, into, axes, is_awaited=is_awaited)
-            self.moves.append(Move(into, shard.tensor, work))
+            self.moves.append(PendingResult(into, shard.tensor, work))
 
     def _reduce(self) -> None:
         axes = self._axes()
         whole, via = self._some(DEVICE, vector=True), self.draw.choice([*ReduceScatterVia])
         if whole and (numel := self.room.numel(whole.tensor)) % self._ranks(axes) == 0:
-            into = self.room.like(whole.tensor, numel // self._ranks(axes))
+            into = self.room.empty_like(whole.tensor, numel // self._ranks(axes))
             is_awaited = self.draw.random() < 0.5
             move = self.room.reduce_scatter(whole.tensor, into, axes, via, is_awaited=is_awaited)
             self.moves.append(move)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ptrain.cost import State
-from ptrain.rooms.room import Move
+from ptrain.rooms.room import PendingResult
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
@@ -26,16 +26,16 @@ def making(on: Watched[Any]) -> Statements:
     room = on.room
     for tier in Tier:
         for dtype in (DType.FP32, DType.BF16, DType.FP64):
-            tensor = room.new(7, dtype, tier, OMEGA, "a")
+            tensor = room.new_empty(7, dtype, tier, OMEGA, "a")
             yield (tensor,)
             zeros = room.zeros(5, dtype, tier, G)
-            scalar = room.new(None, dtype, tier, THETA)
+            scalar = room.new_empty(None, dtype, tier, THETA)
             yield tensor, zeros, scalar
             del tensor
             yield zeros, scalar
             del zeros, scalar
             yield ()
-    nothing = room.new(0, DType.FP32, DEVICE, OMEGA)
+    nothing = room.new_empty(0, DType.FP32, DEVICE, OMEGA)
     yield (nothing,)
 
 
@@ -43,11 +43,11 @@ def making_alike(on: Watched[Any]) -> Statements:
     """What is computed from a tensor is in memory where that is, and of its state if it says so."""
     room = on.room
     for tier in Tier:
-        source = room.new(24, DType.FP32, tier, OMEGA, "source")
-        yield (source, room.like(source, 5))
+        source = room.new_empty(24, DType.FP32, tier, OMEGA, "source")
+        yield (source, room.empty_like(source, 5))
         yield (source, room.zeros_like(source, DType.BF16))
         yield (source, room.scalar_like(source, DType.FP64))
-        cube = room.piece(source, 0, SHAPE)
+        cube = room.view_range(source, 0, SHAPE)
         yield (cube, room.zeros_like(cube, DType.FP32))
         del source
         yield (cube,)
@@ -57,8 +57,8 @@ def casting(on: Watched[Any]) -> Statements:
     """To another dtype, to the same, to a copy; with and without a state and a name."""
     room = on.room
     for tier in Tier:
-        source = room.new(6, DType.FP32, tier, OMEGA, "source")
-        view = room.piece(source, 2, (2, 2))
+        source = room.new_empty(6, DType.FP32, tier, OMEGA, "source")
+        view = room.view_range(source, 2, (2, 2))
         for dtype in (DType.FP32, DType.BF16, DType.FP64):
             for copy in (False, True):
                 yield source, view, room.cast(source, dtype, copy=copy)
@@ -74,32 +74,44 @@ def moving(on: Watched[Any]) -> Statements:
     """Between all tiers, of a vector, a view of it, a matrix and a scalar."""
     room = on.room
     for source_tier in Tier:
-        source = room.new(24, DType.FP32, source_tier, OMEGA, "source")
-        scalar = room.new(None, DType.FP32, source_tier, THETA)
+        source = room.new_empty(24, DType.FP32, source_tier, OMEGA, "source")
+        scalar = room.new_empty(None, DType.FP32, source_tier, THETA)
         untagged = room.cast(source, DType.BF16)
         for tier in Tier:
-            yield source, room.move(source, tier, G)
-            yield source, room.move(room.piece(source, 4, (3, 2)), tier, G)
-            yield source, room.move(room.window(source, SHAPE, {1: 1}), tier, G)
-            yield scalar, room.move(scalar, tier, THETA)
-            yield source, room.move(untagged, tier, OMEGA)
+            yield source, room.copy_to_tier(source, tier, G)
+            yield source, room.copy_to_tier(room.view_range(source, 4, (3, 2)), tier, G)
+            yield source, room.copy_to_tier(room.view_window(source, SHAPE, {1: 1}), tier, G)
+            yield scalar, room.copy_to_tier(scalar, tier, THETA)
+            yield source, room.copy_to_tier(untagged, tier, OMEGA)
 
 
 def copying(on: Watched[Any]) -> Statements:
     """Between tiers a copy is of the state of where it goes, or of where it comes from."""
     room = on.room
     for source_tier in Tier:
-        source = room.new(6, DType.FP32, source_tier, OMEGA, "source")
+        source = room.new_empty(6, DType.FP32, source_tier, OMEGA, "source")
         untagged = room.cast(source, DType.BF16)
         for tier in Tier:
-            into = room.new(6, DType.FP32, tier, G, "into")
+            into = room.new_empty(6, DType.FP32, tier, G, "into")
             room.copy(source, into)
             yield source, into
-            room.copy(room.piece(source, 2, (2, 2)), room.piece(into, 0, (4,)))
+            room.copy(room.view_range(source, 2, (2, 2)), room.view_range(into, 0, (4,)))
             yield source, into
             room.copy(source, room.cast(into, DType.BF16))
             room.copy(untagged, into)
             yield source, into
+
+
+def joining(on: Watched[Any]) -> Statements:
+    """Several tensors are cast and copied by one operator each."""
+    room = on.room
+    for tier in Tier:
+        sources = [room.new(size, DType.FP32, tier, OMEGA, "source") for size in (6, 4)]
+        for dtype in (DType.FP32, DType.BF16, DType.FP64):
+            yield *sources, *room.cast_all(sources, dtype)
+        places = [room.new(size, DType.BF16, tier, G, "place") for size in (6, 4)]
+        room.copy_all([*zip(sources, places, strict=True)])
+        yield *sources, *places
 
 
 def adding(on: Watched[Any]) -> Statements:
@@ -107,11 +119,11 @@ def adding(on: Watched[Any]) -> Statements:
     room = on.room
     for tier in Tier:
         total = room.zeros(6, DType.FP32, tier, G)
-        room.add(total, room.new(6, DType.FP32, tier, G))
+        room.add(total, room.new_empty(6, DType.FP32, tier, G))
         yield (total,)
         room.add(total, room.cast(total, DType.BF16))
         yield (total,)
-        room.clear(total)
+        room.fill_zeros(total)
         yield (total,)
 
 
@@ -119,18 +131,18 @@ def viewing(on: Watched[Any]) -> Statements:
     """Views begin where they say, are of their storage, and keep it."""
     room = on.room
     for tier in Tier:
-        whole = room.new(24, DType.FP32, tier, THETA, "whole")
-        piece = room.piece(whole, 4, (5, 2))
-        inner = room.piece(piece, 2, (3,))
-        row = room.window(whole, SHAPE, {0: 2})
-        column = room.window(whole, SHAPE, {1: 1, 2: 3})
-        all_of_it = room.window(whole, SHAPE, {})
-        flat, flat_row = room.flat(all_of_it), room.flat(row)
+        whole = room.new_empty(24, DType.FP32, tier, THETA, "whole")
+        piece = room.view_range(whole, 4, (5, 2))
+        inner = room.view_range(piece, 2, (3,))
+        row = room.view_window(whole, SHAPE, {0: 2})
+        column = room.view_window(whole, SHAPE, {1: 1, 2: 3})
+        all_of_it = room.view_window(whole, SHAPE, {})
+        flat, flat_row = room.flatten(all_of_it), room.flatten(row)
         yield whole, piece, inner, row, column, all_of_it, flat, flat_row
         for left, right in ((whole, flat), (whole, piece), (row, flat_row), (piece, inner)):
-            yield (left, right) if room.same(left, right) else ()
+            yield (left, right) if room.is_same_memory(left, right) else ()
         copy = room.cast(whole, DType.FP32, copy=True)
-        yield (copy,) if room.same(whole, copy) else ()
+        yield (copy,) if room.is_same_memory(whole, copy) else ()
         del whole, piece, row, column, all_of_it, flat, flat_row, left, right, copy
         yield (inner,)
         del inner
@@ -141,9 +153,9 @@ def permuting(on: Watched[Any]) -> Statements:
     """A copy, whatever the order; and back, into what is there."""
     room = on.room
     for tier in Tier:
-        tensor = room.new(24, DType.FP32, tier, G, "g")
+        tensor = room.new_empty(24, DType.FP32, tier, G, "g")
         for order in ((1, 0, 2), (2, 1, 0), (0, 1, 2)):
-            lying = room.permuted(tensor, SHAPE, order)
+            lying = room.permute(tensor, SHAPE, order)
             yield tensor, lying
             room.unpermute(lying, SHAPE, order, tensor)
             del lying
@@ -154,16 +166,16 @@ def emptying(on: Watched[Any]) -> Statements:
     """Bytes go and come, of a tensor that stays and of its views."""
     room = on.room
     tensor = room.zeros(24, DType.FP32, DEVICE, THETA, "unit")
-    view = room.piece(tensor, 3, (2, 2))
-    room.empty(tensor)
+    view = room.view_range(tensor, 3, (2, 2))
+    room.free_storage(tensor)
     yield ()
-    room.empty(tensor)
+    room.free_storage(tensor)
     yield tensor, view
-    room.refill(tensor)
+    room.allocate_storage(tensor)
     yield tensor, view
-    room.refill(tensor)
+    room.allocate_storage(tensor)
     yield tensor, view
-    room.empty(tensor)
+    room.free_storage(tensor)
     del tensor
     yield (view,)
 
@@ -172,9 +184,9 @@ def announcing(on: Watched[Any]) -> Statements:
     """An advice allocates nothing and moves nothing."""
     room = on.room
     for tier in Tier:
-        tensor = room.new(24, DType.FP32, tier, OMEGA)
-        room.ahead(tensor)
-        room.ahead(room.piece(tensor, 4, (4,)))
+        tensor = room.new_empty(24, DType.FP32, tier, OMEGA)
+        room.prefetch(tensor)
+        room.prefetch(room.view_range(tensor, 4, (4,)))
         yield (tensor,)
 
 
@@ -185,9 +197,9 @@ def gathering(on: Watched[Any]) -> Statements:
         ranks = math.prod(room.degree(axis) for axis in axes)
         for is_awaited in (True, False):
             shard = room.zeros(3, DType.FP32, DEVICE, OMEGA, "shard")
-            into = room.new(3 * ranks, DType.FP32, DEVICE, THETA, "whole")
+            into = room.new_empty(3 * ranks, DType.FP32, DEVICE, THETA, "whole")
             work = room.all_gather(shard, into, axes, is_awaited=is_awaited)
-            move = Move(into, shard, work)
+            move = PendingResult(into, shard, work)
             del work, shard
             yield (into,)
             del into
@@ -197,10 +209,12 @@ def gathering(on: Watched[Any]) -> Statements:
             yield ()
             untagged = room.cast(room.zeros(3, DType.BF16, DEVICE, G), DType.FP32)
             into = room.cast(room.zeros(3 * ranks, DType.BF16, DEVICE, G), DType.FP32)
-            Move(into, untagged, room.all_gather(untagged, into, axes, is_awaited=True)).wait()
+            PendingResult(
+                into, untagged, room.all_gather(untagged, into, axes, is_awaited=True)
+            ).wait()
             yield untagged, into
-            into = room.new(3 * ranks, DType.FP32, DEVICE, THETA, "whole")
-            room.all_gather(room.piece(into, 3, (3,)), into, axes, is_awaited=True)
+            into = room.new_empty(3 * ranks, DType.FP32, DEVICE, THETA, "whole")
+            room.all_gather(room.view_range(into, 3, (3,)), into, axes, is_awaited=True)
             yield (into,)
 
 
@@ -212,7 +226,7 @@ def reducing_and_scattering(on: Watched[Any]) -> Statements:
         for via in ReduceScatterVia:
             for is_awaited in (True, False):
                 whole = room.zeros(3 * ranks, DType.FP32, DEVICE, G, "whole")
-                into = room.like(whole, 3)
+                into = room.empty_like(whole, 3)
                 move = room.reduce_scatter(whole, into, axes, via, is_awaited=is_awaited)
                 yield whole, into
                 del into
@@ -237,7 +251,7 @@ def reducing(on: Watched[Any]) -> Statements:
     for axes in ((OUTER,), (INNER,), BOTH):
         for is_awaited in (True, False):
             tensor = room.zeros(6, DType.FP32, DEVICE, G)
-            move = room.all_reduce(room.piece(tensor, 2, (3,)), axes, is_awaited=is_awaited)
+            move = room.all_reduce(room.view_range(tensor, 2, (3,)), axes, is_awaited=is_awaited)
             yield (tensor,)
             del tensor
             yield ()
@@ -254,10 +268,10 @@ def waiting(on: Watched[Any]) -> Statements:
     """A move's buffer lives until it is waited for, its result as long as somebody names it; what
     finishes it comes before the buffer goes."""
     room = on.room
-    result = room.new(4, DType.FP32, DEVICE, THETA)
-    buffer = room.new(8, DType.FP32, DEVICE, THETA)
-    spare = room.new(16, DType.FP32, DEVICE, THETA)
-    move = Move(result, buffer, None, _finishing(room, result, spare))
+    result = room.new_empty(4, DType.FP32, DEVICE, THETA)
+    buffer = room.new_empty(8, DType.FP32, DEVICE, THETA)
+    spare = room.new_empty(16, DType.FP32, DEVICE, THETA)
+    move = PendingResult(result, buffer, None, _finishing(room, result, spare))
     del result, buffer, spare
     yield ()
     kept = move.wait()
@@ -267,24 +281,26 @@ def waiting(on: Watched[Any]) -> Statements:
 
 
 def _finishing(room: Any, result: Any, spare: Any) -> Callable[[], object]:
-    return lambda: room.copy(room.piece(spare, 0, (4,)), result)
+    return lambda: room.copy(room.view_range(spare, 0, (4,)), result)
 
 
 def places(on: Watched[Any]) -> Statements:
     """What a room says of its rank, as sizes of what is made."""
     room = on.room
     for axis in BOTH:
-        yield (room.new(10 * room.degree(axis) + room.coordinate(axis), DType.FP32, DEVICE, G),)
+        yield (
+            room.new_empty(10 * room.degree(axis) + room.coordinate(axis), DType.FP32, DEVICE, G),
+        )
     for axes in ((INNER, OUTER), BOTH, (INNER,)):
-        order = [BOTH.index(axis) + 1 for axis in room.ordered(axes)]
-        yield (room.new(int("".join(map(str, order))), DType.FP32, DEVICE, G),)
+        order = [BOTH.index(axis) + 1 for axis in room.sort_axes(axes)]
+        yield (room.new_empty(int("".join(map(str, order))), DType.FP32, DEVICE, G),)
 
 
 ALONE = {
     program.__name__: program
     for program in (
-        making, making_alike, casting, moving, copying, adding, viewing, permuting, emptying,
-        announcing, waiting, places,
+        making, making_alike, casting, moving, copying, joining, adding, viewing, permuting,
+        emptying, announcing, waiting, places,
     )
 }  # fmt: skip
 TOGETHER = {program.__name__: program for program in (gathering, reducing_and_scattering, reducing)}

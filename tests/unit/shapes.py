@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ptrain.models.initialize import build, cast
+from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.spec.block import Activation, Bias, Norm, Positions
@@ -84,7 +84,7 @@ def traced(
     sequence: int = 16,
 ) -> Timeline:
     """Return what one micro-batch of a whole model allocates, traced."""
-    model = build(shape, sequence=sequence)
-    cast(model, dtype)
+    model = build_model(shape, sequence=sequence)
+    cast_module(model, dtype)
     part = RankPart(batch=batch, sequence=sequence)
-    return to_timeline(part.trace(model, unit_modules(model, unit)))
+    return to_timeline(part.traces(model, unit_modules(model, unit))[0])

@@ -10,7 +10,7 @@ import torch
 from ptrain.errors import SpecError
 from ptrain.models.attention import FlexCore, require_trainable
 from ptrain.models.cross_entropy import token_loss_sum
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.models.ledger import Ledger
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from tests.unit.shapes import SHAPES, SMALL_GPT
@@ -59,7 +59,7 @@ def test_scores_of_eager_attention_are_a_storage_of_their_own(dtype):
     class Births(Ledger):
         sizes_born: list[int]
 
-        def born(self, key, storage, operator):
+        def on_allocation(self, key, storage, operator):
             self.sizes_born.append(storage.nbytes())
 
     sizes = {}
@@ -97,13 +97,13 @@ def test_flex_attention_is_refused_where_it_has_no_backward_pass():
 def test_flex_attention_refuses_dropout():
     shape = replace(SMALL_GPT, dropout=0.1, attention=Attention.FLEX)
     with pytest.raises(SpecError, match="flex_attention has no dropout"):
-        build(shape, sequence=8)
+        build_model(shape, sequence=8)
 
 
 @pytest.mark.parametrize("kind", Attention)
 def test_classes_of_transformers_take_the_kind_that_the_spec_says(kind):
     pytest.importorskip("transformers")
-    model = build(HuggingFaceModel(hf="llama", config=LLAMA, attention=kind), sequence=8)
+    model = build_model(HuggingFaceModel(hf="llama", config=LLAMA, attention=kind), sequence=8)
     wanted = {Attention.FLEX: "flex_attention"}.get(kind, kind.value)
     assert model.config._attn_implementation == wanted
 
@@ -112,5 +112,5 @@ def test_a_class_of_transformers_without_the_kind_is_refused():
     pytest.importorskip("transformers")
     model = HuggingFaceModel(hf="bloom", config={"hidden_size": 16, "n_head": 2, "n_layer": 1})
     with pytest.raises(SpecError, match=r"does not support sdpa\n.*`attention=eager`"):
-        build(replace(model, attention=Attention.SDPA), sequence=8)
-    build(replace(model, attention=Attention.EAGER), sequence=8)
+        build_model(replace(model, attention=Attention.SDPA), sequence=8)
+    build_model(replace(model, attention=Attention.EAGER), sequence=8)

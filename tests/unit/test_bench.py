@@ -61,7 +61,7 @@ def test_a_patient_bench_measures_what_ranks_do_together_more_often(clocks):
     """In as many more meetings of as long, up to as many more."""
     patient = Bench(World(device=torch.device("cpu")), deadline=1000.0, patience=3.0)
     usual = of_turns(1.0)
-    assert (len([*usual.rounds(9)]), len([*patient.rounds(9)])) == (9, 27)
+    assert (len([*usual.iter_rounds(9)]), len([*patient.iter_rounds(9)])) == (9, 27)
     calls = [0, 0]
     for number, bench in enumerate((usual, patient)):
 
@@ -75,7 +75,7 @@ def test_a_patient_bench_measures_what_ranks_do_together_more_often(clocks):
 
 def test_what_the_host_issues_ends_when_it_is_issued(clocks, monkeypatch):
     """The device, which is done later, is awaited ahead of a call alone."""
-    monkeypatch.setattr(Bench, "settle", lambda _: clocks.pass_by(9e-3, 0.0))
+    monkeypatch.setattr(Bench, "synchronize_device", lambda _: clocks.pass_by(9e-3, 0.0))
     issued = of_turns(1.0).issuing_seconds(lambda: clocks.pass_by(3e-3, 3e-3))
     assert issued == pytest.approx(3e-3)
 
@@ -100,8 +100,8 @@ def test_messages_take_what_computing_takes_longer_beside_them(clocks):
         clocks.pass_by(1e-3 * len(pending), 0.0)
         pending.clear()
 
-    assert of_turns(1.0).seconds_beside(messages) == pytest.approx(4e-3)
-    assert of_turns(1.0).seconds_beside(messages, parts=2) == pytest.approx(2e-3)
+    assert of_turns(1.0).added_seconds(messages) == pytest.approx(4e-3)
+    assert of_turns(1.0).added_seconds(messages, parts=2) == pytest.approx(2e-3)
 
 
 def test_what_is_left_out_for_want_of_time_lies_between_sizes_that_are_not():

@@ -11,10 +11,10 @@ import torch
 
 from ptrain.derivation import blocks
 from ptrain.derivation import layers as layer_tables
-from ptrain.models.initialize import build, cast
+from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, ActivationMode
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.steps.step import Keep
@@ -37,20 +37,20 @@ MIXED = [
 ]
 
 
-def name_of(kept: tuple[Kept, ...]) -> str:
+def name_of(kept: tuple[ActivationMode, ...]) -> str:
     names = [next(name for name, other in VARIANTS.items() if other == each) for each in kept]
     return names[0] if len(set(names)) == 1 else "+".join(names)
 
 
 def traced(
-    shape: ModelShape, kept: tuple[Kept, ...], compute: DType, batch: int, sequence: int
+    shape: ModelShape, kept: tuple[ActivationMode, ...], compute: DType, batch: int, sequence: int
 ) -> Timeline:
-    model = build(shape, sequence=sequence)
-    cast(model, TORCH[compute])
+    model = build_model(shape, sequence=sequence)
+    cast_module(model, TORCH[compute])
     named = tuple((f"blocks.{index}", each) for index, each in enumerate(kept))
     step = Keep(blocks=tuple(pair for pair in named if not pair[1].is_plain))
     part = RankPart(batch=batch, sequence=sequence, keep=step)
-    return to_timeline(part.trace(model, unit_modules(model)))
+    return to_timeline(part.traces(model, unit_modules(model))[0])
 
 
 def levels(items: tuple[object, ...]) -> list[int]:
@@ -85,7 +85,7 @@ def test_the_tables_of_blocks_give_the_trace_of_another_shape_to_the_byte(shape,
     for batch, sequence in ((2, 16), (1, 9)):
         found = traced(shape, kept, compute, batch, sequence)
         whole = setting(shape, compute, batch=batch, sequence=sequence)
-        derived = layer_tables.timeline(whole, kept=kept)
+        derived = layer_tables.model_timeline(whole, kept=kept)
         assert saved_bytes(derived) == saved_bytes(found)
         assert sorted(derived.moved) == sorted(found.moved)
         assert max(levels(derived.forward)) == max(levels(found.forward))

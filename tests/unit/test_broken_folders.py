@@ -14,7 +14,7 @@ import torch
 
 from ptrain.errors import SpecError
 from ptrain.models import pretrained
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.spec.load import load
 from tests.published_folders import saved, tensors
 from tests.unit.test_pretrained import SEQUENCE, spec_of
@@ -252,7 +252,7 @@ def test_a_broken_or_hostile_folder_is_refused_with_what_is_wrong(
     pretrained.weights_of.cache_clear()
     start = time.perf_counter()
     with pytest.raises(SpecError, match=finding) as raised:
-        build(spec_of(tmp_path).model, sequence=SEQUENCE)
+        build_model(spec_of(tmp_path).model, sequence=SEQUENCE)
     assert time.perf_counter() - start < SECONDS
     (fault,) = raised.value.faults
     assert fault.place == "model.pretrained" and fault.remedy

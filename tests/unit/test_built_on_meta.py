@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptrain.errors import SpecError
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.spec.model import ExternalModel
 from tests.models_on_meta import KINDS
 
@@ -22,7 +22,7 @@ def target(kind: str) -> str:
 
 def built(kind: str, seed: int = 0) -> torch.nn.Module:
     model = ExternalModel(target="tests.models_on_meta:build", arguments={"kind": kind})
-    return build(model, sequence=8, allow_import=True, seed=seed)
+    return build_model(model, sequence=8, allow_import=True, seed=seed)
 
 
 @pytest.mark.parametrize("kind", SOUND)

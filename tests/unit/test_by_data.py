@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.codec import decode, encode
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.models.cross_entropy import token_loss_sum
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.spec.load import load
@@ -39,7 +39,7 @@ def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
         "precision": {"layout": "fp32"},
         **sections,
     }
-    return require(load(written))
+    return require_runnable(load(written))
 
 
 def own(function: str, **arguments: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def rise(timeline: Timeline) -> int:
 
 def measured(spec: Spec, seed: int) -> Timeline:
     """A micro-batch of drawn tokens, by weights of another seed."""
-    model = build(spec.model, sequence=8, allow_import=True, seed=seed)
+    model = build_model(spec.model, sequence=8, allow_import=True, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (2, 9), generator=generator)
     units = unit_modules(model, spec.unit)
@@ -230,7 +230,7 @@ def test_facts_with_bounds_are_kept_as_plain_data():
 
 def logits(dtype: torch.dtype, **config: Any) -> Tensor:
     """What a model of transformers gives, with the weights of one seed."""
-    model = build(spec_of(mixtral(**config)).model, sequence=8).to(dtype)
+    model = build_model(spec_of(mixtral(**config)).model, sequence=8).to(dtype)
     tokens = torch.arange(16).view(2, 8)
     with torch.no_grad():
         output: Tensor = model(tokens)

@@ -11,17 +11,17 @@ from torch import nn
 from ptrain.axes.pipeline.run.cut import CalledOnce, part_of, run_stage
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.errors import SpecError
-from ptrain.facts.model import net
+from ptrain.facts.model import net_bytes
 from ptrain.facts.stages import Chain, Ends
 from ptrain.interpreter.construction import stages_of_module
-from ptrain.models.chain import chain_of_module, sample
+from ptrain.models.chain import chain_of_module, sample_tokens
 from ptrain.models.facts import untraced_facts
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete, Kind
 from ptrain.traces.facts import read_facts
-from ptrain.traces.stage_parts import hidden_bytes, stage_passes, stage_rows
+from ptrain.traces.stage_parts import stage_traces
 from tests import models_staged
 from tests.gloo.test_own_pipeline import GROUPED, MODELS, SIZES
 from tests.models_external import Carriers, Necks, Pairs
@@ -48,7 +48,7 @@ def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
 
 
 def made(spec: Spec) -> nn.Module:
-    return build(spec.model, sequence=16, allow_import=True)
+    return build_model(spec.model, sequence=16, allow_import=True)
 
 
 def refused(spec: Spec, module: nn.Module | None = None) -> tuple[str, str, str]:
@@ -167,8 +167,7 @@ def test_every_stage_is_traced_and_leaves_nothing_but_its_gradients(schedule):
     spec = spec_of(MODELS["pairs"], pipeline={"schedule": schedule})
     module = planned(Counted(16, 3, 260, tied=True), "table", "layers", "head")
     facts = untraced_facts(module, spec)
-    rows = stage_rows(module, spec, facts)
-    first, last = (each for (each,) in stage_passes([rows], hidden_bytes(spec, facts)))
+    first, last = (trace.passes for trace in stage_traces(module, spec, facts))
     hidden, logits = (16 * size * 4 for size in (16, 260))
     assert (first.output, first.hidden, last.output, last.hidden) == (hidden, 0, logits, hidden)
     for stage, passes in zip(stages_of(spec, facts), (first, last), strict=True):
@@ -176,11 +175,11 @@ def test_every_stage_is_traced_and_leaves_nothing_but_its_gradients(schedule):
         halves = (*passes.items.get(Kind.INPUT, ()), *passes.items.get(Kind.WEIGHT, ()))
         done = [item for item in whole if isinstance(item, Complete)]
         assert {item.parameter for item in done} == {*stage.tensors}
-        kept = sum(map(net, passes.items[Kind.FORWARD])) - passes.output - passes.hidden
+        kept = sum(map(net_bytes, passes.items[Kind.FORWARD])) - passes.output - passes.hidden
         scalar = 4 * (stage.index > 0)  # its loss
-        assert kept + sum(map(net, whole)) == scalar
+        assert kept + sum(map(net_bytes, whole)) == scalar
         if schedule == "zero-bubble":
-            assert kept + sum(map(net, halves)) == scalar
+            assert kept + sum(map(net_bytes, halves)) == scalar
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
@@ -372,4 +371,4 @@ def test_a_model_is_left_as_it_was():
 
 def test_a_sample_is_no_longer_than_the_specs():
     spec = spec_of(MODELS["pairs"], batch={"accumulate": 2, "micro": 1, "sequence": 2})
-    assert sample(made(spec), spec).tolist() == [[1, 2]]
+    assert sample_tokens(made(spec), spec).tolist() == [[1, 2]]

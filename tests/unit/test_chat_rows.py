@@ -21,7 +21,7 @@ from ptrain.data.sampler import LocalBatch, read_batch, require_trainable_data
 from ptrain.data.vocabulary import START, TARGET, mask_path
 from ptrain.errors import SpecError
 from ptrain.models.cross_entropy import IGNORED
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.chat_folders import (
@@ -172,7 +172,7 @@ def test_a_chat_in_a_row_is_learned_as_if_it_stood_alone(packed: Path):
     spec = spec_of(packed)
     tokens, marks = rows_of(packed)
     row = int(np.argmax((marks == START).sum(1)))
-    model = build(spec.model, sequence=SEQUENCE, seed=0).double()
+    model = build_model(spec.model, sequence=SEQUENCE, seed=0).double()
     initialize(model, 0)
     model.reset_buffers()
 

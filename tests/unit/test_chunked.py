@@ -17,8 +17,8 @@ from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.models.cross_entropy import IGNORED, token_loss_sum
 from ptrain.models.facts import head_of
-from ptrain.models.initialize import build
-from ptrain.models.objective import LossInside, can_fuse
+from ptrain.models.initialize import build_model
+from ptrain.models.objective import LossInHead, can_fuse
 from ptrain.rooms.world import World
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import LossSpec, Spec
@@ -62,11 +62,11 @@ def compare(model: nn.Module, rows: Tensor, step: ChunkedLoss, head: str = "") -
     targets = rows.roll(-1, 1)
     targets[:, -1] = targets[0, 3] = IGNORED
     whole = gradients(model, lambda: token_loss_sum(model(rows), targets))
-    inside = LossInside(step)
+    inside = LossInHead(step)
     inside.attach(model, head)
 
     def run() -> Tensor:
-        with inside.given(targets):
+        with inside.provide_targets(targets):
             loss: Tensor = model(rows)
         return loss
 
@@ -86,7 +86,7 @@ def compare(model: nn.Module, rows: Tensor, step: ChunkedLoss, head: str = "") -
 def test_a_model_of_transformers_has_the_loss_in_place_of_its_head(tied, fused):
     pytest.importorskip("transformers")
     model = HuggingFaceModel(hf="llama", config=LLAMA | {"tie_word_embeddings": tied})
-    module = build(model, sequence=12).double()
+    module = build_model(model, sequence=12).double()
     spec = with_chunks(5)
     assert head_of(module, spec) == "lm_head"
     compare(module, torch.arange(24).view(2, 12), ChunkedLoss(tokens=5, fused=fused), "lm_head")

@@ -15,7 +15,7 @@ from ptrain.errors import SpecError
 from ptrain.internals.compiled import silent_programs
 from ptrain.models import compiled
 from ptrain.models.compiled import ReadThrough, compile_blocks
-from ptrain.models.watch import watching
+from ptrain.models.watch import watch_modules
 from ptrain.spec.load import load
 from ptrain.traces.facts import facts_of
 
@@ -87,7 +87,7 @@ def test_a_block_that_torch_runs_in_eager_mode_is_an_error(model: Model) -> None
 def test_hooks_are_seen_outside_of_programs_alone(model: Model) -> None:
     block = compile_by(model, "aot_eager")
     names: list[str] = []
-    with watching(model.named_modules(), before=lambda name, *_: names.append(name)):
+    with watch_modules(model.named_modules(), before=lambda name, *_: names.append(name)):
         block(torch.randn(2, 8))
     assert names == ["blocks.0"]
     assert not any(module._forward_pre_hooks for module in model.modules())

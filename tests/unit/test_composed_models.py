@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.models.initialize import build, cast
+from ptrain.models.initialize import build_model, cast_module
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from tests.unit.composed_cases import (
@@ -130,8 +130,8 @@ def tokens() -> torch.Tensor:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_composed_model_computes_what_the_class_of_transformers_does(case, attention):
     name, config, fields, names = CASES[case]
-    module = build(shape_of(fields, attention), sequence=SEQUENCE)
-    cast(module, torch.float64)
+    module = build_model(shape_of(fields, attention), sequence=SEQUENCE)
+    cast_module(module, torch.float64)
     with in_fp64():
         reference = theirs(name, config)
         expected = reference(tokens(), use_cache=False).logits.detach()

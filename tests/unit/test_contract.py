@@ -12,9 +12,9 @@ from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import require_trainable_data
 from ptrain.errors import PtrainError, SpecError
-from ptrain.models.boundary import CodeRaised
+from ptrain.models.boundary import UserCodeError
 from ptrain.models.contract import NEEDED
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import tensor_parts
@@ -174,6 +174,6 @@ def test_a_module_of_modules_in_front_of_the_layers_is_on_the_first_stage(tied):
 
 
 def test_the_cause_is_kept_for_who_calls_from_python():
-    with pytest.raises(CodeRaised) as raised:
-        build(spec_of("raises", error="KeyError").model, sequence=16, allow_import=True)
+    with pytest.raises(UserCodeError) as raised:
+        build_model(spec_of("raises", error="KeyError").model, sequence=16, allow_import=True)
     assert isinstance(raised.value.__cause__, KeyError)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ptrain.models.cross_entropy import IGNORED, token_loss_sum
 from ptrain.models.numerics import widen
-from ptrain.models.trace import Born, Died, Recording
+from ptrain.models.trace import Recording, StorageAllocated, StorageFreed
 from ptrain.traces.record import record
 
 SAMPLES, TOKENS, WORDS, HIDDEN = 2, 7, 53, 5
@@ -117,9 +117,9 @@ def peaks_of(recording: Recording) -> list[int]:
     for events in recording.passes.values():
         highest = now
         for event in events:
-            if isinstance(event, Born):
+            if isinstance(event, StorageAllocated):
                 now += recording.sizes[event.id]
-            elif isinstance(event, Died):
+            elif isinstance(event, StorageFreed):
                 now -= recording.sizes[event.id]
             highest = max(highest, now)
         peaks.append(highest)

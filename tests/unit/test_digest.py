@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.meters.replicas import digests, kind
+from ptrain.meters.replicas import compute_digests, describe_tensor
 
 DTYPES = (
     torch.float64,
@@ -31,25 +31,25 @@ def filled(dtype: torch.dtype, num_bytes: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_of_an_element_of_every_dtype_counts(dtype):
     tensor = filled(dtype, 2 * ROW + 64)
-    before = digests([tensor])
+    before = compute_digests([tensor])
     size = tensor.element_size()
     for first in (0, ROW + 8 * 5, 2 * ROW, 2 * ROW + 64 - size):  # rows, and what is left over
         for bit in range(8 * size):
             data = tensor.view(torch.uint8)
             data[first + bit // 8] ^= 1 << bit % 8
-            assert digests([tensor]) != before, f"bit {bit} of byte {first}"
+            assert compute_digests([tensor]) != before, f"bit {bit} of byte {first}"
             data[first + bit // 8] ^= 1 << bit % 8
-    assert digests([tensor]) == before
+    assert compute_digests([tensor]) == before
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 8, 9, ROW - 1, ROW, ROW + 1])
 def test_every_bit_of_a_tensor_of_any_size_counts(num_bytes):
     tensor = filled(torch.uint8, num_bytes)
-    found = digests([tensor])
+    found = compute_digests([tensor])
     for byte in {*range(min(num_bytes, 20)), num_bytes - 1}:
         for bit in range(8):
             tensor[byte] ^= 1 << bit
-            found += digests([tensor])
+            found += compute_digests([tensor])
             tensor[byte] ^= 1 << bit
     assert len(set(found)) == len(found)
 
@@ -60,23 +60,23 @@ def test_elements_that_change_places_count():
     for one, other in swapped:
         moved = tensor.clone()
         moved[one], moved[other] = tensor[other], tensor[one]
-        assert digests([moved]) != digests([tensor]), (one, other)
+        assert compute_digests([moved]) != compute_digests([tensor]), (one, other)
 
 
 def test_zeros_of_different_sign_differ_and_nans_of_equal_bits_agree():
-    assert digests([torch.tensor([0.0])]) != digests([torch.tensor([-0.0])])
+    assert compute_digests([torch.tensor([0.0])]) != compute_digests([torch.tensor([-0.0])])
     nan = torch.tensor([float("nan")])
-    assert digests([nan]) == digests([nan.clone()])
+    assert compute_digests([nan]) == compute_digests([nan.clone()])
 
 
 def test_where_the_bytes_lie_does_not_count():
     tensor = torch.randn(33, 65)
     shifted = torch.randn(33 * 65 + 1)[1:].view(33, 65).copy_(tensor)
     transposed = tensor.t().contiguous().t()
-    assert len(set(digests([tensor, tensor.clone(), shifted, transposed]))) == 1
+    assert len(set(compute_digests([tensor, tensor.clone(), shifted, transposed]))) == 1
 
 
 def test_nothing_is_a_tensor_too_and_kind_says_which():
-    assert digests([]) == []
-    assert len(set(digests([torch.empty(0), torch.empty(0, dtype=torch.int8)]))) == 1
-    assert kind(torch.empty(0, 3, dtype=torch.bfloat16)) == "bfloat16[0, 3]"
+    assert compute_digests([]) == []
+    assert len(set(compute_digests([torch.empty(0), torch.empty(0, dtype=torch.int8)]))) == 1
+    assert describe_tensor(torch.empty(0, 3, dtype=torch.bfloat16)) == "bfloat16[0, 3]"

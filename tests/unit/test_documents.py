@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.algebra.legality import Located, require
+from ptrain.algebra.legality import LocatedSpec, require_runnable
 from ptrain.errors import SpecError
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.spec.load import load
 
 START = 256
 SHAPE = {"layers": 2, "hidden": 32, "ffn": 48, "vocab": 259, "heads": 4, "kv_heads": 2}
 
 
-def spec_of(**options: Any) -> Located:
+def spec_of(**options: Any) -> LocatedSpec:
     sections = {key: options.pop(key) for key in ("mesh", "placement", "context") if key in options}
     edge = {} if "document_end" in options else {"document_start": START}
     model = {"family": "llama", **SHAPE, **edge, **options}
@@ -34,8 +34,8 @@ def spec_of(**options: Any) -> Located:
 )
 def test_a_document_is_computed_as_if_it_stood_alone(options: dict[str, Any]) -> None:
     """Rotary positions are relative, so that it matters not where in the sample it stands."""
-    spec = require(spec_of(**options))
-    packed, alone = (build(spec.model, sequence=24, seed=0).double() for _ in range(2))
+    spec = require_runnable(spec_of(**options))
+    packed, alone = (build_model(spec.model, sequence=24, seed=0).double() for _ in range(2))
     for module in (packed, alone):
         initialize(module, 0)
         module.reset_buffers()
@@ -75,6 +75,6 @@ def test_a_document_is_computed_as_if_it_stood_alone(options: dict[str, Any]) ->
 )
 def test_who_cannot_is_named(options: dict[str, Any], place: str, remedy: str) -> None:
     with pytest.raises(SpecError) as caught:
-        require(spec_of(**options))
+        require_runnable(spec_of(**options))
     (fault,) = caught.value.faults
     assert (fault.place, fault.remedy) == (place, remedy)

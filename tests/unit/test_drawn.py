@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from ptrain.errors import SpecError
-from ptrain.interpreter.look import look_at_built
+from ptrain.interpreter.look import build_and_inspect
 from ptrain.models import drawn
-from ptrain.models.boundary import boundary
-from ptrain.models.drawn import LookedWeights, build_drawn
-from ptrain.models.external import raised
-from ptrain.models.initialize import build
-from ptrain.models.meta import NeedsValues
-from ptrain.models.window import narrowed, whole
+from ptrain.models.boundary import convert_exceptions
+from ptrain.models.drawn import InspectionWeights, build_drawn
+from ptrain.models.external import target_fault
+from ptrain.models.initialize import build_model
+from ptrain.models.meta import NeedsValuesError
+from ptrain.models.window import full_window, narrow_to_window
 from ptrain.spec.function import UserFunction
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelSpec
@@ -81,7 +81,7 @@ class Odd(nn.Module):
 
 
 def building(model: ModelSpec) -> Callable[[int], nn.Module]:
-    return lambda more: build(model, sequence=8, allow_import=True, seed=5 + more)
+    return lambda more: build_model(model, sequence=8, allow_import=True, seed=5 + more)
 
 
 def model_of(name: str) -> ModelSpec:
@@ -102,7 +102,7 @@ def test_each_parameter_is_the_one_of_the_constructor(name: str) -> None:
     for name, parameter in reversed(names.items()):
         assert module.get_parameter(name).is_meta
         part = torch.empty_like(parameter.detach())
-        weights.read_window(name, part.shape, whole(part.shape), part, part.dtype)
+        weights.read_window(name, part.shape, full_window(part.shape), part, part.dtype)
         assert torch.equal(part, parameter), name
     for name, buffer in expected.named_buffers():
         assert torch.equal(module.get_buffer(name), buffer), name
@@ -115,18 +115,18 @@ def test_a_window_of_a_parameter_is_rounded_to_the_dtype_that_is_stored() -> Non
     with torch.no_grad():
         weights.read_window("embed.weight", (300, 16), window, part, torch.bfloat16)
         full = torch.empty(300, 16)
-        weights.read_window("embed.weight", full.shape, whole(full.shape), full, full.dtype)
-    assert torch.equal(part, narrowed(full, window).bfloat16())
+        weights.read_window("embed.weight", full.shape, full_window(full.shape), full, full.dtype)
+    assert torch.equal(part, narrow_to_window(full, window).bfloat16())
 
 
 def test_a_look_draws_small_parameters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawn, "_FEW", 1000)
     _, weights = build_drawn(lambda more: Odd())
     monkeypatch.setattr(weights, "_views", {"linear.bias": weights._views["linear.bias"]})
-    looked = LookedWeights(weights)
+    looked = InspectionWeights(weights)
     for name, shape in (("embed.weight", (300, 16)), ("linear.bias", (16,))):
         part = torch.zeros(shape)
-        looked.read_window(name, shape, whole(shape), part, torch.float32)
+        looked.read_window(name, shape, full_window(shape), part, torch.float32)
         assert part.count_nonzero() > 10
 
 
@@ -162,10 +162,10 @@ def test_what_cannot_be_drawn_one_by_one_is_built_whole(
     """A constructor that is not run with draws is found out too: a prediction does not draw."""
 
     def build_it(more: int) -> nn.Module:
-        with boundary(partial(raised, FUNCTION)):
+        with convert_exceptions(partial(target_fault, FUNCTION)):
             return Odd(change)
 
-    with torch.random.fork_rng(devices=[]), pytest.raises(NeedsValues, match=finding):
+    with torch.random.fork_rng(devices=[]), pytest.raises(NeedsValuesError, match=finding):
         build_drawn(build_it, draws=draws)
 
 
@@ -265,21 +265,21 @@ def test_assigned_values_are_the_constructors_or_are_refused(
 
     def build_it(more: int) -> nn.Module:
         torch.manual_seed(5 + more)
-        with boundary(partial(raised, FUNCTION)):
+        with convert_exceptions(partial(target_fault, FUNCTION)):
             return Odd(change)
 
     with torch.random.fork_rng(devices=[]):
         expected = build_it(0)
         try:
             _, weights = build_drawn(build_it)
-        except NeedsValues as error:
-            with pytest.raises(NeedsValues, match=re.escape(str(error))):
+        except NeedsValuesError as error:
+            with pytest.raises(NeedsValuesError, match=re.escape(str(error))):
                 build_drawn(build_it, draws=False)
             return
         build_drawn(build_it, draws=False)
     for name, parameter in expected.named_parameters():
         part = torch.full_like(parameter.detach(), torch.nan)
-        weights.read_window(name, part.shape, whole(part.shape), part, part.dtype)
+        weights.read_window(name, part.shape, full_window(part.shape), part, part.dtype)
         assert torch.equal(part, parameter), name
 
 
@@ -319,14 +319,14 @@ def test_a_prediction_and_a_run_build_the_same_models_whole(clamps: bool) -> Non
     )
     overrides = [f"model={model}", "mesh={pp: 2}", "placement=pp-1f1b"]
     spec = load(None, [*overrides, "batch={global: 8, micro: 1, sequence: 16}"]).spec
-    looked = look_at_built(spec, torch.device("cpu"), allow_import=True)
+    looked = build_and_inspect(spec, torch.device("cpu"), allow_import=True)
     assert bool(looked.whole_because) is clamps
     assert "remedy" not in looked.whole_because and "error:" not in looked.whole_because
     assert read_facts(spec, allow_import=True).built_whole == looked.whole_because
 
 
 def test_a_mistake_of_the_constructor_is_the_users_to_read() -> None:
-    with pytest.raises(NeedsValues, match="no such init"):
+    with pytest.raises(NeedsValuesError, match="no such init"):
         build_drawn(building(ExternalModel(target=TARGET, arguments={"kind": "raising"})))
     with pytest.raises(SpecError, match="no such init"):
         building(ExternalModel(target=TARGET, arguments={"kind": "raising"}))(0)

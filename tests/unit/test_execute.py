@@ -11,17 +11,17 @@ from typing import get_args
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import read_batch
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.execute import OF_PIECES, OF_RANK, execute
-from ptrain.interpreter.program import Program, planned
+from ptrain.interpreter.program import Program, prepare_construction
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.steps.step import Clip, Keep, Plan, Step
 
-SPEC = require(
+SPEC = require_runnable(
     load(
         {
             "model": {"layers": 2, "hidden": 32, "heads": 2, "ffn": 48, "vocab": 259},
@@ -38,14 +38,14 @@ NAMES = ("CreateMesh", "Keep", "LocalGradients", "ChunkedLoss", "Accumulate", "C
 
 
 def executed(plan: Plan) -> Program:
-    rank = planned(SPEC, world=World())
+    rank = prepare_construction(SPEC, world=World())
     rank.plan = plan
     execute(rank)
     return Program(rank)
 
 
 def lowered() -> Plan:
-    return planned(SPEC, world=World()).plan
+    return prepare_construction(SPEC, world=World()).plan
 
 
 def losses(program: Program, steps: int = 3) -> list[float]:
@@ -107,11 +107,13 @@ def test_a_step_that_stands_twice_is_no_plan():
 def test_a_step_is_replaced_where_it_stands():
     plan = lowered()
     assert plan.clip is not None and plan.keep is not None
-    other = plan.having(Clip(max_norm=0.5, axes=()), Keep(blocks=plan.keep.blocks[:1]))
+    other = plan.replace_steps(Clip(max_norm=0.5, axes=()), Keep(blocks=plan.keep.blocks[:1]))
     assert [type(step) for step in other.steps] == [type(step) for step in plan.steps]
     assert other.clip is not None and other.clip.max_norm == 0.5
     with pytest.raises(AssertionError, match="no step of the kind of clip"):
-        replace(plan, steps=tuple(s for s in plan.steps if s is not plan.clip)).having(plan.clip)
+        replace(plan, steps=tuple(s for s in plan.steps if s is not plan.clip)).replace_steps(
+            plan.clip
+        )
 
 
 def test_a_program_goes_with_its_last_name():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ptrain.errors import SpecError
 from ptrain.facts.model import ExpertLayers
 from ptrain.models.facts import expert_layers_of, untraced_facts
-from ptrain.models.initialize import build
-from ptrain.models.moe import RoutedRows, route
+from ptrain.models.initialize import build_model
+from ptrain.models.moe import RoutedRows, route_rows
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
@@ -45,7 +45,7 @@ def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
 def test_a_model_of_transformers_says_itself_which_modules_are_experts():
     pytest.importorskip("transformers")
     spec = spec_of(MIXTRAL)
-    model = build(spec.model, sequence=TOKENS)
+    model = build_model(spec.model, sequence=TOKENS)
     names = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(2))
     assert expert_layers_of(model, spec) == ExpertLayers(
         modules=names, number=6, chosen=2, features=32
@@ -151,7 +151,7 @@ def experts_of(kind: str) -> nn.Module:
         config |= {"num_experts": config.pop("num_local_experts"), "moe_intermediate_size": 24}
         config["pad_token_id"] = 32
     spec = spec_of({"hf": kind, "config": config})
-    return deepcopy(build(spec.model, sequence=TOKENS).model.layers[0].mlp.experts)
+    return deepcopy(build_model(spec.model, sequence=TOKENS).model.layers[0].mlp.experts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -160,7 +160,7 @@ def test_sorted_rows_become_what_tokens_become_and_so_do_gradients(kind, dtype):
     owner = nn.Module()
     owner.experts = experts_of(kind).to(dtype)
     whole, number = deepcopy(owner.experts), len(next(owner.parameters()))
-    route(owner, ["experts"], number)
+    route_rows(owner, ["experts"], number)
     assert isinstance(owner.experts, RoutedRows) and type(owner.experts).__name__ in f"{whole}"
     results = []
     for experts in (whole, owner.experts):

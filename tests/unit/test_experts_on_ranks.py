@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.expert.run.exchange import JourneyOverRanks, Travels
+from ptrain.axes.expert.run.apply import JourneyFactory, JourneyOverRanks
 from ptrain.models.moe import MoE
-from ptrain.models.trace import Born, Died, Recording
-from ptrain.models.work import OperatorSizes, SentTensor
+from ptrain.models.trace import Recording, StorageAllocated, StorageFreed
+from ptrain.models.work import OperatorSizes, RecordedCollective
 from ptrain.rooms.world import fake_world
 from ptrain.spec.model import ModelShape
 from ptrain.spec.rates import OperatorKind
@@ -45,9 +45,9 @@ class _There(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         journey = JourneyOverRanks(self.group)
         if self.shape.capacity_factor is not None:
-            return journey.places_there(x)
+            return journey.send_places(x)
         ends_E = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (len(x) // EXPERTS)
-        return journey.rows_there(x, ends_E)[0]
+        return journey.send_rows(x, ends_E)[0]
 
 
 def _recorded(module: nn.Module, x: Tensor) -> Recording:
@@ -64,9 +64,9 @@ def _most(recording: Recording, large: int) -> int:
     live = most = 0
     for event in recording.forward:
         match event:
-            case Born(size=size):
+            case StorageAllocated(size=size):
                 live += size * (size >= large)
-            case Died(number):
+            case StorageFreed(number):
                 live -= recording.sizes[number] * (recording.sizes[number] >= large)
             case _:
                 continue
@@ -87,7 +87,9 @@ def test_a_trip_holds_and_sends_what_its_closed_form_says(group, factor):
     # what sets out is the caller's, so that it is no birth of these; what arrives is put in order
     assert _most(recording, rows) == trip_bytes(spec, shape)
     sent = [
-        work.what for _, work in recording.works["forward"] if isinstance(work.what, SentTensor)
+        work.record
+        for _, work in recording.works["forward"]
+        if isinstance(work.record, RecordedCollective)
     ]
     assert [(what.axis, what.ranks) for what in sent] == [("ep", RANKS)] * len(sent)
     assert max(what.payload for what in sent) == rows
@@ -99,7 +101,7 @@ class _OnRanks(nn.Module):
     def __init__(self, group: dist.ProcessGroup, shape: ModelShape, *, overlaps: bool) -> None:
         super().__init__()
         self.layer = MoE(shape)
-        self.layer.journey = Travels(group, overlaps)
+        self.layer.journey = JourneyFactory(group, overlaps)
         for projection in self.layer.experts.children():
             assert isinstance(projection.weight, nn.Parameter)
             own = projection.weight[: EXPERTS // RANKS].detach().normal_()
@@ -121,7 +123,7 @@ def test_shared_experts_compute_while_rows_travel_where_they_are_to(group, facto
         recorder.end("backward")
         works = recorder.recording().works
     for phase, products in (("forward", 3), ("backward", 6)):  # of gate, up and down
-        done = [work.what for _, work in works[phase]]
+        done = [work.record for _, work in works[phase]]
         beside = [
             [
                 what.kind
@@ -129,7 +131,7 @@ def test_shared_experts_compute_while_rows_travel_where_they_are_to(group, facto
                 if isinstance(what, OperatorSizes)
             ]
             for place, sent in enumerate(done)
-            if isinstance(sent, SentTensor)
+            if isinstance(sent, RecordedCollective)
         ]
         numbers = [kinds.count(OperatorKind.PRODUCT) for kinds in beside]
         assert sorted(numbers)[-1] == (products if overlaps else 0)
@@ -140,8 +142,8 @@ def test_without_an_answer_every_expert_gets_as_many_rows(group):
     x = torch.ones(25, 4)
     counts = torch.tensor([25] + [0] * (EXPERTS - 1), dtype=torch.int32)  # all go to one
     journey = JourneyOverRanks(group)
-    arrived, ends = journey.rows_there(x, counts.cumsum(0, dtype=torch.int32))
+    arrived, ends = journey.send_rows(x, counts.cumsum(0, dtype=torch.int32))
     # each rank gives each of 12 experts 2 of 25 rows, and the one that is left its own first expert
     assert ends.tolist() == [7, 13, 19, 25]
     assert len(arrived) == 25
-    assert len(journey.rows_back(arrived)) == 25
+    assert len(journey.return_rows(arrived)) == 25

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ptrain.errors import PtrainError, SpecError
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.rooms.world import fake_tensors
 from ptrain.spec.model import ExternalModel
 
@@ -30,19 +30,19 @@ BAD_TARGETS = [
 
 def test_code_of_the_users_own_runs_only_if_allowed():
     with pytest.raises(PtrainError, match="--allow-import"):
-        build(ExternalModel(target="tests.models_external:necks"), sequence=SEQUENCE)
+        build_model(ExternalModel(target="tests.models_external:necks"), sequence=SEQUENCE)
 
 
 @pytest.mark.parametrize(("target", "finding"), BAD_TARGETS)
 def test_a_target_that_is_no_model_is_refused_with_its_reason(target, finding):
     with pytest.raises(PtrainError, match=finding):
-        build(ExternalModel(target=target), sequence=SEQUENCE, allow_import=True)
+        build_model(ExternalModel(target=target), sequence=SEQUENCE, allow_import=True)
 
 
 def test_arguments_that_do_not_fit_the_function_are_named():
     model = ExternalModel(target="tests.models_external:necks", arguments={"width": 3})
     with pytest.raises(PtrainError, match="unexpected keyword argument 'width'"):
-        build(model, sequence=SEQUENCE, allow_import=True)
+        build_model(model, sequence=SEQUENCE, allow_import=True)
 
 
 def test_an_error_inside_the_users_code_is_one_message_with_its_line():
@@ -50,12 +50,14 @@ def test_an_error_inside_the_users_code_is_one_message_with_its_line():
     with pytest.raises(
         PtrainError, match=r"necks raised RuntimeError: .*models_external\.py:\d+\)"
     ):
-        build(model, sequence=SEQUENCE, allow_import=True)
+        build_model(model, sequence=SEQUENCE, allow_import=True)
 
 
 def test_the_import_path_stays_as_it_was():
     before = list(sys.path)
-    build(ExternalModel(target="tests.models_external:necks"), sequence=SEQUENCE, allow_import=True)
+    build_model(
+        ExternalModel(target="tests.models_external:necks"), sequence=SEQUENCE, allow_import=True
+    )
     assert sys.path == before
 
 
@@ -80,7 +82,7 @@ def beside(folder: Path, name: str, text: str = "from tests.models_external impo
 
 def built(target: str, folder: Path) -> torch.nn.Module:
     model = ExternalModel(target=target, folder=str(folder))
-    return build(model, sequence=SEQUENCE, allow_import=True)
+    return build_model(model, sequence=SEQUENCE, allow_import=True)
 
 
 @pytest.mark.parametrize("name", ["beside_the_spec", "beside_it.model"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import interpret
@@ -37,7 +37,7 @@ BY_DEFAULT = {"files", "materialized over two axes", "whole matrices", "consumed
 
 def simulated(placement: dict[str, str], changes: dict[str, Any]) -> Estimate:
     """The third step of rank 1 of 4."""
-    spec = require(
+    spec = require_runnable(
         load(
             {
                 "name": "fake",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.cuts import ShardLayout
 from ptrain.axes.data.theta import Parameters
-from ptrain.rooms.comm import Registry
-from ptrain.rooms.torch import TorchRoom
+from ptrain.rooms.comm import TagRegistry
+from ptrain.rooms.torch import TorchRuntime
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis
 
@@ -20,15 +20,15 @@ REPLICATE, SHARD = Axis.DP_REPLICATE, Axis.DP_SHARD
 SIZES = ((7, True), (1, False), (3, False), (12, True), (5, False), (0, True), (2, True))
 
 
-def cuts_at(place: dict[Axis, int]) -> Cuts[torch.Tensor]:
+def cuts_at(place: dict[Axis, int]) -> ShardLayout[torch.Tensor]:
     mesh: Any = SimpleNamespace(
         degrees={REPLICATE: 2, SHARD: 3},
         coordinate=place.__getitem__,
         world=SimpleNamespace(device=torch.device("cpu")),
     )
     numel = sum(size for size, _ in SIZES)
-    room = TorchRoom(mesh, Registry())
-    return Cuts(room, numel, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
+    room = TorchRuntime(mesh, TagRegistry())
+    return ShardLayout(room, numel, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
 
 
 @pytest.mark.parametrize("cut", [(), (SHARD,), (REPLICATE,), (REPLICATE, SHARD)])
@@ -42,7 +42,7 @@ def test_runs_are_those_of_a_buffer_of_flags(index: int, cut: tuple[Axis, ...]) 
     flags = torch.tensor([is_cut for size, is_cut in SIZES for _ in range(size)])
     padded = torch.cat([flags, flags[-1:].expand(cuts.padded - cuts.numel)])
     expected, start = [], 0
-    for flag, run in groupby(cuts.take(padded, (), cut).tolist()):
+    for flag, run in groupby(cuts.take_part(padded, (), cut).tolist()):
         end = start + len(list(run))
         expected.append((start, end, flag))
         start = end

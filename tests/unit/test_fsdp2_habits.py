@@ -18,26 +18,26 @@ GROUP, PARAM = _fsdp_param_group.FSDPParamGroup, _fsdp_param.FSDPParam
 
 
 def test_of_every_torch_for_which_exact_is_claimed_habits_are_known():
-    assert set(fsdp2.HABITS) == set(TESTED_TORCH)
+    assert set(fsdp2.BEHAVIORS) == set(TESTED_TORCH)
 
 
 def test_a_buffer_is_held_where_a_local_name_outlives_the_next_ones_copy():
     names_it = "prev_all_gather_state" in inspect.getsource(GROUP.wait_for_unshard)
-    assert fsdp2.habits().holds_buffer is names_it, (
+    assert fsdp2.fsdp2_behavior().holds_buffer is names_it, (
         f"torch {torch.__version__}: FSDPParamGroup.wait_for_unshard names the buffer before"
     )
 
 
 def test_the_last_gradient_is_named_where_the_loop_stands_in_post_backward():
     loops = "unsharded_grads.append" in inspect.getsource(GROUP.post_backward)
-    assert fsdp2.habits().names_last_gradient is loops, (
+    assert fsdp2.fsdp2_behavior().names_last_gradient is loops, (
         f"torch {torch.__version__}: FSDPParamGroup.post_backward collects gradients in a loop"
     )
 
 
 def test_gradients_are_cast_on_arrival_where_no_parameter_does_it_later():
     is_later = hasattr(PARAM, "to_accumulated_grad_if_needed")
-    assert fsdp2.habits().casts_on_arrival is not is_later, (
+    assert fsdp2.fsdp2_behavior().casts_on_arrival is not is_later, (
         f"torch {torch.__version__}: FSDPParam.to_accumulated_grad_if_needed"
     )
 
@@ -45,7 +45,7 @@ def test_gradients_are_cast_on_arrival_where_no_parameter_does_it_later():
 def test_a_unit_without_gradients_awaits_a_reduction_where_that_stands_before_the_look_at_them():
     source = inspect.getsource(GROUP.post_backward)
     waits_before = source.index("reduce_scatter_state") < source.index("_with_grad) == 0")
-    assert fsdp2.habits().waits_without_gradients is waits_before, (
+    assert fsdp2.fsdp2_behavior().waits_without_gradients is waits_before, (
         f"torch {torch.__version__}: FSDPParamGroup.post_backward"
     )
 
@@ -53,7 +53,7 @@ def test_a_unit_without_gradients_awaits_a_reduction_where_that_stands_before_th
 @pytest.mark.parametrize("minor", ["", "2.10", "2.16", "a branch"])
 def test_without_a_torch_that_is_known_the_tables_torch_is_counted(minor, monkeypatch):
     monkeypatch.setattr(installed, "torch_minor", lambda: minor)
-    assert fsdp2.habits() is fsdp2.HABITS[REFERENCE_TORCH]
+    assert fsdp2.fsdp2_behavior() is fsdp2.BEHAVIORS[REFERENCE_TORCH]
 
 
 def test_the_installed_torch_is_counted_where_exact_is_claimed_for_it():

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.axes.tensor.run.apply import held_order
 from ptrain.errors import SpecError
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.models.parting import Projections
-from ptrain.models.roles import cutting_of_module
+from ptrain.models.roles import module_roles
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.role import Role
@@ -34,12 +34,12 @@ def spec_of(activations: str = "R", tp: int = 2, **tensor: Any) -> Spec:
         "batch": {"global": 2, "micro": 1, "sequence": 16},
         "tensor": tensor,
     }
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 def refusal(module: nn.Module, spec: Spec) -> tuple[str, str]:
     with pytest.raises(SpecError) as caught:
-        cutting_of_module(module, spec)
+        module_roles(module, spec)
     (fault,) = caught.value.faults
     return fault.place, fault.finding
 
@@ -67,23 +67,23 @@ def test_a_rank_holds_its_slice_of_each_projection():
 )
 def test_projections_are_told_by_how_a_model_takes_them_apart(take, lengths):
     projections, output = Projections(), torch.zeros(2, 5, 12)
-    projections.gives("layer", output)
+    projections.register_output("layer", output)
 
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
             tensors = [result] if isinstance(result, torch.Tensor) else result
-            projections.see([args[0]], tensors)
+            projections.record_views([args[0]], tensors)
             return result
 
     with Seen():
         take(output)
-    assert projections.lengths("layer") == lengths
+    assert projections.projection_widths("layer") == lengths
 
 
 def test_gpt2_is_cut_though_transformers_says_nothing_of_it():
     pytest.importorskip("transformers")
-    spec = require(
+    spec = require_runnable(
         load(
             {
                 "name": "gpt2",
@@ -94,8 +94,8 @@ def test_gpt2_is_cut_though_transformers_says_nothing_of_it():
             }
         )
     )
-    model = build(HuggingFaceModel(hf="gpt2", config=GPT2), sequence=16)
-    roles, fusions = cutting_of_module(model, spec)
+    model = build_model(HuggingFaceModel(hf="gpt2", config=GPT2), sequence=16)
+    roles, fusions = module_roles(model, spec)
     assert fusions == (("transformer.h.*.attn.c_attn", (32, 32, 32)),)
     by_name = dict(roles)
     assert by_name["transformer.h.*.attn.c_attn"] is Role.TRANSPOSED_COLUMN
@@ -106,7 +106,7 @@ def test_gpt2_is_cut_though_transformers_says_nothing_of_it():
 
 
 def test_projections_may_be_of_unlike_lengths():
-    _, fusions = cutting_of_module(grouped(), spec_of())
+    _, fusions = module_roles(grouped(), spec_of())
     assert fusions == (("h.*.attn.qkv", (32, 16, 16)), ("h.*.mlp.gate_up", (64, 64)))
 
 
@@ -118,7 +118,7 @@ def test_a_fused_column_that_nobody_takes_apart_is_refused():
 
 def test_a_degree_divides_each_projection_and_each_count():
     with pytest.raises(SpecError) as caught:
-        cutting_of_module(nano(hidden=24, heads=2), spec_of(tp=4, plan=NANO_PLAN))
+        module_roles(nano(hidden=24, heads=2), spec_of(tp=4, plan=NANO_PLAN))
     assert [f.finding for f in caught.value.faults] == [
         "tp=4 does not divide transformer.h.*.attn.n_head: 2"
     ]
@@ -153,7 +153,7 @@ def test_what_counts_gives_its_input_to_its_columns_alone():
 
 
 def test_dropout_is_followed():
-    roles, _ = cutting_of_module(dropping(), spec_of())
+    roles, _ = module_roles(dropping(), spec_of())
     assert dict(roles)["h.*.attn.q"] is Role.COLUMN
 
 
@@ -163,7 +163,7 @@ def test_a_mask_that_ranks_would_draw_by_themselves_of_what_they_have_alike_is_r
 
 
 def test_between_the_sub_blocks_norms_are_seen_to_be_on_slices_of_the_tokens():
-    roles = dict(cutting_of_module(grouped(), spec_of("S"))[0])
+    roles = dict(module_roles(grouped(), spec_of("S"))[0])
     assert [roles[f"h.*.{name}"] for name in ("ln_1", "ln_2")] == [Role.SHARED] * 2
     assert "ln_f" not in roles and roles["h.*"] is Role.BLOCK
     assert roles["h.0"] is Role.FIRST_BLOCK and roles["h.1"] is Role.LAST_BLOCK
@@ -174,7 +174,7 @@ def test_a_block_that_mixes_tokens_is_refused_with_slices_of_them(model, where):
     place, finding = refusal(model(), spec_of("S"))
     assert place == "model.target"
     assert finding.startswith(f"{where} receives other values for a shard of the tokens")
-    assert cutting_of_module(model(), spec_of())[0]
+    assert module_roles(model(), spec_of())[0]
 
 
 def test_to_look_at_slices_changes_nothing():
@@ -182,7 +182,7 @@ def test_to_look_at_slices_changes_nothing():
     model.h[0].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
-    cutting_of_module(model, spec_of("S"))
+    module_roles(model, spec_of("S"))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(state, torch.random.get_rng_state())
     assert model.training and model.h[1].training and not model.h[0].training

@@ -16,8 +16,8 @@ from torch import nn
 from ptrain.axes.data.run.flat_target import ParameterMembers
 from ptrain.cost import State
 from ptrain.derivation.flat import GhostMembers
-from ptrain.optimizers.build import TorchRules
-from ptrain.optimizers.ghost import GhostRules
+from ptrain.optimizers.build import TorchOptimizerFactory
+from ptrain.optimizers.ghost import GhostOptimizerFactory
 from ptrain.optimizers.update import moment_names
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
@@ -76,10 +76,10 @@ def by_ghosts(program: Program) -> list[Note]:
 
     def give(index: int, cloned: bool) -> None:
         size = NUMELS[index] * 4
-        watched.allocated(size, DEVICE)
-        members.arrive(index, Complete(members.names[index], size, cloned))
+        watched.record_allocation(size, DEVICE)
+        members.accept_gradient(index, Complete(members.names[index], size, cloned))
         if cloned:
-            watched.allocated(-size, DEVICE)
+            watched.record_allocation(-size, DEVICE)
 
     return notes(lambda on: program(on, members, give), watched, lambda: None)
 
@@ -95,18 +95,18 @@ def binding(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any
     """A first gradient is taken over or copied until it is written to a flat tensor, or zeros are
     where there is none; later ones are added there in place. The tensor lives while they are bound
     to it."""
-    whole = on.room.new(17, DType.FP32, DEVICE, G)
+    whole = on.room.new_empty(17, DType.FP32, DEVICE, G)
     give(1, True)
     yield (whole,)
-    members.write(1, whole, is_bound=True)
+    members.write_gradient(1, whole, is_bound=True)
     yield (whole,)
-    members.write(0, whole, is_bound=True)
+    members.write_gradient(0, whole, is_bound=True)
     for index, cloned in ((0, False), (1, True), (0, True), (1, False)):
         give(index, cloned)
         yield (whole,)
     del whole
     yield ()
-    members.unbind()
+    members.drop_gradients()
     yield ()
 
 
@@ -114,37 +114,37 @@ def collecting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[
     """The first is taken over or copied, the next is added to it, until they are collected."""
     whole = on.room.zeros(17, DType.BF16, DEVICE, G)
     give(0, False)
-    members.write(0, whole, is_bound=False)
+    members.write_gradient(0, whole, is_bound=False)
     yield (whole,)
     for index, cloned in ((0, False), (0, False), (1, True), (1, True), (1, False)):
         give(index, cloned)
         yield (whole,)
-    members.collect(0, whole)
+    members.add_gradient(0, whole)
     yield (whole,)
-    members.collect(0, whole)
+    members.add_gradient(0, whole)
     give(0, True)
     yield (whole,)
-    members.unbind()
+    members.drop_gradients()
     yield (whole,)
-    members.collect(1, whole)
+    members.add_gradient(1, whole)
     yield (whole,)
 
 
 def adopting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
     """Parameters are views of the last flat tensor that adopted them, which lives with them."""
     whole = on.room.zeros(17, DType.FP32, DEVICE, State.PARAMETERS)
-    members.adopt(whole)
+    members.bind_views(whole)
     yield (whole,)
     del whole
     yield ()
     other = on.room.zeros(18, DType.FP32, DEVICE, State.PARAMETERS)
-    members.adopt(other)
-    on.room.empty(other)
+    members.bind_views(other)
+    on.room.free_storage(other)
     yield ()
-    on.room.refill(other)
+    on.room.allocate_storage(other)
     give(0, False)
     yield (other,)
-    members.unbind()
+    members.drop_gradients()
     yield (other,)
 
 
@@ -157,13 +157,13 @@ def drawn(seed: int) -> Program:
                 case "give":
                     give(draw.randrange(2), draw.random() < 0.4)
                 case "collect" if (index := draw.randrange(2)) not in bound:
-                    members.collect(index, whole)
+                    members.add_gradient(index, whole)
                 case "write":
                     index, is_bound = draw.randrange(2), draw.random() < 0.6
-                    members.write(index, whole, is_bound=is_bound)
+                    members.write_gradient(index, whole, is_bound=is_bound)
                     bound = bound | {index} if is_bound else bound - {index}
                 case "unbind":
-                    members.unbind()
+                    members.drop_gradients()
                     bound.clear()
                 case "new":
                     whole = on.room.zeros(17, DType.FP32, DEVICE, G)
@@ -207,13 +207,13 @@ def updating(rules: Any, rule: str, dtype: DType, *, is_scaled: bool) -> Any:
         shapes = MATRICES if rule == "muon" else ((6, 10), (7,))
         numels = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes]
         values = [
-            room.piece(room.zeros(numel, dtype, DEVICE, state), 0, shape)
+            room.view_range(room.zeros(numel, dtype, DEVICE, state), 0, shape)
             for numel, shape in zip(numels, shapes, strict=True)
         ]
-        leaves = [rules.leaf(value, dtype) for value in values]
+        leaves = [rules.create_leaf(value, dtype) for value in values]
         nothings = [leaf.value for leaf in leaves]
         yield nothings
-        optimizer = rules.optimizer(rule, leaves, spec)
+        optimizer = rules.create_optimizer(rule, leaves, spec)
         for leaf, value in zip(leaves, values, strict=True):
             for name in moment_names(rule, spec):
                 leaf.state[name] = room.zeros_like(value, dtype)
@@ -224,7 +224,9 @@ def updating(rules: Any, rule: str, dtype: DType, *, is_scaled: bool) -> Any:
         del values, value, leaf
         yield [leaf.value for leaf in leaves]
         scale = room.zeros(1, DType.FP32, DEVICE, state)
-        scalars = (room.piece(scale, 0, ()), room.piece(scale, 0, ())) if is_scaled else None
+        scalars = (
+            (room.view_range(scale, 0, ()), room.view_range(scale, 0, ())) if is_scaled else None
+        )
         yield (scale,)
         optimizer.step(0.1, scalars)
         yield (scale,)
@@ -241,13 +243,17 @@ def updating(rules: Any, rule: str, dtype: DType, *, is_scaled: bool) -> Any:
 def steps(rule: str, dtype: DType, mesh: Mesh, *, is_scaled: bool) -> tuple[list[Note], list[Note]]:
     ghosts = GhostsWatched({}, {})
     here = notes(
-        updating(GhostRules(ghosts), rule, dtype, is_scaled=is_scaled), ghosts, lambda: None
+        updating(GhostOptimizerFactory(ghosts), rule, dtype, is_scaled=is_scaled),
+        ghosts,
+        lambda: None,
     )
     for _ in range(2):  # torch.optim's first step imports what leaves a cycle
         watched = tensors_watched(mesh)
         with torch.no_grad(), watched.meter, watched:
             there = notes(
-                updating(TorchRules(), rule, dtype, is_scaled=is_scaled), watched, lambda: None
+                updating(TorchOptimizerFactory(), rule, dtype, is_scaled=is_scaled),
+                watched,
+                lambda: None,
             )
     return there, here
 

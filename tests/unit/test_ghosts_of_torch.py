@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ptrain.axes.data.cost import bucket_caps, bucket_sizes, local_rows, padded_rows, spread
+from ptrain.axes.data.cost import assign_owners, bucket_caps, bucket_sizes, local_rows, padded_rows
 from ptrain.axes.data.run.apply import FullyShardedWrap
 from ptrain.axes.data.run.flat_target import ZeroRedundancyUpdate
 from ptrain.cost import Collective, Phase, State
@@ -25,12 +25,12 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.derivation import in_flight
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.tape import Account, Tape
-from ptrain.internals.dtensor import forget_shapes
+from ptrain.internals.dtensor import clear_shape_caches
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import SILENT, TrafficMeter
-from ptrain.models.ledger import local
+from ptrain.models.ledger import local_tensor
 from ptrain.rooms.world import fake_world
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.placement import Axis, Tier
@@ -67,7 +67,7 @@ class Recorder(Tape):
         super().spike(size)
         self.highest = max(self.highest, self.level + size)
 
-    def sent(self, collective: Collective, *args: Any, **options: Any) -> None:
+    def record_collective(self, collective: Collective, *args: Any, **options: Any) -> None:
         payload = args[2]
         self.events[self.phase].append((collective, payload, self.level, self.highest))
         self.highest = self.level
@@ -84,13 +84,13 @@ class Watcher(MemoryMeter):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         name = function._schema.name.partition("::")[2]
         if function.namespace in ("c10d", "_c10d_functional") and name not in SILENT:
-            self._settle()
+            self._count_pending()
             self.levels.append((self.live, max(self.highest, self.live)))
             self.highest = self.live
         return super().__torch_dispatch__(function, types, args, kwargs)
 
-    def _add(self, key: int, size: int) -> None:
-        super()._add(key, size)
+    def _add_live_bytes(self, key: int, size: int) -> None:
+        super()._add_live_bytes(key, size)
         self.highest = max(self.highest, self.live)
 
     def _add_to_all(self, key: int, size: int) -> None:
@@ -233,7 +233,7 @@ def test_zero_redundancy_spreads_tensors_as_its_ghost_does(numels: list[int]):
         buckets = [bucket.numel() for of_device in optimizer._buckets for bucket in of_device]
     finally:
         world.close()
-    assert spread(numels, 3) == owners, f"{CHANGED}_partition_parameters"
+    assert assign_owners(numels, 3) == owners, f"{CHANGED}_partition_parameters"
     held = [sum(n for n, o in zip(numels, owners, strict=True) if o == rank) for rank in range(3)]
     assert buckets == [size or 1 for size in held], f"{CHANGED}_build_param_buckets"
 
@@ -241,7 +241,7 @@ def test_zero_redundancy_spreads_tensors_as_its_ghost_does(numels: list[int]):
 @pytest.mark.parametrize("rank", range(4))
 def test_fsdp2_cuts_rows_as_its_ghost_does(rank: int):
     spec = make_spec({Axis.DP_SHARD: (4, GATHERED)})
-    forget_shapes()  # of the rank before
+    clear_shape_caches()  # of the rank before
     world = fake_world(rank, 4)
     try:
         program = interpret(spec, world=world)
@@ -254,13 +254,13 @@ def test_fsdp2_cuts_rows_as_its_ghost_does(rank: int):
             for part in group.fsdp_params
         ]
         for part in parts:
-            shape, held = tuple(part._orig_size), local(part.sharded_param.detach())
+            shape, held = tuple(part._orig_size), local_tensor(part.sharded_param.detach())
             assert held.numel() == local_rows(shape, 4, rank), f"{CHANGED}rows of {shape}"
             padded = part._sharded_param_data.numel()
             assert padded == padded_rows(shape, 4), f"{CHANGED}padding of {shape}"
     finally:
         world.close()
-        forget_shapes()
+        clear_shape_caches()
     assert len(parts) > 10
 
 
@@ -287,7 +287,7 @@ def test_autograd_takes_a_gradient_over_or_clones_it_as_its_ghost_does(is_named:
     assert leaf.grad is not None
     is_stolen = leaf.grad.untyped_storage().data_ptr() == storages[0]
     gradient = Complete("leaf", 20, cloned=is_named)
-    assert autograd.kept(gradient) == (0 if is_stolen else 20), (
+    assert autograd.kept_bytes(gradient) == (0 if is_stolen else 20), (
         f"{CHANGED}AccumulateGrad takes over"
     )
     assert is_stolen is not is_named, f"{CHANGED}AccumulateGrad takes over"

@@ -10,7 +10,7 @@ from torch import nn
 
 import ptrain
 from ptrain.errors import SpecError
-from ptrain.models.initialize import accept, with_model
+from ptrain.models.initialize import accept_module, with_model
 from ptrain.models.transformer import Transformer
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -57,14 +57,14 @@ def test_what_cannot_take_a_models_place_is_refused(
     if isinstance(module, nn.parallel.DistributedDataParallel):
         nn.Module.__init__(module)
     with pytest.raises(SpecError, match=finding):
-        accept(module, spec_of())
+        accept_module(module, spec_of())
     with pytest.raises(SpecError, match=finding):
         ptrain.read_facts(spec_of(), module)
 
 
 def test_a_module_is_cast_and_trains_and_its_class_stands_for_the_specs_shape() -> None:
     module = own().eval()
-    spec = accept(module, spec_of("precision.layout=bf16"))
+    spec = accept_module(module, spec_of("precision.layout=bf16"))
     assert module.training and {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert not isinstance(spec.model, ModelShape)
     named = spec_of("model={target: tests.models_external:necks}")
@@ -99,10 +99,10 @@ def test_a_model_of_transformers_gives_its_logits_alone() -> None:
     module = transformers.AutoModelForCausalLM.from_config(config)
     tokens = torch.randint(0, 64, (2, 8))
     logits, names = module(tokens).logits, list(module.state_dict())
-    accept(module, spec_of())
+    accept_module(module, spec_of())
     assert torch.equal(module(tokens), logits) and list(module.state_dict()) == names
-    accept(module, spec_of())
+    accept_module(module, spec_of())
     assert torch.equal(module(tokens), logits)
     headless = transformers.AutoModel.from_config(config)
     with pytest.raises(SpecError, match="has no output head"):
-        accept(headless, spec_of())
+        accept_module(headless, spec_of())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.interpreter.program import Program, interpret
 from ptrain.rooms.queue import DeviceQueue
 from ptrain.rooms.world import World
@@ -23,7 +23,7 @@ EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.bias_update_ra
 
 def program_of(name: str, *more: str) -> Program:
     alone = f"mesh.{'dp_replicate' if name == 'ddp' else 'dp_shard'}=1"
-    return interpret(require(load(name, [*SMALL, alone, *more])), world=World())
+    return interpret(require_runnable(load(name, [*SMALL, alone, *more])), world=World())
 
 
 def launch(program: Program, step: int, halted: torch.Tensor | None) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.errors import SpecError
 from ptrain.interpreter import look
-from ptrain.interpreter.look import look_at_built, repeated_values
+from ptrain.interpreter.look import build_and_inspect, repeated_values
 from ptrain.interpreter.program import interpret
-from ptrain.models.boundary import boundary
-from ptrain.models.external import raised
+from ptrain.models.boundary import convert_exceptions
+from ptrain.models.external import target_fault
 from ptrain.models.initialize import ModuleWeights
-from ptrain.models.meta import NeedsValues, hollow
-from ptrain.models.window import narrowed, stretches, whole
+from ptrain.models.meta import NeedsValuesError, build_on_meta
+from ptrain.models.window import full_window, narrow_to_window, split_window
 from ptrain.rooms.world import World
 from ptrain.spec.function import UserFunction
 from ptrain.spec.load import load
@@ -43,7 +43,7 @@ def spec_of(folder: Path, arguments: str = "", *words: str, target: str = FUNCTI
 def by(change: Callable[[nn.Module], None], more: int) -> nn.Module:
     """Build the decoder, and then something more of it."""
     torch.manual_seed(more)
-    with boundary(partial(raised, FUNCTION)):
+    with convert_exceptions(partial(target_fault, FUNCTION)):
         module = build()
         change(module)
     return module
@@ -87,8 +87,8 @@ NEEDING: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 @pytest.mark.parametrize("case", NEEDING)
 def test_what_needs_values_of_parameters_is_not_built_without(case: str) -> None:
     change, finding = NEEDING[case]
-    with pytest.raises(NeedsValues, match=finding):
-        hollow(partial(by, change))
+    with pytest.raises(NeedsValuesError, match=finding):
+        build_on_meta(partial(by, change))
 
 
 def test_all_but_parameters_is_as_it_is_with_values() -> None:
@@ -98,7 +98,7 @@ def test_all_but_parameters_is_as_it_is_with_values() -> None:
         module.get_submodule("norm").register_parameter("again", drawn_first)
         drawn_first.said = "kept"
 
-    with_values, module = by(change, 0), hollow(partial(by, change))
+    with_values, module = by(change, 0), build_on_meta(partial(by, change))
     before = dict(with_values.named_parameters(remove_duplicate=False))
     after = dict(module.named_parameters(remove_duplicate=False))
     assert before.keys() == after.keys()
@@ -119,7 +119,7 @@ def test_a_model_that_needs_values_has_those_of_the_folder_all_the_same(
     program = interpret(spec_of(folder, f"beside: {beside}"), world=World(), allow_import=True)
     assert bool(program.whole_because) is (beside != "''")
     module = build(beside=beside.strip("'"))
-    ModuleWeights(module, str(folder)).read(module)
+    ModuleWeights(module, str(folder)).read_into(module)
     for name, tensor in module.state_dict().items():
         assert torch.equal(program.model.state_dict()[name], tensor), name
     turns = [program.model.get_buffer(f"layers.{number}.attention.turns") for number in range(2)]
@@ -134,14 +134,14 @@ def test_dtypes_of_the_module_round_before_those_of_the_spec(tmp_path: Path) -> 
     target = "tests.models_from_folder:build_in_half"
     model = interpret(spec_of(folder, target=target), world=World(), allow_import=True).model
     module = build()
-    ModuleWeights(module, str(folder)).read(module)
+    ModuleWeights(module, str(folder)).read_into(module)
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, module.get_parameter(name).bfloat16().float()), name
 
 
 def test_a_look_has_few_numbers_of_the_folder_and_leaves_nothing(tmp_path: Path) -> None:
     folder = saved_own(tmp_path / "in")
-    module = hollow(partial(by, lambda module: None))
+    module = build_on_meta(partial(by, lambda module: None))
     weights, before = ModuleWeights(module, str(folder)), dict(module.named_parameters())
     with repeated_values(module, weights):
         assert weights.bytes_read < 4 * 32 * 260
@@ -170,7 +170,7 @@ def test_products_by_columns_are_products(
     x, bias = torch.randn(2, 5, 64, dtype=dtype), torch.randn(100, dtype=dtype)
     weight = torch.randn(100 + 64 - 1, dtype=dtype).as_strided((100, 64), (1, 1))
     for more in ((), (bias,)):
-        with look._ByColumns():
+        with look._ColumnwiseProducts():
             product = F.linear(x, weight, *more)
         torch.testing.assert_close(product, F.linear(x, weight.contiguous(), *more))
 
@@ -180,18 +180,18 @@ def test_stretches_of_a_window_are_the_window_and_none_is_larger_than_it_may(mos
     random = Random(most)
     shape = (3, 5, 8)
     stored = torch.arange(120.0).view(shape)
-    for window in (whole(shape), *(drawn(random, shape) for _ in range(8))):
+    for window in (full_window(shape), *(drawn(random, shape) for _ in range(8))):
         place = torch.full([size for _, size in window], -1.0)
-        for part, target in stretches(window, place, shape, most) if place.numel() else ():
+        for part, target in split_window(window, place, shape, most) if place.numel() else ():
             reach = part[1][1] * 8 if part[0][1] == 1 else part[0][1] * 40
             assert reach <= max(most, 8)
-            target.copy_(narrowed(stored, part))
-        assert torch.equal(place, narrowed(stored, window))
+            target.copy_(narrow_to_window(stored, part))
+        assert torch.equal(place, narrow_to_window(stored, window))
 
 
 def test_windows_of_fused_projections_are_read_as_they_are_held(tmp_path: Path) -> None:
     spec = spec_of(saved_own(tmp_path / "in"), "", "mesh={tp: 2}", "placement={tp: tp}")
-    plan = look_at_built(spec, CPU, allow_import=True).plan
+    plan = build_and_inspect(spec, CPU, allow_import=True).plan
     order, module, random = FusedOrder(plan.tensor, 2), build(), Random(0)
     for path, child in module.named_modules():
         before = {name: tensor.clone() for name, tensor in child.named_parameters(recurse=False)}
@@ -200,9 +200,9 @@ def test_windows_of_fused_projections_are_read_as_they_are_held(tmp_path: Path) 
             name, held = f"{path}.{leaf}", child.get_parameter(leaf)
             for window in (drawn(random, tuple(held.shape)) for _ in range(8)):
                 part = torch.empty([size for _, size in window])
-                for own, place in order.pieces(name, held.shape, window, part):
-                    place.copy_(narrowed(tensor, own))
-                assert torch.equal(part, narrowed(held, window)), name
+                for own, place in order.model_windows(name, held.shape, window, part):
+                    place.copy_(narrow_to_window(tensor, own))
+                assert torch.equal(part, narrow_to_window(held, window)), name
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,6 @@ def test_what_cannot_be_cut_is_refused_as_without_a_folder(
     for model in (f"{{pretrained: {folder}, {target}}}", f"{{{target}}}"):
         spec = load(placement, (f"model={model}", "batch.sequence=16")).spec
         with pytest.raises(SpecError, match=finding) as refusal:
-            look_at_built(spec, CPU, allow_import=True)
+            build_and_inspect(spec, CPU, allow_import=True)
         messages.append(str(refusal.value))
     assert messages[0] == messages[1]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ptrain.axes.context.run.slices import HopKernel, Kernel, kernel_of
-from ptrain.internals.context_parallel import merged
+from ptrain.internals.context_parallel import merge_attention
 from ptrain.models.attention import added_mask
 
 RANKS, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 3, 8, 4, 2, 16
@@ -37,11 +37,11 @@ def hops_of(kernel: Kernel, heads: list[Tensor], rank: int) -> tuple[Tensor, Ten
     own = slice_of(queries, rank)
     blocks = (
         hops.forward(
-            own, *(slice_of(x, rank - hop) for x in others), is_causal=hop == 0, **kernel.given
+            own, *(slice_of(x, rank - hop) for x in others), is_causal=hop == 0, **kernel.arguments
         )
         for hop in range(rank + 1)
     )
-    return merged(((y_BHTD, sums_BHT) for y_BHTD, sums_BHT in blocks), queries.dtype)
+    return merge_attention(((y_BHTD, sums_BHT) for y_BHTD, sums_BHT in blocks), queries.dtype)
 
 
 def slice_of(x_BHSD: Tensor, rank: int) -> Tensor:

@@ -23,7 +23,7 @@ class Counted(OperatorMode):
         super().__init__()
         self.kinds = []
 
-    def operator(self, function, args, kwargs):
+    def run_operator(self, function, args, kwargs):
         result = function(*args, **kwargs)
         self.kinds += [ran.kind for ran in sizes_of(function, args, kwargs, result)]
         return result

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptrain.errors import SpecError
-from ptrain.models.initialize import build, keeps_its_weights
+from ptrain.models.initialize import build_model, keeps_its_weights
 from ptrain.models.pretrained import ignored_fields
 from ptrain.models.units import unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
@@ -50,13 +50,13 @@ FAULTS = [
 
 
 def built(hf: str = "llama", **config: Any) -> torch.nn.Module:
-    return build(HuggingFaceModel(hf=hf, config=CONFIG | config), sequence=SEQUENCE, seed=1)
+    return build_model(HuggingFaceModel(hf=hf, config=CONFIG | config), sequence=SEQUENCE, seed=1)
 
 
 @pytest.mark.parametrize(("hf", "config", "place", "finding", "remedy"), FAULTS)
 def test_a_fault_says_where_what_and_what_instead(hf, config, place, finding, remedy):
     with pytest.raises(SpecError) as caught:
-        build(HuggingFaceModel(hf=hf, config=CONFIG | config), sequence=SEQUENCE)
+        build_model(HuggingFaceModel(hf=hf, config=CONFIG | config), sequence=SEQUENCE)
     (fault,) = caught.value.faults
     assert fault.place == place and finding in fault.finding and remedy in fault.remedy
 
@@ -83,7 +83,7 @@ def test_attention_that_nobody_names_is_the_best_that_the_class_has(hf, kind):
 def test_attention_that_is_named_and_that_the_class_lacks_is_refused():
     model = HuggingFaceModel(hf="gemma2", config=CONFIG, attention=Attention.SDPA)
     with pytest.raises(SpecError, match=r"does not support sdpa(.|\n)*Use `attention=eager`"):
-        build(model, sequence=SEQUENCE)
+        build_model(model, sequence=SEQUENCE)
 
 
 def test_weights_follow_from_the_seed_and_the_generator_is_left_alone():
@@ -104,7 +104,7 @@ def test_a_tied_head_is_the_embedding(tied):
 
 def test_units_are_the_blocks_that_the_class_names():
     assert unit_modules(built()) == (("model.layers.0",), ("model.layers.1",), ("",))
-    neox = build(HuggingFaceModel(hf="gpt_neox", config=NEOX), sequence=SEQUENCE)
+    neox = build_model(HuggingFaceModel(hf="gpt_neox", config=NEOX), sequence=SEQUENCE)
     assert unit_modules(neox) == (("gpt_neox.layers.0",), ("gpt_neox.layers.1",), ("",))
 
 
@@ -134,7 +134,7 @@ def test_a_built_in_model_asks_for_nothing(monkeypatch):
 def test_a_published_config_is_taken_whole(kind):
     whole = PUBLISHED[kind]
     named = whole["architectures"][0]
-    ours = build(HuggingFaceModel(hf=named, config=whole), sequence=SEQUENCE)
+    ours = build_model(HuggingFaceModel(hf=named, config=whole), sequence=SEQUENCE)
     theirs = getattr(transformers, named)
     with torch.device("meta"):
         model = theirs(theirs.config_class.from_dict(whole))
@@ -179,7 +179,7 @@ def test_a_field_that_a_class_declares_and_never_reads_is_named():
 def test_an_empty_field_names_no_code_and_no_second_model(field, empty):
     config = PUBLISHED["llama"] | {field: empty}
     model = HuggingFaceModel(hf="LlamaForCausalLM", config=config)
-    assert build(model, sequence=SEQUENCE) is not None
+    assert build_model(model, sequence=SEQUENCE) is not None
     assert ignored_fields(model) == ()
 
 
@@ -188,11 +188,11 @@ def test_all_faults_of_a_config_come_at_once():
     bad |= {"hidden_size": "wide", "vocab_size": "large", "mlp_bia": True}
     config = {name: value for name, value in PUBLISHED["llama"].items() if name != "mlp_bias"} | bad
     with pytest.raises(SpecError) as caught:
-        build(HuggingFaceModel(hf="LlamaForCausalLM", config=config), sequence=SEQUENCE)
+        build_model(HuggingFaceModel(hf="LlamaForCausalLM", config=config), sequence=SEQUENCE)
     places = [fault.place.removeprefix("model.config.") for fault in caught.value.faults]
     assert places == ["auto_map", "quantization_config", "mlp_bia", "vocab_size", "hidden_size"]
     with pytest.raises(SpecError) as caught:
-        build(HuggingFaceModel(hf="NoClass", config=config), sequence=SEQUENCE)
+        build_model(HuggingFaceModel(hf="NoClass", config=config), sequence=SEQUENCE)
     assert len(caught.value.faults) == 3, "code, quantized weights, and the class itself"
 
 
@@ -214,14 +214,14 @@ def test_what_a_published_config_may_not_say_is_refused(fields, place, finding):
     whole = {**PUBLISHED["llama"], **fields}
     config = {field: value for field, value in whole.items() if value is not None}
     with pytest.raises(SpecError) as caught:
-        build(HuggingFaceModel(hf="LlamaForCausalLM", config=config), sequence=SEQUENCE)
+        build_model(HuggingFaceModel(hf="LlamaForCausalLM", config=config), sequence=SEQUENCE)
     (fault,) = caught.value.faults
     assert fault.place == place and finding in fault.finding and fault.remedy
 
 
 def test_heads_of_a_size_of_their_own_are_a_field_of_qwens_experts():
     config = CONFIG | {"head_dim": 16, "moe_intermediate_size": 8, "num_experts": 8}
-    model = build(HuggingFaceModel(hf="qwen3_moe", config=config), sequence=SEQUENCE)
+    model = build_model(HuggingFaceModel(hf="qwen3_moe", config=config), sequence=SEQUENCE)
     query = dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"]
     assert query.shape == (4 * 16, 32)
 

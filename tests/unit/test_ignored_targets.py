@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ptrain.axes.context.attention import all_spans, context_of
-from ptrain.axes.context.run.slices import sliced
+from ptrain.axes.context.run.slices import slice_batch
 from ptrain.data.corpus import Corpus, open_corpus
 from ptrain.data.sampler import (
     LocalBatch,
@@ -144,7 +144,7 @@ def test_slices_of_the_tokens_have_their_own_targets_and_the_count_of_all() -> N
     (local,) = shares(spec)
     step = context_of(spec)
     assert step is not None
-    parts = [sliced(local, spans) for spans in all_spans(step)]
+    parts = [slice_batch(local, spans) for spans in all_spans(step)]
     assert {part.global_tokens for part in parts} == {local.global_tokens}
     numbers = [int((part.targets != IGNORED).sum()) for part in parts]
     assert sum(numbers) == local.global_tokens and numbers[0] != numbers[1]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ptrain.models.initialize import (
-    build,
-    cast,
-    initial,
+    build_model,
+    cast_module,
+    initial_parameter,
     initialize,
     keeps_its_weights,
 )
@@ -27,8 +27,8 @@ NECKS = ExternalModel(target="tests.models_external:necks", arguments={"hidden":
 
 def from_meta(shape: ModelShape, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     with torch.device("meta"):
-        module = build(shape, sequence=SEQUENCE)
-    cast(module, dtype)
+        module = build_model(shape, sequence=SEQUENCE)
+    cast_module(module, dtype)
     module.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -41,8 +41,8 @@ def from_meta(shape: ModelShape, dtype: torch.dtype, seed: int = 0) -> nn.Module
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_model_from_the_meta_device_equals_one_that_was_built_real(shape, dtype):
     torch.manual_seed(1234)  # the global generator has no say
-    module = build(shape, sequence=SEQUENCE)
-    cast(module, dtype)
+    module = build_model(shape, sequence=SEQUENCE)
+    cast_module(module, dtype)
     initialize(module, 0)
     other = from_meta(shape, dtype)
     tensors = (*module.named_parameters(), *module.named_buffers())
@@ -56,21 +56,21 @@ def test_a_model_from_the_meta_device_equals_one_that_was_built_real(shape, dtyp
 def test_one_tensor_alone_equals_the_same_tensor_of_the_whole_model(shape):
     whole = from_meta(shape, torch.float32, seed=7)
     with torch.device("meta"):
-        module = build(shape, sequence=SEQUENCE)
+        module = build_model(shape, sequence=SEQUENCE)
     for name, parameter in reversed(list(whole.named_parameters())):
-        assert torch.equal(initial(name, parameter.shape, 7, module), parameter), name
+        assert torch.equal(initial_parameter(name, parameter.shape, 7, module), parameter), name
 
 
 def test_another_seed_or_name_gives_other_weights():
-    module = build(ODD_SHAPE, sequence=SEQUENCE)
-    one = initial("blocks.0.mlp.up.weight", (101, 42), 0, module)
-    assert not torch.equal(one, initial("blocks.0.mlp.up.weight", (101, 42), 1, module))
-    assert not torch.equal(one, initial("blocks.1.mlp.up.weight", (101, 42), 0, module))
+    module = build_model(ODD_SHAPE, sequence=SEQUENCE)
+    one = initial_parameter("blocks.0.mlp.up.weight", (101, 42), 0, module)
+    assert not torch.equal(one, initial_parameter("blocks.0.mlp.up.weight", (101, 42), 1, module))
+    assert not torch.equal(one, initial_parameter("blocks.1.mlp.up.weight", (101, 42), 0, module))
 
 
 def test_the_weights_of_seed_0_are_these_forever():
     """A checkpoint or a recorded run can be compared with one of another version of ptrain."""
-    drawn = initial("embed.weight", (2, 3), 0, build(ODD_SHAPE, sequence=SEQUENCE))
+    drawn = initial_parameter("embed.weight", (2, 3), 0, build_model(ODD_SHAPE, sequence=SEQUENCE))
     expected = [[-0.01118324, -0.01227792, -0.02619945], [0.00559754, 0.00623638, -0.05030124]]
     torch.testing.assert_close(drawn, torch.tensor(expected), rtol=1e-5, atol=0)
 
@@ -104,15 +104,15 @@ def test_rotation_tables_are_exact_under_fp64():
 
 
 def test_buffers_are_in_no_checkpoint():
-    assert not any(name.endswith("_TK") for name in build(ODD_SHAPE, sequence=4).state_dict())
+    assert not any(name.endswith("_TK") for name in build_model(ODD_SHAPE, sequence=4).state_dict())
 
 
 def test_a_model_of_the_users_own_keeps_its_weights_and_has_the_same_on_every_rank():
-    first = build(NECKS, sequence=SEQUENCE, allow_import=True, seed=5)
+    first = build_model(NECKS, sequence=SEQUENCE, allow_import=True, seed=5)
     before = {name: parameter.clone() for name, parameter in first.named_parameters()}
     initialize(first, 0)
     torch.manual_seed(99)
-    second = build(NECKS, sequence=SEQUENCE, allow_import=True, seed=5)
+    second = build_model(NECKS, sequence=SEQUENCE, allow_import=True, seed=5)
     assert keeps_its_weights(first)
     for name, parameter in second.named_parameters():
         assert torch.equal(parameter, first.get_parameter(name))
@@ -123,18 +123,18 @@ def test_building_a_model_of_the_users_own_leaves_the_global_generator_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    build(NECKS, sequence=SEQUENCE, allow_import=True, seed=5)
+    build_model(NECKS, sequence=SEQUENCE, allow_import=True, seed=5)
     assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_units_of_a_built_in_model_are_its_blocks_and_the_root(shape):
-    units = unit_modules(build(shape, sequence=SEQUENCE))
+    units = unit_modules(build_model(shape, sequence=SEQUENCE))
     assert units == (*((f"blocks.{i}",) for i in range(shape.layers)), ("",))
 
 
 def test_the_units_of_another_model_are_the_elements_of_its_largest_list():
-    module = build(NECKS, sequence=SEQUENCE, allow_import=True)
+    module = build_model(NECKS, sequence=SEQUENCE, allow_import=True)
     assert unit_modules(module) == (("layers.0",), ("layers.1",), ("layers.2",), ("",))
 
 

@@ -31,7 +31,7 @@ def test_internals_are_written_for_every_torch_that_is_tested():
 def test_torch_has_what_is_used_of_a_part_of_it(subsystem):
     parts = import_module(f"ptrain.internals.{subsystem}").PARTS
     assert parts
-    faults = [fault for part in parts for fault in part.faults(torch.__version__)]
+    faults = [fault for part in parts for fault in part.find_differences(torch.__version__)]
     assert not faults, "; ".join(faults)
 
 
@@ -61,7 +61,7 @@ class Changed:
     ],
 )
 def test_what_torch_has_otherwise_is_a_sentence(part, fault):
-    assert [*part.faults("2.13.0")] == ([] if fault is None else [fault])
+    assert [*part.find_differences("2.13.0")] == ([] if fault is None else [fault])
 
 
 def test_the_policies_of_a_group_are_those_that_fully_shard_was_given():

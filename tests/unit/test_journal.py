@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.interpreter.loss import LossScale
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.queue import DeviceQueue
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def spec_of(layout: str) -> Spec:
-    return require(load("ddp", ["mesh.dp_replicate=1", f"precision.layout={layout}"]))
+    return require_runnable(load("ddp", ["mesh.dp_replicate=1", f"precision.layout={layout}"]))
 
 
 def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
@@ -36,7 +36,7 @@ def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
     scaling = LossScale(Mesh(CreateMesh(axes=(), degrees=()), World()), ())
     with Journal(spec_of("fp16"), RunFolder(tmp_path), quiet=True) as journal:
         for step, overflows in enumerate((False, True, True, False), 1):
-            scaling.check([torch.full((2,), math.inf if overflows else 1.0)])
+            scaling.update_overflow_flag([torch.full((2,), math.inf if overflows else 1.0)])
             scaling.update()
             figures = StepFigures(
                 loss=5.0, is_sound=True, gradient_norm=math.inf if overflows else 1.0

@@ -12,39 +12,47 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.activations.run import apply
-from ptrain.activations.run.apply import keep
+from ptrain.activations.run.apply import apply_modes
 from ptrain.errors import SpecError
 from ptrain.models import ledger
 from ptrain.models.cross_entropy import token_loss_sum
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.torch import Tiers
-from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
+from ptrain.spec.activations import (
+    ATTENTION_ONLY,
+    FULL,
+    PLAIN,
+    SELECTIVE,
+    ActivationMode,
+    Operators,
+    Policy,
+)
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 from ptrain.timeline import Timeline
 from ptrain.traces.record import record
 from tests.models_external import necks
-from tests.saved_tensors import saved_bytes
+from tests.saved_tensors import saved_bytes, saved_storages
 
 LAYERS, HIDDEN, SAMPLES, TOKENS, VOCAB = 3, 32, 2, 16, 50
 INPUT = SAMPLES * TOKENS * HIDDEN * 4  # bytes of a block's input
 HOST = Tier.HOST
-M, AWAY = Kept(policy=FULL), Kept(tier=HOST)
+M, AWAY = ActivationMode(policy=FULL), ActivationMode(tier=HOST)
 VARIANTS = {
     "M": M,
-    "selective": Kept(policy=SELECTIVE),
-    "attention": Kept(policy=ATTENTION_ONLY),
+    "selective": ActivationMode(policy=SELECTIVE),
+    "attention": ActivationMode(policy=ATTENTION_ONLY),
     "O": AWAY,
-    "O@file": Kept(tier=Tier.FILE),
-    "M@host": Kept(policy=FULL, tier=HOST),
-    "M@file": Kept(policy=FULL, tier=Tier.FILE),
-    "selective@host": Kept(policy=SELECTIVE, tier=HOST),
-    "attention@host": Kept(policy=ATTENTION_ONLY, tier=HOST),
-    **{f"keep {kind}": Kept(policy=Policy(keep=(kind,))) for kind in Operators},
+    "O@file": ActivationMode(tier=Tier.FILE),
+    "M@host": ActivationMode(policy=FULL, tier=HOST),
+    "M@file": ActivationMode(policy=FULL, tier=Tier.FILE),
+    "selective@host": ActivationMode(policy=SELECTIVE, tier=HOST),
+    "attention@host": ActivationMode(policy=ATTENTION_ONLY, tier=HOST),
+    **{f"keep {kind}": ActivationMode(policy=Policy(keep=(kind,))) for kind in Operators},
 }
 MIXTURES = {
     "every second": (M, PLAIN, M),
@@ -69,7 +77,7 @@ def nightly(names: Iterable[str]) -> list[object]:
     ]
 
 
-def made(model: str = "llama", kept: tuple[Kept, ...] = ()) -> nn.Module:
+def made(model: str = "llama", kept: tuple[ActivationMode, ...] = ()) -> nn.Module:
     family, attention, dropout = MODELS[model]
     shape = ModelShape(
         family=family,
@@ -83,14 +91,14 @@ def made(model: str = "llama", kept: tuple[Kept, ...] = ()) -> nn.Module:
         dropout=dropout,
         attention=attention,
     )
-    module = build(shape, sequence=TOKENS)
+    module = build_model(shape, sequence=TOKENS)
     initialize(module, 0)
     return applied(module, "blocks", kept)
 
 
-def applied(module: nn.Module, blocks: str, kept: tuple[Kept, ...]) -> nn.Module:
+def applied(module: nn.Module, blocks: str, kept: tuple[ActivationMode, ...]) -> nn.Module:
     step = Keep(blocks=tuple((f"{blocks}.{index}", each) for index, each in enumerate(kept)))
-    keep(module, step, Tiers(torch.device("cpu"), Registry()))
+    apply_modes(module, step, Tiers(torch.device("cpu"), TagRegistry()))
     return module
 
 
@@ -165,7 +173,7 @@ def test_a_recomputed_block_leaves_its_input(model):
 @pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
 def test_an_offloaded_block_leaves_nothing_on_the_device(model, tier):
     recomputed = traced(made(model, (M,) * LAYERS))
-    timeline = traced(made(model, (Kept(tier=tier),) * LAYERS))
+    timeline = traced(made(model, (ActivationMode(tier=tier),) * LAYERS))
     assert saved_bytes(timeline) == saved_bytes(recomputed) - LAYERS * INPUT
     assert {name for name, _ in timeline.moved} == {tier.value}
 
@@ -173,8 +181,8 @@ def test_an_offloaded_block_leaves_nothing_on_the_device(model, tier):
 @pytest.mark.parametrize("model", ["llama", "gpt"])
 def test_what_is_moved_is_what_a_plain_block_saves_each_storage_once(model):
     plain, away = recorded(made(model)), recorded(made(model, (AWAY,) * LAYERS))
-    left = [event.size for event in away.saved]
-    expected = [event.size for event in plain.saved]
+    left = [event.size for event in saved_storages(away)]
+    expected = [event.size for event in saved_storages(plain)]
     for size in left:
         expected.remove(size)
     # the first block's input is not saved by a plain model's blocks alone
@@ -183,8 +191,8 @@ def test_what_is_moved_is_what_a_plain_block_saves_each_storage_once(model):
 
 def test_inputs_of_recomputed_blocks_are_all_that_leaves_the_device():
     for policy in (FULL, SELECTIVE):
-        on_device = traced(made(kept=(Kept(policy=policy),) * LAYERS))
-        timeline = traced(made(kept=(Kept(policy=policy, tier=HOST),) * LAYERS))
+        on_device = traced(made(kept=(ActivationMode(policy=policy),) * LAYERS))
+        timeline = traced(made(kept=(ActivationMode(policy=policy, tier=HOST),) * LAYERS))
         assert timeline.moved == (("host", INPUT),) * LAYERS
         assert saved_bytes(timeline) == saved_bytes(on_device) - LAYERS * INPUT
 
@@ -219,13 +227,13 @@ def test_parameters_that_come_while_a_block_runs_stay_on_the_device():
 
 def test_modules_are_looked_through_once_a_pass_and_not_for_each_tensor(monkeypatch):
     looks: list[nn.Module] = []
-    homes = apply._homes
+    homes = apply._tensor_dicts
 
     def looking(module: nn.Module, *kinds: str) -> object:
         looks.append(module)
         return homes(module, *kinds)
 
-    monkeypatch.setattr(apply, "_homes", looking)
+    monkeypatch.setattr(apply, "_tensor_dicts", looking)
     module = made(kept=(AWAY,) * LAYERS)
     loss_of(module)
     assert looks.count(module) == 1
@@ -288,10 +296,10 @@ def test_a_model_that_is_not_built_in_computes_the_same(variant):
 def test_blocks_that_a_stage_lacks_are_left_out():
     module = made()
     del module.blocks[0]
-    keep(
+    apply_modes(
         module,
         Keep(blocks=tuple((f"blocks.{index}", M) for index in range(LAYERS + 1))),
-        Tiers(torch.device("cpu"), Registry()),
+        Tiers(torch.device("cpu"), TagRegistry()),
     )
     run(module)
 
@@ -308,18 +316,18 @@ class _Copies:
         self.log: list[tuple[str, int]] = []
         self.numbers: dict[int, int] = {}
 
-    def take(self, kept: Tensor, whole: Tensor) -> int:
+    def offload(self, kept: Tensor, whole: Tensor) -> int:
         number = self.numbers.setdefault(id(kept), len(self.numbers))
         kept.copy_(whole)
         self.log.append(("out", number))
         return number
 
-    def bring(self, back: Tensor, kept: Tensor, taken: int) -> int:
+    def load(self, back: Tensor, kept: Tensor, taken: int) -> int:
         back.copy_(kept)
         self.log.append(("back", taken))
         return taken
 
-    def wait(self, event: int) -> None:
+    def wait_for(self, event: int) -> None:
         self.log.append(("use", event))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ptrain.errors import SpecError
-from ptrain.models.initialize import accept, build
+from ptrain.models.initialize import accept_module, build_model
 from ptrain.models.pretrained import _MORE_LOSS
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
@@ -31,7 +31,7 @@ CODEBOOKS = "loss_fct(codebook_logits"
 
 
 def built(hf: str, **config: Any) -> Any:
-    return build(HuggingFaceModel(hf=hf, config={**SIZES, **config}), sequence=16)
+    return build_model(HuggingFaceModel(hf=hf, config={**SIZES, **config}), sequence=16)
 
 
 @pytest.mark.parametrize("hf", CLASSES)
@@ -60,7 +60,7 @@ def test_the_fix_is_an_override(ptrain, capsys) -> None:
 
 def test_a_loss_of_large_logits_is_refused() -> None:
     with pytest.raises(SpecError, match=r"Use `model\.config\.z_loss_coefficient=0\.0`"):
-        build(HuggingFaceModel(hf="bamba", config={"z_loss_coefficient": 1e-4}), sequence=16)
+        build_model(HuggingFaceModel(hf="bamba", config={"z_loss_coefficient": 1e-4}), sequence=16)
 
 
 def test_a_given_model_is_refused_too() -> None:
@@ -68,9 +68,9 @@ def test_a_given_model_is_refused_too() -> None:
     module = transformers.MixtralForCausalLM(config)
     spec = load("zero3", ("batch={global: 4, micro: 2, sequence: 16}",)).spec
     with pytest.raises(SpecError, match=r"Use `model\.config\.output_router_logits=False`"):
-        accept(module, spec)
+        accept_module(module, spec)
     module.config.output_router_logits = False
-    accept(module, spec)
+    accept_module(module, spec)
 
 
 @pytest.mark.nightly

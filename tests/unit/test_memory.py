@@ -14,8 +14,8 @@ from torch._prims.rng_prims import run_and_save_rng_state
 
 from ptrain.cost import Phase, State
 from ptrain.meters.memory import MemoryMeter
-from ptrain.models.ledger import tag
-from ptrain.rooms.comm import Registry
+from ptrain.models.ledger import set_tier
+from ptrain.rooms.comm import TagRegistry
 from ptrain.spec.placement import Tier
 
 
@@ -24,7 +24,7 @@ class Holder:
 
     def __init__(self, *held: tuple[State, Tensor]) -> None:
         self.held = list(held)
-        self.registry = Registry()
+        self.registry = TagRegistry()
 
     def storages(self) -> Iterator[tuple[State, Tensor]]:
         yield from self.held
@@ -48,7 +48,7 @@ def test_views_of_one_storage_count_once_and_with_their_padding():
 
 def test_what_is_tagged_as_host_memory_is_no_device_memory():
     there, here = torch.zeros(8), torch.zeros(2)
-    tag(there, Tier.HOST)
+    set_tier(there, Tier.HOST)
     with MemoryMeter(Holder((State.OPTIMIZER, there), (State.OPTIMIZER, here))) as meter:
         pass
     (row,) = (row for row in meter.footprints() if row.state is State.OPTIMIZER)
@@ -82,12 +82,12 @@ def test_a_buffer_that_is_tagged_after_its_birth_is_in_no_peak(tier: Tier):
     with MemoryMeter(Holder((State.PARAMETERS, weight))) as meter:
         meter.phase(Phase.UPDATE, 0)
         staging = torch.empty(100)
-        tag(staging, tier)
+        set_tier(staging, tier)
         staging.fill_(1)
         here = weight + 1
         del staging
         there = torch.empty(100)
-        tag(there, tier)
+        set_tier(there, tier)
     assert peak(meter, Phase.UPDATE) == 32
     assert meter.live == 32
     del here, there
@@ -100,7 +100,7 @@ def test_what_dies_between_a_birth_and_its_tag_hides_no_tag():
         argument = torch.empty(10)
         staging = torch.empty(100)
         del argument
-        tag(staging, Tier.HOST)
+        set_tier(staging, Tier.HOST)
         here = torch.empty(5)
         del staging
     assert peak(meter, Phase.UPDATE) == 40

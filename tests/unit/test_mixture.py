@@ -15,7 +15,7 @@ from ptrain.data.corpus import HELD_OUT_OF_FILE, open_corpus
 from ptrain.data.sampler import LocalBatch, SampleSource, Split, read_batch, require_trainable_data
 from ptrain.errors import SpecError
 from ptrain.models.cross_entropy import IGNORED
-from ptrain.spec.job import CYCLE, quotas
+from ptrain.spec.job import CYCLE, cycle_quotas
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
@@ -153,13 +153,13 @@ def test_what_is_written_is_read_again(folder: Path):
     ],
 )
 def test_a_cycle_has_the_shares_to_the_digit(weights: list[float], cycle: tuple[int, ...]):
-    assert quotas(weights) == cycle
+    assert cycle_quotas(weights) == cycle
 
 
 def test_shares_that_no_short_cycle_has_are_nearly_so():
     weights = [0.123456789, 1.0, 3.14159]
     shares = [weight / sum(weights) for weight in weights]
-    cycle = quotas(weights)
+    cycle = cycle_quotas(weights)
     assert sum(cycle) == CYCLE
     for quota, share in zip(cycle, shares, strict=True):
         assert abs(quota - share * CYCLE) < 1

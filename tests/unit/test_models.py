@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ptrain.errors import PtrainError
 from ptrain.models.cross_entropy import IGNORED, token_loss_sum
-from ptrain.models.initialize import build, cast, initialize
-from ptrain.models.transformer import Transformer, rotate
+from ptrain.models.initialize import build_model, cast_module, initialize
+from ptrain.models.transformer import Transformer, apply_rotary
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE
 from tests.unit.shapes import SHAPES, SMALL_GPT
@@ -24,8 +24,8 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
 def real(shape: ModelShape, dtype: torch.dtype = torch.float64, *, seed: int = 0) -> nn.Module:
     """A model with weights large enough that no part of it hides behind the residual stream."""
-    module = build(shape, sequence=SEQUENCE)
-    cast(module, dtype)
+    module = build_model(shape, sequence=SEQUENCE)
+    cast_module(module, dtype)
     initialize(module, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -71,8 +71,8 @@ def test_no_tensor_of_an_fp64_forward_is_narrower_than_fp64(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp64_weights_are_the_fp32_weights(shape):
-    wide, narrow = build(shape, sequence=SEQUENCE), build(shape, sequence=SEQUENCE)
-    cast(wide, torch.float64)
+    wide, narrow = build_model(shape, sequence=SEQUENCE), build_model(shape, sequence=SEQUENCE)
+    cast_module(wide, torch.float64)
     initialize(wide, 3)
     initialize(narrow, 3)
     for (name, ours), theirs in zip(wide.named_parameters(), narrow.parameters(), strict=True):
@@ -165,7 +165,7 @@ def test_a_rotated_product_depends_on_the_distance_of_its_positions_only():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 14, generator=generator, dtype=torch.float64)
     q, k = (x.expand(1, SEQUENCE, 1, 14) for x in (q, k))
-    q, k = (rotate(x, module.cos_TK, module.sin_TK)[0, :, 0] for x in (q, k))
+    q, k = (apply_rotary(x, module.cos_TK, module.sin_TK)[0, :, 0] for x in (q, k))
     products = q @ k.T
     for distance in range(SEQUENCE):
         diagonal = products.diagonal(distance)
@@ -175,8 +175,8 @@ def test_a_rotated_product_depends_on_the_distance_of_its_positions_only():
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_grouped_queries_equal_repeated_key_value_heads(kv_heads):
     shape = replace(ODD_SHAPE, hidden=56, heads=4, kv_heads=kv_heads)
-    grouped, whole = real(shape), build(replace(shape, kv_heads=4), sequence=SEQUENCE)
-    cast(whole, torch.float64)
+    grouped, whole = real(shape), build_model(replace(shape, kv_heads=4), sequence=SEQUENCE)
+    cast_module(whole, torch.float64)
     state = grouped.state_dict()
     for name in state:
         if "attention.key" in name or "attention.value" in name:
@@ -239,11 +239,11 @@ def test_dropout_acts_in_training_only():
 def test_bf16_follows_fp64_within_its_rounding(shape):
     """bf16 rounds to 2^-9 relative; the error of the residual stream grows with its roundings,
     at most 2 per block and a handful at the ends, each of the size of the stream."""
-    exact = build(shape, sequence=SEQUENCE)
-    cast(exact, torch.bfloat16)
+    exact = build_model(shape, sequence=SEQUENCE)
+    cast_module(exact, torch.bfloat16)
     initialize(exact, 0)
     rounded = exact(tokens_of(shape))
-    cast(exact, torch.float64)
+    cast_module(exact, torch.float64)
     logits = exact(tokens_of(shape))
     error = (rounded.double() - logits).norm() / logits.norm()
     assert error < (2 * shape.layers + 6) * 2**-9
@@ -277,4 +277,4 @@ def test_an_ignored_target_counts_for_nothing():
 )
 def test_a_shape_that_cannot_be_is_refused_with_a_remedy(shape, finding):
     with pytest.raises(PtrainError, match=finding):
-        build(shape, sequence=SEQUENCE)
+        build_model(shape, sequence=SEQUENCE)

@@ -10,8 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ptrain.interpreter.construction import Balancing
-from ptrain.models.moe import Balance, ExpertPlaces, Gate, MoE, grouped_product, weigh
+from ptrain.interpreter.construction import ExpertBalancer
+from ptrain.models.moe import (
+    Balance,
+    ExpertPlaces,
+    Gate,
+    MoE,
+    grouped_product,
+    weight_router_losses,
+)
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.block import Activation, Router
@@ -161,7 +168,7 @@ def test_a_routers_losses_are_in_the_gradients_as_if_they_were_added(samples: in
     """Beside the formulas, written for one sample; the layer's own output is what it was."""
     shape = replace(SHAPE, aux_loss=0.3, z_loss=0.2, shared_experts=0)
     layer, x_BTC = layer_of(shape), tokens(shape)[:samples]
-    weigh(layer, 0.125)
+    weight_router_losses(layer, 0.125)
     y_BTC = layer(x_BTC)
     assert torch.equal(y_BTC, layer.eval()(x_BTC))
     logits_BTE = x_BTC @ layer.router.weight.T
@@ -246,10 +253,10 @@ def test_a_bias_moves_towards_the_mean_by_its_rate(load: list[int]):
     layer = MoE(replace(SHAPE, bias_update_rate=0.25))
     model = nn.ModuleDict({"mlp": layer})
     step = BalanceExperts(rate=0.25, choices=24, axes=())
-    balancing = Balancing(step, [model], Mesh(CreateMesh(axes=(), degrees=()), World()))
+    balancing = ExpertBalancer(step, [model], Mesh(CreateMesh(axes=(), degrees=()), World()))
     balancing.begin()
     layer.router.load_E += torch.tensor(load)
-    balancing.update()
+    balancing.update_biases()
     expected = [0.25 * ((own < 6) - (own > 6)) for own in load]
     assert balancing.state()["mlp.router.bias_E"].tolist() == expected
     assert layer.router.load_E.tolist() == [0] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.optimizers.by_operator import Muon, orthogonalized
+from ptrain.optimizers.build import Muon, orthogonalize
 
 SHAPES = ((6, 10), (10, 6), (8, 8), (1, 5))
 
@@ -44,7 +44,7 @@ def test_in_fp64_the_iteration_acts_on_singular_values_alone(matrix: torch.Tenso
     for _ in range(5):
         sizes = 3.4445 * sizes - 4.775 * sizes**3 + 2.0315 * sizes**5
     expected = left @ torch.diag(sizes) @ right
-    torch.testing.assert_close(orthogonalized(matrix), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(orthogonalize(matrix), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_in_fp64_a_step_differs_from_torch_s_by_the_rounding_of_bf16() -> None:

@@ -62,7 +62,7 @@ def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
     monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__REAL_BYTES=0))
     monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
-    tensor_parts._answers.cache_clear()
+    tensor_parts._request_answers.cache_clear()
     return facts_of(spec)
 
 
@@ -106,7 +106,7 @@ def works(facts: ModelFacts) -> tuple[WorkByKind, ...]:
 def without_front(work: WorkByKind) -> list[LayerWork]:
     """In front of the layers transformers looks whether samples are packed, which no fake says; and
     a fake is not looked at as often as what it stands for."""
-    model = work.model
+    model = work.to_model
     return [*map(without_views, (*model.layers, model.behind))]
 
 
@@ -131,7 +131,7 @@ def test_a_class_of_transformers_that_reads_values_is_not_built_on_real_tensors(
 ) -> None:
     """Experts that look up which tokens are theirs; real tensors would take the memory of all."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(facts, "build", None)
+    monkeypatch.setattr(facts, "build_model", None)
     by_expert = mixtral("experts_implementation: eager")
     read = on_fake_tensors(spec_of(by_expert, "zero3"), monkeypatch)
     assert read.numel > 0 and "its code reads values" in read.untraced
@@ -209,7 +209,7 @@ def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_parts, "QUICK_BYTES", 0)
     monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__QUICK_BYTES=0))
     monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
-    tensor_parts._answers.cache_clear()
+    tensor_parts._request_answers.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_the_line_of_a_slow_trace_is_no_part_of_a_record(capsys: pytest.CaptureF
 
 
 def test_a_few_million_parameters_or_many_tokens_are_slow_on_real_tensors() -> None:
-    mode = tensor_parts.new_fakes()
+    mode = tensor_parts.create_fake_mode()
     for sizes, batch, is_quick in (
         ((10, 2, 259), "batch={global: 2, micro: 2, sequence: 16}", True),
         ((4096, 2, 4096), "batch={global: 2, micro: 2, sequence: 16}", False),

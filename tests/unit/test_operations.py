@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Phase
 from ptrain.data.sampler import LocalBatch, blank_batch
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.operations import operations
+from ptrain.derivation.work import rank_operations
 from ptrain.interpreter.program import interpret
 from ptrain.models.objective import can_fuse
-from ptrain.plan.lower import lower, own_facts
+from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rooms.world import World, fake_world
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
@@ -64,7 +64,7 @@ def spec_of(model: str, attention: str, kept: str, **over: Any) -> Spec:
         "optimizer": {"name": "adamw", "lr": 1e-3},
         "data": {"corpus": "synthetic", "tokenizer": "bytes"},
     }
-    return require(load(mapping | KEPT[kept] | over))
+    return require_runnable(load(mapping | KEPT[kept] | over))
 
 
 def cases() -> Iterator[Any]:
@@ -117,8 +117,8 @@ def test_operations_of_ranks_with_slices_of_the_tokens_are_those_that_are_predic
         context={"attention": attention},
         batch={"accumulate": 2, "micro": 2, "sequence": 24},
     )
-    facts = own_facts(spec)
-    rows = operations(spec, lower(spec, facts))
+    facts = built_in_facts(spec)
+    rows = rank_operations(spec, lower(spec, facts))
     for predicted in (rows[0], rows[degree - 1]):
         world = fake_world(predicted.rank, degree)
         try:
@@ -142,8 +142,8 @@ def test_a_simulation_counts_attention_over_cp_that_runs_again(attention):
         context={"attention": attention},
         batch={"accumulate": 1, "micro": 1, "sequence": 24},
     )
-    facts = own_facts(spec)
-    rows = operations(spec, lower(spec, facts))
+    facts = built_in_facts(spec)
+    rows = rank_operations(spec, lower(spec, facts))
     assert rows[1].again
     assert simulate(spec, 1).estimate.operations == (rows[1],)
 

@@ -10,9 +10,9 @@ import torch
 
 from ptrain.axes.context.run.rehearsal import require_slices
 from ptrain.errors import SpecError
-from ptrain.facts.model import Attending
+from ptrain.facts.model import AttentionFacts
 from ptrain.models.facts import attending_of
-from ptrain.models.initialize import accept, build, cast
+from ptrain.models.initialize import accept_module, build_model, cast_module
 from ptrain.spec.spec import Spec
 from tests.gloo.context_cases import HYBRID, spec_of
 
@@ -37,10 +37,10 @@ def own(name: str, **arguments: Any) -> dict[str, Any]:
     return {"target": f"tests.models_sliced:{name}", "arguments": arguments}
 
 
-def looked_at(spec: Spec) -> Attending:
+def looked_at(spec: Spec) -> AttentionFacts:
     """What slices need of a spec's model, where it is on slices what it is on all tokens."""
-    model = build(spec.model, sequence=spec.batch.sequence, allow_import=True)
-    cast(model, torch.float64)
+    model = build_model(spec.model, sequence=spec.batch.sequence, allow_import=True)
+    cast_module(model, torch.float64)
     attending = attending_of(model, spec)
     assert attending is not None
     require_slices(model, spec, attending)
@@ -162,7 +162,7 @@ def test_heads_that_ulysses_cannot_divide_are_named() -> None:
 def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_named() -> None:
     transformers = pytest.importorskip("transformers")
     module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-    spec = accept(module, spec_of("zigzag", own=hf("llama", TINY)))
+    spec = accept_module(module, spec_of("zigzag", own=hf("llama", TINY)))
     attending = attending_of(module, spec)
     assert attending is not None and attending.positions == "position_ids"
     require_slices(module, spec, attending)

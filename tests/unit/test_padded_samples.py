@@ -22,7 +22,7 @@ def spec_of(*changes: str, sequence: int = 27) -> Spec:
 
 def test_what_is_added_to_a_sample_is_no_target_and_no_sample_is_other_than_without() -> None:
     spec = spec_of()
-    assert (spec.batch.sequence, spec.batch.padding, spec.batch.window) == (28, 1, 27)
+    assert (spec.batch.sequence, spec.batch.padding, spec.batch.unpadded_tokens) == (28, 1, 27)
     plain = load("zero2", ["mesh={dp_shard: 1}", "batch={global: 4, micro: 2, sequence: 27}"]).spec
     own, other = (read_batch(open_corpus(s.data), spec=s, step=1) for s in (spec, plain))
     assert own.sample_ids == other.sample_ids

@@ -9,7 +9,7 @@ import torch
 
 from ptrain.facts.parameters import facts
 from ptrain.models.cross_entropy import token_loss_sum
-from ptrain.models.initialize import build, cast, initialize
+from ptrain.models.initialize import build_model, cast_module, initialize
 from ptrain.models.units import unit_modules
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE
@@ -21,7 +21,7 @@ SEQUENCE = 12
 @pytest.mark.parametrize("shape", [*SHAPES, *COMPOSED])
 def test_units_names_and_shapes_are_those_of_the_module(shape):
     with torch.device("meta"):
-        module = build(shape, sequence=SEQUENCE)
+        module = build_model(shape, sequence=SEQUENCE)
     names = [unit for (unit,) in unit_modules(module)]
     expected = []
     for unit in names:
@@ -45,7 +45,7 @@ def unit_of(parameter: str, units: tuple[str, ...]) -> str:
 @pytest.mark.parametrize("shape", [*SHAPES, *COMPOSED])
 def test_buffers_are_those_of_the_module(shape):
     with torch.device("meta"):
-        module = build(shape, sequence=SEQUENCE)
+        module = build_model(shape, sequence=SEQUENCE)
     assert list(facts(shape, SEQUENCE).buffers) == [
         (name, buffer.nbytes) for name, buffer in module.named_buffers()
     ]
@@ -54,8 +54,8 @@ def test_buffers_are_those_of_the_module(shape):
 @pytest.mark.parametrize("shape", [*SHAPES, *COMPOSED])
 def test_buffers_of_reals_take_twice_the_bytes_under_fp64(shape):
     with torch.device("meta"):
-        module = build(shape, sequence=SEQUENCE)
-    cast(module, torch.float64)
+        module = build_model(shape, sequence=SEQUENCE)
+    cast_module(module, torch.float64)
     assert [size for _, size in facts(shape, SEQUENCE).buffers] == [
         buffer.nbytes // (2 if buffer.is_floating_point() else 1) for buffer in module.buffers()
     ]
@@ -83,8 +83,8 @@ def gradient_order(
     shape: ModelShape, dtype: torch.dtype, *, samples: int = 2, tokens: int = 8
 ) -> list[str]:
     """By experiment: the names in the order in which autograd finishes their gradients."""
-    module = build(shape, sequence=SEQUENCE)
-    cast(module, dtype)
+    module = build_model(shape, sequence=SEQUENCE)
+    cast_module(module, dtype)
     initialize(module, seed=0)
     order: list[str] = []
     for name, parameter in module.named_parameters():

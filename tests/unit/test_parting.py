@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.errors import SpecError
-from ptrain.models.roles import cutting_of_module
+from ptrain.models.roles import module_roles
 from tests.unit.test_fused import spec_of
 
 HIDDEN, HEADS, WIDTH = 16, 4, 32
@@ -91,7 +91,7 @@ SOUND: list[Between] = [
 
 def finding_of(between: Between) -> tuple[str, str]:
     with pytest.raises(SpecError) as caught:
-        cutting_of_module(Model(between), spec_of())
+        module_roles(Model(between), spec_of())
     (fault,) = caught.value.faults
     return fault.finding, fault.remedy
 
@@ -123,9 +123,9 @@ def test_a_layer_that_is_cut_and_called_by_keyword_is_refused():
     with pytest.raises(
         SpecError, match=r"h\.0\.up has the role column, but receives its input as a keyword"
     ):
-        cutting_of_module(model, spec_of())
+        module_roles(model, spec_of())
 
 
 @pytest.mark.parametrize("between", SOUND)
 def test_projections_and_halves_of_each_head_are_not(between):
-    assert cutting_of_module(Model(between), spec_of())[0]
+    assert module_roles(Model(between), spec_of())[0]

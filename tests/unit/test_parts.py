@@ -13,16 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.spec.job import Timeout
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import tensor_parts
 from ptrain.traces.facts import facts_of, module_facts
-from ptrain.traces.tensor_parts import by_place, traced
+from ptrain.traces.tensor_parts import by_place, trace_parts
 from ptrain.train.session import _run_on_first_rank
 from tests.models_external import pairs
 
@@ -41,7 +41,7 @@ def spec_of(function: str, tp: int = 2, **arguments: Any) -> Spec:
         "placement": {"tp": "S,S,S,R"},
         "batch": {"global": 2, "micro": 1, "sequence": 16},
     }
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 @pytest.mark.nightly
@@ -80,7 +80,7 @@ def test_a_trace_that_takes_too_long_is_ended_and_says_so(monkeypatch: pytest.Mo
 
 def test_arguments_that_another_process_cannot_be_given_are_refused():
     spec = spec_of("pairs", layers=date(2026, 1, 1))
-    found = traced(spec, module_facts(pairs(), spec), allow_import=True)
+    found = trace_parts(spec, module_facts(pairs(), spec), allow_import=True)
     assert "model.arguments" in found["problem"] and "type date" in found["problem"]
 
 
@@ -114,7 +114,7 @@ def test_what_stops_the_first_rank_is_a_problem_of_the_others(error):
 
 def test_the_processes_import_only_what_is_allowed():
     spec = spec_of("pairs", layers=1)
-    found = traced(spec, module_facts(pairs(layers=1), spec), allow_import=False)
+    found = trace_parts(spec, module_facts(pairs(layers=1), spec), allow_import=False)
     assert "--allow-import" in found["problem"]
 
 
@@ -148,7 +148,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> type[_Silent]:
     monkeypatch.setattr(tensor_parts, "Popen", _Silent)
     monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
     monkeypatch.setattr(_Silent, "at_once", [])
-    tensor_parts._answers.cache_clear()
+    tensor_parts._request_answers.cache_clear()
     return _Silent
 
 
@@ -162,12 +162,12 @@ def over_cp(attention: Any, degree: int) -> dict[str, Any]:
         "context": {"attention": attention},
         "batch": {"global": 2, "micro": 1, "sequence": 96},
     }
-    spec = require(load(mapping))
-    return traced(spec, own_facts(spec), allow_import=False)
+    spec = require_runnable(load(mapping))
+    return trace_parts(spec, built_in_facts(spec), allow_import=False)
 
 
 def test_ranks_that_this_process_plays_leave_nothing_behind(monkeypatch, capsys):
-    tensor_parts._answers.cache_clear()
+    tensor_parts._request_answers.cache_clear()
     monkeypatch.setattr(tensor_parts, "Popen", None)  # no other process
     gc.freeze()  # as a program does before it forks workers
     try:

@@ -18,10 +18,10 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.installed import torch_minor
 from ptrain.rooms import patches
-from ptrain.rooms.patches import PATCHES, Chunks, patched
-from ptrain.rooms.world import fake_tensors, new_fakes
+from ptrain.rooms.patches import PATCHES, Chunks, patch_torch
+from ptrain.rooms.world import create_fake_mode, fake_tensors
 from ptrain.selection.recompute import resolve_auto
-from ptrain.simulation.execute import Simulated, simulate
+from ptrain.simulation.execute import SimulatedRank, simulate
 from ptrain.spec.load import load
 from tests.unit.test_simulation import SMALL, small
 
@@ -82,7 +82,7 @@ def test_without_its_patch_a_copied_buffer_and_its_views_are_two(monkeypatch) ->
     assert peak(simulate(spec)) > right
 
 
-def peak(found: Simulated) -> int:
+def peak(found: SimulatedRank) -> int:
     return max(row.device_bytes for row in found.estimate.peak)
 
 
@@ -151,12 +151,12 @@ def test_without_its_patch_a_grouped_product_has_shapes_in_bf16_alone(dtype) -> 
         return torch.nn.functional.grouped_mm(rows, widths.transpose(1, 2), offs=ends)
 
     real = product(rows, widths, ends)
-    with new_fakes() as mode:
+    with create_fake_mode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in (rows, widths, ends)]
         if dtype is not torch.bfloat16:
             with pytest.raises(RuntimeError, match="Expected inputs of BF16"):
                 product(*fakes)
-        with patched(small("zero3").model):
+        with patch_torch(small("zero3").model):
             fake = product(*fakes)
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
@@ -164,7 +164,7 @@ def test_without_its_patch_a_grouped_product_has_shapes_in_bf16_alone(dtype) -> 
 @pytest.mark.nightly
 def test_local_shapes_of_one_rank_are_forgotten_before_the_next(monkeypatch) -> None:
     spec = small("tp")
-    monkeypatch.setattr(patches, "forget_shapes", lambda: None)
+    monkeypatch.setattr(patches, "clear_shape_caches", lambda: None)
     simulate(spec, 0)
     with pytest.raises(RuntimeError, match="shape"):
         simulate(spec, 1)
@@ -175,7 +175,7 @@ def test_local_shapes_of_one_rank_are_forgotten_before_the_next(monkeypatch) -> 
 
 def test_torch_is_left_as_it_was_also_by_what_fails() -> None:
     before = [getattr(patch.owner, patch.attribute) for patch in PATCHES]
-    with pytest.raises(ZeroDivisionError), patched(small("zero3").model):
+    with pytest.raises(ZeroDivisionError), patch_torch(small("zero3").model):
         assert _fsdp_param._chunk_with_empty is not _chunk_with_empty
         _ = 1 // 0
     cache = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache
@@ -193,7 +193,7 @@ def test_a_torch_for_which_nothing_is_written_is_refused(monkeypatch, version: s
 
 def test_without_its_patch_a_fake_module_cannot_be_moved_to_where_it_is(monkeypatch) -> None:
     def moved() -> None:
-        with patched(small("ddp").model), fake_tensors():
+        with patch_torch(small("ddp").model), fake_tensors():
             layer = torch.nn.Linear(2, 2)
             seen = weakref.ref(layer.weight)  # as a mode sees it
             assert layer.to(layer.weight.device) is layer and seen() is layer.weight

@@ -25,7 +25,7 @@ from ptrain.traces import attention_kernels
 from tests.torch_release import is_since
 
 FOR_GPUS = "cluster.preset=h100-8"
-LACKING = pretence.lacking()
+LACKING = pretence.missing_requirement()
 believing = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 SMALL = (
     "model.layers=2",
@@ -64,21 +64,21 @@ def test_what_was_asked_is_asked_again_in_the_other_process() -> None:
 def test_which_gpu_is_believed_in_is_the_clusters(
     overrides: tuple[str, ...], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretence, "lacking", lambda: None)
+    monkeypatch.setattr(pretence, "missing_requirement", lambda: None)
     assert simulate._gpu_capability([load("ddp", overrides).spec]) == expected
-    monkeypatch.setattr(pretence, "lacking", lambda: "no compiler")
+    monkeypatch.setattr(pretence, "missing_requirement", lambda: "no compiler")
     assert simulate._gpu_capability([load("ddp", overrides).spec]) is None
 
 
 def test_specs_for_several_kinds_of_gpu_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretence, "lacking", lambda: None)
+    monkeypatch.setattr(pretence, "missing_requirement", lambda: None)
     specs = [load("ddp", [f"cluster.preset={name}"]).spec for name in ("h100-8", "a100-8")]
     assert simulate._gpu_capability(specs) is None
 
 
 def test_a_build_without_cuda_lacks_it_and_says_what_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "Install a CUDA build; no GPU is needed" in str(pretence.lacking())
+    assert "Install a CUDA build; no GPU is needed" in str(pretence.missing_requirement())
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_headers_are_those_of_torchs_cuda_and_whole(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(pretence, "find_spec", lambda name: None)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert pretence._headers() == (headers if is_taken else None)
+    assert pretence._cuda_headers() == (headers if is_taken else None)
 
 
 def test_a_process_that_does_not_believe_starts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTRAIN_SM", "90")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert not pretence.is_on()
-    assert "does not detect" in str(pretence.lacking())
+    assert "does not detect" in str(pretence.missing_requirement())
     assert simulate._gpu_capability([load("ddp", [FOR_GPUS]).spec]) is None
 
 
@@ -120,12 +120,12 @@ def test_a_folder_that_no_library_is_loaded_from_is_named(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a b"))
-    assert "Set TMPDIR" in str(pretence.lacking())
+    assert "Set TMPDIR" in str(pretence.missing_requirement())
 
 
-@pytest.mark.skipif(not pretence._compiler(), reason="there is no C compiler")
+@pytest.mark.skipif(not pretence._compiler_command(), reason="there is no C compiler")
 def test_the_driver_that_stands_in_is_compiled_and_has_no_context(tmp_path: Path) -> None:
-    library = ctypes.CDLL(str(pretence._compiled("driver", tmp_path / "libcuda.so.1")))
+    library = ctypes.CDLL(str(pretence._compile_library("driver", tmp_path / "libcuda.so.1")))
     flags, is_active = ctypes.c_uint(7), ctypes.c_int(7)
     state = library.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(is_active))
     assert (state, flags.value, is_active.value) == (0, 0, 0)
@@ -133,18 +133,18 @@ def test_the_driver_that_stands_in_is_compiled_and_has_no_context(tmp_path: Path
 
 def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "false --of-no-use")
-    with pytest.raises(pretence.Uncompiled, match="does not compile"):
-        pretence._compiled("driver", tmp_path / "libcuda.so.1")
+    with pytest.raises(pretence.StubsNotCompiled, match="does not compile"):
+        pretence._compile_library("driver", tmp_path / "libcuda.so.1")
 
 
 def test_where_nothing_compiles_kernels_are_a_cpus(
     ptrain: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(words: list[str], sm: int) -> int:
-        raise pretence.Uncompiled("runtime.c does not compile")
+        raise pretence.StubsNotCompiled("runtime.c does not compile")
 
-    monkeypatch.setattr(pretence, "lacking", lambda: None)
-    monkeypatch.setattr(pretence, "run", refuse)
+    monkeypatch.setattr(pretence, "missing_requirement", lambda: None)
+    monkeypatch.setattr(pretence, "run_with_simulated_gpu", refuse)
     output = ptrain("simulate", "ddp", FOR_GPUS, *SMALL)
     assert "kernels  a CPU's: runtime.c does not compile" in output
 
@@ -152,7 +152,7 @@ def test_where_nothing_compiles_kernels_are_a_cpus(
 def test_where_kernels_cannot_be_asked_they_are_a_cpus_and_it_is_said_why(
     ptrain: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretence, "lacking", lambda: "no compiler")
+    monkeypatch.setattr(pretence, "missing_requirement", lambda: "no compiler")
     assert fake_device(load("ddp", [FOR_GPUS]).spec) == torch.device("cpu")
     output = ptrain("simulate", "ddp", FOR_GPUS, *SMALL)
     assert "kernels  a CPU's: no compiler" in output
@@ -175,7 +175,7 @@ def simulated(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[
             f"cluster={{preset: h100-8, sm: {sm}}}",
             "--json",
         ]
-        assert pretence.run(asked, sm) == 0
+        assert pretence.run_with_simulated_gpu(asked, sm) == 0
         rank: dict[str, Any] = json.loads(capfd.readouterr().out)["simulation"]["ranks"][0]
         return rank
 
@@ -253,4 +253,4 @@ def test_what_is_derived_of_other_models_is_what_cudas_kernels_allocate(
 
 @believing
 def test_the_committed_table_has_the_kernels_that_torch_takes() -> None:
-    assert attention_kernels.table() == archive.table(TablePart.KERNEL, "attention")
+    assert attention_kernels.kernel_table() == archive.read_table(TablePart.KERNEL, "attention")

@@ -18,7 +18,7 @@ from ptrain.cli.main import main
 from ptrain.convert.export import export_checkpoint
 from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.program import interpret
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -68,7 +68,7 @@ def run_of_spec(spec: Spec, run: Path) -> Path:
 def test_a_published_folder_is_read_and_exported_as_it_was(case: str, tmp_path: Path) -> None:
     folder = saved(case, tmp_path / "in")
     spec = spec_of(folder)
-    module = build(spec.model, sequence=SEQUENCE)
+    module = build_model(spec.model, sequence=SEQUENCE)
     initialize(module, seed=0)
     expected = logits(folder)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_a_published_folder_is_read_and_exported_as_it_was(case: str, tmp_path: 
 def test_padding_of_the_vocabulary_is_neither_read_nor_exported(case: str, tmp_path: Path) -> None:
     folder = saved(case, tmp_path / "in")
     spec = spec_of(folder, beside=", vocab_multiple: 64")
-    module = build(spec.model, sequence=SEQUENCE)
+    module = build_model(spec.model, sequence=SEQUENCE)
     initialize(module, seed=0)
     rows = module.embed.weight
     assert len(rows) == 320 and not rows[259:].any()
@@ -120,7 +120,7 @@ def test_bare_names_and_sixteen_bits_are_read(tmp_path: Path) -> None:
     halves = {name: tensor.bfloat16() for name, tensor in bare.items()}
     mask = {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "lm_head.weight": halves["wte.weight"] + 0}
     save_file(halves | mask, folder / "model.safetensors", metadata={"format": "pt"})
-    module = build(spec_of(folder).model, sequence=SEQUENCE)
+    module = build_model(spec_of(folder).model, sequence=SEQUENCE)
     initialize(module, seed=0)
     embedding = dict(module.named_parameters())["embed.weight"]
     assert torch.equal(embedding, halves["wte.weight"].float())
@@ -141,7 +141,7 @@ def test_what_has_never_been_pretrained_is_exported_too(tmp_path: Path) -> None:
     spec = spec_of(saved("llama", tmp_path / "in"))
     run = run_of(tmp_path / "in", tmp_path / "run", "model.pretrained=null", *SHAPE)
     assert export_checkpoint(run, tmp_path / "out").architecture == "LlamaForCausalLM"
-    module = build(load(str(run / "spec.resolved.yaml")).spec.model, sequence=SEQUENCE)
+    module = build_model(load(str(run / "spec.resolved.yaml")).spec.model, sequence=SEQUENCE)
     initialize(module, seed=spec.train.seed)
     with torch.no_grad():
         torch.testing.assert_close(module(tokens()), logits(tmp_path / "out"))
@@ -155,7 +155,7 @@ def test_what_is_written_beside_a_folder_is_exported_in_place_of_what_it_says(
 ) -> None:
     run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run", *words)
     export_checkpoint(run, tmp_path / "out")
-    module = build(spec_of(tmp_path / "in", *words).model, sequence=SEQUENCE)
+    module = build_model(spec_of(tmp_path / "in", *words).model, sequence=SEQUENCE)
     initialize(module, seed=0)
     with torch.no_grad():
         torch.testing.assert_close(module(tokens()), logits(tmp_path / "out"), rtol=1e-5, atol=1e-5)
@@ -167,7 +167,7 @@ def test_a_field_that_a_file_leaves_out_is_what_its_class_has(tmp_path: Path) ->
     for name in ("num_experts_per_tok", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"):
         del config[name]
     (folder / "config.json").write_text(json.dumps(config))
-    module = build(spec_of(folder).model, sequence=SEQUENCE)
+    module = build_model(spec_of(folder).model, sequence=SEQUENCE)
     initialize(module, seed=0)
     with torch.no_grad():
         torch.testing.assert_close(module(tokens()), logits(folder), rtol=1e-5, atol=1e-5)
@@ -263,7 +263,7 @@ def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
     folder = saved("gpt2", tmp_path / "in")
     spec = spec_of(folder, "batch.sequence=65")
     with pytest.raises(SpecError, match="it has 64 positions, but a sample has 65 tokens"):
-        build(spec.model, sequence=65)
+        build_model(spec.model, sequence=65)
 
 
 def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path, capsys: Any) -> None:

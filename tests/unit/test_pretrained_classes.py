@@ -18,11 +18,11 @@ from ptrain.convert.export import export_checkpoint
 from ptrain.convert.saved import TextGenerator
 from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import SpecError
-from ptrain.interpreter.look import build_hollow, build_module
+from ptrain.interpreter.look import build_module, build_module_on_meta
 from ptrain.interpreter.program import interpret
 from ptrain.models import initialize
 from ptrain.models.initialize import stored_rows
-from ptrain.models.window import narrowed, whole
+from ptrain.models.window import full_window, narrow_to_window
 from ptrain.rooms.world import World
 from ptrain.verification.reference import ReferenceTraining
 from tests.published_folders import CLASSES, saved, tensors
@@ -70,15 +70,15 @@ def test_a_class_begins_with_a_folder_and_is_exported_as_it_was(case: str, tmp_p
 
 def test_windows_of_stacked_experts_are_read_and_nothing_else(tmp_path: Path) -> None:
     folder = saved("phimoe", tmp_path / "in")
-    module, weights = build_hollow(spec_of(folder, beside=", hf: phimoe"))
+    module, weights = build_module_on_meta(spec_of(folder, beside=", hf: phimoe"))
     assert all(parameter.is_meta for parameter in module.parameters())
     random = Random(0)
     for name, tensor in begun("phimoe", folder).named_parameters():
         sizes = tuple(tensor.shape)
-        for window in (whole(sizes), *(drawn(random, sizes) for _ in range(6))):
+        for window in (full_window(sizes), *(drawn(random, sizes) for _ in range(6))):
             part, before = torch.empty([size for _, size in window]), weights.bytes_read
             weights.read_window(name, sizes, window, part, part.dtype)
-            assert torch.equal(part, narrowed(tensor, window)), (name, window)
+            assert torch.equal(part, narrow_to_window(tensor, window)), (name, window)
             assert weights.bytes_read - before == part.nbytes
 
 

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ptrain.axes.data.run.flat_target import OwnRows, ParameterMembers
+from ptrain.axes.data.run.flat_target import LocalRowWriter, ParameterMembers
 from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.cli.main import main
 from ptrain.convert.export import export_checkpoint
 from ptrain.convert.saved import TextGenerator
 from ptrain.errors import SpecError
-from ptrain.interpreter.look import Filling, build_module
-from ptrain.models.initialize import InitialValues, ModuleWeights, build
+from ptrain.interpreter.look import ModuleFiller, build_module
+from ptrain.models.initialize import InitialValues, ModuleWeights, build_model
 from ptrain.models.meta import without_values
 from tests.models_begun import build_marked
 from tests.published_folders import saved, tensors
@@ -113,15 +113,17 @@ def test_a_module_without_values_gets_all_of_its_state(
     for name, buffer in module.named_buffers():
         buffer.copy_(state[name])
     weights = ModuleWeights(module, str(tmp_path / "in"))
-    filling = Filling(module, InitialValues(module=module, seed=0, weights=weights), CPU, {}, PLAIN)
+    filling = ModuleFiller(
+        module, InitialValues(module=module, seed=0, weights=weights), CPU, {}, PLAIN
+    )
     if is_by_unit:
-        write = filling.by_unit()
+        write = filling.fill_by_unit()
         members = ParameterMembers([*module.named_parameters()])
         size = sum(parameter.numel() for parameter in module.parameters())
-        members.values = OwnRows(write, [(0, size)])
-        members.adopt(torch.empty(size))
+        members.values = LocalRowWriter(write, [(0, size)])
+        members.bind_views(torch.empty(size))
     else:
-        filling.all()
+        filling.fill_all()
     require_state(module, state)
 
 
@@ -138,7 +140,7 @@ def test_a_folder_that_lacks_a_parameter_is_refused_wherever_the_model_is_to_run
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_missing", [NORM], raising=False)
     lacking(folder, NORM)
     spec = spec_of(folder, beside=", hf: starcoder2")
-    for begin in (build_module, lambda spec: build(spec.model, sequence=SEQUENCE)):
+    for begin in (build_module, lambda spec: build_model(spec.model, sequence=SEQUENCE)):
         with pytest.raises(SpecError, match=f"the tensor {NORM} is missing"):
             begin(spec)
 

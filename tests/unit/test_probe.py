@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import State
 from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import read_batch
@@ -32,7 +32,7 @@ from ptrain.train.probe import Probe, first_steady_step
     ],
 )
 def test_the_steady_step_begins_where_the_update_before_it_ended(overrides, steady):
-    spec = require(load("zero1", overrides))
+    spec = require_runnable(load("zero1", overrides))
     assert first_steady_step(spec, 0) == steady
 
 
@@ -42,7 +42,7 @@ def test_a_state_that_is_declared_as_what_it_is_not_is_said(
 ):
     model = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48, "vocab": 259}
     job = {"model": model, "mesh": {}, "batch": {"sequence": 8}}
-    spec = require(load(job | {"data": {"corpus": "python-docs", "tokenizer": "bytes"}}))
+    spec = require_runnable(load(job | {"data": {"corpus": "python-docs", "tokenizer": "bytes"}}))
     program = interpret(spec, world=World())
     storages = program.storages
 

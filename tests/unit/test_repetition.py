@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.derivation.allocator import reserved
+from ptrain.derivation.allocator import steady_reserved
 from ptrain.simulation.replay import (
     Begin,
     Change,
@@ -96,8 +96,8 @@ def gone(change: Change) -> Change:
 def assert_same(written: MemoryStream, whole: MemoryStream) -> None:
     assert written.history(0) == whole.history(0)
     for expands in (False, True):
-        assert reserved(written.allocated(), expands=expands) == reserved(
-            whole.allocated(), expands=expands
+        assert steady_reserved(written.allocated_step(), expands=expands) == steady_reserved(
+            whole.allocated_step(), expands=expands
         )
 
 
@@ -182,4 +182,4 @@ def test_where_most_activations_live_is_found_by_its_backward_pass() -> None:
     first, second = (Change(ACTIVATION, size, key) for key, size in enumerate((512, 1024)))
     backward = [Begin(Phase.BACKWARD, micro) for micro in range(3)]
     events = (first, backward[0], second, backward[1], gone(second), backward[2])
-    assert MemoryStream(resident=(), events=events).fullest() == 1
+    assert MemoryStream(resident=(), events=events).fullest_backward() == 1

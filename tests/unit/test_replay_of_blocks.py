@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.derivation.allocator import reserved
+from ptrain.derivation.allocator import steady_reserved
 from ptrain.simulation import execute
 from ptrain.simulation.equal_blocks import equal_blocks
-from ptrain.simulation.execute import Simulated, simulate
+from ptrain.simulation.execute import SimulatedRank, simulate
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
@@ -30,13 +30,13 @@ REPLAYED = (
 MANY = (*TINY, "model.layers=20")
 
 
-def assert_equal_to_every_block(spec: Spec) -> Simulated:
+def assert_equal_to_every_block(spec: Spec) -> SimulatedRank:
     few, every = simulate(spec), simulate(spec, every_block=True)
     assert few.estimate == every.estimate
-    assert few.course == every.course
+    assert few.memory_history == every.memory_history
     for expands in (False, True):
-        assert reserved(few.run.stream.allocated(), expands=expands) == reserved(
-            every.run.stream.allocated(), expands=expands
+        assert steady_reserved(few.run.stream.allocated_step(), expands=expands) == steady_reserved(
+            every.run.stream.allocated_step(), expands=expands
         )
     assert every.replayed is None
     return few

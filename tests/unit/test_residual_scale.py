@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ptrain.models.initialize import build, cast, initialize
+from ptrain.models.initialize import build_model, cast_module, initialize
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE
 
@@ -14,8 +14,8 @@ SEQUENCE = 12
 
 
 def logits_of(shape: ModelShape, scaled_by: float = 1.0) -> torch.Tensor:
-    module = build(shape, sequence=SEQUENCE)
-    cast(module, torch.float64)
+    module = build_model(shape, sequence=SEQUENCE)
+    cast_module(module, torch.float64)
     initialize(module, 0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.roles import roles_of
-from ptrain.models.initialize import build
-from ptrain.models.roles import cutting_of_module
+from ptrain.facts.parameters import roles_of
+from ptrain.models.initialize import build_model
+from ptrain.models.roles import module_roles
 from ptrain.plan.lower import lower
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
@@ -35,17 +35,17 @@ def spec_of(model: dict[str, Any] | None = None, tp: int = 2, **tensor: Any) -> 
         "batch": {"global": 2, "micro": 1, "sequence": 16},
         "tensor": tensor,
     }
-    return require(load(mapping))
+    return require_runnable(load(mapping))
 
 
 def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
-    roles, _ = cutting_of_module(module, spec)
+    roles, _ = module_roles(module, spec)
     return roles
 
 
 def of_hugging_face(hf: str, config: dict[str, Any], tp: int = 2) -> dict[str, Role]:
     pytest.importorskip("transformers")
-    model = build(HuggingFaceModel(hf=hf, config=config), sequence=16)
+    model = build_model(HuggingFaceModel(hf=hf, config=config), sequence=16)
     return dict(roles_of_module(model, spec_of({"hf": hf, "config": config}, tp)))
 
 
@@ -115,7 +115,7 @@ def test_the_specs_plan_wins():
 def test_where_nothing_is_cut_nobody_is_asked():
     mapping = {"name": "one", "model": {"target": TARGET}, "mesh": {"dp_shard": 2}}
     placed = {"placement": {"dp_shard": "zero3"}, "batch": {"micro": 1, "sequence": 16}}
-    assert roles_of_module(pairs(planned=False), require(load(mapping | placed))) == ()
+    assert roles_of_module(pairs(planned=False), require_runnable(load(mapping | placed))) == ()
 
 
 MISTAKES = [
@@ -188,7 +188,7 @@ def test_a_module_that_is_given_in_place_of_a_built_in_model_has_its_own_roles()
     place, finding, _ = fault(pairs(planned=False), spec_of(shape))
     assert place == "model" and finding.startswith("Pairs has no tensor-parallel plan")
     mapping = {"name": "a", "model": shape, "mesh": {"tp": 2}, "placement": {"tp": "S,S,S,S"}}
-    sliced = require(load(mapping | {"batch": {"micro": 1, "sequence": 16}}))
+    sliced = require_runnable(load(mapping | {"batch": {"micro": 1, "sequence": 16}}))
     assert dict(roles_of_module(pairs(), sliced))["layers.0"] is Role.FIRST_BLOCK
     assert lower(spec_of(shape), ModelFacts(units=(), roles=roles)).tensor.roles == roles
 
@@ -320,5 +320,5 @@ def test_looking_at_a_model_changes_nothing_in_it():
 
 def test_a_built_in_module_has_those_of_its_family():
     spec = spec_of({"preset": "llama-tiny"})
-    assert roles_of_module(build(spec.model, sequence=16), spec) == ()
+    assert roles_of_module(build_model(spec.model, sequence=16), spec) == ()
     assert lower(spec, ModelFacts(units=())).tensor.roles == roles_of(spec.model)

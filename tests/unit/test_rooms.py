@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.ghost import Ghost
-from ptrain.rooms.room import Room
+from ptrain.rooms.room import TensorRuntime
 from ptrain.rooms.world import fake_world
 from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh
@@ -79,7 +79,7 @@ def played(program: Program, mesh: Mesh) -> set[str]:
 def test_every_primitive_of_a_room_has_a_program(mesh):
     public = {
         name
-        for name, member in vars(Room).items()
+        for name, member in vars(TensorRuntime).items()
         if inspect.isfunction(member) and not name.startswith("_")
     }
     assert len(public) > 20
@@ -94,14 +94,14 @@ def test_a_room_that_gives_a_buffer_back_late_is_noticed(mesh, tmp_path, monkeyp
         held.append(tensor)
         return cast(self, tensor, *arguments, **options)
 
-    monkeypatch.setattr("ptrain.rooms.ghost.GhostRoom.cast", late)
+    monkeypatch.setattr("ptrain.rooms.ghost.GhostRuntime.cast", late)
     with pytest.raises(AssertionError, match="after statement"):
         require_alike(PROGRAMS["casting"], mesh, tmp_path)
 
 
 def test_a_byte_more_is_noticed(mesh):
     def program(on: Watched[Any]) -> Iterator[Sequence[Any]]:
-        yield (on.room.new(3 + isinstance(on, GhostsWatched), DType.FP32, DEVICE, G),)
+        yield (on.room.new_empty(3 + isinstance(on, GhostsWatched), DType.FP32, DEVICE, G),)
 
     with pytest.raises(AssertionError, match="after statement 0"):
         require_alike(program, mesh, Path())

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans
 from ptrain.axes.context.run import slices
-from ptrain.axes.context.run.slices import SampleSlices, taken
+from ptrain.axes.context.run.slices import SampleSlices, take_spans
 from ptrain.models.moe import Balance, ExpertPlaces
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 from ptrain.spec.block import Router
 from ptrain.spec.placement import Axis
 from ptrain.steps.step import ContextParallel
@@ -46,7 +46,7 @@ def step_of(way: str) -> ContextParallel:
 
 def slices_of(step: ContextParallel) -> list[SampleSlices]:
     spans = [*all_spans(step)]
-    return [SampleSlices(_Group(rank), Registry(), spans) for rank in range(len(spans))]
+    return [SampleSlices(_Group(rank), TagRegistry(), spans) for rank in range(len(spans))]
 
 
 def chosen(generator: torch.Generator, shape=SHAPE) -> Tensor:
@@ -76,8 +76,8 @@ def answered(monkeypatch):
                 said.append(own)
                 return sum(heard) if hear else own
 
-            monkeypatch.setattr(slices, "all_gathered", gathered)
-            monkeypatch.setattr(slices, "all_summed", summed)
+            monkeypatch.setattr(slices, "all_gather_tensor", gathered)
+            monkeypatch.setattr(slices, "all_reduce_sum", summed)
             results = [compute() for compute in computations]
         return results
 
@@ -89,19 +89,19 @@ def test_the_choices_that_find_a_place_are_those_of_whole_samples(answered, way,
     shape, step = replace(SHAPE, capacity_factor=factor), step_of(way)
     chosen_BTK = chosen(torch.Generator().manual_seed(5))
     whole = ExpertPlaces(shape)
-    is_late_BTK = (whole(chosen_BTK) == whole.number(SAMPLES, TOKENS)).view_as(chosen_BTK)
+    is_late_BTK = (whole(chosen_BTK) == whole.count_places(SAMPLES, TOKENS)).view_as(chosen_BTK)
     assert is_late_BTK.any() or factor == 3.0
     spans, ranks = [*all_spans(step)], []
     for tokens in slices_of(step):
         places = ExpertPlaces(shape)
         places.tokens = tokens
         ranks.append(places)
-    own = [taken(chosen_BTK, its) for its in spans]
+    own = [take_spans(chosen_BTK, its) for its in spans]
     results = answered([lambda p=p, x=x: p(x) for p, x in zip(ranks, own, strict=True)])
     for places, places_NK, its, own_BTK in zip(ranks, results, spans, own, strict=True):
-        number = places.number(SAMPLES, own_BTK.shape[1])
+        number = places.count_places(SAMPLES, own_BTK.shape[1])
         is_late_NK = places_NK == number
-        assert is_late_NK.view_as(own_BTK).equal(taken(is_late_BTK, its))
+        assert is_late_NK.view_as(own_BTK).equal(take_spans(is_late_BTK, its))
         kept = places_NK[~is_late_NK]
         assert len(kept.unique()) == len(kept) and (kept < number).all()
         experts = kept // (number // SHAPE.experts)
@@ -125,7 +125,9 @@ def test_the_shares_of_a_loss_add_up_to_that_of_whole_samples(answered, way, rou
     for tokens, its in zip(slices_of(step), all_spans(step), strict=True):
         balance = Balance(shape)
         balance.tokens = tokens
-        computations.append(lambda b=balance, its=its: loss(b, lambda whole: taken(whole, its)))
+        computations.append(
+            lambda b=balance, its=its: loss(b, lambda whole: take_spans(whole, its))
+        )
     shares = answered(computations)
     total = sum(shares) / len(shares)  # `route_slices` weighs each so
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
@@ -140,9 +142,9 @@ def test_tokens_of_a_slice_alone_would_balance_something_else(answered):
     chosen_BTK = chosen(torch.Generator().manual_seed(7))
     shape = replace(SHAPE, capacity_factor=1.0)
     whole = ExpertPlaces(shape)
-    is_late = (whole(chosen_BTK) == whole.number(SAMPLES, TOKENS)).view_as(chosen_BTK)
+    is_late = (whole(chosen_BTK) == whole.count_places(SAMPLES, TOKENS)).view_as(chosen_BTK)
     apart = []
     for its in all_spans(step):
-        own = taken(chosen_BTK, its)
-        apart.append((whole(own) == whole.number(SAMPLES, own.shape[1])).view_as(own))
+        own = take_spans(chosen_BTK, its)
+        apart.append((whole(own) == whole.count_places(SAMPLES, own.shape[1])).view_as(own))
     assert not torch.cat(apart, 1).equal(is_late)

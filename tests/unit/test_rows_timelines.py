@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ptrain.models.trace import Born, Completion, Died, Recording
+from ptrain.models.trace import GradientComplete, Recording, StorageAllocated, StorageFreed
 from ptrain.timeline import Boundary, Complete, Mark, Run
 from ptrain.traces.stage_parts import UnevenLoads
 
@@ -15,11 +15,15 @@ ENTER, LEAVE = Boundary(Mark.ENTER, 0), Boundary(Mark.LEAVE, 0)
 
 def recording(sizes: Mapping[int, int], operator: str = "aten::mm") -> Recording:
     """Three storages of forward, of which the last one stays, and a gradient."""
-    births = [Born(number, size, operator) for number, size in sizes.items()]
+    births = [StorageAllocated(number, size, operator) for number, size in sizes.items()]
     return Recording(
         passes={
-            "forward": (ENTER, *births[:3], Died(0), Died(1), LEAVE),
-            "backward": (Died(2), births[3], Completion("blocks.0.mlp.w", 3, cloned=False)),
+            "forward": (ENTER, *births[:3], StorageFreed(0), StorageFreed(1), LEAVE),
+            "backward": (
+                StorageFreed(2),
+                births[3],
+                GradientComplete("blocks.0.mlp.w", 3, is_cloned=False),
+            ),
         },
         sizes=sizes,
         moved=((2, "host"),),
@@ -33,10 +37,10 @@ UNEVENLY = recording({0: 100, 1: 17 * 4, 2: 18 * 8, 3: 40})
 def test_a_storage_that_grows_as_the_rows_of_a_layer_is_as_large_as_these():
     formula = LOADS.formula(EVENLY, UNEVENLY)
     assert formula is not None
-    evenly = formula.at((16, 16))
+    evenly = formula.at_rows((16, 16))
     assert evenly.forward == (ENTER, Run(100 + 64 + 128, 128), LEAVE)
     assert evenly.backward == (Run(0, -88), Complete("blocks.0.mlp.w", 40))
-    unevenly = formula.at((0, 1000))
+    unevenly = formula.at_rows((0, 1000))
     assert unevenly.forward == (ENTER, Run(8100, 8000), LEAVE)
     assert unevenly.moved == (("host", 8000),)
 

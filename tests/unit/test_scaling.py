@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptrain.interpreter.loss import LossScale, global_norm, scale_down
-from ptrain.models.ledger import tag, tier_of
+from ptrain.models.ledger import set_tier, tier_of
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.placement import Tier
@@ -33,7 +33,7 @@ def test_the_scale_takes_the_way_of_torch_s_scaler() -> None:
         parameter.grad = gradient.clone()
         theirs.step(optimizer)
         theirs.update()
-        ours.check([gradient])
+        ours.update_overflow_flag([gradient])
         assert float(ours.found_inf) == overflows
         ours.update()
         assert float(ours.scale) == theirs.get_scale()
@@ -55,25 +55,27 @@ def test_a_check_finds_what_is_not_finite_and_changes_nothing(
     scale = LossScale(mesh(), ())
     gradients = [torch.randn(5).to(dtype), torch.randn(2, 3).to(dtype)]
     kept = [gradient.clone() for gradient in gradients]
-    scale.check(gradients)
+    scale.update_overflow_flag(gradients)
     assert float(scale.found_inf) == 0.0
     assert all(torch.equal(a, b) for a, b in zip(gradients, kept, strict=True))
     gradients[1][1, 2] = bad
-    scale.check(gradients)
+    scale.update_overflow_flag(gradients)
     assert float(scale.found_inf) == 1.0
 
 
 def test_gradients_on_the_host_are_checked_there_and_found_on_the_device() -> None:
     scale = LossScale(mesh(), ())
     gradient = torch.full((4,), float("nan"))
-    tag(gradient, Tier.HOST)
-    scale.check([gradient])
+    set_tier(gradient, Tier.HOST)
+    scale.update_overflow_flag([gradient])
     assert float(scale.found_inf) == 1.0
     assert tier_of(scale.found_inf.untyped_storage()) is Tier.DEVICE
-    for scalar, other in zip(scale.beside(gradient), (scale.scale, scale.found_inf), strict=True):
+    for scalar, other in zip(
+        scale.scalars_for(gradient), (scale.scale, scale.found_inf), strict=True
+    ):
         assert tier_of(scalar.untyped_storage()) is Tier.HOST
         assert torch.equal(scalar, other) and scalar is not other
-    assert scale.beside(torch.zeros(1)) == (scale.scale, scale.found_inf)
+    assert scale.scalars_for(torch.zeros(1)) == (scale.scale, scale.found_inf)
 
 
 def test_the_norm_of_a_scaled_loss_is_that_of_the_loss_and_clipping_leaves_the_scale() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as theirs
 
-from ptrain.axes.pipeline.catalogue import faults, schedule
+from ptrain.axes.pipeline.catalogue import make_schedule, schedule_faults
 from ptrain.axes.pipeline.schedule import Action, PipelineShape, Schedule
 from ptrain.errors import SpecError
 from ptrain.spec.pipeline import ScheduleName
@@ -29,7 +29,7 @@ GRID = [
     for microbatches in (1, 2, 3, 4, 5, 6, 7, 8, 12)
 ]
 LEGAL = {
-    name: [size for other, size in GRID if other is name and not list(faults(name, size))]
+    name: [size for other, size in GRID if other is name and not list(schedule_faults(name, size))]
     for name in CLASSES
 }
 every_schedule = pytest.mark.parametrize("name", CLASSES)
@@ -126,7 +126,7 @@ def computed(made: Schedule, rank: int) -> list[Action]:
 @every_schedule
 def test_torch_executes_our_order_action_by_action(name):
     for size in LEGAL[name]:
-        made = schedule(name, size)
+        made = make_schedule(name, size)
         for rank in range(size.ranks):
             log, _ = executed(name, size, rank)
             assert log == computed(made, rank), f"{size}, rank {rank}"
@@ -134,7 +134,7 @@ def test_torch_executes_our_order_action_by_action(name):
 
 def test_a_naive_pipeline_is_gpipes_of_one_microbatch_one_after_the_other():
     alone = PipelineShape(ranks=4, microbatches=1)
-    made = schedule(ScheduleName.NAIVE, PipelineShape(ranks=4, microbatches=3))
+    made = make_schedule(ScheduleName.NAIVE, PipelineShape(ranks=4, microbatches=3))
     for rank in range(4):
         log, _ = executed(ScheduleName.GPIPE, alone, rank)
         steps = [Action(each.kind, each.stage, number) for number in range(3) for each in log]
@@ -145,7 +145,7 @@ def test_a_naive_pipeline_is_gpipes_of_one_microbatch_one_after_the_other():
 def test_torch_sends_and_receives_what_crosses_between_ranks(name):
     """A stage asks its neighbours on other ranks only: once a micro-batch and direction."""
     for size in LEGAL[name]:
-        made = schedule(name, size)
+        made = make_schedule(name, size)
         for rank in range(size.ranks):
             for stage in executed(name, size, rank)[1]:
                 before = stage.stage_index > 0 and made.is_crossed(stage.stage_index - 1)
@@ -164,7 +164,7 @@ def test_torch_sends_and_receives_what_crosses_between_ranks(name):
 @every_schedule
 def test_gradients_are_reduced_after_the_last_backward_of_each_stage(name):
     for size in LEGAL[name]:
-        made = schedule(name, size)
+        made = make_schedule(name, size)
         for rank in range(size.ranks):
             for stage in executed(name, size, rank)[1]:
                 ends = [
@@ -179,7 +179,7 @@ def test_gradients_are_reduced_after_the_last_backward_of_each_stage(name):
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in SINGLE])
 def test_torchs_table_has_our_steps_pairs_included_and_our_ranks(name):
     for size in LEGAL[name]:
-        made = schedule(name, size)
+        made = make_schedule(name, size)
         table, _ = torchs(name, size, 0)
         assert table.stage_index_to_group_rank == dict(enumerate(made.rank_of))
         for rank, order in enumerate(made.orders):
@@ -208,9 +208,9 @@ def test_what_torch_refuses_is_refused_and_nothing_else(name):
             torchs(name, size, 0)
         except ValueError:
             with pytest.raises(SpecError):
-                schedule(name, size)
+                make_schedule(name, size)
         else:
-            schedule(name, size)
+            make_schedule(name, size)
 
 
 @pytest.mark.parametrize("name", VEES)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.optimizers.build import build_optimizer
-from ptrain.optimizers.by_operator import SGD
+from ptrain.optimizers.build import SGD, build_optimizer
 from ptrain.spec.job import OptimizerSpec
 from tests.torch_release import is_since
 

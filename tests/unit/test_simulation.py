@@ -12,7 +12,7 @@ import torch
 
 from ptrain.cli.main import main
 from ptrain.cost import Column, Phase, State
-from ptrain.derivation.allocator import reserved
+from ptrain.derivation.allocator import steady_reserved
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.models.objective import can_fuse
@@ -20,11 +20,11 @@ from ptrain.report.simulation import GARBAGE
 from ptrain.rooms import pretence
 from ptrain.rooms.comm import Tag
 from ptrain.selection.recompute import resolve_auto
-from ptrain.simulation.choice import chosen, classes
-from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
-from ptrain.simulation.living import Life, what
+from ptrain.simulation.choice import choose_ranks, rank_classes
+from ptrain.simulation.execute import SimulatedRank, rehearsal_device, simulate
+from ptrain.simulation.living import StorageLife, describe_storage
 from ptrain.spec.load import load
-from ptrain.spec.names import listing
+from ptrain.spec.names import list_files
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 
@@ -38,7 +38,7 @@ SMALL = (
     "batch={global: 4, micro: 1, sequence: 16}",
 )
 TINY = (*SMALL, "model.layers=1", "batch.global=2")  # for what is said, not what is held
-STRATEGIES = listing("strategies")
+STRATEGIES = list_files("strategies")
 BY_DEFAULT = ("ddp", "zero3", "tp-sp", "pp-zero3", "activation-offload")
 WITHOUT = {"tp": ("batch.global=1",), "tp-sp": ("batch.global=1",)}  # accumulation
 
@@ -48,12 +48,12 @@ def small(strategy: str, *changes: str) -> Spec:
 
 
 @cache
-def of_last_rank(strategy: str) -> Simulated:
+def of_last_rank(strategy: str) -> SimulatedRank:
     spec = small(strategy)
     return simulate(spec, spec.world_size - 1)
 
 
-def assert_equal(spec: Spec, found: Simulated) -> None:
+def assert_equal(spec: Spec, found: SimulatedRank) -> None:
     """Resident state, what lives for a while, traffic, operations and peaks: no byte is off."""
     simulated = found.estimate
     exact = derive(spec, facts_of(spec)).exact.of_rank(found.rank)
@@ -170,7 +170,7 @@ def test_what_muon_works_with_on_the_host_is_nothing_on_the_device() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_distinct_rank_of_every_strategy_does(strategy: str) -> None:
     spec = resolve_auto(load(strategy))
-    for rank in chosen(spec, derive(spec).exact, ["all-distinct"]):
+    for rank in choose_ranks(spec, derive(spec).exact, ["all-distinct"]):
         assert_equal(spec, simulate(spec, rank))
 
 
@@ -183,7 +183,7 @@ def test_a_rank_that_is_none_is_refused_from_python_too(rank: int) -> None:
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_the_peak_is_the_sum_of_what_lives_then(strategy: str) -> None:
     found = of_last_rank(strategy)
-    course = found.course
+    course = found.memory_history
     highest = max(row.device_bytes for row in found.estimate.peak)
     assert course.peak.total == highest == sum(row.device_bytes for row in course.held)
     by_state = Counter[State]()
@@ -193,7 +193,7 @@ def test_the_peak_is_the_sum_of_what_lives_then(strategy: str) -> None:
 
 
 def test_a_peak_is_told_by_units_modules_and_temporaries() -> None:
-    what = {row.what for row in of_last_rank("zero3").course.held}
+    what = {row.what for row in of_last_rank("zero3").memory_history.held}
     assert {"parameters", "optimizer", "gradients", "unsharded root"} <= what
     assert any(each.startswith("blocks.*.mlp") for each in what)
     assert not any(character.isdigit() for each in what for character in each)
@@ -202,28 +202,33 @@ def test_a_peak_is_told_by_units_modules_and_temporaries() -> None:
 @pytest.mark.parametrize(
     ("life", "expected"),
     [
-        (Life("logits", Phase.FORWARD), "logits"),
-        (Life(None, Phase.FORWARD), "loss"),
-        (Life("", Phase.FORWARD), "the model itself"),
-        (Life("layers.3.fc1", Phase.FORWARD), "layers.*.fc1"),
-        (Life("layers.3.fc1", Phase.BACKWARD), "layers.*.fc1, recomputed"),
-        (Life(None, Phase.BACKWARD), "temporaries of backward"),
-        (Life(None, Phase.UPDATE), "temporaries of the optimizer"),
-        (Life(None, Phase.BACKWARD, unit="blocks.7"), "unsharded blocks.*"),
-        (Life(None, Phase.BACKWARD, Tag(State.PARAMETERS, name="root")), "unsharded root"),
-        (Life(None, Phase.BACKWARD, Tag(State.GRADIENTS, name="b.1")), "gradients to reduce: b.*"),
+        (StorageLife("logits", Phase.FORWARD), "logits"),
+        (StorageLife(None, Phase.FORWARD), "loss"),
+        (StorageLife("", Phase.FORWARD), "the model itself"),
+        (StorageLife("layers.3.fc1", Phase.FORWARD), "layers.*.fc1"),
+        (StorageLife("layers.3.fc1", Phase.BACKWARD), "layers.*.fc1, recomputed"),
+        (StorageLife(None, Phase.BACKWARD), "temporaries of backward"),
+        (StorageLife(None, Phase.UPDATE), "temporaries of the optimizer"),
+        (StorageLife(None, Phase.BACKWARD, unit="blocks.7"), "unsharded blocks.*"),
+        (StorageLife(None, Phase.BACKWARD, Tag(State.PARAMETERS, name="root")), "unsharded root"),
         (
-            Life(None, None, Tag(State.GRADIENTS), State.GRADIENTS, is_declared=True),
+            StorageLife(None, Phase.BACKWARD, Tag(State.GRADIENTS, name="b.1")),
+            "gradients to reduce: b.*",
+        ),
+        (
+            StorageLife(None, None, Tag(State.GRADIENTS), State.GRADIENTS, is_declared=True),
             "gradient buckets",
         ),
     ],
 )
-def test_what_a_storage_is_comes_from_where_and_when_it_was_born(life: Life, expected: str) -> None:
-    assert what(life) == expected
+def test_what_a_storage_is_comes_from_where_and_when_it_was_born(
+    life: StorageLife, expected: str
+) -> None:
+    assert describe_storage(life) == expected
 
 
 def test_buffers_of_collectives_and_temporaries_are_transient() -> None:
-    rows = of_last_rank("zero3").course.held
+    rows = of_last_rank("zero3").memory_history.held
     passing = {
         row.state for row in rows if row.what.startswith(("unsharded", "gradients to reduce"))
     }
@@ -233,13 +238,13 @@ def test_buffers_of_collectives_and_temporaries_are_transient() -> None:
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_each_phase_is_told_where_it_needs_most(strategy: str) -> None:
     found = of_last_rank(strategy)
-    highest = {phase: moment.total for phase, moment in found.course.phase_peaks().items()}
+    highest = {phase: moment.total for phase, moment in found.memory_history.phase_peaks().items()}
     assert highest == {row.phase: row.device_bytes for row in found.estimate.peak}
 
 
 def test_a_course_passes_through_the_phases_in_their_order() -> None:
     spec = small("zero3")
-    moments = of_last_rank("zero3").course.moments
+    moments = of_last_rank("zero3").memory_history.moments
     passes = [(moment.phase, moment.micro_batch) for moment in moments]
     order = [passes[0], *(after for before, after in pairwise(passes) if before != after)]
     each = [(phase, k) for k in range(spec.batch.accumulate) for phase in ("forward", "backward")]
@@ -254,7 +259,7 @@ def test_a_rehearsal_with_real_tensors_holds_and_sends_the_same(strategy: str) -
     spec = small(strategy, "device=cpu")
     fake, real = simulate(spec, 1), simulate(spec, 1, rehearse=True)
     assert real.estimate == fake.estimate
-    assert real.course.peak.device_bytes == fake.course.peak.device_bytes
+    assert real.memory_history.peak.device_bytes == fake.memory_history.peak.device_bytes
 
 
 def test_a_rehearsal_is_on_a_gpu_where_there_is_one_and_the_spec_does_not_say_cpu() -> None:
@@ -265,9 +270,9 @@ def test_a_rehearsal_is_on_a_gpu_where_there_is_one_and_the_spec_does_not_say_cp
 
 def test_ranks_are_of_one_kind_where_they_hold_the_same_at_the_same_place_along_pp() -> None:
     spec = small("pp-dp")
-    assert classes(spec, derive(spec).exact) == [(0, 1), (2, 3)]
+    assert rank_classes(spec, derive(spec).exact) == [(0, 1), (2, 3)]
     uneven = small("zero3", "mesh.dp_shard=4", "model.vocab=262")
-    found = classes(uneven, derive(uneven).exact)
+    found = rank_classes(uneven, derive(uneven).exact)
     assert sorted(rank for ranks in found for rank in ranks) == [0, 1, 2, 3]
     assert len(found) == 2, "262 rows are 66, 66, 66 and 64"
 
@@ -275,23 +280,23 @@ def test_ranks_are_of_one_kind_where_they_hold_the_same_at_the_same_place_along_
 def test_without_a_rank_the_first_is_simulated_and_the_one_that_needs_most() -> None:
     spec = small("pp-naive", "model.vocab=4096", "model.tied=false")
     exact = derive(spec).exact
-    assert chosen(spec, exact) == (0, 1), "the last stage has the logits"
-    assert chosen(spec, exact, ["1"]) == (1,)
-    assert chosen(spec, exact, ["all-distinct"]) == (0, 1)
+    assert choose_ranks(spec, exact) == (0, 1), "the last stage has the logits"
+    assert choose_ranks(spec, exact, ["1"]) == (1,)
+    assert choose_ranks(spec, exact, ["all-distinct"]) == (0, 1)
 
 
 @pytest.mark.parametrize("asked", [["0", "all-distinct"], ["all-distinct", "all-distinct"]])
 def test_all_distinct_stands_alone(asked: list[str]) -> None:
     spec = small("zero3")
     with pytest.raises(SpecError, match="or `--rank all-distinct` alone"):
-        chosen(spec, derive(spec).exact, asked)
+        choose_ranks(spec, derive(spec).exact, asked)
 
 
 @pytest.mark.parametrize("wrong", ["2", "-1", "first", "1.5", "²"])
 def test_what_is_no_rank_of_the_mesh_is_refused(wrong: str) -> None:
     spec = small("zero3")
     with pytest.raises(SpecError, match="is not a rank of a mesh with 2 ranks") as refusal:
-        chosen(spec, derive(spec).exact, [wrong])
+        choose_ranks(spec, derive(spec).exact, [wrong])
     assert "from 0 to 1, or `all-distinct`" in str(refusal.value)
 
 
@@ -323,7 +328,7 @@ OF_PRODUCTS = 64 * 2**20  # on an H100, as long as a process lives
 
 
 def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(pretence, "lacking", lambda: "it stays in this process")
+    monkeypatch.setattr(pretence, "missing_requirement", lambda: "it stays in this process")
     assert main(["simulate", "zero3", *TINY, "cluster.preset=h100-8", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["simulation"]["ranks"]
     for amount in rank["reserved"].values():
@@ -339,8 +344,8 @@ def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys, monkeypatch) 
 def test_what_an_allocator_sees_living_at_most_is_the_peak(strategy: str) -> None:
     simulated = of_last_rank(strategy)
     for expands in (False, True):
-        amount = reserved(simulated.run.stream.allocated(), expands=expands)
-        assert amount is not None and amount.living == simulated.course.peak.total
+        amount = steady_reserved(simulated.run.stream.allocated_step(), expands=expands)
+        assert amount is not None and amount.living == simulated.memory_history.peak.total
         assert amount.device_bytes > amount.living
 
 

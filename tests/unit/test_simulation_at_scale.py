@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import MODEL_STATES
 from ptrain.report.record import compare_estimates
@@ -117,7 +117,7 @@ PAPER: Mapping[str, tuple[float | None, float]] = {
 def differing(job: Job) -> list[str]:
     """Return the figures, peaks apart, in which a simulated rank differs from the prediction."""
     name, *overrides = job.words
-    spec = require(load(name, overrides))
+    spec = require_runnable(load(name, overrides))
     exact = derive(spec, facts_of(spec)).exact
     return [
         f"rank {rank}: {check.name}: exact {check.predicted}, simulated {check.measured}"
@@ -135,7 +135,7 @@ def test_a_rank_of_a_published_model_holds_and_sends_what_was_derived(name: str)
 @pytest.mark.parametrize("name", PAPER)
 def test_70b_on_8_ranks_executes_the_papers_bytes(name: str) -> None:
     state, sent = PAPER[name]
-    simulated = simulate(require(load(name))).estimate
+    simulated = simulate(require_runnable(load(name))).estimate
     if state is not None:
         held = sum(simulated.bytes_of(each) for each in MODEL_STATES)
         assert f"{held / GB:.1f}" == f"{state:.1f}"

@@ -105,9 +105,9 @@ def test_without_its_patch_transformers_makes_a_mask_for_samples_that_may_be_pac
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = of_class()
-    right = simulate(spec).course.peak.total
+    right = simulate(spec).memory_history.peak.total
     monkeypatch.setattr(patches, "PACKED", "nothing")
-    assert simulate(spec).course.peak.total > right
+    assert simulate(spec).memory_history.peak.total > right
 
 
 def test_a_model_of_the_user_is_simulated() -> None:

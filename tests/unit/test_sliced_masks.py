@@ -89,7 +89,7 @@ def test_the_one_kernel_of_gpus_keeps_of_its_mask_the_part(dtype: torch.dtype) -
     torch.manual_seed(0)
     y_BSC, mask_BSC = torch.native_dropout(whole, RATE, True)
     torch.manual_seed(0)
-    y_BTC = masks.masked(x_BTC, RATE)
+    y_BTC = masks.drop_on_gpu(x_BTC, RATE)
     torch.testing.assert_close(y_BTC, own(masks, y_BSC))
     y_BTC.sum().backward()
     kept = own(masks, mask_BSC).to(dtype) / (1 - RATE)

@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from ptrain.simulation.equal_blocks import (
-    Incomparable,
-    common,
+    NotComparableError,
+    common_leaves,
     differ_in_layers_alone,
     structure_of,
 )
@@ -45,7 +45,7 @@ def names(layers: int) -> list[str]:
 
 def is_alike(stack: Stack) -> bool:
     _, blocks = structure_of(stack, names(len(stack.blocks)))
-    return common(blocks) is not None
+    return common_leaves(blocks) is not None
 
 
 def test_blocks_that_differ_in_their_own_index_are_alike() -> None:
@@ -106,7 +106,7 @@ class Counting(random.Random):
 def test_an_attribute_without_a_value_is_no_proof(make: Callable[[], object]) -> None:
     stack = Stack(4)
     stack.hidden = make()
-    with pytest.raises(Incomparable):
+    with pytest.raises(NotComparableError):
         structure_of(stack, names(4))
 
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.tables import Place, Setting
-from ptrain.internals.dtensor import forget_shapes
-from ptrain.models.trace import Born, Completion, Died
+from ptrain.internals.dtensor import clear_shape_caches
+from ptrain.models.trace import GradientComplete, StorageAllocated, StorageFreed
 from ptrain.traces import work_tables, write
-from ptrain.traces.block_tables import PassTable
+from ptrain.traces.block_tables import PassTable, trace_stage
+from ptrain.traces.settings import TableWriter, symbols
 
 WHOLE = [
     (part, setting)
@@ -53,7 +54,7 @@ def written(part: TablePart, setting: Setting) -> Any:
 
 @pytest.mark.parametrize(("part", "setting"), list(cases()))
 def test_the_committed_tables_are_what_the_command_writes(part, setting):
-    stored = archive.table(part, setting.name(part))[setting.way(part)]
+    stored = archive.read_table(part, setting.name(part))[setting.way(part)]
     if not torch.__version__.startswith(stored["torch"]):
         pytest.skip(f"traced with torch {stored['torch']}, this is {torch.__version__}")
     assert written(part, setting) == stored
@@ -70,7 +71,7 @@ def written_of_cuts(part: TablePart, name: str, ways: list[str]) -> dict[str, An
         tables = {way: maker(by_way[way], mesh).build() for way in ways or by_way}
     finally:
         dist.destroy_process_group()
-        forget_shapes()  # which DTensor keeps with the group that is gone
+        clear_shape_caches()  # which DTensor keeps with the group that is gone
     again: dict[str, Any] = json.loads(json.dumps(tables))
     return again
 
@@ -80,7 +81,7 @@ def of_cuts() -> Iterator[Any]:
     yield TablePart.PASSES, "llama-untied-mha-bf16-one", ["cut"]
     yield TablePart.LOSS, "gpt-tied-bf16-one", ["whole-gathered"]
     for part in write.MAKERS:
-        for name in sorted(archive.names(part)):
+        for name in sorted(archive.table_names(part)):
             if "cuda" not in name:
                 yield pytest.param(part, name, [], marks=pytest.mark.nightly, id=f"{part}/{name}")
 
@@ -89,7 +90,7 @@ def of_cuts() -> Iterator[Any]:
 def test_the_committed_tables_of_operators_that_are_cut_are_what_the_command_writes(
     ranks, part, name, ways
 ):
-    stored = archive.table(part, name)
+    stored = archive.read_table(part, name)
     if not torch.__version__.startswith(stored["plain"]["torch"]):
         pytest.skip("traced with another torch")
     (again,) = ranks.run(1, written_of_cuts, part, name, ways)
@@ -105,7 +106,7 @@ def over_context() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "make"), list(over_context()))
 def test_the_committed_tables_over_the_context_axis_are_what_the_command_writes(name, make):
-    stored = archive.table(TablePart.CONTEXT, name)
+    stored = archive.read_table(TablePart.CONTEXT, name)
     if not all(torch.__version__.startswith(table["torch"]) for table in stored.values()):
         pytest.skip("traced with another torch")
     assert make() == stored
@@ -114,13 +115,15 @@ def test_the_committed_tables_over_the_context_axis_are_what_the_command_writes(
 def test_the_command_writes_every_table_that_is_committed():
     """Attention's kernels only where CUDA's operators can be asked; elsewhere that table stays."""
     names = {(part, name) for part, name, _ in write.tables(None)}
-    assert names | {(TablePart.KERNEL, "attention")} == set(archive.tables())
+    assert names | {(TablePart.KERNEL, "attention")} == set(archive.read_tables())
 
 
 def test_every_way_of_a_table_is_committed():
     for part, (_, of_part) in write.MAKERS.items():
         ways = {(setting.name(part), setting.way(part)) for setting in of_part()}
-        assert ways == {(n, way) for n in archive.names(part) for way in archive.table(part, n)}
+        assert ways == {
+            (n, way) for n in archive.table_names(part) for way in archive.read_table(part, n)
+        }
 
 
 OF_STAGES = {
@@ -143,16 +146,19 @@ def test_both_halves_leave_what_the_whole_backward_pass_leaves(place):
     """What is left of the whole pass, handed on, gradients and loss, is left of the halves too;
     there what the graph keeps goes in the end, which is not listed."""
     left = []
-    for trace in PassTable(OF_STAGES[NAMES[0]]).stage(place, 2):
+    own = OF_STAGES[NAMES[0]]
+    for trace in trace_stage(own, TableWriter(tuple(symbols(own))), None, place, 2):
         recording = trace.recording
         events = [event for events in recording.passes.values() for event in events]
-        gone = {event.id for event in events if isinstance(event, Died | Completion)}
+        gone = {event.id for event in events if isinstance(event, StorageFreed | GradientComplete)}
         alive = sorted(
             recording.sizes[event.id]
             for event in events
-            if isinstance(event, Born) and event.id not in gone
+            if isinstance(event, StorageAllocated) and event.id not in gone
         )
-        complete = sorted(event.parameter for event in events if isinstance(event, Completion))
+        complete = sorted(
+            event.parameter for event in events if isinstance(event, GradientComplete)
+        )
         left.append((complete, alive))
     (names, whole), (again, halves) = left
     assert names == again

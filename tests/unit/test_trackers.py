@@ -16,7 +16,7 @@ import pytest
 
 from ptrain.errors import SpecError
 from ptrain.spec.job import LogSpec
-from ptrain.spec.leaf import keys
+from ptrain.spec.leaf import section_keys
 from ptrain.train import journal
 from ptrain.train import tracker as tracker_module
 from ptrain.train.folder import RunFolder
@@ -104,7 +104,7 @@ def refuse_all(message: str = "no route to host") -> object:
 
 
 def test_the_key_names_the_trackers_that_there_are():
-    (_, words) = keys(LogSpec)["trackers"]
+    (_, words) = section_keys(LogSpec)["trackers"]
     assert [*words.words] == [*TRACKERS]
 
 

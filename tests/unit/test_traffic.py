@@ -6,20 +6,20 @@ import torch
 
 from ptrain.cost import Collective, Phase, State
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.ledger import tag
-from ptrain.rooms.comm import Registry
+from ptrain.models.ledger import set_tier
+from ptrain.rooms.comm import TagRegistry
 from ptrain.spec.placement import Tier
 
 
 def on(tier: Tier, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     tensor = torch.zeros(size, dtype=dtype)
     if tier is not Tier.DEVICE:
-        tag(tensor, tier)
+        set_tier(tensor, tier)
     return tensor
 
 
 def test_each_way_between_two_tiers_is_a_row_of_its_own():
-    registry = Registry()
+    registry = TagRegistry()
     device, host, file = (on(tier, 10) for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE))
     registry.tag(host, State.OPTIMIZER)
     meter = TrafficMeter(registry, {})
@@ -44,7 +44,7 @@ def test_each_way_between_two_tiers_is_a_row_of_its_own():
 
 
 def test_the_state_is_that_of_either_end_and_the_bytes_are_the_sources():
-    registry = Registry()
+    registry = TagRegistry()
     target = registry.tag(on(Tier.DEVICE, 6), State.GRADIENTS)
     meter = TrafficMeter(registry, {})
     with meter:
@@ -55,7 +55,7 @@ def test_the_state_is_that_of_either_end_and_the_bytes_are_the_sources():
 
 
 def test_a_list_copied_at_once_is_a_call_each():
-    meter = TrafficMeter(Registry(), {})
+    meter = TrafficMeter(TagRegistry(), {})
     with meter:
         torch._foreach_copy_(
             [on(Tier.DEVICE, 2), on(Tier.DEVICE, 3)], [on(Tier.HOST, 2), on(Tier.HOST, 3)]

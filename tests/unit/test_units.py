@@ -10,10 +10,10 @@ from torch import nn
 
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.derivation import layers as layer_tables
-from ptrain.derivation.layers import everyone
+from ptrain.derivation.layers import all_represented
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import ModelShape
@@ -36,7 +36,7 @@ def text(shape: ModelShape) -> str:
 @pytest.mark.parametrize("shape", SHAPES, ids=text)
 def test_the_formulas_name_the_modules_and_tensors_of_the_module(shape, size):
     with torch.device("meta"):
-        module = build(shape, sequence=12)
+        module = build_model(shape, sequence=12)
     stated = facts(shape, 12, size)
     assert stated.unit_modules == unit_modules(module, size)
     assert [
@@ -55,8 +55,8 @@ def test_the_formulas_name_the_modules_and_tensors_of_the_module(shape, size):
 )
 def test_a_table_gives_the_trace_with_hooks_on_these_units_to_the_byte(shape, size, compute):
     seen = traced(shape, TORCH[compute], size)
-    played = everyone(facts(shape, 16, size).units, shape.layers)
-    derived = layer_tables.timeline(setting(shape, compute, sequence=16), played)
+    played = all_represented(facts(shape, 16, size).units, shape.layers)
+    derived = layer_tables.model_timeline(setting(shape, compute, sequence=16), played)
     assert derived.forward == seen.forward
     assert derived.backward == seen.backward
 

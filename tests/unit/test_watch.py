@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.internals.part import replaced
+from ptrain.internals.part import replace_attributes
 from ptrain.models.ledger import OfStorages, storage_of
-from ptrain.models.watch import listening, watching
+from ptrain.models.watch import add_listeners, watch_modules
 
 
 class Raising(nn.Module):
@@ -26,7 +26,7 @@ def test_the_paths_that_run_are_outermost_first_and_a_module_that_raises_is_none
     def before(*_: object) -> None:
         seen.append([*running])
 
-    with watching(model.named_modules(), before=before) as running:
+    with watch_modules(model.named_modules(), before=before) as running:
         with pytest.raises(ValueError, match="no such width"):
             model(torch.ones(1))
         assert running == []
@@ -42,7 +42,7 @@ def test_what_is_returned_of_a_call_stands_in_its_place_while_it_is_watched():
     def after(path: str, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output * 10
 
-    with watching([("layer", layer)], before=before, after=after):
+    with watch_modules([("layer", layer)], before=before, after=after):
         assert layer(torch.tensor(1)) == 20
     assert layer(torch.tensor(1)) == 1
 
@@ -62,8 +62,8 @@ def test_attributes_and_listeners_are_as_before_when_what_replaces_them_raises()
     layer, listeners = nn.Identity(), ["first"]
     with (
         pytest.raises(ValueError, match="within"),
-        replaced(layer, training=False),
-        listening(listeners, "second"),
+        replace_attributes(layer, training=False),
+        add_listeners(listeners, "second"),
     ):
         assert not layer.training and listeners == ["first", "second"]
         raise ValueError("within")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.axes.data.run.flat_target import OwnRows, ParameterMembers
+from ptrain.axes.data.run.flat_target import LocalRowWriter, ParameterMembers
 from ptrain.models import pretrained
-from ptrain.models.initialize import InitialValues, build
+from ptrain.models.initialize import InitialValues, build_model
 from ptrain.models.pretrained import weights_of
-from ptrain.models.window import Window, narrowed, whole
+from ptrain.models.window import Window, full_window, narrow_to_window
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from tests.published_folders import saved
@@ -47,41 +47,43 @@ def test_any_window_of_a_tensor_is_that_of_the_whole_one_and_nothing_else_is_rea
 ) -> None:
     monkeypatch.setattr(pretrained, "MOST_MAPPED", mapped)
     shape = shape_of(saved(case, tmp_path / "in"))
-    module = build(shape, sequence=SEQUENCE)
+    module = build_model(shape, sequence=SEQUENCE)
     values, random = InitialValues(module=module, seed=0), Random(0)
     for name, parameter in module.named_parameters():
         sizes = tuple(parameter.shape)
         everything = torch.full(sizes, math.nan)
-        values.write(name, sizes, whole(sizes), everything)
+        values.write_window(name, sizes, full_window(sizes), everything)
         assert not everything.isnan().any(), name
         for window in (drawn(random, sizes) for _ in range(4)):
             part = torch.full([size for _, size in window], math.nan)
             before = weights_of(shape).bytes_read
-            values.write(name, sizes, window, part)
-            assert torch.equal(part, narrowed(everything, window)), (name, window)
+            values.write_window(name, sizes, window, part)
+            assert torch.equal(part, narrow_to_window(everything, window)), (name, window)
             assert weights_of(shape).bytes_read - before == part.nbytes
 
 
 def test_a_master_copy_begins_with_what_the_model_computes_with(tmp_path: Path) -> None:
     shape = shape_of(saved("llama", tmp_path / "in"))
-    module = build(shape, sequence=SEQUENCE)
+    module = build_model(shape, sequence=SEQUENCE)
     name, sizes = "embed.weight", tuple(module.embed.weight.shape)
     parts = [torch.empty(sizes) for _ in range(2)]
     for part, dtype in zip(parts, (torch.float32, torch.bfloat16), strict=True):
-        InitialValues(module=module, seed=0, dtype=dtype).write(name, sizes, whole(sizes), part)
+        InitialValues(module=module, seed=0, dtype=dtype).write_window(
+            name, sizes, full_window(sizes), part
+        )
     assert torch.equal(parts[1], parts[0].bfloat16().float()) and not torch.equal(*parts)
 
 
 def test_a_drawn_tensor_has_the_same_windows() -> None:
-    module = build(load("ddp").spec.model, sequence=SEQUENCE)
+    module = build_model(load("ddp").spec.model, sequence=SEQUENCE)
     values, sizes = InitialValues(module=module, seed=3), tuple(module.embed.weight.shape)
     everything, part = torch.empty(sizes), torch.empty(5, 3)
-    values.write("embed.weight", sizes, whole(sizes), everything)
-    values.write("embed.weight", sizes, ((7, 5), (2, 3)), part)
+    values.write_window("embed.weight", sizes, full_window(sizes), everything)
+    values.write_window("embed.weight", sizes, ((7, 5), (2, 3)), part)
     assert torch.equal(part, everything[7:12, 2:5])
 
 
-def unit(shapes: list[tuple[int, ...]], values: OwnRows) -> tuple[torch.Tensor, Any]:
+def unit(shapes: list[tuple[int, ...]], values: LocalRowWriter) -> tuple[torch.Tensor, Any]:
     """A flat buffer of ones that parameters without memory have adopted, and its members."""
     named = []
     for number, shape in enumerate(shapes):
@@ -91,7 +93,7 @@ def unit(shapes: list[tuple[int, ...]], values: OwnRows) -> tuple[torch.Tensor, 
     members = ParameterMembers(named)
     members.values = values
     buffer = torch.full([sum(map(math.prod, shapes)) + 3], -1.0)  # and its padding
-    members.adopt(buffer)
+    members.bind_views(buffer)
     return buffer, members
 
 
@@ -110,7 +112,7 @@ def test_of_a_flat_unit_the_rows_that_its_shard_reaches_are_written_and_no_other
         taken.extend(f"{name}[{first + row}]" for row in range(len(part)))
         part.copy_(torch.full_like(part, float(name[1:])))
 
-    buffer, members = unit(shapes, OwnRows(write, stretches))
+    buffer, members = unit(shapes, LocalRowWriter(write, stretches))
     kept = {place for begin, end in stretches for place in range(begin, min(end, numel))}
     place, expected = 0, []
     for number, shape in enumerate(shapes):

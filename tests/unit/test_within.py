@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ptrain.derivation.workspaces import attention_backward, sum_of_rows
+from ptrain.derivation.kernels import attention_backward, sum_of_rows
 from ptrain.simulation.execute import simulate
-from ptrain.simulation.living import within
+from ptrain.simulation.living import kernel_allocations
 from ptrain.simulation.replay import Change
 from ptrain.spec.load import load
 
@@ -54,5 +54,5 @@ def test_where_sums_are_deterministic_attentions_are_not_known() -> None:
 def test_sums_of_other_kinds_take_nothing_that_is_known(
     shape: tuple[int, ...], dimensions: list[int] | None, dtype: torch.dtype
 ) -> None:
-    of_operator = within(load("zero3", ("cluster.preset=h100-8",)).spec)
+    of_operator = kernel_allocations(load("zero3", ("cluster.preset=h100-8",)).spec)
     assert of_operator("aten::sum", (torch.zeros(shape, dtype=dtype), dimensions)) == ()

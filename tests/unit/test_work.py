@@ -29,7 +29,7 @@ from ptrain.facts.model import (
 )
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.work import OperatorSizes, is_opaque, sizes_of
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.world import fake_world
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
@@ -51,7 +51,7 @@ class Computed(OperatorMode):
         self.operators: list[OperatorSizes] = []
         self.is_opaque = False
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
         self.operators += sizes_of(function, args, kwargs, result)
         self.is_opaque |= is_opaque(function)
@@ -199,7 +199,7 @@ def test_the_tables_tell_what_a_fresh_recording_does(model: str, attention: str,
     told = model_work(spec, derivation.plan, derivation.facts)
     recorded = read_facts(spec).work
     assert told is not None and recorded is not None
-    pairs = zip(parts(told), parts(recorded.model), strict=True)
+    pairs = zip(parts(told), parts(recorded.to_model), strict=True)
     assert all(whole(table) == whole(recording) for table, recording in pairs)
 
 
@@ -211,7 +211,7 @@ def test_the_tables_know_how_often_a_layer_looks_at_a_tensor_in_another_way(mode
     told = model_work(spec, derivation.plan, derivation.facts)
     recorded = read_facts(spec).work
     assert told is not None and recorded is not None
-    for table, recording in zip(told.layers, recorded.model.layers, strict=True):
+    for table, recording in zip(told.layers, recorded.to_model.layers, strict=True):
         for work, other in (
             (table.forward, recording.forward),
             (table.backward, recording.backward),
@@ -225,7 +225,7 @@ def test_the_tables_know_how_often_a_layer_looks_at_a_tensor_in_another_way(mode
 
 def of_facts(facts: ModelFacts) -> ModelWork:
     (work,) = facts.part_works
-    return work.model
+    return work.to_model
 
 
 def test_the_stages_of_a_model_compute_what_the_whole_does():
@@ -233,7 +233,7 @@ def test_the_stages_of_a_model_compute_what_the_whole_does():
     spec = test_chain.spec_of({"target": "tests.models_external:pairs"})
     facts = read_facts(spec, allow_import=True)
     assert facts.work is not None
-    work, alone = of_facts(facts), facts.work.model
+    work, alone = of_facts(facts), facts.work.to_model
     assert len(work.layers) == len(alone.layers) == len(facts.blocks)
     assert [whole(layer) for layer in work.layers] == [whole(layer) for layer in alone.layers]
     assert computing(work.front.forward) == computing(alone.front.forward)
@@ -257,7 +257,7 @@ def test_of_a_model_whose_layers_are_no_units_the_first_one_bears_it_all():
     ).spec
     facts = read_facts(spec, allow_import=True)
     assert facts.work is not None
-    first, *others = facts.work.model.layers
+    first, *others = facts.work.to_model.layers
     assert first.forward and not any(layer.forward for layer in others)
 
 
@@ -278,7 +278,7 @@ def passes_over_context(
         world.close()
     works = recorder.recording().works
     forward, backward = (
-        pass_work([work.what for _, work in works[name]]) for name in ("forward", "backward")
+        pass_work([work.record for _, work in works[name]]) for name in ("forward", "backward")
     )
     return forward, backward
 
@@ -308,7 +308,7 @@ def test_a_hop_of_a_ring_is_awaited_behind_the_product_that_it_runs_beside():
 def test_gathered_keys_and_their_gradients_take_the_time_of_a_collective_over_cp(
     via: ReduceScatterVia, home: Collective
 ) -> None:
-    core_of = partial(GatheredCore, scale=None, via=via, registry=Registry())
+    core_of = partial(GatheredCore, scale=None, via=via, registry=TagRegistry())
     passes = passes_over_context(core_of)
     for work, collective in zip(passes, (Collective.ALL_GATHER, home), strict=True):
         (sent,) = (item for item in work if isinstance(item, InnerCollective))

@@ -15,7 +15,9 @@ from ptrain.rooms.world import World
 def rank(monkeypatch):
     """A rank that a launcher started, up to its meeting with the others; returns what it chose."""
     started = {}
-    monkeypatch.setattr("ptrain.rooms.world._start", lambda *args: started.update(b=args[1]))
+    monkeypatch.setattr(
+        "ptrain.rooms.world._create_default_group", lambda *args: started.update(b=args[1])
+    )
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
     def join(number: int, *, num_local: int, num_gpus: int, device: str = "auto") -> tuple:

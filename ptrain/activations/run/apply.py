@@ -38,12 +38,12 @@ from ptrain.errors import refused
 from ptrain.internals.checkpoint import checkpoint
 from ptrain.internals.dispatch import operator_names
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
-from ptrain.models.ledger import OfStorages, is_tagged, storage_of
+from ptrain.models.ledger import OfStorages, has_tier, storage_of
 from ptrain.models.transformer import Transformer
-from ptrain.models.watch import runs_again
-from ptrain.rooms.comm import Registry
+from ptrain.models.watch import is_recomputing
+from ptrain.rooms.comm import TagRegistry
 from ptrain.rooms.torch import Tiers
-from ptrain.spec.activations import Kept, Operators, Policy, Scope
+from ptrain.spec.activations import ActivationMode, Operators, Policy, Scope
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 
@@ -80,13 +80,15 @@ _NAMES = {
 }
 
 
-def recompute(module: nn.Module, policy: Policy, *, draws: bool, is_compiled: bool = False) -> None:
+def apply_recomputation(
+    module: nn.Module, policy: Policy, *, draws: bool, is_compiled: bool = False
+) -> None:
     """Make `module`'s forward pass run again in backward, until all that was not kept is there.
     With `draws` it may draw random numbers, which are then the same. `is_compiled`: the compiler
     is to plan it, which reads the function, and no hooks of a composable checkpoint."""
     options: dict[str, Any] = {"preserve_rng_state": draws}
     if policy.keep:
-        options["context_fn"] = _contexts_of(policy.keep)
+        options["context_fn"] = _contexts_keeping(policy.keep)
     if is_compiled:
         options["use_reentrant"] = False
         module.forward = partial(checkpoint_function, module.forward, **options)
@@ -95,16 +97,16 @@ def recompute(module: nn.Module, policy: Policy, *, draws: bool, is_compiled: bo
 
 
 @cache
-def _contexts_of(kinds: tuple[Operators, ...]) -> Any:
+def _contexts_keeping(kinds: tuple[Operators, ...]) -> Any:
     """One for all modules: a compiled program is of this very object."""
-    return partial(_contexts, frozenset(chain.from_iterable(map(operators, kinds))))
+    return partial(_create_contexts, frozenset(chain.from_iterable(map(operators_of_kind, kinds))))
 
 
-def _contexts(kept: frozenset[Any]) -> Any:
-    return create_selective_checkpoint_contexts(_Keeping(kept))
+def _create_contexts(kept: frozenset[Any]) -> Any:
+    return create_selective_checkpoint_contexts(_SavePolicy(kept))
 
 
-class _Keeping:
+class _SavePolicy:
     """The choice of the results that one pass of a module keeps, in the order of its operators."""
 
     def __init__(self, kept: frozenset[Any]) -> None:
@@ -113,12 +115,12 @@ class _Keeping:
 
     def __call__(self, _: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
         """Return whether the result of `operator` is kept; forward and backward agree on it."""
-        if self._has_partial and operator in _sums():
+        if self._has_partial and operator in _reduction_operators():
             self._has_partial = False
             return CheckpointPolicy.MUST_SAVE
         if operator not in self.kept:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if operator in operators(Operators.MATMUL) and _is_partial(args):
+        if operator in operators_of_kind(Operators.MATMUL) and _is_partial(args):
             self._has_partial = True
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
@@ -131,23 +133,23 @@ def _is_partial(args: tuple[Any, ...]) -> bool:
 
 
 @cache
-def _sums() -> tuple[Any, ...]:
+def _reduction_operators() -> tuple[Any, ...]:
     names = ("reduce_scatter_tensor", "all_reduce")
-    return tuple(_overload(f"_c10d_functional::{name}") for name in names)
+    return tuple(_default_overload(f"_c10d_functional::{name}") for name in names)
 
 
 @cache
-def operators(kind: Operators) -> tuple[Any, ...]:
+def operators_of_kind(kind: Operators) -> tuple[Any, ...]:
     """Return the operators of a kind that this torch has."""
     overloads: list[Any] = []
     for name in _NAMES[kind]:
-        overloads += [_overload(full_name) for full_name in _matching(name)]
+        overloads += [_default_overload(full_name) for full_name in _matching_operators(name)]
     if kind is Operators.ATTENTION:
         overloads.append(torch.ops.higher_order.flex_attention)
     return tuple(overloads)
 
 
-def _matching(name: str) -> Iterator[str]:
+def _matching_operators(name: str) -> Iterator[str]:
     stem = name.removesuffix("*")
     for full_name in operator_names():
         is_forward = "." not in full_name and not full_name.endswith("_backward")
@@ -155,7 +157,7 @@ def _matching(name: str) -> Iterator[str]:
             yield full_name
 
 
-def _overload(name: str) -> Any:
+def _default_overload(name: str) -> Any:
     space, _, operator = name.partition("::")
     return getattr(getattr(torch.ops, space), operator).default
 
@@ -183,51 +185,53 @@ class OffloadHooks:
         self.model = model
         self.tiers = tiers
         self.streams = _Streams(tiers.device) if tiers.device.type == "cuda" else None
-        self._known: OfStorages[tuple[int, weakref.ref[Away]]] = weakref.WeakKeyDictionary()
+        self._known: OfStorages[tuple[int, weakref.ref[OffloadedStorage]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._last: _ModulePass | None = None
         self._buffers: list[_Home] | None = None  # of a forward pass
-        model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._begin, always_call=True)
+        model.register_forward_pre_hook(self._reset_pass)
+        model.register_forward_hook(self._reset_pass, always_call=True)
 
-    def around(self, module: nn.Module, tier: Tier) -> None:
+    def register_on(self, module: nn.Module, tier: Tier) -> None:
         """What autograd saves while `module` runs is kept on `tier`."""
         entered: list[saved_tensors_hooks] = []
 
         def enter(_: nn.Module, __: object) -> None:
-            if not torch.is_grad_enabled() or runs_again():
+            if not torch.is_grad_enabled() or is_recomputing():
                 return
-            homes = _homes(module, "_parameters", "_buffers")
+            homes = _tensor_dicts(module, "_parameters", "_buffers")
             self._last = _ModulePass(tier, self._last, homes)
             hooks = saved_tensors_hooks(partial(self._pack, self._last), _unpack)
             hooks.__enter__()
             entered.append(hooks)
 
         def leave(*_: object) -> None:
-            if entered and not runs_again():
+            if entered and not is_recomputing():
                 entered.pop().__exit__(None, None, None)
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave, always_call=True)
 
-    def _begin(self, *_: object) -> None:
+    def _reset_pass(self, *_: object) -> None:
         """A micro-batch's forward pass begins or ends: no module is before the first one."""
-        if not runs_again():
+        if not is_recomputing():
             self._last = self._buffers = None
 
     def _pack(self, owner: _ModulePass, saved: torch.Tensor) -> Any:
         with torch.no_grad():
-            held = _plain(saved)
-            if not self._moves(held, owner):
+            held = _local_tensor(saved)
+            if not self._should_offload(held, owner):
                 return saved
-            return _View(
-                away=self._away(held, owner),
+            return _SavedView(
+                storage=self._offload(held, owner),
                 owner=owner,
                 dtype=held.dtype,
-                place=(tuple(held.shape), held.stride(), held.storage_offset()),
-                cut=_Cut.of(saved),
+                geometry=(tuple(held.shape), held.stride(), held.storage_offset()),
+                layout=_ShardLayout.from_dtensor(saved),
             )
 
-    def _moves(self, held: torch.Tensor, owner: _ModulePass) -> bool:
+    def _should_offload(self, held: torch.Tensor, owner: _ModulePass) -> bool:
         if held.layout is not torch.strided or held.device.type != self.tiers.device.type:
             return False
         if not held.is_floating_point() and held.dtype not in _SMALL:
@@ -235,35 +239,37 @@ class OffloadHooks:
         storage = held.untyped_storage()
         size = storage.nbytes()
         is_whole = bool(size) and size % held.itemsize == 0
-        if not is_whole or is_tagged(storage):
+        if not is_whole or has_tier(storage):
             return False
-        return self._moved(held) is not None or not self._owns(storage, owner)
+        return self._find_offloaded(held) is not None or not self._is_parameter_or_buffer(
+            storage, owner
+        )
 
-    def _owns(self, storage: torch.UntypedStorage, owner: _ModulePass) -> bool:
+    def _is_parameter_or_buffer(self, storage: torch.UntypedStorage, owner: _ModulePass) -> bool:
         """Whether it is of the module's parameters, as they are now: parts of it may be gathered
         for their own time only; or of buffers, which a model hands to its modules."""
         if self._buffers is None:
-            self._buffers = _homes(self.model, "_buffers")
-        homes = (*owner.homes, *self._buffers)
+            self._buffers = _tensor_dicts(self.model, "_buffers")
+        homes = (*owner.tensor_dicts, *self._buffers)
         tensors = (tensor for home in homes for tensor in home.values() if tensor is not None)
         return any(storage_of(tensor) is storage for tensor in tensors)
 
-    def _away(self, held: torch.Tensor, owner: _ModulePass) -> Away:
+    def _offload(self, held: torch.Tensor, owner: _ModulePass) -> OffloadedStorage:
         """The tensor's storage off the device."""
-        if away := self._moved(held):
+        if away := self._find_offloaded(held):
             return away
-        away = Away(held, owner.tier, self.tiers, self.streams)
-        owner.moved.append(weakref.ref(away))
+        away = OffloadedStorage(held, owner.tier, self.tiers, self.streams)
+        owner.offloaded.append(weakref.ref(away))
         self._known[held.untyped_storage()] = held._version, weakref.ref(away)
         return away
 
-    def _moved(self, held: torch.Tensor) -> Away | None:
+    def _find_offloaded(self, held: torch.Tensor) -> OffloadedStorage | None:
         """As it was moved before, if it has not been written to since."""
         version, reference = self._known.get(held.untyped_storage(), (None, None))
         return reference() if reference is not None and version == held._version else None
 
 
-class Away:
+class OffloadedStorage:
     """One storage off the device; on it too from its first use to its last."""
 
     def __init__(
@@ -272,41 +278,43 @@ class Away:
         numel = held.untyped_storage().nbytes() // held.itemsize
         self.tiers = tiers
         self.streams = streams if tier is Tier.HOST else None
-        self.kept = tiers.empty(numel, held.dtype, tier, State.ACTIVATIONS)
-        self.back: torch.Tensor | None = None
+        self.stored = tiers.empty(numel, held.dtype, tier, State.ACTIVATIONS)
+        self.loaded: torch.Tensor | None = None
         self._event: Any = None
         whole = held.detach().as_strided((numel,), (1,), 0)
         if self.streams is None:
-            self.kept.copy_(whole)
+            self.stored.copy_(whole)
         else:
-            self._event = self.streams.take(self.kept, whole)
+            self._event = self.streams.offload(self.stored, whole)
 
-    def set_out(self) -> None:
+    def start_load(self) -> None:
         """It is needed next."""
         if self.streams is None:
-            self.tiers.ahead(self.kept)
-        elif self.back is None:
-            self.back = self._room()
-            self._event = self.streams.bring(self.back, self.kept, self._event)
+            self.tiers.prefetch(self.stored)
+        elif self.loaded is None:
+            self.loaded = self._allocate_on_device()
+            self._event = self.streams.load(self.loaded, self.stored, self._event)
 
-    def whole(self) -> torch.Tensor:
+    def loaded_storage(self) -> torch.Tensor:
         """On the device, in one dimension."""
         if self.streams is not None:
-            self.set_out()
-            self.streams.wait(self._event)
-        elif self.back is None:
-            self.back = self._room().copy_(self.kept)
-        assert self.back is not None
-        return self.back
+            self.start_load()
+            self.streams.wait_for(self._event)
+        elif self.loaded is None:
+            self.loaded = self._allocate_on_device().copy_(self.stored)
+        assert self.loaded is not None
+        return self.loaded
 
-    def _room(self) -> torch.Tensor:
-        return self.tiers.empty(self.kept.numel(), self.kept.dtype, Tier.DEVICE, State.ACTIVATIONS)
+    def _allocate_on_device(self) -> torch.Tensor:
+        return self.tiers.empty(
+            self.stored.numel(), self.stored.dtype, Tier.DEVICE, State.ACTIVATIONS
+        )
 
 
 _Home = dict[str, torch.Tensor | None]
 
 
-def _homes(module: nn.Module, *kinds: str) -> list[_Home]:
+def _tensor_dicts(module: nn.Module, *kinds: str) -> list[_Home]:
     """Where a module and those within it have their tensors: what is there changes, and these
     dictionaries do not."""
     return [getattr(inner, kind) for inner in module.modules() for kind in kinds]
@@ -319,8 +327,8 @@ class _ModulePass:
     def __init__(self, tier: Tier, previous: _ModulePass | None, homes: list[_Home]) -> None:
         self.tier = tier
         self.previous = previous
-        self.homes = homes
-        self.moved: list[weakref.ref[Away]] = []
+        self.tensor_dicts = homes
+        self.offloaded: list[weakref.ref[OffloadedStorage]] = []
         self._is_back = False
 
     def begin_backward(self) -> None:
@@ -328,20 +336,20 @@ class _ModulePass:
         if self._is_back:
             return
         self._is_back = True
-        self.set_out()
+        self.start_loads()
         if self.previous is not None:
-            self.previous.set_out()
+            self.previous.start_loads()
 
-    def set_out(self) -> None:
+    def start_loads(self) -> None:
         """What it moved last is needed first."""
-        for reference in reversed(self.moved):
+        for reference in reversed(self.offloaded):
             away = reference()
             if away is not None:
-                away.set_out()
+                away.start_load()
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _ShardLayout:
     """What makes a rank's part a DTensor again."""
 
     device_mesh: torch.distributed.DeviceMesh
@@ -350,12 +358,12 @@ class _Cut:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, saved: torch.Tensor) -> _Cut | None:
+    def from_dtensor(cls, saved: torch.Tensor) -> _ShardLayout | None:
         if not isinstance(saved, DTensor):
             return None
         return cls(saved.device_mesh, saved.placements, saved.shape, saved.stride())
 
-    def of_part(self, part: torch.Tensor) -> DTensor:
+    def to_dtensor(self, part: torch.Tensor) -> DTensor:
         return DTensor.from_local(
             part,
             self.device_mesh,
@@ -367,30 +375,30 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
+class _SavedView:
     """A saved tensor; `place`: size, strides and offset in its storage."""
 
-    away: Away
+    storage: OffloadedStorage
     owner: _ModulePass
     dtype: torch.dtype
-    place: tuple[tuple[int, ...], tuple[int, ...], int]
-    cut: _Cut | None
+    geometry: tuple[tuple[int, ...], tuple[int, ...], int]
+    layout: _ShardLayout | None
 
-    def tensor(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         self.owner.begin_backward()
-        part = self.away.whole().view(self.dtype).as_strided(*self.place)
-        return part if self.cut is None else self.cut.of_part(part)
+        part = self.storage.loaded_storage().view(self.dtype).as_strided(*self.geometry)
+        return part if self.layout is None else self.layout.to_dtensor(part)
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    if not isinstance(packed, _View):
+    if not isinstance(packed, _SavedView):
         held: torch.Tensor = packed
         return held
     with torch.no_grad():
-        return packed.tensor()
+        return packed.restore()
 
 
-def _plain(saved: torch.Tensor) -> torch.Tensor:
+def _local_tensor(saved: torch.Tensor) -> torch.Tensor:
     """What this rank stores of it, when it is there."""
     held = saved._local_tensor if isinstance(saved, DTensor) else saved
     if isinstance(held, AsyncCollectiveTensor):
@@ -404,27 +412,27 @@ class _Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.leaving: Any = torch.cuda.Stream(device)
-        self.arriving: Any = torch.cuda.Stream(device)
+        self.offload_stream: Any = torch.cuda.Stream(device)
+        self.load_stream: Any = torch.cuda.Stream(device)
 
-    def take(self, kept: torch.Tensor, whole: torch.Tensor) -> Any:
+    def offload(self, kept: torch.Tensor, whole: torch.Tensor) -> Any:
         """The event when `kept` has the bytes; those of `whole` are not used again before it."""
-        self.leaving.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.leaving):
+        self.offload_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.offload_stream):
             kept.copy_(whole, non_blocking=True)
-        whole.record_stream(self.leaving)
-        return self.leaving.record_event()
+        whole.record_stream(self.offload_stream)
+        return self.offload_stream.record_event()
 
-    def bring(self, back: torch.Tensor, kept: torch.Tensor, taken: Any) -> Any:
+    def load(self, back: torch.Tensor, kept: torch.Tensor, taken: Any) -> Any:
         """The event when `back` has the bytes, which `kept` has at `taken`."""
-        self.arriving.wait_event(taken)
-        self.arriving.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.arriving):
+        self.load_stream.wait_event(taken)
+        self.load_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.load_stream):
             back.copy_(kept, non_blocking=True)
-        back.record_stream(self.arriving)
-        return self.arriving.record_event()
+        back.record_stream(self.load_stream)
+        return self.load_stream.record_event()
 
-    def wait(self, event: Any) -> None:
+    def wait_for(self, event: Any) -> None:
         """Nothing is computed until then."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -432,7 +440,7 @@ class _Streams:
 _CORE = "attention.core"  # of a block of the built-in families
 
 
-def keep(module: nn.Module, step: Keep, tiers: Tiers, *, is_compiled: bool = False) -> None:
+def apply_modes(module: nn.Module, step: Keep, tiers: Tiers, *, is_compiled: bool = False) -> None:
     """`module` is a model, or a stage's part of one, which has some of the blocks. `is_compiled`:
     their forward passes are going to be. Raises SpecError where the attention alone is to be
     computed again and is no module."""
@@ -441,28 +449,32 @@ def keep(module: nn.Module, step: Keep, tiers: Tiers, *, is_compiled: bool = Fal
     for name, kept in step.blocks:
         if name not in known or next(known[name].parameters(), None) is None:
             continue  # another stage's, for which something stands in
-        inner = _recomputed(known, name, kept)
+        inner = _module_to_recompute(known, name, kept)
         if kept.tier is not Tier.DEVICE:
             offload = offload or OffloadHooks(module, tiers)
-            offload.around(inner, kept.tier)  # first, so that it is around a checkpoint's inputs
+            offload.register_on(
+                inner, kept.tier
+            )  # first, so that it is around a checkpoint's inputs
         if kept.policy is not None:
-            draws = _draws(module, known[name])
-            recompute(inner, kept.policy, draws=draws, is_compiled=is_compiled)
+            draws = _may_draw(module, known[name])
+            apply_recomputation(inner, kept.policy, draws=draws, is_compiled=is_compiled)
 
 
-def keep_traced(module: nn.Module, step: Keep | None, *, is_compiled: bool = False) -> None:
+def apply_modes_for_trace(
+    module: nn.Module, step: Keep | None, *, is_compiled: bool = False
+) -> None:
     """The same where nothing but sizes counts: on a processor, and no file is made."""
     if step is not None:
-        tiers = _WithoutFiles(torch.device("cpu"), Registry())
-        keep(module, step, tiers, is_compiled=is_compiled)
+        tiers = _InMemoryTiers(torch.device("cpu"), TagRegistry())
+        apply_modes(module, step, tiers, is_compiled=is_compiled)
 
 
-class _WithoutFiles(Tiers):
-    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+class _InMemoryTiers(Tiers):
+    def _map_file(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
 
-def _recomputed(known: dict[str, nn.Module], name: str, kept: Kept) -> nn.Module:
+def _module_to_recompute(known: dict[str, nn.Module], name: str, kept: ActivationMode) -> nn.Module:
     if kept.policy is None or kept.policy.scope is Scope.BLOCK:
         return known[name]
     core = f"{name}.{_CORE}"
@@ -475,7 +487,7 @@ def _recomputed(known: dict[str, nn.Module], name: str, kept: Kept) -> nn.Module
     return known[core]
 
 
-def _draws(model: nn.Module, block: nn.Module) -> bool:
+def _may_draw(model: nn.Module, block: nn.Module) -> bool:
     """Whether the block may draw random numbers; of a model that is not built in nobody knows.
     Their state is 5 KB on a processor."""
     return not isinstance(model, Transformer) or any(

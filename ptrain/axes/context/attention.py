@@ -23,7 +23,7 @@ from functools import lru_cache
 from math import gcd
 from typing import NamedTuple, assert_never
 
-from ptrain.axes.candidates import Way, Written, divisors, of_one_axis
+from ptrain.axes.candidates import AxisOption, FixedChoices, divisors, single_axis_space
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ModelShape
@@ -44,7 +44,7 @@ def place_spans(sequence: int, ring: int, place: int, *, is_balanced: bool) -> t
     return (place * size, (place + 1) * size), (late * size, (late + 1) * size)
 
 
-def spans(
+def token_spans(
     sequence: int, *, ulysses: int, ring: int, index: int, is_balanced: bool
 ) -> tuple[Span, ...]:
     """Return the tokens of rank `index` of `ulysses * ring` ranks, in the rank's order.
@@ -67,7 +67,7 @@ def _sub_spans(whole: tuple[Span, ...], start: int, end: int) -> Iterator[Span]:
         passed += behind - first
 
 
-class MetBlock(NamedTuple):
+class ScoreBlock(NamedTuple):
     """A block of scores: a range of queries of a place, and a range of keys of the place `source`,
     which arrive after `hop` hops. Diagonal blocks are causal, all others are full."""
 
@@ -82,7 +82,7 @@ class MetBlock(NamedTuple):
         return self.queries == self.keys
 
     @property
-    def scores(self) -> int:
+    def num_scores(self) -> int:
         """The number of scores of one head that the mask leaves."""
         rows = _span_length(self.queries)
         return rows * (rows + 1) // 2 if self.is_causal else rows * _span_length(self.keys)
@@ -93,7 +93,7 @@ def source_at(step: ContextParallel, place: int, hop: int) -> int:
     return (place - hop) % step.ring
 
 
-def blocks_of(step: ContextParallel, place: int) -> Iterator[MetBlock]:
+def blocks_of(step: ContextParallel, place: int) -> Iterator[ScoreBlock]:
     """Yield the blocks that one of the ring's places computes, in order."""
     for hop in range(step.ring):
         source = source_at(step, place, hop)
@@ -101,11 +101,11 @@ def blocks_of(step: ContextParallel, place: int) -> Iterator[MetBlock]:
             for keys in _spans_of_place(step, source):
                 if keys[0] < queries[1]:
                     number = 0 if step.gathers else hop
-                    yield MetBlock(hop=number, source=source, queries=queries, keys=keys)
+                    yield ScoreBlock(hop=number, source=source, queries=queries, keys=keys)
 
 
 @lru_cache(maxsize=64)  # the candidates of a search have few distinct steps
-def multiplied(step: ContextParallel) -> tuple[int, ...]:
+def computed_scores(step: ContextParallel) -> tuple[int, ...]:
     """Return the scores that each rank of cp computes, masked or not, as a mean over the model's
     heads.
 
@@ -130,10 +130,10 @@ def _computed_scores(step: ContextParallel, place: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def balance(step: ContextParallel) -> tuple[float, ...]:
+def relative_scores(step: ContextParallel) -> tuple[float, ...]:
     """Return each cp rank's unmasked scores, relative to the mean of all ranks."""
     scores = [
-        sum(block.scores for block in blocks_of(step, index // step.ulysses))
+        sum(block.num_scores for block in blocks_of(step, index // step.ulysses))
         for index in range(_num_ranks(step))
     ]
     return tuple(number * len(scores) / sum(scores) for number in scores)
@@ -176,7 +176,7 @@ def attention_of(spec: Spec) -> ContextAttention | Hybrid:
     return ContextAttention.ZIGZAG if is_even else ContextAttention.RING
 
 
-def why(spec: Spec) -> str:
+def explain_attention(spec: Spec) -> str:
     """Return the reason for the attention of a spec, for a plan."""
     if spec.context is not None:
         return "as written"
@@ -192,7 +192,7 @@ def why(spec: Spec) -> str:
             raise AssertionError(f"{other} is never a default")
 
 
-def degrees(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]:
+def split_degree(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]:
     """Return the degrees of Ulysses and of the ring on this number of ranks of cp."""
     match attention:
         case Hybrid():
@@ -205,7 +205,7 @@ def degrees(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]
             assert_never(attention)
 
 
-def repeats(ulysses: int, kv_heads: int) -> int:
+def kv_repeats(ulysses: int, kv_heads: int) -> int:
     """Return how often key-value heads are repeated, so that all ranks of a Ulysses group have as
     many.
 
@@ -219,7 +219,7 @@ def context_of(spec: Spec) -> ContextParallel | None:
     if (factor := factor_of(spec)) is None:
         return None
     attention, shape = attention_of(spec), spec.model
-    ulysses, ring = degrees(attention, factor.degree)
+    ulysses, ring = split_degree(attention, factor.degree)
     return ContextParallel(
         axis=factor.axis,
         ulysses=ulysses,
@@ -233,7 +233,7 @@ def context_of(spec: Spec) -> ContextParallel | None:
 
 def spans_at(step: ContextParallel, index: int) -> tuple[Span, ...]:
     """Return the tokens of the rank at this place along cp, in the rank's order."""
-    return spans(
+    return token_spans(
         step.sequence,
         ulysses=step.ulysses,
         ring=step.ring,
@@ -330,34 +330,34 @@ class ContextPart(NamedTuple):
     def name(self) -> str:
         """The name of its allocations in a table."""
         if self.kind is ContextKind.GATHER:
-            return self.place
+            return self.table_place
         return "-".join(str(min(hops, _TOLD_APART)) for hops in (self.before, self.behind))
 
     @property
-    def place(self) -> str:
+    def table_place(self) -> str:
         """The name of its operators in a table."""
         if self.kind is ContextKind.GATHER:
             return "later" if self.before else "first"
         return "-".join(str(min(hops, _ALIKE)) for hops in (self.before, self.behind))
 
     @property
-    def ring(self) -> int:
+    def ring_degree(self) -> int:
         """The number of places."""
         return self.before + 1 + self.behind
 
     @property
-    def halves(self) -> int:
+    def num_chunks(self) -> int:
         """The number of equal chunks in which kernels process a rank's tokens."""
         return 2 if self.kind in (ContextKind.ZIGZAG, ContextKind.HYBRID) else 1
 
-    def values(self, values: dict[str, int]) -> dict[str, int]:
+    def symbol_values(self, values: dict[str, int]) -> dict[str, int]:
         """Return the value of every symbol of a table, from the values of a model on the rank's
         tokens."""
-        own = {**values, "sequence": values["sequence"] // self.halves}
+        own = {**values, "sequence": values["sequence"] // self.num_chunks}
         if self.kind in EXCHANGING:
             own |= {"kv_heads": own["kv_heads"] // self.ulysses, "ulysses": self.ulysses}
         if self.kind is ContextKind.GATHER:
-            own |= {"ring": self.ring, "before": self.before}
+            own |= {"ring": self.ring_degree, "before": self.before}
         return own
 
 
@@ -414,24 +414,24 @@ _SLICES, _GATHERED = (
 )
 
 
-def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
+def _degrees_to_search(spec: Spec, devices: int, written: FixedChoices) -> Iterable[int]:
     tokens = spec.batch.sequence
     offered = (
         size
         for size in divisors(devices)
         if size == 1 or (tokens % size == 0 and tokens // size >= LEAST_TOKENS)
     )
-    return written.sizes(Axis.CP, devices, offered)
+    return written.degrees_to_try(Axis.CP, devices, offered)
 
 
-def _ways(spec: Spec, ranks: int) -> Iterator[Way]:
-    for attention in _attentions(spec, ranks):
+def _iter_options(spec: Spec, ranks: int) -> Iterator[AxisOption]:
+    for attention in _iter_attentions(spec, ranks):
         is_gathered = attention is ContextAttention.ALL_GATHER
         changes = (("context", ContextSpec(attention=attention)),)
         yield ((_GATHERED if is_gathered else _SLICES,), changes)
 
 
-def _attentions(spec: Spec, ranks: int) -> Iterator[ContextAttention | Hybrid]:
+def _iter_attentions(spec: Spec, ranks: int) -> Iterator[ContextAttention | Hybrid]:
     """Yield the attentions to search. A ring is zigzag if the tokens divide: a contiguous ring has
     the same traffic and waits longer."""
     is_even = spec.batch.sequence % (2 * ranks) == 0
@@ -444,4 +444,6 @@ def _attentions(spec: Spec, ranks: int) -> Iterator[ContextAttention | Hybrid]:
         yield ContextAttention.ULYSSES if ulysses == ranks else hybrid
 
 
-SPACE = of_one_axis(Axis.CP, _sizes, _ways, (_SLICES, _GATHERED), follows=True)
+SPACE = single_axis_space(
+    Axis.CP, _degrees_to_search, _iter_options, (_SLICES, _GATHERED), follows=True
+)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ptrain.axes.context.attention import repeats
+from ptrain.axes.context.attention import kv_repeats
 from ptrain.axes.ring import Calls, Group
 from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.facts.model import Attending, AttentionHeads
+from ptrain.facts.model import AttentionFacts, AttentionHeads
 from ptrain.facts.stages import is_within
-from ptrain.spec.activations import PLAIN, Kept, Operators, Scope
+from ptrain.spec.activations import PLAIN, ActivationMode, Operators, Scope
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
@@ -22,8 +22,8 @@ from ptrain.units import grouped
 _ACTIVATIONS = State.ACTIVATIONS
 
 
-def sent(
-    spec: Spec, plan: Plan, kept: tuple[Kept, ...], own: tuple[AttentionHeads, ...] = ()
+def attention_traffic(
+    spec: Spec, plan: Plan, kept: tuple[ActivationMode, ...], own: tuple[AttentionHeads, ...] = ()
 ) -> Iterator[Traffic]:
     """Yield the traffic of attention over cp in a step.
 
@@ -51,18 +51,21 @@ def _document_edges(spec: Spec, step: ContextParallel, times: int) -> Iterator[T
     if isinstance(shape, ModelShape) and shape.has_documents:
         calls = Calls(Collective.ALL_GATHER, _ACTIVATIONS, Phase.FORWARD, times, None)
         ranks = step.ulysses * step.ring
-        yield calls.over(Group((step.axis,), ranks), spec.batch.micro * step.sequence)
+        yield calls.traffic(Group((step.axis,), ranks), spec.batch.micro * step.sequence)
 
 
 def own_kept(
-    spec: Spec, blocks: Sequence[str], attending: Attending, within: Sequence[str] | None = None
-) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
+    spec: Spec,
+    blocks: Sequence[str],
+    attending: AttentionFacts,
+    within: Sequence[str] | None = None,
+) -> tuple[tuple[ActivationMode, ...], tuple[AttentionHeads, ...]]:
     """Return the activation mode and the heads of each attention module of a model that is not
     built in.
 
     `within` restricts the modules to these layers.
     """
-    modes = dict(zip(blocks, spec.activations.of(len(blocks)), strict=True))
+    modes = dict(zip(blocks, spec.activations.block_modes(len(blocks)), strict=True))
     kept, heads = [], []
     for module in attending.modules:
         if within is None or is_within(module.name, within):
@@ -78,7 +81,9 @@ def _heads_of(spec: Spec) -> AttentionHeads:
     return AttentionHeads(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
 
 
-def _layer_traffic(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
+def _layer_traffic(
+    exchange: _Exchange, times: int, kept: Sequence[ActivationMode]
+) -> Iterator[Traffic]:
     """Yield the traffic of layers with equal heads in a step's micro-batches."""
     policies = (mode.policy for mode in kept if mode.policy is not None)
     scopes = Counter(policy.scope for policy in policies if Operators.COLLECTIVE not in policy.keep)
@@ -101,12 +106,12 @@ class _Exchange:
     def __init__(
         self, spec: Spec, plan: Plan, step: ContextParallel, heads: AttentionHeads
     ) -> None:
-        compute = spec.precision.effective.parameters
+        compute = spec.precision.effective_layout.parameters
         self.step, self.via = step, spec.reduce_scatter
         cut = spec.degree(Axis.TP)
         head = spec.batch.micro * plan.tokens * heads.head_dim * compute.itemsize
         kv_heads = heads.kv_heads // cut
-        kv_heads *= repeats(step.ulysses, kv_heads)
+        kv_heads *= kv_repeats(step.ulysses, kv_heads)
         self.queries, self.keys = head * heads.heads // cut, 2 * head * kv_heads
         wide = max(compute.itemsize, DType.FP32.itemsize)
         self.gradients = self.keys // compute.itemsize * wide  # at least fp32
@@ -154,7 +159,7 @@ class _Exchange:
         is_exchanged = is_reduced and self.via is not ReduceScatterVia.NATIVE
         via = Collective.ALL_TO_ALL.value if is_exchanged else None
         calls = Calls(collective, _ACTIVATIONS, phase, times, via)
-        yield calls.over(Group((self.step.axis,), ranks), payload)
+        yield calls.traffic(Group((self.step.axis,), ranks), payload)
 
     def _hop_traffic(self, phase: Phase, times: int, size: int) -> Iterator[Traffic]:
         """Yield exchanges in which all bytes go to the next rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from ptrain.axes.context.attention import Span, all_spans, balance, why
+from ptrain.axes.context.attention import Span, all_spans, explain_attention, relative_scores
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
 
@@ -39,7 +39,7 @@ def _exchange_text(step: ContextParallel) -> str:
 def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
     """Yield the kind of attention with its reason, the tokens of each rank of cp, and the balance
     of work."""
-    yield f"context  {kind_text(step)}: {why(spec)}"
+    yield f"context  {kind_text(step)}: {explain_attention(spec)}"
     for index, own in enumerate(islice(all_spans(step), _FEW_RANKS)):
         yield f"tokens   {step.axis} {index}: {spans_text(own)}"
     if step.ulysses * step.ring > _FEW_RANKS:
@@ -49,7 +49,7 @@ def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
 
 def balance_text(step: ContextParallel) -> str:
     """Return a sentence about the ranks with the most and the fewest scores."""
-    of_mean = balance(step)
+    of_mean = relative_scores(step)
     most, least = max(of_mean), min(of_mean)
     if most == least:
         return f"all ranks of {step.axis} compute the same number of causal attention scores"
@@ -65,7 +65,7 @@ def balance_rows(step: ContextParallel) -> list[dict[str, object]]:
     axis = str(step.axis)
     return [
         {"axis": axis, "place": place, "scores_over_mean": float(share)}
-        for place, share in enumerate(balance(step))
+        for place, share in enumerate(relative_scores(step))
     ]
 
 

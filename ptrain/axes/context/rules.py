@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from ptrain.axes.context.attention import attention_of, degrees, factor_of
+from ptrain.axes.context.attention import attention_of, factor_of, split_degree
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
@@ -20,45 +20,40 @@ from ptrain.spec.batch import PADDED, token_multiple
 from ptrain.spec.block import Positions
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import Compiled
-from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
-from ptrain.spec.placement import S_STAR, Axis, Distribution, Placement, R, S
+from ptrain.spec.placement import S_STAR, Axis, Distribution, R, S
 from ptrain.spec.spec import Spec
 from ptrain.units import counted
-
-
-def _whole(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return placement.activations.distribution is Distribution.REPLICATED
-
-
-def _of_a_rank(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return not _whole(placement, optimizer) and placement.activations not in (S, S_STAR)
-
 
 _TUPLES = (
     *STATE_RULES,
     TupleRule(
         name="every token is counted once",
         theorem=GRADIENT_INTEGRITY,
-        broken=_whole,
+        is_broken=lambda placement, _: (
+            placement.activations.distribution is Distribution.REPLICATED
+        ),
         message=(
             "activations cannot be R on cp: every rank would hold all tokens of the same "
             "samples and count each token once per rank. Ranks of cp shard the tokens: "
             "S, or S* if keys and values are all-gathered and saved"
         ),
-        nearest=lambda placement: replace(placement, activations=S),
+        repair=lambda placement: replace(placement, activations=S),
     ),
     TupleRule(
         name="activations are sharded by tokens",
         theorem="Definition 2",
-        broken=_of_a_rank,
+        is_broken=lambda placement, _: (
+            placement.activations.distribution is not Distribution.REPLICATED
+            and placement.activations not in (S, S_STAR)
+        ),
         message=(
             "activations on cp must be S (sharded by tokens) or S* (keys and values "
             "all-gathered and saved); M and O are set for all axes at the top level, "
             "`activations=M`"
         ),
-        nearest=lambda placement: replace(placement, activations=S),
+        repair=lambda placement: replace(placement, activations=S),
     ),
 )
 
@@ -96,7 +91,7 @@ def _as_the_tuple_says(spec: Spec) -> Iterator[Fault]:
     )
 
 
-def _product(spec: Spec) -> Iterator[Fault]:
+def _hybrid_faults(spec: Spec) -> Iterator[Fault]:
     factor, attention = factor_of(spec), attention_of(spec)
     if (
         factor is not None
@@ -119,18 +114,18 @@ def _one_of(ranks: int, degrees_of_ulysses: list[int]) -> str:
     return f"Use {'one of ' * (len(ways) > 1)}{', '.join(ways)}"
 
 
-def _slices(spec: Spec) -> Iterator[Fault]:
+def _token_faults(spec: Spec) -> Iterator[Fault]:
     factor, attention, sequence = factor_of(spec), attention_of(spec), spec.batch.sequence
-    if factor is None or any(_product(spec)) or any(_heads(spec)):
+    if factor is None or any(_hybrid_faults(spec)) or any(_head_faults(spec)):
         return  # another degree is to be had first
-    ulysses, ring = degrees(attention, factor.degree)
-    per_rank = _chunks(attention)
+    ulysses, ring = split_degree(attention, factor.degree)
+    per_rank = _chunks_per_rank(attention)
     chunks = ulysses * ring * per_rank
     if sequence % chunks == 0:
         return
-    near = _nearest(sequence, token_multiple(spec.factors, attention))
-    degrees_that_do = _degrees(factor.degree, sequence, attention, _heads_of(spec))
-    fewer = f", or one of {_listed(degrees_that_do)} for `mesh.cp`" if degrees_that_do else ""
+    near = _nearest_lengths(sequence, token_multiple(spec.factors, attention))
+    degrees_that_do = _legal_degrees(factor.degree, sequence, attention, _heads_of(spec))
+    fewer = f", or one of {_numbers_text(degrees_that_do)} for `mesh.cp`" if degrees_that_do else ""
     contiguous = (
         ", or `context.attention=ring`" if per_rank > 1 and sequence % factor.degree == 0 else ""
     )
@@ -143,13 +138,13 @@ def _slices(spec: Spec) -> Iterator[Fault]:
     )
 
 
-def _nearest(sequence: int, multiple: int) -> str:
+def _nearest_lengths(sequence: int, multiple: int) -> str:
     """Return the lengths around a sequence that are such multiples."""
     near = sorted({max(1, sequence // multiple) * multiple, -(-sequence // multiple) * multiple})
     return " or ".join(f"`batch.sequence={length}`" for length in near)
 
 
-def _degrees(
+def _legal_degrees(
     ranks: int, sequence: int, attention: ContextAttention | Hybrid, heads: int
 ) -> list[int]:
     """Return the degrees of cp, up to a few times these `ranks`, of which each cuts the tokens, and
@@ -157,14 +152,18 @@ def _degrees(
     if isinstance(attention, Hybrid):
         return []
     cut = gcd(sequence, heads) if attention is ContextAttention.ULYSSES and heads else sequence
-    return [d for d in divisors(cut) if d <= 4 * ranks and sequence % (_chunks(attention) * d) == 0]
+    return [
+        d
+        for d in divisors(cut)
+        if d <= 4 * ranks and sequence % (_chunks_per_rank(attention) * d) == 0
+    ]
 
 
-def _listed(numbers: list[int]) -> str:
+def _numbers_text(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _heads(spec: Spec) -> Iterator[Fault]:
+def _head_faults(spec: Spec) -> Iterator[Fault]:
     if _heads_of(spec):
         yield from uncut_heads(spec, _heads_of(spec))
 
@@ -180,17 +179,20 @@ def uncut_heads(spec: Spec, heads: int, whose: str = "") -> Iterator[Fault]:
     """Yield the fault of `heads` on a rank that Ulysses does not divide. It gives each rank as many
     query heads as the others; those of keys and values it repeats."""
     factor, attention, sequence = factor_of(spec), attention_of(spec), spec.batch.sequence
-    if factor is None or any(_product(spec)):
+    if factor is None or any(_hybrid_faults(spec)):
         return
     ranks = factor.degree
-    ulysses, _ = degrees(attention, ranks)
+    ulysses, _ = split_degree(attention, ranks)
     if heads % ulysses == 0:
         return
     place = "mesh.cp"
-    remedy = f"Use one of {_listed(_degrees(ranks, sequence, attention, heads))} for `mesh.cp`"
+    remedy = (
+        f"Use one of {_numbers_text(_legal_degrees(ranks, sequence, attention, heads))} "
+        "for `mesh.cp`"
+    )
     if isinstance(attention, Hybrid):
         place, remedy = "context.attention", _one_of(ranks, divisors(gcd(heads, ranks)))
-    rings = (ring for ring in _RINGS if sequence % (_chunks(ring) * ranks) == 0)
+    rings = (ring for ring in _RINGS if sequence % (_chunks_per_rank(ring) * ranks) == 0)
     other = next((f", or `context.attention={ring}`" for ring in rings), "")
     yield Fault(
         place=place,
@@ -206,12 +208,12 @@ def uncut_heads(spec: Spec, heads: int, whose: str = "") -> Iterator[Fault]:
 _RINGS = (ContextAttention.ZIGZAG, ContextAttention.RING)  # that which waits least first
 
 
-def _chunks(attention: ContextAttention | Hybrid) -> int:
+def _chunks_per_rank(attention: ContextAttention | Hybrid) -> int:
     """Return in how many chunks a rank has its tokens."""
     return 2 if attention.is_balanced else 1
 
 
-def _dropout(spec: Spec) -> Iterator[Fault]:
+def _dropout_faults(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
     if factor_of(spec) is not None and isinstance(shape, ModelShape) and shape.dropouts.attention:
         own = shape.attention_dropout is not None
@@ -226,14 +228,14 @@ def _dropout(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _kernels(spec: Spec) -> Iterator[Fault]:
+def _kernel_faults(spec: Spec) -> Iterator[Fault]:
     """Partial results of attention are joined by their log-sum-exp, which torch's
     scaled_dot_product_attention alone gives, of causal scores without more."""
     factor, shape = factor_of(spec), spec.model
     if factor is None or not isinstance(shape, ModelShape):
         return
     attention = attention_of(spec)
-    if degrees(attention, factor.degree)[1] == 1:
+    if split_degree(attention, factor.degree)[1] == 1:
         return
     other = "or `context.attention=ulysses`, which computes all tokens of a head."
     if shape.attention is not Attention.SDPA:
@@ -254,14 +256,14 @@ def _kernels(spec: Spec) -> Iterator[Fault]:
             )
 
 
-def _documents(spec: Spec) -> Iterator[Fault]:
+def _document_faults(spec: Spec) -> Iterator[Fault]:
     factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
     if (
         factor is not None
         and isinstance(shape, ModelShape)
         and shape.has_documents
         and spec.is_for_cuda
-        and degrees(attention, factor.degree)[1] > 1
+        and split_degree(attention, factor.degree)[1] > 1
     ):
         yield Fault(
             place=f"model.{shape.document_key}",
@@ -273,7 +275,7 @@ def _documents(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _latents(spec: Spec) -> Iterator[Fault]:
+def _latent_faults(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
     if factor_of(spec) is not None and isinstance(shape, ModelShape) and shape.is_latent:
         yield Fault(
@@ -312,7 +314,7 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
         or not (sequence // factor.degree) % tp
     ):
         return
-    near = _nearest(sequence, token_multiple(spec.factors, attention_of(spec)))
+    near = _nearest_lengths(sequence, token_multiple(spec.factors, attention_of(spec)))
     yield Fault(
         place="batch.sequence",
         finding=(
@@ -323,7 +325,7 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
     )
 
 
-def _stretches(spec: Spec) -> Iterator[Fault]:
+def _position_faults(spec: Spec) -> Iterator[Fault]:
     """With an odd number of neighbours the middle one has the end of an early chunk and the
     beginning of a late one; the others have one stretch."""
     factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
@@ -344,11 +346,11 @@ def _stretches(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _compiled(spec: Spec) -> Iterator[Fault]:
+def _compile_faults(spec: Spec) -> Iterator[Fault]:
     factor, attention = factor_of(spec), attention_of(spec)
     if factor is None or spec.compile is Compiled.NONE:
         return
-    if degrees(attention, factor.degree)[1] > 1:
+    if split_degree(attention, factor.degree)[1] > 1:
         yield Fault(
             place="context.attention",
             finding=(
@@ -357,7 +359,7 @@ def _compiled(spec: Spec) -> Iterator[Fault]:
             ),
             remedy="Use `context.attention=ulysses`, or use `compile=none`.",
         )
-    elif isinstance(spec.model, ModelShape) and spec.model.drops:
+    elif isinstance(spec.model, ModelShape) and spec.model.has_dropout:
         yield Fault(
             place="model.dropout",
             finding=(
@@ -404,17 +406,25 @@ CONTEXT = AxisRules(
             theorem="Definition 2",
             faults=_as_the_tuple_says,
         ),
-        SpecRule(name="a hybrid uses all ranks", theorem="Definition 5", faults=_product),
+        SpecRule(name="a hybrid uses all ranks", theorem="Definition 5", faults=_hybrid_faults),
         SpecRule(
-            name="ranks have equal numbers of tokens", theorem=GRADIENT_INTEGRITY, faults=_slices
+            name="ranks have equal numbers of tokens",
+            theorem=GRADIENT_INTEGRITY,
+            faults=_token_faults,
         ),
-        SpecRule(name="ranks have equal numbers of heads", theorem="Definition 2", faults=_heads),
+        SpecRule(
+            name="ranks have equal numbers of heads", theorem="Definition 2", faults=_head_faults
+        ),
         SpecRule(name="shards split evenly over tp", theorem="Definition 2", faults=_slices_of_tp),
         SpecRule(
-            name="one dropout mask for all shards", theorem=GRADIENT_INTEGRITY, faults=_dropout
+            name="one dropout mask for all shards",
+            theorem=GRADIENT_INTEGRITY,
+            faults=_dropout_faults,
         ),
         SpecRule(
-            name="partial attention results are combined", theorem="Definition 2", faults=_kernels
+            name="partial attention results are combined",
+            theorem="Definition 2",
+            faults=_kernel_faults,
         ),
         SpecRule(
             name="the attention call is intercepted", theorem="Definition 2", faults=_own_kernels
@@ -423,10 +433,10 @@ CONTEXT = AxisRules(
             name="the loss is a sum over tokens", theorem=GRADIENT_INTEGRITY, faults=_own_functions
         ),
     ),
-    not_yet=(
-        SpecRule(name="flash attention accepts no mask", theorem="", faults=_documents),
-        SpecRule(name="keys and values have equal dimensions", theorem="", faults=_latents),
-        SpecRule(name="ranks have equal numbers of chunks", theorem="", faults=_stretches),
-        SpecRule(name="attention is part of a program", theorem="", faults=_compiled),
+    unsupported=(
+        SpecRule(name="flash attention accepts no mask", theorem="", faults=_document_faults),
+        SpecRule(name="keys and values have equal dimensions", theorem="", faults=_latent_faults),
+        SpecRule(name="ranks have equal numbers of chunks", theorem="", faults=_position_faults),
+        SpecRule(name="attention is part of a program", theorem="", faults=_compile_faults),
     ),
 )

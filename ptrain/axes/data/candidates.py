@@ -9,7 +9,7 @@ from itertools import groupby, product
 from operator import itemgetter
 from typing import Any
 
-from ptrain.axes.candidates import AxisChoice, AxisSpace, Way, Written, divisors
+from ptrain.axes.candidates import AxisChoice, AxisOption, AxisSpace, FixedChoices, divisors
 from ptrain.axes.data.form import form_of, may_join_units
 from ptrain.axes.data.rules import DATA
 from ptrain.cost import PLACED
@@ -66,12 +66,12 @@ OVERLAPS = (None, Overlap.NONE, Overlap.BACKWARD)
 _FIXED = ("bucket_bytes", "reduce_scatter", "gather_after_update", "offload")
 
 
-def _axis_sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
+def _axis_sizes(spec: Spec, devices: int, written: FixedChoices) -> Iterator[int]:
     """Yield the possible numbers of ranks on the data axes."""
     yield from divisors(devices)
 
 
-def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
+def _iter_choices(spec: Spec, ranks: int, written: FixedChoices) -> Iterator[AxisChoice]:
     """Yield every choice of degrees, tuples and options for this number of ranks."""
     if ranks == 1:
         yield AxisChoice(changes=_STOCK)
@@ -90,24 +90,28 @@ def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
 _STOCK: Changes = (("sync", SyncPolicy(gradients=GradientSync.LAST)),)
 
 
-def _ways_on_axes(axes: tuple[Axis, ...], spec: Spec, written: Written) -> tuple[Way, ...]:
+def _ways_on_axes(
+    axes: tuple[Axis, ...], spec: Spec, written: FixedChoices
+) -> tuple[AxisOption, ...]:
     """Return the tuples and options on these axes, independent of the degrees."""
     has_master = spec.precision.layout.master is not None
-    held: tuple[Way, ...] = _allowed_ways(axes, spec.optimizer, has_master, written)
+    held: tuple[AxisOption, ...] = _allowed_ways(axes, spec.optimizer, has_master, written)
     return held
 
 
 @lru_cache(maxsize=64)
 def _allowed_ways(
-    axes: tuple[Axis, ...], optimizer: Any, has_master: bool, written: Written
+    axes: tuple[Axis, ...], optimizer: Any, has_master: bool, written: FixedChoices
 ) -> Any:
     """Return the tuples and options that the written spec allows, cached."""
-    return written.held(axes, _all_ways(axes, optimizer, has_master, written.away), _FIXED)
+    return written.agreeing_options(
+        axes, _all_ways(axes, optimizer, has_master, written.offload_tier), _FIXED
+    )
 
 
 def _all_ways(
     axes: tuple[Axis, ...], optimizer: Any, has_master: bool, away: Tier
-) -> tuple[Way, ...]:
+) -> tuple[AxisOption, ...]:
     """Return all tuples and options on these axes, each legal for the optimizer."""
     combinations: list[tuple[Placement, ...]]
     match axes:
@@ -120,7 +124,7 @@ def _all_ways(
             combinations += [(_SPREAD, gathered) for gathered in _GATHERED]
     ways = []
     for combination in combinations:
-        placements = tuple(DATA.nearest(_on_tier(away, p), optimizer) for p in combination)
+        placements = tuple(DATA.nearest_legal(_on_tier(away, p), optimizer) for p in combination)
         if has_master or all(placement.parameters != M for placement in placements):
             ways += [(placements, changes) for changes in _option_changes(placements)]
     return tuple(dict.fromkeys(ways))
@@ -162,23 +166,24 @@ def _overlap_options(
 ) -> tuple[tuple[Overlap | None, int | None], ...]:
     """Return pairs of `overlap` and `prefetch` to try.
 
-    None is the default. Units are prefetched only with overlap.
+    None is the default. Units are prefetched only with overlap. Without prefetching, overlap takes
+    as much memory as no overlap, and less time.
     """
     other = Overlap.BACKWARD if is_whole else Overlap.NONE
-    ahead = ((Overlap.BACKWARD, 1),) if is_gathered else ()
+    ahead = ((Overlap.BACKWARD, 0), (Overlap.BACKWARD, 1)) if is_gathered else ()
     return ((None, None), (other, None), *ahead)
 
 
-def is_left_out(spec: Spec, written: Written) -> bool:
+def is_left_out(spec: Spec, written: FixedChoices) -> bool:
     """Return True if a candidate's option is skipped because the user did not write it.
 
     DDP and FSDP2 overlap by default, so their variants without overlap are not tried. If blocks do
     not join to larger units, the default unit is a block already, and full models as one unit are
     not tried.
     """
-    if spec.unit in _NOT_JOINED and not written.says("unit"):
+    if spec.unit in _NOT_JOINED and not written.sets_field("unit"):
         return not may_join_units(spec, form_of(spec))
-    if spec.overlap is None or written.says("overlap"):
+    if spec.overlap is None or written.sets_field("overlap"):
         return False
     return form_of(spec) is not Form.FLAT
 
@@ -186,6 +191,6 @@ def is_left_out(spec: Spec, written: Written) -> bool:
 SPACE = AxisSpace(
     axes=DATA_AXES,
     sizes=_axis_sizes,
-    choices=_choices,
+    choices=_iter_choices,
     tuples={Axis.DP_REPLICATE: (_WHOLE, _SPREAD), Axis.DP_SHARD: _SHARDED},
 )

@@ -9,7 +9,7 @@ from itertools import accumulate, groupby, product
 from typing import NamedTuple
 
 from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, SyncPolicy
-from ptrain.spec.placement import REDUCED_AXES, Axis, without
+from ptrain.spec.placement import REDUCED_AXES, Axis, exclude_axes
 from ptrain.units import ceil_div, row_major
 
 # DDP's first default bucket: small, so that the first reduction starts early
@@ -61,12 +61,12 @@ def lies_in_group_order(memory: Sequence[Axis], cut: Sequence[Axis], over: Seque
         cut: Axes of the shard that contains the parts.
         over: Axes of the group, whose ranks are in mesh order.
     """
-    parts = without(memory, cut)
+    parts = exclude_axes(memory, cut)
     group = tuple(axis for axis in REDUCED_AXES if axis in over)
     return parts[: len(group)] == group
 
 
-def stretches(
+def shard_ranges(
     padded: int, degrees: Sequence[int], places: Sequence[int | None]
 ) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of each contiguous range of a shard within the full flat buffer.
@@ -86,7 +86,7 @@ def stretches(
         yield index * size, (index + 1) * size
 
 
-def runs(
+def iter_runs(
     tensors: Sequence[tuple[int, bool]], padded: int, within: Iterable[tuple[int, int]]
 ) -> Iterator[Run]:
     """Yield the runs of elements with equal flags in a shard.
@@ -119,7 +119,7 @@ def shard_runs(
 
     A search needs the runs of the same units thousands of times.
     """
-    return tuple(runs(tensors, padded, stretches(padded, degrees, places)))
+    return tuple(iter_runs(tensors, padded, shard_ranges(padded, degrees, places)))
 
 
 def _runs_within(whole: Sequence[Run], within: Iterable[tuple[int, int]]) -> Iterator[Run]:
@@ -147,7 +147,7 @@ class GatherCounts(NamedTuple):
     backward: int
 
 
-def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> GatherCounts:
+def count_gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> GatherCounts:
     """Return the numbers of all-gathers of a unit: one per pass that finds it sharded.
 
     It is sharded at the start of a step and after every reshard.
@@ -184,7 +184,7 @@ def kept_ranks(sync: SyncPolicy, ranks: int, *, is_root: bool = False) -> int:
     return after_forward
 
 
-def spread(numels: Sequence[int], ranks: int) -> list[int]:
+def assign_owners(numels: Sequence[int], ranks: int) -> list[int]:
     """Return the rank that owns each tensor, like torch's ZeroRedundancyOptimizer.
 
     The largest tensor goes first; each goes to the rank with the fewest elements so far.
@@ -197,7 +197,7 @@ def spread(numels: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-def reductions(sync: SyncPolicy, micro_batches: int) -> int:
+def count_reductions(sync: SyncPolicy, micro_batches: int) -> int:
     """Return the number of reductions of a unit's gradients in a step."""
     return 1 if sync.gradients is GradientSync.LAST else micro_batches
 

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic
 
-from ptrain.axes.data.cost import Run, in_memory, padded_flat, shard_runs, stretches
+from ptrain.axes.data.cost import Run, in_memory, padded_flat, shard_ranges, shard_runs
 from ptrain.cost import State
-from ptrain.rooms.room import Move, Room, T
+from ptrain.rooms.room import PendingResult, T, TensorRuntime
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Axis, Tier, without
+from ptrain.spec.placement import Axis, Tier, exclude_axes
 
 Axes = tuple[Axis, ...]
 
 
-class Cuts(Generic[T]):
+class ShardLayout(Generic[T]):
     """The shards of a flat buffer over the axes along which any state is sharded.
 
     Attributes:
@@ -33,7 +33,7 @@ class Cuts(Generic[T]):
     """
 
     def __init__(
-        self, room: Room[T], numel: int, axes: Sequence[Axis], via: ReduceScatterVia
+        self, room: TensorRuntime[T], numel: int, axes: Sequence[Axis], via: ReduceScatterVia
     ) -> None:
         self.room, self.numel, self.via = room, numel, via
         self.axes = in_memory(axes)
@@ -52,11 +52,11 @@ class Cuts(Generic[T]):
         dims = zip(self.axes, self.degrees, strict=True)
         return (*(1 if axis in cut else degree for axis, degree in dims), self._smallest_numel)
 
-    def stretches(self, cut: Sequence[Axis]) -> Iterator[tuple[int, int]]:
+    def shard_ranges(self, cut: Sequence[Axis]) -> Iterator[tuple[int, int]]:
         """Yield the (start, end) ranges of this rank's shard over `cut` in the full buffer."""
-        return stretches(self.padded, self.degrees, self._coordinates(cut, self.room.coordinate))
+        return shard_ranges(self.padded, self.degrees, self._coordinates(cut, self.room.coordinate))
 
-    def runs(
+    def shard_runs(
         self,
         tensors: tuple[tuple[int, bool], ...],
         cut: Sequence[Axis],
@@ -78,7 +78,7 @@ class Cuts(Generic[T]):
         """Return the coordinate along each sharded axis, None for all others."""
         return tuple([coordinate(axis) if axis in cut else None for axis in self.axes])
 
-    def take(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
+    def take_part(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
         """Return this rank's part of a shard.
 
         Args:
@@ -91,15 +91,15 @@ class Cuts(Generic[T]):
         """
         room, window = self.room, self._narrowed_view(local, had, wanted)
         if self._is_contiguous(had, wanted):
-            return room.flat(window)
-        part = room.like(local, room.numel(window))
-        room.copy(window, room.piece(part, 0, room.shape(window)))
+            return room.flatten(window)
+        part = room.empty_like(local, room.numel(window))
+        room.copy(window, room.view_range(part, 0, room.shape(window)))
         return part
 
-    def put(self, local: T, part: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> None:
-        """Write `part` to the place in `local` from which `take` got it; a view needs no copy."""
+    def put_part(self, local: T, part: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> None:
+        """Write `part` to its place in `local`, where `take_part` got it; a view needs no copy."""
         window = self._narrowed_view(local, had, wanted)
-        if not self.room.same(window, part):
+        if not self.room.is_same_memory(window, part):
             self.room.copy(part, window)
 
     def _narrowed_view(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
@@ -109,7 +109,7 @@ class Cuts(Generic[T]):
             for dim, axis in enumerate(self.axes)
             if axis in wanted and axis not in had
         }
-        return self.room.window(local, self.shape(had), places)
+        return self.room.view_window(local, self.shape(had), places)
 
     def _is_contiguous(self, had: Sequence[Axis], wanted: Sequence[Axis]) -> bool:
         """Return True if the part along the axes that `wanted` adds is contiguous.
@@ -123,7 +123,7 @@ class Cuts(Generic[T]):
                 dims[dim] = 1
         return all(size == 1 for dim in narrowed for size in dims[:dim])
 
-    def gather(
+    def gather_part(
         self,
         part: T,
         cut: Sequence[Axis],
@@ -157,17 +157,19 @@ class Cuts(Generic[T]):
         into: T | None = None,
         *,
         is_awaited: bool = False,
-    ) -> Move[T]:
-        """Start a `gather` without waiting; `part` must not change until `Move.wait`."""
-        room, left = self.room, without(cut, over)
+    ) -> PendingResult[T]:
+        """Start a `gather_part` without waiting; `part` must not change before the `wait`."""
+        room, left = self.room, exclude_axes(cut, over)
         numel, dtype = self.shard_numel(left), room.dtype(part)
-        result = room.new(numel, dtype, Tier.DEVICE, state) if into is None else into
+        result = room.new_empty(numel, dtype, Tier.DEVICE, state) if into is None else into
         if (order := self._leading_order(left, over)) is None:
-            return Move(result, part, room.all_gather(part, result, over, is_awaited=is_awaited))
-        received = room.new(numel, dtype, Tier.DEVICE, state)
+            return PendingResult(
+                result, part, room.all_gather(part, result, over, is_awaited=is_awaited)
+            )
+        received = room.new_empty(numel, dtype, Tier.DEVICE, state)
         work = room.all_gather(part, received, over, is_awaited=is_awaited)
         finish = partial(room.unpermute, received, self.shape(left), order, result)
-        return Move(result, part, work, finish)
+        return PendingResult(result, part, work, finish)
 
     def reduce_scatter(self, part: T, cut: Sequence[Axis], over: Sequence[Axis]) -> T:
         """Sum a shard along some axes, and keep this rank's part.
@@ -184,12 +186,12 @@ class Cuts(Generic[T]):
 
     def start_reduce_scatter(
         self, part: T, cut: Sequence[Axis], over: Sequence[Axis], *, is_awaited: bool = False
-    ) -> Move[T]:
-        """Start a `reduce_scatter` without waiting; `part` must not be used until `Move.wait`."""
+    ) -> PendingResult[T]:
+        """Start a `reduce_scatter` without waiting; use `part` only after `PendingResult.wait`."""
         room = self.room
-        result = room.like(part, self.shard_numel((*cut, *over)))
+        result = room.empty_like(part, self.shard_numel((*cut, *over)))
         if (order := self._leading_order(cut, over)) is not None:
-            part = room.permuted(part, self.shape(cut), order)
+            part = room.permute(part, self.shape(cut), order)
         return room.reduce_scatter(part, result, over, self.via, is_awaited=is_awaited)
 
     def is_led_by(self, cut: Sequence[Axis], over: Sequence[Axis]) -> bool:
@@ -208,7 +210,7 @@ class Cuts(Generic[T]):
 
     def _compute_order(self, cut: Axes, over: Axes) -> tuple[int, ...] | None:
         """Compute the order of `_leading_order`; dimensions of size 1 may be anywhere."""
-        first = [self.axes.index(axis) for axis in self.room.ordered(over)]
+        first = [self.axes.index(axis) for axis in self.room.sort_axes(over)]
         rest = [dim for dim in range(len(self.axes) + 1) if dim not in first]
         order = (*first, *rest)
         shape = self.shape(cut)

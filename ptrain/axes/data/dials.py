@@ -16,7 +16,7 @@ from ptrain.axes.data.form import (
     data_factors,
     form_of,
     frozen_factors,
-    has,
+    has_distribution,
     joins_units,
     tier_of,
     whole_axes,
@@ -32,7 +32,7 @@ from ptrain.spec.dials import (
     Reshard,
     UnitSize,
 )
-from ptrain.spec.keys import Offload, dials
+from ptrain.spec.keys import Offload, data_axis_dials
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Axis, Distribution, Tier
 from ptrain.spec.shorthand import two_ranks
@@ -67,11 +67,11 @@ def _options_set(spec: Spec) -> Iterator[tuple[str, bool]]:
     """
     written = spec.resolved.get("sync")
     yield "sync.gradients", isinstance(written, dict) and "gradients" in written
-    for dial in dials():
+    for dial in data_axis_dials():
         # `unit=block` and `gather_after_update=blocking` count as defaults: a block is the unit in
         # any case, and resolved specs wrote `blocking` before that option had no default
         said = dial.default, UnitSize(), GatherAfterUpdate.BLOCKING
-        yield dial.place, dial.of(spec) not in said
+        yield dial.place, dial.read_value(spec) not in said
     # activations on file belong to a rank, with any axes
     on_file = Tier.FILE in spec.activations.tiers
     yield "offload.path", spec.offload.path is not None and not on_file
@@ -139,7 +139,7 @@ def _gather_after_update(spec: Spec) -> Iterator[Fault]:
 def _shards_update_of_replicas(spec: Spec) -> bool:
     """Return True if some axis shards the update of parameters that it replicates."""
     factors = data_factors(spec)
-    return not has(factors, State.PARAMETERS, Distribution.MATERIALIZED) and any(
+    return not has_distribution(factors, State.PARAMETERS, Distribution.MATERIALIZED) and any(
         factor.placement.optimizer.distribution is Distribution.SHARDED
         and factor.placement.parameters.distribution is Distribution.REPLICATED
         for factor in factors
@@ -151,7 +151,7 @@ def _overlap_faults(spec: Spec) -> Iterator[Fault]:
     factors = data_factors(spec)
     if spec.overlap is not Overlap.BACKWARD or not factors:
         return
-    if has(factors, State.GRADIENTS, Distribution.MATERIALIZED):
+    if has_distribution(factors, State.GRADIENTS, Distribution.MATERIALIZED):
         yield Fault(
             place="overlap",
             finding=(
@@ -162,7 +162,7 @@ def _overlap_faults(spec: Spec) -> Iterator[Fault]:
         )
         return
     tier = tier_of(factors, State.GRADIENTS)
-    if tier is not Tier.DEVICE and not has(factors, State.GRADIENTS, *CUT):
+    if tier is not Tier.DEVICE and not has_distribution(factors, State.GRADIENTS, *CUT):
         yield Fault(
             place="overlap",
             finding=(
@@ -178,10 +178,10 @@ def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
     factors = data_factors(spec)
     if spec.reduce_scatter is ReduceScatterVia.NATIVE or not factors:
         return
-    if has(factors, State.ACTIVATIONS, Distribution.GATHERED):
+    if has_distribution(factors, State.ACTIVATIONS, Distribution.GATHERED):
         return  # gradients of all-gathered keys and values are reduce-scattered
-    is_cut = has(factors, State.GRADIENTS, *CUT) or (
-        has(factors, State.OPTIMIZER, Distribution.SHARDED)
+    is_cut = has_distribution(factors, State.GRADIENTS, *CUT) or (
+        has_distribution(factors, State.OPTIMIZER, Distribution.SHARDED)
         and form_of(spec) is not Form.SPREAD_UPDATE
     )
     if not is_cut:

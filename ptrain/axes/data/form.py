@@ -30,7 +30,7 @@ from ptrain.spec.placement import (
     R,
     S,
     Tier,
-    without,
+    exclude_axes,
 )
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -59,7 +59,7 @@ def reduces_in_backward(spec: Spec, form: Form, *, keeps_parts: bool) -> bool:
         return spec.overlap is Overlap.BACKWARD
     if form is not Form.FLAT:
         return True
-    is_used_up = has(data_factors(spec), State.GRADIENTS, Distribution.MATERIALIZED)
+    is_used_up = has_distribution(data_factors(spec), State.GRADIENTS, Distribution.MATERIALIZED)
     return keeps_parts and not is_used_up
 
 
@@ -74,7 +74,7 @@ def when_gathered(spec: Spec) -> GatherAfterUpdate:
     if spec.gather_after_update is not None:
         return spec.gather_after_update
     factors = data_factors(spec)
-    is_used_up = has(factors, State.GRADIENTS, Distribution.MATERIALIZED)
+    is_used_up = has_distribution(factors, State.GRADIENTS, Distribution.MATERIALIZED)
     if spec.overlap is Overlap.NONE or is_used_up or not _is_gathered_in_place(factors):
         return GatherAfterUpdate.BLOCKING
     return GatherAfterUpdate.DURING_UPDATE
@@ -93,15 +93,15 @@ def units_ahead(spec: Spec, form: Form) -> int | None:
 def comes_by_unit(spec: Spec) -> bool:
     """Whether parameters are brought to the device, or made, by unit for their use."""
     factors = (*data_factors(spec), *frozen_factors(spec))
-    brought = has(factors, State.PARAMETERS, *CUT, Distribution.MATERIALIZED)
+    brought = has_distribution(factors, State.PARAMETERS, *CUT, Distribution.MATERIALIZED)
     return brought or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE
 
 
 def _is_gathered_in_place(factors: tuple[Factor, ...]) -> bool:
     """Return True if updated shards are in the device's parameters, in the order of their group."""
     theta, omega, gradients = (_axes_with(factors, state, *CUT) for state in MODEL_STATES)
-    missing = without(_axes_with(factors, State.OPTIMIZER, Distribution.SHARDED), theta)
-    is_made = has(factors, State.PARAMETERS, Distribution.MATERIALIZED)
+    missing = exclude_axes(_axes_with(factors, State.OPTIMIZER, Distribution.SHARDED), theta)
+    is_made = has_distribution(factors, State.PARAMETERS, Distribution.MATERIALIZED)
     if not missing or is_made or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE:
         return False
     return lies_in_group_order(in_memory((*theta, *omega, *gradients)), theta, missing)
@@ -134,9 +134,9 @@ def may_join_units(spec: Spec, form: Form) -> bool:
         return False
     factors = data_factors(spec)
     return (
-        spec.optimizer.row.is_elementwise
+        spec.optimizer.properties.is_elementwise
         and not _have_experts(factors)
-        and all(mode in (R, S) for factor in factors for mode in modes(factor))
+        and all(mode in (R, S) for factor in factors for mode in state_modes(factor))
         and all(factor.placement.parameters == R for factor in factors)
     )
 
@@ -146,7 +146,7 @@ def data_factors(spec: Spec) -> tuple[Factor, ...]:
     return tuple([f for f in spec.factors if f.axis in REDUCED_AXES and f.degree > 1])
 
 
-def modes(factor: Factor) -> tuple[Mode, Mode, Mode]:
+def state_modes(factor: Factor) -> tuple[Mode, Mode, Mode]:
     """Return the modes of parameters, optimizer state and gradients on one axis."""
     placement = factor.placement
     return (placement.parameters, placement.optimizer, placement.gradients)
@@ -163,7 +163,7 @@ def _frozen_factor(spec: Spec, factor: Factor) -> Factor:
     The default is the mode of all parameters. If these are cast from masters (M), it is the
     placement of the masters.
     """
-    placement, mode = factor.placement, spec.frozen.of(factor.axis)
+    placement, mode = factor.placement, spec.frozen.mode_on(factor.axis)
     if mode is None and placement.parameters == M:
         is_cut = placement.optimizer.distribution in CUT
         mode = replace(S_STAR if is_cut else R, tier=placement.optimizer.tier)
@@ -176,7 +176,7 @@ def places_frozen(spec: Spec) -> bool:
     """Return True if frozen parameters are placed differently from all others."""
     if not spec.frozen.is_written:  # fast path: a search calls this thousands of times
         return False
-    written = spec.frozen.written()
+    written = spec.frozen.modes_by_axis()
     return any(
         factor.placement.parameters != written.get(factor.axis, factor.placement.parameters)
         for factor in data_factors(spec)
@@ -185,7 +185,7 @@ def places_frozen(spec: Spec) -> bool:
 
 def whole_axes(factors: tuple[Factor, ...]) -> tuple[Axis, ...]:
     """Return the axes that replicate parameters, optimizer state and gradients on the device."""
-    return tuple(factor.axis for factor in factors if modes(factor) == _WHOLE)
+    return tuple(factor.axis for factor in factors if state_modes(factor) == _WHOLE)
 
 
 def tier_of(factors: tuple[Factor, ...], state: State) -> Tier:
@@ -194,7 +194,9 @@ def tier_of(factors: tuple[Factor, ...], state: State) -> Tier:
     return max(tiers, key=TIER_DISTANCE.__getitem__, default=Tier.DEVICE)
 
 
-def has(factors: tuple[Factor, ...], state: State, *distributions: Distribution) -> bool:
+def has_distribution(
+    factors: tuple[Factor, ...], state: State, *distributions: Distribution
+) -> bool:
     """Return True if a state has one of these distributions on some axis."""
     return any(factor.placement[state].distribution in distributions for factor in factors)
 
@@ -231,12 +233,12 @@ def form_of(spec: Spec) -> Form:
 def _is_inner_placement(factors: tuple[Factor, ...], inner: tuple[Mode, Mode, Mode]) -> bool:
     """Return True if the innermost axes have these modes and all others replicate everything."""
     whole = whole_axes(factors)
-    sharded = tuple(factor.axis for factor in factors if modes(factor) == inner)
+    sharded = tuple(factor.axis for factor in factors if state_modes(factor) == inner)
     if not sharded or whole + sharded != tuple(factor.axis for factor in factors):
         return False
     # fully_shard needs an axis that shards; on axes that give ranks different experts, experts are
     # not sharded
-    return any(axis not in EXPERT_AXES for axis in sharded) or not without(whole, EXPERT_AXES)
+    return any(axis not in EXPERT_AXES for axis in sharded) or not exclude_axes(whole, EXPERT_AXES)
 
 
 def _shards_experts(factors: tuple[Factor, ...]) -> bool:
@@ -264,10 +266,10 @@ def _fits_zero_redundancy(spec: Spec, factors: tuple[Factor, ...]) -> bool:
     layout = spec.precision.layout
     return (
         [factor.axis for factor in factors] == [Axis.DP_REPLICATE]
-        and modes(factors[0]) == _SPREAD_UPDATE
+        and state_modes(factors[0]) == _SPREAD_UPDATE
         and layout.master is None
         and layout.moments is layout.parameters
-        and spec.optimizer.row.is_elementwise
+        and spec.optimizer.properties.is_elementwise
     )
 
 
@@ -285,7 +287,7 @@ def require_executed(spec: Spec, plan: Plan, facts: ModelFacts) -> None:
     if not frozen:
         return
     for where, names, remedy in (*_unsupported_axes(plan, frozen), *_untrained_parts(plan, facts)):
-        raise _unsupported(where, names, remedy)
+        raise _unsupported_error(where, names, remedy)
 
 
 def require_any(spec: Spec, is_any: bool) -> None:
@@ -337,7 +339,7 @@ def _untrained_parts(plan: Plan, facts: ModelFacts) -> Iterator[_Refusal]:
             yield f"{where} with freeing after each pass of a stage", passed, "Remove `sync`."
 
 
-def _unsupported(where: str, frozen: Sequence[str], remedy: str) -> SpecError:
+def _unsupported_error(where: str, frozen: Sequence[str], remedy: str) -> SpecError:
     """Return the error for frozen parameters that are not supported."""
     first, *others = frozen
     more = f" and {len(others)} more" if others else ""

@@ -16,7 +16,7 @@ from ptrain.installed import counted_torch
 from ptrain.spec.dials import Reshard, SyncPolicy
 
 
-class Habits(NamedTuple):
+class FSDP2Behavior(NamedTuple):
     """The lifetimes of FSDP2's temporaries, and the code that casts gradients.
 
     Attributes:
@@ -36,7 +36,7 @@ class Habits(NamedTuple):
     waits_without_gradients: bool
 
 
-_FIRST = Habits(
+_FIRST = FSDP2Behavior(
     holds_buffer=True,
     names_last_gradient=True,
     casts_on_arrival=False,
@@ -47,7 +47,7 @@ _SINCE_2_15 = _SINCE_2_12._replace(
     holds_buffer=False, names_last_gradient=False, casts_on_arrival=True
 )
 
-HABITS = {
+BEHAVIORS = {
     "2.11": _FIRST,
     "2.12": _SINCE_2_12,
     "2.13": _SINCE_2_12,
@@ -56,9 +56,9 @@ HABITS = {
 }
 
 
-def habits() -> Habits:
+def fsdp2_behavior() -> FSDP2Behavior:
     """Return the behavior of the torch version whose bytes are counted."""
-    return HABITS[counted_torch()]
+    return BEHAVIORS[counted_torch()]
 
 
 def shard_dim(shape: tuple[int, ...], ranks: int, sync: SyncPolicy) -> int:
@@ -75,7 +75,7 @@ def shard_dim(shape: tuple[int, ...], ranks: int, sync: SyncPolicy) -> int:
 
 
 @lru_cache(maxsize=2**10)
-def listed(names: tuple[str, ...], start: int = 0) -> tuple[str, ...]:
+def fully_shard_order(names: tuple[str, ...], start: int = 0) -> tuple[str, ...]:
     """Return a unit's parameters in the order of `fully_shard` (`_fsdp_init._get_managed_modules`).
 
     There, a module's direct parameters come after its submodules' parameters; in
@@ -90,5 +90,5 @@ def listed(names: tuple[str, ...], start: int = 0) -> tuple[str, ...]:
             own.append(name)
         else:
             within.setdefault(name[:end], []).append(name)
-    inner = (listed(tuple(some), len(module) + 1) for module, some in within.items())
+    inner = (fully_shard_order(tuple(some), len(module) + 1) for module, some in within.items())
     return (*(name for part in inner for name in part), *own)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ptrain.axes.data.dials import DIALS
-from ptrain.axes.data.form import data_factors, has
+from ptrain.axes.data.form import data_factors, has_distribution
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.cost import State
 from ptrain.errors import Fault
@@ -36,7 +36,6 @@ from ptrain.spec.placement import (
     Factor,
     M,
     Mode,
-    Placement,
     R,
     S,
 )
@@ -51,50 +50,44 @@ def keeps_state(optimizer: OptimizerSpec) -> bool:
     return bool(moment_names(optimizer.name, optimizer))
 
 
-def _has_foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    """Return True if activations are in a mode that involves other ranks."""
-    mode = placement.activations
-    return mode != R and not belongs_to_rank(mode)
-
-
 # Rules for parameters, optimizer state and gradients on every axis along which gradients are
 # summed.
 STATE_RULES = (
     TupleRule(
         name="parameters are full when used",
         theorem=GRADIENT_INTEGRITY,
-        broken=lambda placement, _: placement.parameters == S,
+        is_broken=lambda placement, _: placement.parameters == S,
         message=(
             "parameters cannot be S on a data axis: every rank needs the full weights to "
             "compute a layer. S* all-gathers them for use"
         ),
-        nearest=lambda placement: replace(placement, parameters=S_STAR),
+        repair=lambda placement: replace(placement, parameters=S_STAR),
     ),
     TupleRule(
         name="parameter values are stored",
         theorem=STATE_CONSISTENCY,
-        broken=lambda placement, _: placement.parameters == M and placement.optimizer == M,
+        is_broken=lambda placement, _: placement.parameters == M and placement.optimizer == M,
         message=(
             "parameters M are cast from the master weights in the optimizer state, but "
             "optimizer M does not store them between steps"
         ),
-        nearest=lambda placement: replace(placement, optimizer=S),
+        repair=lambda placement: replace(placement, optimizer=S),
     ),
     TupleRule(
         name="moments are stored between steps",
         theorem=STATE_CONSISTENCY,
-        broken=lambda placement, optimizer: placement.optimizer == M and keeps_state(optimizer),
+        is_broken=lambda placement, optimizer: placement.optimizer == M and keeps_state(optimizer),
         message=(
             "optimizer M would drop the moments between steps; only optimizers without "
             "state (sgd without momentum) support M"
         ),
-        nearest=lambda placement: replace(placement, optimizer=S),
+        repair=lambda placement: replace(placement, optimizer=S),
     ),
     TupleRule(
         name="matrices are orthogonalized in full",
         theorem=STATE_CONSISTENCY,
-        broken=lambda placement, optimizer: (
-            not optimizer.row.is_elementwise
+        is_broken=lambda placement, optimizer: (
+            not optimizer.properties.is_elementwise
             and Distribution.SHARDED
             in (placement.optimizer.distribution, placement.gradients.distribution)
         ),
@@ -102,7 +95,7 @@ STATE_RULES = (
             "muon orthogonalizes full matrices, so optimizer and gradients must be R or "
             "S* (gathered for the update)"
         ),
-        nearest=lambda placement: replace(
+        repair=lambda placement: replace(
             placement,
             optimizer=_to_gathered(placement.optimizer),
             gradients=_to_gathered(placement.gradients),
@@ -115,13 +108,15 @@ _TUPLES = (
     TupleRule(
         name="activations are local to their rank",
         theorem=GRADIENT_INTEGRITY,
-        broken=_has_foreign_activations,
+        is_broken=lambda placement, _: (
+            placement.activations != R and not belongs_to_rank(placement.activations)
+        ),
         message=(
             "activations of local samples cannot be sharded over a data axis: use R "
             "(saved), M (recomputed) or O (offloaded). To shard tokens, use cp "
             "(`mesh.cp=2`)"
         ),
-        nearest=lambda placement: replace(placement, activations=R),
+        repair=lambda placement: replace(placement, activations=R),
     ),
 )
 
@@ -194,7 +189,7 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
 
 def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
     """Reject an unsharded accumulation into a sharded sum of another dtype."""
-    cut = has(data_factors(spec), State.GRADIENTS, *CUT)
+    cut = has_distribution(data_factors(spec), State.GRADIENTS, *CUT)
     late = spec.sync.gradients is GradientSync.LAST
     if spec.precision.layout.keeps_both and cut and late and spec.batch.accumulate > 1:
         yield Fault(
@@ -212,7 +207,7 @@ def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     """Reject one unit for the full model with an optimizer that needs matrices."""
-    if not spec.optimizer.row.is_elementwise and spec.unit_size.kind is UnitKind.MODEL:
+    if not spec.optimizer.properties.is_elementwise and spec.unit_size.kind is UnitKind.MODEL:
         yield Fault(
             place="unit",
             finding=(
@@ -230,7 +225,7 @@ def _matrices_of_experts(spec: Spec) -> Iterator[Fault]:
     works = " or ".join(
         f"`optimizer.name={name}`" for name, row in OPTIMIZERS.items() if row.is_elementwise
     )
-    if has_experts and not spec.optimizer.row.is_elementwise:
+    if has_experts and not spec.optimizer.properties.is_elementwise:
         yield Fault(
             place="optimizer.name",
             finding=(
@@ -274,7 +269,7 @@ def _master_copies(spec: Spec) -> Iterator[Fault]:
 def _frozen_somewhere(spec: Spec) -> Iterator[Fault]:
     """Reject a placement of frozen parameters on an axis without ranks."""
     axes = [factor.axis for factor in data_factors(spec)]
-    for axis, mode in spec.frozen.written().items():
+    for axis, mode in spec.frozen.modes_by_axis().items():
         if axis not in axes and spec.world_size > 1:
             yield Fault(
                 place=f"frozen.{axis}",
@@ -359,7 +354,7 @@ DATA = AxisRules(
         ),
         *DIALS,
     ),
-    not_yet=(
+    unsupported=(
         SpecRule(name="replicas are outside shards", theorem="", faults=_replicas_inside_shards),
         SpecRule(name="muon does not support experts", theorem="", faults=_matrices_of_experts),
     ),

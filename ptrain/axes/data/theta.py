@@ -12,11 +12,11 @@ from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple
 
 from ptrain.axes.data.cost import Run
-from ptrain.axes.data.cuts import Axes, Cuts
+from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.cost import State
-from ptrain.rooms.room import Members, Move, T
+from ptrain.rooms.room import PendingResult, T, UnitParameters
 from ptrain.spec.dials import GatherAfterUpdate
-from ptrain.spec.placement import Axis, Tier, without
+from ptrain.spec.placement import Axis, Tier, exclude_axes
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FlatUnits
 
@@ -34,27 +34,29 @@ class Parameters(Generic[T]):
         is_gathered: `whole` has the parameters, or a gather into it was issued.
     """
 
-    def __init__(self, members: Members[T], cuts: Cuts[T], step: FlatUnits, layout: Layout) -> None:
+    def __init__(
+        self, members: UnitParameters[T], cuts: ShardLayout[T], step: FlatUnits, layout: Layout
+    ) -> None:
         self.members, self.cuts, self.room, self.layout = members, cuts, cuts.room, layout
         self.cut, self.tier = step.parameters, step.parameters_tier
         self.is_materialized = step.materialized
-        self.dtype = layout.updated if step.materialized else layout.parameters
+        self.dtype = layout.update_dtype if step.materialized else layout.parameters
         self.route = Route(
             cuts=cuts,
-            kept=self.cut,
-            updated=step.updated,
+            stored_axes=self.cut,
+            update_axes=step.updated,
             tier=self.tier,
             update_tier=step.update_tier,
         )
         self.whole = self.room.zeros(
             cuts.padded, layout.parameters, Tier.DEVICE, State.PARAMETERS, self.label
         )
-        members.adopt(self.whole)
+        members.bind_views(self.whole)
         self.is_transient = bool(self.cut) or self.tier is not Tier.DEVICE or self.is_materialized
         self.stored = self._first_stored() if self.is_transient else self.whole
-        self._gathering: Move[T] | None = None
-        self._storing: Move[T] | None = None
-        self._settling: Move[T] | None = None
+        self._gathering: PendingResult[T] | None = None
+        self._storing: PendingResult[T] | None = None
+        self._settling: PendingResult[T] | None = None
         self._behind: Axes = ()
         self.is_gathered = True
         self.release()
@@ -70,7 +72,7 @@ class Parameters(Generic[T]):
         A run is (start, end, flag). Padding belongs to the run before it.
         """
         tensors = zip(map(math.prod, self.members.shapes), self.members.are_cut, strict=True)
-        return self.cuts.runs(tuple(tensors), axes, self.cuts.room.coordinate)
+        return self.cuts.shard_runs(tuple(tensors), axes, self.cuts.room.coordinate)
 
     @property
     def label(self) -> str:
@@ -79,8 +81,9 @@ class Parameters(Generic[T]):
         return " … ".join(dict.fromkeys((names[0], names[-1])))
 
     @property
-    def behind(self) -> Axes:
-        """The axes along which `stored` is up to date in this rank's part only, until `settle`."""
+    def stale_axes(self) -> Axes:
+        """The axes along which only this rank's part of `stored` is up to date, until
+        `finish_gather`."""
         return self._behind
 
     def signature(self) -> Hashable:
@@ -90,20 +93,20 @@ class Parameters(Generic[T]):
 
     def _first_stored(self) -> T:
         """Return the initial shard, taken from the full buffer."""
-        part = self.room.cast(self.cuts.take(self.whole, (), self.cut), self.dtype)
-        stored = self.room.new(self.room.numel(part), self.dtype, self.tier, self.state)
+        part = self.room.cast(self.cuts.take_part(self.whole, (), self.cut), self.dtype)
+        stored = self.room.new_empty(self.room.numel(part), self.dtype, self.tier, self.state)
         self.room.copy(part, stored)
         return stored
 
     def gather(self) -> None:
         """Fill `whole`, and wait for it."""
-        self.settle()
+        self.finish_gather()
         self._start_gather(is_awaited=True)
         self._wait_for_gather()
 
     def prefetch(self) -> None:
         """Start to fill `whole`; `gather` waits for the rest."""
-        self.settle()
+        self.finish_gather()
         self._start_gather(is_awaited=False)
 
     def _start_gather(self, *, is_awaited: bool) -> None:
@@ -111,7 +114,7 @@ class Parameters(Generic[T]):
         if self.is_gathered:
             return
         self.is_gathered = True
-        self.room.refill(self.whole)
+        self.room.allocate_storage(self.whole)
         part = self._for_use()
         if not self.cut:
             self.room.copy(part, self.whole)
@@ -130,12 +133,12 @@ class Parameters(Generic[T]):
         """Return the stored tensor in the dtype of use, where the collective needs it."""
         room, part, used = self.room, self.stored, self.layout.parameters
         if self.tier is Tier.FILE:
-            part = room.move(part, Tier.HOST, self.state)
+            part = room.copy_to_tier(part, Tier.HOST, self.state)
         # cast before the gather, which then moves the dtype of use
         if room.dtype(part) is not used and (self.cut or self.tier is not Tier.DEVICE):
             part = room.cast(part, used, State.PARAMETERS, self.label)
         if self.cut and self.tier is not Tier.DEVICE:
-            part = room.move(part, Tier.DEVICE, State.PARAMETERS)
+            part = room.copy_to_tier(part, Tier.DEVICE, State.PARAMETERS)
         return part
 
     def release(self) -> None:
@@ -143,10 +146,10 @@ class Parameters(Generic[T]):
         if not self.is_transient or not self.is_gathered:
             return
         self._wait_for_gather()
-        self.room.empty(self.whole)
+        self.room.free_storage(self.whole)
         self.is_gathered = False
 
-    def place(self, missing: Axes) -> T | None:
+    def updated_part(self, missing: Axes) -> T | None:
         """Return this rank's updated part in `stored`, for a gather along `missing` from it.
 
         Returns None if the parameters are not on the device, or the parts are not in group order.
@@ -154,9 +157,9 @@ class Parameters(Generic[T]):
         is_near = self.tier is Tier.DEVICE
         if not missing or not is_near or not self.cuts.is_led_by(self.cut, missing):
             return None
-        return self.cuts.take(self.stored, self.cut, (*self.cut, *missing))
+        return self.cuts.take_part(self.stored, self.cut, (*self.cut, *missing))
 
-    def spread(self, part: T, cut: Axes, missing: Axes, when: GatherAfterUpdate) -> None:
+    def update_stored(self, part: T, cut: Axes, missing: Axes, when: GatherAfterUpdate) -> None:
         """Update `stored` from the ranks' updated parts.
 
         Args:
@@ -168,12 +171,12 @@ class Parameters(Generic[T]):
         into = self.stored if self.tier is Tier.DEVICE else None
         match when:
             case GatherAfterUpdate.BLOCKING:
-                self.keep(self.cuts.gather(part, cut, missing, State.PARAMETERS, into))
+                self.write_stored(self.cuts.gather_part(part, cut, missing, State.PARAMETERS, into))
             case GatherAfterUpdate.DURING_UPDATE:
                 self._storing = self.cuts.start_gather(part, cut, missing, State.PARAMETERS, into)
             case GatherAfterUpdate.NEXT_FORWARD:
                 assert into is not None, "what is gathered by the next forward is on the device"
-                self.cuts.put(into, part, self.cut, cut)
+                self.cuts.put_part(into, part, self.cut, cut)
                 self._behind = missing
 
     def begin_settling(self) -> None:
@@ -181,7 +184,7 @@ class Parameters(Generic[T]):
         if self._behind:
             self._settling, self._behind = self._start_settling(is_awaited=False), ()
 
-    def settle(self) -> None:
+    def finish_gather(self) -> None:
         """Complete the gather that the last update left to the next use."""
         if self._behind:
             self._settling, self._behind = self._start_settling(is_awaited=True), ()
@@ -189,10 +192,10 @@ class Parameters(Generic[T]):
             self._settling.wait()
             self._settling = None
 
-    def _start_settling(self, *, is_awaited: bool) -> Move[T]:
+    def _start_settling(self, *, is_awaited: bool) -> PendingResult[T]:
         """Issue the gather of the updated parts into `stored`."""
         missing, cut = self._behind, (*self.cut, *self._behind)
-        part = self.cuts.take(self.stored, self.cut, cut)
+        part = self.cuts.take_part(self.stored, self.cut, cut)
         return self.cuts.start_gather(
             part, cut, missing, State.PARAMETERS, self.stored, is_awaited=is_awaited
         )
@@ -202,18 +205,18 @@ class Parameters(Generic[T]):
         if self._storing is not None:
             held = self._storing.wait()
             self._storing = None
-            self.keep(held)
+            self.write_stored(held)
 
-    def keep(self, held: T, tier: Tier = Tier.DEVICE) -> None:
+    def write_stored(self, held: T, tier: Tier = Tier.DEVICE) -> None:
         """Write an updated tensor of the size of `stored` to it.
 
         `tier` is the tier of the updated tensor. Nothing is copied if it is `stored`.
         """
-        if self.room.same(held, self.stored):
+        if self.room.is_same_memory(held, self.stored):
             return
         # there is no direct copy between a file and the device
         if self.tier is Tier.FILE and tier is Tier.DEVICE:
-            held = self.room.move(held, Tier.HOST, State.PARAMETERS)
+            held = self.room.copy_to_tier(held, Tier.HOST, State.PARAMETERS)
         self.room.copy(held, self.stored)
 
 
@@ -241,7 +244,7 @@ class UnitTheta(Generic[T]):
         """Announce that the parts that are not gathered are needed next."""
         for part in self.parts:
             if not part.is_gathered:
-                part.room.ahead(part.stored)
+                part.room.prefetch(part.stored)
 
     def release(self) -> None:
         """Free the full buffers that can be rebuilt."""
@@ -258,39 +261,39 @@ class Route(NamedTuple, Generic[T]):
 
     Attributes:
         cuts: The layout of the buffer.
-        kept: Axes that shard the stored tensor.
-        updated: The subset that also shards the update. If they differ from `kept`, the update is
-            on the device, where collectives are.
+        stored_axes: Axes that shard the stored tensor.
+        update_axes: The subset that also shards the update. If it differs from `stored_axes`, the
+            update is on the device, where collectives are.
         tier: Tier of the stored tensor.
         update_tier: Tier of the update.
         state: The state that moves count as.
     """
 
-    cuts: Cuts[T]
-    kept: Axes
-    updated: Axes
+    cuts: ShardLayout[T]
+    stored_axes: Axes
+    update_axes: Axes
     tier: Tier
     update_tier: Tier
     state: State = State.OPTIMIZER
 
     @property
-    def missing(self) -> Axes:
+    def gather_axes(self) -> Axes:
         """The axes along which the update needs other ranks' parts."""
-        return without(self.kept, self.updated)
+        return exclude_axes(self.stored_axes, self.update_axes)
 
     @property
     def is_in_place(self) -> bool:
         """True if the update works on the stored tensor."""
-        return not self.missing and self.tier is self.update_tier is Tier.DEVICE
+        return not self.gather_axes and self.tier is self.update_tier is Tier.DEVICE
 
     def store(self, initial: T) -> T:
         """Return a new stored tensor with this rank's part of `initial` (1-d, or a scalar)."""
         room, part = self.cuts.room, initial
         is_scalar = room.shape(initial) == ()
-        if self.missing and not is_scalar:
-            part = self.cuts.take(initial, self.updated, self.kept)
+        if self.gather_axes and not is_scalar:
+            part = self.cuts.take_part(initial, self.update_axes, self.stored_axes)
         numel = None if is_scalar else room.numel(part)
-        stored = room.new(numel, room.dtype(initial), self.tier, self.state)
+        stored = room.new_empty(numel, room.dtype(initial), self.tier, self.state)
         room.copy(part, stored)
         return stored
 
@@ -298,22 +301,22 @@ class Route(NamedTuple, Generic[T]):
         """Return the tensor that the update works on: `stored` if that is in place."""
         room, held, tier = self.cuts.room, stored, self.tier
         if tier is Tier.FILE:
-            held, tier = room.move(held, Tier.HOST, self.state), Tier.HOST
+            held, tier = room.copy_to_tier(held, Tier.HOST, self.state), Tier.HOST
         if tier is Tier.HOST and self.update_tier is Tier.DEVICE:
-            held = room.move(held, Tier.DEVICE, self.state)
-        if self.missing and room.shape(held):
-            held = self.cuts.gather(held, self.kept, self.missing, self.state)
+            held = room.copy_to_tier(held, Tier.DEVICE, self.state)
+        if self.gather_axes and room.shape(held):
+            held = self.cuts.gather_part(held, self.stored_axes, self.gather_axes, self.state)
         return held
 
     def put(self, stored: T, working: T) -> None:
         """Write this rank's part of the updated tensor to `stored`, from which `fetch` took it."""
         room, part = self.cuts.room, working
-        if self.missing and room.shape(working):
-            part = self.cuts.take(working, self.updated, self.kept)
-        if room.same(part, stored):
+        if self.gather_axes and room.shape(working):
+            part = self.cuts.take_part(working, self.update_axes, self.stored_axes)
+        if room.is_same_memory(part, stored):
             return
         if self.tier is Tier.FILE and self.update_tier is Tier.DEVICE:
-            part = room.move(part, Tier.HOST, self.state)
+            part = room.copy_to_tier(part, Tier.HOST, self.state)
         room.copy(part, stored)
 
 
@@ -348,18 +351,18 @@ class TensorSlot(Generic[T]):
 
     def fetch(self) -> T:
         whole = self.route.fetch(self.stored)
-        return self.room.piece(whole, 0, self.shape) if self.shape else whole
+        return self.room.view_range(whole, 0, self.shape) if self.shape else whole
 
     def put(self, working: T) -> None:
-        if not self.room.same(working, self.stored):
+        if not self.room.is_same_memory(working, self.stored):
             self.route.put(self.stored, self._flat_padded(working) if self.shape else working)
 
     def _flat_padded(self, whole: T) -> T:
         """Return a full tensor as 1-d with padding; it is copied only if there is padding."""
-        room, flat, padded = self.room, self.room.flat(whole), self.route.cuts.padded
+        room, flat, padded = self.room, self.room.flatten(whole), self.route.cuts.padded
         if math.prod(self.shape) == padded:
             return flat
-        longer = room.like(flat, padded)
-        room.clear(longer)
-        room.copy(flat, room.piece(longer, 0, (math.prod(self.shape),)))
+        longer = room.empty_like(flat, padded)
+        room.fill_zeros(longer)
+        room.copy(flat, room.view_range(longer, 0, (math.prod(self.shape),)))
         return longer

@@ -68,7 +68,7 @@ def buckets_of(plan: Plan, units: Sequence[tuple[Modules, int]]) -> tuple[tuple[
 U = TypeVar("U", bound="UnitUse[Any]")
 
 
-class Order(Generic[T]):
+class UnitOrder(Generic[T]):
     """The order of the units' first use, known from the second forward pass on, for prefetching."""
 
     def __init__(self, step: FlatUnits) -> None:
@@ -117,10 +117,10 @@ class OverlappedReduction(Generic[T]):
         """True if no reduction is running."""
         return self._running is None
 
-    def complete(self) -> None:
+    def wait(self) -> None:
         """Wait for the running reduction, if any."""
         if self._running is not None:
-            self._running.complete()
+            self._running.wait()
         self._running = None
 
     def begin(self, gradients: Gradients[T]) -> None:
@@ -153,7 +153,7 @@ class UnitUse(Generic[T]):
     has left the unit.
     """
 
-    def __init__(self, parts: UnitParts[T], order: Order[T]) -> None:
+    def __init__(self, parts: UnitParts[T], order: UnitOrder[T]) -> None:
         self.theta, self.frozen, self.order = parts.theta, parts.frozen, order
         self.sync = parts.step.sync
         # resharded after forward
@@ -193,14 +193,14 @@ class UnitUse(Generic[T]):
         return self.theta.signature()
 
 
-class UnitLife(UnitUse[T]):
+class UnitRuntime(UnitUse[T]):
     """The runtime of a unit with trained parameters, which reduces its gradients once complete."""
 
     def __init__(
         self,
         parts: UnitParts[T],
         state: UnitState[T],
-        order: Order[T],
+        order: UnitOrder[T],
         flight: OverlappedReduction[T],
         *,
         is_pipelined: bool,
@@ -219,11 +219,11 @@ class UnitLife(UnitUse[T]):
         super().before_backward()
         if self.pending == 0:
             self.pending = len(self.state.members.names)
-            self.gradients.open()
+            self.gradients.allocate_buffer()
 
-    def accumulated(self, index: int) -> None:
+    def handle_gradient(self, index: int) -> None:
         """Handle the gradient that autograd has accumulated for one tensor."""
-        self.gradients.accumulated(index)
+        self.gradients.take_gradient(index)
         self.pending -= 1
         if self.pending == 0:
             self.finish()
@@ -234,13 +234,13 @@ class UnitLife(UnitUse[T]):
         Autograd calls no hook in such a pass. Without zeros to add to, all its gradients would be
         live besides the buffer until the end of the pass.
         """
-        self.gradients.open()
-        self.gradients.fill()
+        self.gradients.allocate_buffer()
+        self.gradients.zero_missing()
 
     def end_weights(self) -> None:
         """Complete the gradients of a pass that computes weight gradients only."""
         for index in range(len(self.state.members.names)):
-            self.gradients.accumulated(index)
+            self.gradients.take_gradient(index)
         self.finish()
 
     def finish(self) -> None:
@@ -252,7 +252,7 @@ class UnitLife(UnitUse[T]):
         is_due = self.is_last or self.sync.gradients is GradientSync.EVERY
         # at most one reduction runs at a time, so wait for the previous unit's
         if is_due and not self.is_deferred:
-            self.flight.complete()
+            self.flight.wait()
         self.gradients.finish(is_last=self.is_last, is_due=is_due)
         if not self.is_deferred:
             self.flight.begin(self.gradients)
@@ -266,14 +266,14 @@ class UnitLife(UnitUse[T]):
 
     def storages(self) -> Iterator[tuple[State, T]]:
         yield self.parameters.state, self.parameters.stored
-        yield from ((State.GRADIENTS, held) for held in self.gradients.held())
+        yield from ((State.GRADIENTS, held) for held in self.gradients.live_tensors())
         yield from super().storages()
 
     def signature(self) -> Hashable:
         return self.pending, super().signature(), self.gradients.signature()
 
 
-class ModelLife(Generic[T]):
+class ModelRuntime(Generic[T]):
     """The runtime of all units of a model, in order of wrapping.
 
     In a pipeline, the last reduction of a pass is waited for after the pass has ended and its
@@ -289,20 +289,20 @@ class ModelLife(Generic[T]):
     ) -> None:
         self.step, self.is_pipelined = step, is_pipelined
         self.flight = OverlappedReduction[T]()
-        order = Order[T](step)
+        order = UnitOrder[T](step)
         self.all: list[UnitUse[T]] = []
-        self.trained: list[UnitLife[T]] = []
+        self.trained: list[UnitRuntime[T]] = []
         for parts in units:
             if parts.trained is None:
                 self.all.append(UnitUse(parts, order))
                 continue
-            life = UnitLife(parts, parts.trained, order, self.flight, is_pipelined=is_pipelined)
+            life = UnitRuntime(parts, parts.trained, order, self.flight, is_pipelined=is_pipelined)
             self.trained.append(life)
             self.all.append(self.trained[-1])
         for unit, following in pairwise(self.trained):
             unit.state.following = following.state
 
-    def do(self, units: Iterable[U], act: Callable[[U], None]) -> None:
+    def for_each(self, units: Iterable[U], act: Callable[[U], None]) -> None:
         """Call `act` with each unit, in order."""
         for unit in units:
             act(unit)
@@ -314,10 +314,10 @@ class ModelLife(Generic[T]):
 
     def end_pass(self, *, is_last: bool) -> None:
         """End a backward pass."""
-        self.do((unit for unit in self.trained if unit.pending), UnitLife.finish)
+        self.for_each((unit for unit in self.trained if unit.pending), UnitRuntime.finish)
         if not self.is_pipelined:
-            self.flight.complete()
-        self.do(self.all, UnitUse.after_backward)
+            self.flight.wait()
+        self.for_each(self.all, UnitUse.after_backward)
         if is_last:
             self.release()
 
@@ -325,12 +325,12 @@ class ModelLife(Generic[T]):
         """Begin a half of a backward pass: the gradients of inputs, or of weights."""
         self.begin_pass(is_last=is_last and kind is Kind.WEIGHT)
         if kind is Kind.WEIGHT:
-            self.do(self.trained, UnitLife.begin_weights)
+            self.for_each(self.trained, UnitRuntime.begin_weights)
 
     def end_half(self, kind: Kind, *, is_last: bool) -> None:
         """End a half of a backward pass."""
         if kind is Kind.WEIGHT:
-            self.do(self.trained[::-1], UnitLife.end_weights)
+            self.for_each(self.trained[::-1], UnitRuntime.end_weights)
         if is_last:
             self.release()
 
@@ -341,25 +341,25 @@ class ModelLife(Generic[T]):
         messages.
         """
         units = [*self.trained[-1:], *self.trained[:-1]]
-        self.do(units, lambda unit: unit.parameters.begin_settling())
+        self.for_each(units, lambda unit: unit.parameters.begin_settling())
 
-    def settle(self) -> None:
+    def finish_reduction(self) -> None:
         """Wait for the reduction that the last pass left running, before the next pass."""
-        self.flight.complete()
+        self.flight.wait()
 
     def end_passes(self) -> None:
         """Wait for the reductions that all passes left running."""
-        self.settle()
-        self.do(self.trained[::-1], lambda unit: unit.gradients.complete())
+        self.finish_reduction()
+        self.for_each(self.trained[::-1], lambda unit: unit.gradients.wait())
 
     def release(self) -> None:
         """Free all gathered parameters, since unused ones would be stale after an update."""
-        self.do(self.all, lambda unit: unit.theta.release())
+        self.for_each(self.all, lambda unit: unit.theta.release())
 
     def for_update(self) -> None:
         """Bring gradients into the layout of the update."""
         self.end_passes()
-        self.do(self.trained, lambda unit: unit.gradients.for_update())
+        self.for_each(self.trained, lambda unit: unit.gradients.for_update())
 
     def consume_with(self, update: Callable[[int], None]) -> None:
         """Call `update(i)` as soon as the gradients of the i-th unit are complete (G = M)."""
@@ -372,11 +372,11 @@ class ModelLife(Generic[T]):
         They finish in the order in which they were issued, so waiting for the last one first waits
         once.
         """
-        self.do(self.trained[::-1], lambda unit: unit.parameters.finish_update())
+        self.for_each(self.trained[::-1], lambda unit: unit.parameters.finish_update())
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""
-        self.do(self.trained, lambda unit: unit.gradients.clear())
+        self.for_each(self.trained, lambda unit: unit.gradients.clear())
 
     def storages(self) -> Iterator[tuple[State, T]]:
         """Yield stored parameters and all live gradients with their states."""

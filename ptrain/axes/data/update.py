@@ -14,12 +14,12 @@ import math
 from collections.abc import Hashable
 from typing import Generic
 
-from ptrain.axes.data.cuts import Axes, Cuts
+from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.axes.data.theta import Parameters, Route, RoutedSlot, TensorSlot
 from ptrain.cost import State
-from ptrain.optimizers.update import Resident, Slot
-from ptrain.rooms.room import Members, Move, T
-from ptrain.spec.placement import Tier, without
+from ptrain.optimizers.update import ResidentSlot, Slot
+from ptrain.rooms.room import PendingResult, T, UnitParameters
+from ptrain.spec.placement import Tier, exclude_axes
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FlatUnits
 
@@ -32,7 +32,9 @@ class UnitState(Generic[T]):
         following: The unit that is updated next, whose files are read ahead.
     """
 
-    def __init__(self, members: Members[T], cuts: Cuts[T], step: FlatUnits, layout: Layout) -> None:
+    def __init__(
+        self, members: UnitParameters[T], cuts: ShardLayout[T], step: FlatUnits, layout: Layout
+    ) -> None:
         self.members, self.cuts, self.room, self.step = members, cuts, cuts.room, step
         self.parameters = Parameters(members, cuts, step, layout)
         self.gradients = Gradients(self.parameters, step)
@@ -44,14 +46,14 @@ class UnitState(Generic[T]):
         if self.following is not None:
             self.following.gradients.read_ahead()
             for tensor in (self.following.parameters.stored, *self.following.slots):
-                self.room.ahead(tensor)
+                self.room.prefetch(tensor)
 
-    def route(self, cuts: Cuts[T]) -> Route[T]:
+    def route(self, cuts: ShardLayout[T]) -> Route[T]:
         """Return the route of optimizer state with the layout `cuts`."""
         return Route(
             cuts=cuts,
-            kept=self.step.optimizer,
-            updated=self.step.updated,
+            stored_axes=self.step.optimizer,
+            update_axes=self.step.updated,
             tier=self.step.optimizer_tier,
             update_tier=self.step.update_tier,
         )
@@ -66,44 +68,44 @@ class UnitState(Generic[T]):
         if parameters.is_materialized:
             return parameters.route.fetch(held)
         if tier is Tier.FILE:
-            held, tier = room.move(held, Tier.HOST, State.PARAMETERS), Tier.HOST
-        if missing := without(now, cut):
+            held, tier = room.copy_to_tier(held, Tier.HOST, State.PARAMETERS), Tier.HOST
+        if missing := exclude_axes(now, cut):
             if tier is Tier.HOST:
-                held, tier = room.move(held, Tier.DEVICE, State.PARAMETERS), Tier.DEVICE
-            held = self.cuts.gather(held, now, missing, State.PARAMETERS)
-            now = without(now, missing)
-        held = self.cuts.take(held, now, cut)
+                held, tier = room.copy_to_tier(held, Tier.DEVICE, State.PARAMETERS), Tier.DEVICE
+            held = self.cuts.gather_part(held, now, missing, State.PARAMETERS)
+            now = exclude_axes(now, missing)
+        held = self.cuts.take_part(held, now, cut)
         if tier is not self.step.update_tier:
-            held = room.move(held, self.step.update_tier, State.PARAMETERS)
+            held = room.copy_to_tier(held, self.step.update_tier, State.PARAMETERS)
         return held
 
     def store(self, value: T) -> None:
         """Write an updated shard to the stored parameters, gathered if these are less sharded."""
         parameters, step, cut, room = self.parameters, self.step, self.step.updated, self.room
-        missing, extra = without(cut, parameters.cut), without(parameters.cut, cut)
-        part, tier, place = value, step.update_tier, parameters.place(missing)
+        missing, extra = exclude_axes(cut, parameters.cut), exclude_axes(parameters.cut, cut)
+        part, tier, place = value, step.update_tier, parameters.updated_part(missing)
         if place is None or extra or tier is not Tier.DEVICE:
             part = room.cast(value, parameters.dtype)
         if parameters.is_materialized:
             parameters.route.put(parameters.stored, part)
             return
         if extra:
-            part = self.cuts.take(part, cut, parameters.cut)
+            part = self.cuts.take_part(part, cut, parameters.cut)
         if missing:
             if place is not None:
                 part = self._copy_to_place(part, place)
             elif tier is not Tier.DEVICE:
-                part = room.move(part, Tier.DEVICE, State.PARAMETERS)
-            parameters.spread(part, (*cut, *extra), missing, step.gather_after_update)
+                part = room.copy_to_tier(part, Tier.DEVICE, State.PARAMETERS)
+            parameters.update_stored(part, (*cut, *extra), missing, step.gather_after_update)
         else:
-            parameters.keep(part, tier)
+            parameters.write_stored(part, tier)
 
     def _copy_to_place(self, part: T, place: T) -> T:
         """Copy a part to its place in the stored parameters, and return the place.
 
         Dropping the part before the gather saves memory.
         """
-        if not self.room.same(part, place):
+        if not self.room.is_same_memory(part, place):
             self.room.copy(part, place)
         return place
 
@@ -118,12 +120,12 @@ class ShardTarget(Generic[T]):
         self.unit = unit
         self.owns_master = unit.parameters.is_materialized
 
-    def lasting(self) -> T | None:
+    def persistent_parameter(self) -> T | None:
         """Return None: the gradient of a shard is brought for each update."""
 
     def working_gradient(self) -> T | None:
         self.unit.read_ahead()
-        return self.unit.gradients.working()
+        return self.unit.gradients.update_gradient()
 
     def value(self) -> T:
         return self.unit.value()
@@ -131,10 +133,10 @@ class ShardTarget(Generic[T]):
     def store(self, value: T) -> None:
         self.unit.store(value)
 
-    def slot(self, initial: T) -> Slot[T]:
+    def create_slot(self, initial: T) -> Slot[T]:
         route = self.unit.route(self.unit.cuts)
         if route.is_in_place:
-            return Resident(_tag_optimizer_state(self.unit, initial))
+            return ResidentSlot(_tag_optimizer_state(self.unit, initial))
         slot = RoutedSlot(route, initial)
         self.unit.slots.append(slot.stored)
         return slot
@@ -169,7 +171,7 @@ class TensorsUpdate(Generic[T]):
             self._value = self.unit.value()
         return self._tensor_view(self._value, index)
 
-    def forget(self) -> None:
+    def drop_values(self) -> None:
         """Drop values that were read without an update."""
         self._value = None
 
@@ -178,7 +180,7 @@ class TensorsUpdate(Generic[T]):
         if self._value is None:
             self._value = self._updated_buffer()
         place = self._tensor_view(self._value, index)
-        if not self.room.same(place, value):
+        if not self.room.is_same_memory(place, value):
             self.room.copy(value, place)
         self._stored = (self._stored + 1) % len(self.shapes)
         if self._stored == 0:
@@ -193,14 +195,16 @@ class TensorsUpdate(Generic[T]):
         parameters, step, cuts = self.unit.parameters, self.unit.step, self.unit.cuts
         if not parameters.cut and parameters.tier is step.update_tier:
             return parameters.stored
-        place = self.room.new(cuts.padded, parameters.dtype, step.update_tier, State.PARAMETERS)
-        self.room.clear(self.room.piece(place, cuts.numel, (cuts.padded - cuts.numel,)))
+        place = self.room.new_empty(
+            cuts.padded, parameters.dtype, step.update_tier, State.PARAMETERS
+        )
+        self.room.fill_zeros(self.room.view_range(place, cuts.numel, (cuts.padded - cuts.numel,)))
         return place
 
     def _tensor_view(self, whole: T, index: int) -> T:
         """Return the view of one tensor in a full buffer."""
         start = sum(map(math.prod, self.shapes[:index]))
-        return self.room.piece(whole, start, self.shapes[index])
+        return self.room.view_range(whole, start, self.shapes[index])
 
 
 class TensorTarget(Generic[T]):
@@ -214,9 +218,11 @@ class TensorTarget(Generic[T]):
         self.shape = update.shapes[index]
         self.owns_master = self.unit.parameters.is_materialized
         unit = self.unit.cuts
-        self.cuts = Cuts(unit.room, math.prod(self.shape), self.unit.step.optimizer, unit.via)
+        self.cuts = ShardLayout(
+            unit.room, math.prod(self.shape), self.unit.step.optimizer, unit.via
+        )
 
-    def lasting(self) -> T | None:
+    def persistent_parameter(self) -> T | None:
         """Return None: the tensor is a view of a buffer that is gathered for each update."""
 
     def working_gradient(self) -> T | None:
@@ -228,10 +234,10 @@ class TensorTarget(Generic[T]):
     def store(self, value: T) -> None:
         self.update.store(self.index, value)
 
-    def slot(self, initial: T) -> Slot[T]:
-        self.update.forget()
+    def create_slot(self, initial: T) -> Slot[T]:
+        self.update.drop_values()
         if self.keeps_whole:
-            return Resident(_tag_optimizer_state(self.unit, initial))
+            return ResidentSlot(_tag_optimizer_state(self.unit, initial))
         slot = TensorSlot(self.route, initial)
         self.unit.slots.append(slot.stored)
         return slot
@@ -240,7 +246,7 @@ class TensorTarget(Generic[T]):
     def keeps_whole(self) -> bool:
         """True if optimizer state is stored as it is used, in the tensor's shape."""
         route = self.route
-        return not route.kept and route.is_in_place
+        return not route.stored_axes and route.is_in_place
 
     @property
     def route(self) -> Route[T]:
@@ -275,9 +281,9 @@ class Gradients(Generic[T]):
         self.raw: T | None = None
         self.kept: T | None = None
         self.now: Axes = self.cut
-        self.partial = without(step.axes, (*step.updated, *self.cut))
+        self.partial = exclude_axes(step.axes, (*step.updated, *self.cut))
         self._mapped: T | None = None
-        self._move: Move[T] | None = None
+        self._move: PendingResult[T] | None = None
         self._is_in_place = self.layout.parameters is self.layout.reduced
 
     @property
@@ -291,7 +297,7 @@ class Gradients(Generic[T]):
         sizes = tuple(None if tensor is None else self.room.numel(tensor) for tensor in held)
         return sizes, len(self._unwritten), self.now, self.partial, self._move is None
 
-    def open(self) -> None:
+    def allocate_buffer(self) -> None:
         """Allocate the gradients' buffer before the unit's backward.
 
         The first gradient of a tensor is copied to it instead of added to zeros, which moves half
@@ -299,20 +305,20 @@ class Gradients(Generic[T]):
         """
         if self.whole is not None:
             return
-        self.whole = self.room.new(
+        self.whole = self.room.new_empty(
             self.cuts.padded, self.layout.reduced, Tier.DEVICE, State.GRADIENTS, self.label
         )
         # padding takes part in sums and norms, so it must be zero
         if padding := self.cuts.padded - self.cuts.numel:
-            self.room.clear(self.room.piece(self.whole, self.cuts.numel, (padding,)))
+            self.room.fill_zeros(self.room.view_range(self.whole, self.cuts.numel, (padding,)))
         self._mark_unwritten()
 
     def _mark_unwritten(self) -> None:
         """Make the next gradient of each tensor overwrite the buffer."""
-        self.members.unbind()
+        self.members.drop_gradients()
         self._unwritten = set(range(len(self.members.names)))
 
-    def fill(self) -> None:
+    def zero_missing(self) -> None:
         """Set missing gradients to zero.
 
         They are missing for parameters that had no part in the loss, and before a pass in which no
@@ -321,7 +327,7 @@ class Gradients(Generic[T]):
         for index in sorted(self._unwritten):
             self._write_first(index)
 
-    def accumulated(self, index: int) -> None:
+    def take_gradient(self, index: int) -> None:
         """Take a tensor's gradient from autograd.
 
         If the tensor's `.grad` is its view of the buffer, autograd has already added to it, unless
@@ -332,29 +338,29 @@ class Gradients(Generic[T]):
         if index in self._unwritten:
             self._write_first(index)
         elif not self._is_in_place:
-            self.members.collect(index, self.whole)
+            self.members.add_gradient(index, self.whole)
 
     def _write_first(self, index: int) -> None:
         """Copy the first gradient of a tensor into the buffer."""
         assert self.whole is not None, "there is somewhere to write to"
-        self.members.write(index, self.whole, is_bound=self._is_in_place)
+        self.members.write_gradient(index, self.whole, is_bound=self._is_in_place)
         self._unwritten.discard(index)
 
     def finish(self, *, is_last: bool, is_due: bool) -> None:
         """Reduce the buffer along `cut`, if due, and store this rank's part.
 
-        With overlap, the first collective is only started; `complete` does the rest.
+        With overlap, the first collective is only started; `wait` does the rest.
         """
         if self.whole is None:
             return
-        self.fill()
+        self.zero_missing()
         overlaps = self.step.overlaps and not self.step.consumed
         if self.cut and is_due and overlaps:
             self._move = self.cuts.start_reduce_scatter(self.whole, (), self.cut)
         elif self.cut and is_due:
-            self._reduced(self.cuts.reduce_scatter(self.whole, (), self.cut))
+            self._store_reduced(self.cuts.reduce_scatter(self.whole, (), self.cut))
         elif self.adds_up:
-            self._keep(self.whole)
+            self._add_to_stored(self.whole)
             if self.layout.keeps_both:
                 self._mark_unwritten()
             else:
@@ -362,10 +368,10 @@ class Gradients(Generic[T]):
         if overlaps and is_last and not self.cut and self.tier is Tier.DEVICE:
             self._start_update()
 
-    def _reduced(self, shard: T) -> None:
+    def _store_reduced(self, shard: T) -> None:
         """Store the reduced shard and free the buffer."""
         self._drop_buffer()
-        self._keep(shard)
+        self._add_to_stored(shard)
         if self.layout.keeps_both:
             self.raw = shard
 
@@ -378,13 +384,13 @@ class Gradients(Generic[T]):
         elif self.partial:
             self._move = self.room.all_reduce(held, self.partial, is_awaited=False)
 
-    def complete(self) -> None:
+    def wait(self) -> None:
         """Wait for the collective that `finish` started, and store its result."""
         if self._move is None:
             return
         reduced, self._move = self._move.wait(), None
         if self.cut:
-            self._reduced(reduced)
+            self._store_reduced(reduced)
         elif self.step.updated:
             self.kept, self.now = reduced, self.step.updated
             if not self.layout.keeps_both:
@@ -392,7 +398,7 @@ class Gradients(Generic[T]):
         else:
             self.partial = ()
 
-    def _keep(self, part: T) -> None:
+    def _add_to_stored(self, part: T) -> None:
         """Add one micro-batch's part to the stored sum."""
         room = self.room
         if self.tier is Tier.DEVICE:
@@ -401,7 +407,7 @@ class Gradients(Generic[T]):
             else:
                 room.add(self.kept, part)
             return
-        arrived = room.move(self._cast_to_kept(part), Tier.HOST, State.GRADIENTS)
+        arrived = room.copy_to_tier(self._cast_to_kept(part), Tier.HOST, State.GRADIENTS)
         if self.tier is Tier.HOST:
             if self.kept is None:
                 self.kept = arrived
@@ -409,7 +415,7 @@ class Gradients(Generic[T]):
                 room.add(self.kept, arrived)
             return
         if self.kept is not None:
-            summed = room.move(self.kept, Tier.HOST, State.GRADIENTS)
+            summed = room.copy_to_tier(self.kept, Tier.HOST, State.GRADIENTS)
             room.add(summed, arrived)
             arrived = summed
         self.kept = self._file_tensor(room.numel(arrived))
@@ -422,7 +428,9 @@ class Gradients(Generic[T]):
     def _file_tensor(self, numel: int) -> T:
         """Return the file's tensor, created once: creating it costs more than writing to it."""
         if self._mapped is None:
-            self._mapped = self.room.new(numel, self.layout.gradients, Tier.FILE, State.GRADIENTS)
+            self._mapped = self.room.new_empty(
+                numel, self.layout.gradients, Tier.FILE, State.GRADIENTS
+            )
         return self._mapped
 
     def for_update(self) -> None:
@@ -438,12 +446,12 @@ class Gradients(Generic[T]):
             self._drop_buffer()
         self.raw = None
         wanted = (*self.step.updated, *self.step.gathered_gradients)
-        narrower, wider = without(self.step.updated, self.now), without(self.now, wanted)
+        narrower, wider = exclude_axes(self.step.updated, self.now), exclude_axes(self.now, wanted)
         travels = bool(narrower or self.partial or wider) and self.tier is not Tier.DEVICE
         if self.tier is Tier.FILE:
-            held = room.move(held, Tier.HOST, State.GRADIENTS)
+            held = room.copy_to_tier(held, Tier.HOST, State.GRADIENTS)
         if travels:
-            held = room.move(held, Tier.DEVICE, State.GRADIENTS)
+            held = room.copy_to_tier(held, Tier.DEVICE, State.GRADIENTS)
         now = self.now
         if narrower:
             held, now = self.cuts.reduce_scatter(held, now, narrower), (*now, *narrower)
@@ -451,13 +459,13 @@ class Gradients(Generic[T]):
         if self.partial:
             room.all_reduce(held, self.partial, is_awaited=True).wait()
         if wider:
-            held = self.cuts.gather(held, now, wider, State.GRADIENTS)
+            held = self.cuts.gather_part(held, now, wider, State.GRADIENTS)
         held = self._cast_to_kept(held)
         if travels:
-            held = room.move(held, Tier.HOST, State.GRADIENTS)
+            held = room.copy_to_tier(held, Tier.HOST, State.GRADIENTS)
         self.kept, self.now, self.partial = held, wanted, ()
 
-    def working(self) -> T | None:
+    def update_gradient(self) -> T | None:
         """Return the gradient on the update's tier, None without one.
 
         It is gathered along the axes of S*.
@@ -468,11 +476,11 @@ class Gradients(Generic[T]):
         gathered, step = self.step.gathered_gradients, self.step
         on_device = self.tier is Tier.DEVICE
         if not on_device and (gathered or step.update_tier is Tier.DEVICE):
-            held, on_device = room.move(held, Tier.DEVICE, State.GRADIENTS), True
+            held, on_device = room.copy_to_tier(held, Tier.DEVICE, State.GRADIENTS), True
         if gathered:
-            held = self.cuts.gather(held, self.now, gathered, State.GRADIENTS)
+            held = self.cuts.gather_part(held, self.now, gathered, State.GRADIENTS)
         if on_device and step.update_tier is not Tier.DEVICE:
-            held = room.move(held, Tier.HOST, State.GRADIENTS)
+            held = room.copy_to_tier(held, Tier.HOST, State.GRADIENTS)
         return held
 
     def clear(self) -> None:
@@ -480,18 +488,18 @@ class Gradients(Generic[T]):
         self._drop_buffer()
         self.kept = self.raw = None
         self.now = self.cut
-        self.partial = without(self.step.axes, (*self.step.updated, *self.cut))
+        self.partial = exclude_axes(self.step.axes, (*self.step.updated, *self.cut))
 
     def read_ahead(self) -> None:
         """Announce that the stored gradients are needed next."""
         if self.kept is not None:
-            self.room.ahead(self.kept)
+            self.room.prefetch(self.kept)
 
-    def held(self) -> list[T]:
+    def live_tensors(self) -> list[T]:
         """Return all live tensors of gradients."""
         return [held for held in (self.whole, self.raw, self.kept) if held is not None]
 
     def _drop_buffer(self) -> None:
         """Free the buffer, and drop `.grad` of all parameters."""
         self.whole = None
-        self.members.unbind()
+        self.members.drop_gradients()

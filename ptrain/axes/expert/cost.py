@@ -18,11 +18,11 @@ from ptrain.axes.expert.form import own_places
 from ptrain.axes.ring import Calls, Group
 from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.stages import is_within
-from ptrain.spec.activations import Kept, Operators, Scope
+from ptrain.spec.activations import ActivationMode, Operators, Scope
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec, ranks_over
-from ptrain.steps.experts import ByLayer, ExpertParallel, RankRows, even, layers_of
+from ptrain.steps.experts import ByLayer, ExpertParallel, RankRows, even_rows, layers_of
 from ptrain.steps.step import Plan
 
 _TRIPS = 2  # rows to their experts, and results back
@@ -30,7 +30,7 @@ _COUNT_BYTES = 8  # int64
 _NO_ROWS = RankRows(0, 0, 0)
 
 
-def sent(
+def expert_traffic(
     spec: Spec,
     plan: Plan,
     within: Sequence[str] | None = None,
@@ -49,11 +49,11 @@ def sent(
     shape, step = spec.model, plan.experts
     kept = dict(plan.keep.blocks) if plan.keep else {}
     times = plan.accumulate.micro_batches
-    once, again = _Exchanged(), _Exchanged()
+    once, again = _ExchangedRows(), _ExchangedRows()
     for layer in _expert_layers(spec, plan):
         if within is not None and not is_within(layer, within):
             continue
-        rows = even(spec, step).times(times) if step else _NO_ROWS
+        rows = even_rows(spec, step).scale(times) if step else _NO_ROWS
         if loads is not None:
             rows = reduce(add, loads[layer])
         once.add(times, rows)
@@ -63,7 +63,7 @@ def sent(
         exchange = _RowExchange(spec, step)
         yield from exchange.forward(Phase.FORWARD, once)
         yield from exchange.forward(Phase.BACKWARD, again)
-        yield from exchange.trips(Phase.BACKWARD, once)
+        yield from exchange.row_traffic(Phase.BACKWARD, once)
     slices = _token_slices(spec, plan)
     if slices is not None and isinstance(shape, ModelShape) and shape.experts is not None:
         yield from _count_traffic(spec, shape, slices, Phase.FORWARD, once.times)
@@ -82,7 +82,9 @@ def rows_bytes(spec: Spec, shape: ModelShape) -> int:
         if shape.capacity_factor is None
         else shape.experts * own_places(spec, shape)
     )
-    return spec.batch.micro * rows * shape.hidden * spec.precision.effective.parameters.itemsize
+    return (
+        spec.batch.micro * rows * shape.hidden * spec.precision.effective_layout.parameters.itemsize
+    )
 
 
 def _expert_layers(spec: Spec, plan: Plan) -> Iterator[str]:
@@ -125,16 +127,16 @@ def _count_traffic(
     assert shape.experts is not None, "they are counted"
     group, numbers = slices.group, spec.batch.micro * shape.experts
     if shape.aux_loss and times:
-        wide = max(spec.precision.effective.parameters.itemsize, DType.FP32.itemsize)
+        wide = max(spec.precision.effective_layout.parameters.itemsize, DType.FP32.itemsize)
         calls = Calls(Collective.ALL_REDUCE, State.ACTIVATIONS, phase, times)
-        yield calls.over(group, numbers * wide)
+        yield calls.traffic(group, numbers * wide)
     if shape.capacity_factor is not None and times:
         numbers *= group.ranks * slices.stretches * shape.experts_per_token
         calls = Calls(Collective.ALL_GATHER, State.ACTIVATIONS, phase, times)
-        yield calls.over(group, numbers * _COUNT_BYTES)
+        yield calls.traffic(group, numbers * _COUNT_BYTES)
 
 
-def _is_repeated(mode: Kept) -> bool:
+def _is_repeated(mode: ActivationMode) -> bool:
     """Return True if backward repeats the collectives of a block that is kept so."""
     policy = mode.policy
     return policy is not None and (
@@ -142,7 +144,7 @@ def _is_repeated(mode: Kept) -> bool:
     )
 
 
-class _Exchanged:
+class _ExchangedRows:
     """The number of exchanges, over layers and micro-batches, and the sum of their rows."""
 
     def __init__(self) -> None:
@@ -159,17 +161,17 @@ class _RowExchange:
     def __init__(self, spec: Spec, step: ExpertParallel) -> None:
         self.group = Group(spec.expert_axes, ranks_over(spec, spec.expert_axes))
         self.counts = 0 if step.places is not None else _COUNT_BYTES * step.number
-        self.row = step.features * spec.precision.effective.parameters.itemsize
+        self.row = step.features * spec.precision.effective_layout.parameters.itemsize
 
-    def forward(self, phase: Phase, exchanged: _Exchanged) -> Iterator[Traffic]:
+    def forward(self, phase: Phase, exchanged: _ExchangedRows) -> Iterator[Traffic]:
         """Yield the exchange of rows. If sizes depend on data, the row counts are exchanged
         first."""
-        yield from self.trips(phase, exchanged)
+        yield from self.row_traffic(phase, exchanged)
         if self.counts and exchanged.times:
             calls = Calls(Collective.ALL_TO_ALL, State.ACTIVATIONS, phase, exchanged.times)
-            yield calls.over(self.group, self.counts)
+            yield calls.traffic(self.group, self.counts)
 
-    def trips(self, phase: Phase, exchanged: _Exchanged) -> Iterator[Traffic]:
+    def row_traffic(self, phase: Phase, exchanged: _ExchangedRows) -> Iterator[Traffic]:
         """Yield the all-to-alls of rows to their experts and back. Rows for local experts are not
         sent."""
         if not exchanged.times:
@@ -181,10 +183,10 @@ class _RowExchange:
             phase=phase,
         )
         rows = exchanged.rows
-        both = rows.sent + rows.received
+        both = rows.num_sent + rows.num_received
         yield Traffic(
             key=key,
             calls=_TRIPS * exchanged.times,
             payload_bytes=both * self.row,
-            sent_bytes=(both - _TRIPS * rows.kept) * self.row,
+            sent_bytes=(both - _TRIPS * rows.num_kept) * self.row,
         )

@@ -8,7 +8,7 @@ from itertools import islice
 
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec, ranks_over
-from ptrain.steps.experts import ExpertParallel, Loads, choices, token_places
+from ptrain.steps.experts import ExpertParallel, Loads, num_choices, token_places
 from ptrain.steps.step import Plan
 from ptrain.units import counted, format_bytes
 
@@ -57,7 +57,10 @@ def _span_text(first: int, number: int) -> str:
 def _dispatch_text(spec: Spec, step: ExpertParallel, ranks: int) -> str:
     """Return the size of an all-to-all. Each layer and micro-batch has two in forward and two in
     backward."""
-    micro, size = spec.batch.micro, step.features * spec.precision.effective.parameters.itemsize
+    micro, size = (
+        spec.batch.micro,
+        step.features * spec.precision.effective_layout.parameters.itemsize,
+    )
     away = f"{ranks - 1}/{ranks} of it to other ranks"
     often = "to their experts and back, per layer and micro-batch, in forward and in backward"
     if step.places is not None:
@@ -66,7 +69,7 @@ def _dispatch_text(spec: Spec, step: ExpertParallel, ranks: int) -> str:
             f"{counted(places, 'place')} of {step.features} features {often}: "
             f"{format_bytes(places * size)}, {away}, independent of the routing"
         )
-    rows = choices(spec, step)
+    rows = num_choices(spec, step)
     return (
         f"{counted(rows, 'row')} of {step.features} features {often}: {format_bytes(rows * size)}, "
         f"{away} if experts are chosen equally often; row counts are exchanged first"
@@ -76,9 +79,9 @@ def _dispatch_text(spec: Spec, step: ExpertParallel, ranks: int) -> str:
 def _routing_text(spec: Spec, loads: Loads) -> str:
     """Return the range of rows that ranks receive under the spec's routing."""
     received = {
-        rows.received
+        rows.num_received
         for place in {*token_places(spec)}
-        for of_layer in loads.of(place).values()
+        for of_layer in loads.rows_by_layer(place).values()
         for rows in of_layer
     }
     stated = "as counted" if isinstance(spec.routing, Histogram) else f"{spec.routing}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 
-from ptrain.axes.candidates import Way, Written, divisors, of_one_axis
+from ptrain.axes.candidates import AxisOption, FixedChoices, divisors, single_axis_space
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.cost import Collective
 from ptrain.errors import Fault, SpecError
@@ -34,7 +34,9 @@ def with_own_experts(facts: ModelFacts, step: ExpertParallel, ranks: int) -> Mod
         return tensor._replace(shape=(experts // ranks, *rest), cut_over=step.axes)
 
     units = tuple(
-        replace(unit, tensors=tuple(map(own, unit.tensors))) if step.has(unit.modules) else unit
+        replace(unit, tensors=tuple(map(own, unit.tensors)))
+        if step.has_experts(unit.modules)
+        else unit
         for unit in facts.units
     )
     return replace(facts, units=units)
@@ -43,7 +45,7 @@ def with_own_experts(facts: ModelFacts, step: ExpertParallel, ranks: int) -> Mod
 # Check of a histogram of router choices against a spec's layers with experts.
 
 
-def misfit(
+def find_histogram_mismatch(
     spec: Spec, histogram: Histogram, layers: Sequence[str], number: int, chosen: int
 ) -> str:
     """Return the first mismatch between a histogram and a spec's layers with experts.
@@ -129,7 +131,7 @@ def experts_of(
         return None
     if layers.number % factor.degree:
         raise SpecError(_division_fault(factor.degree, layers.number))
-    if wrong := unfit(spec, layers):
+    if wrong := histogram_fault(spec, layers):
         raise SpecError(wrong)
     modules = [module for unit in units for module in unit]
     places = None
@@ -159,12 +161,12 @@ def _division_fault(degree: int, experts: int) -> Fault:
     )
 
 
-def unfit(spec: Spec, layers: ExpertLayers) -> Fault | None:
+def histogram_fault(spec: Spec, layers: ExpertLayers) -> Fault | None:
     """Return the fault of a histogram that does not fit these layers, or None."""
     if not isinstance(spec.routing, Histogram) or not is_by_routing(spec):
         return None
     named = [module.rpartition(".")[0] for module in layers.modules]
-    wrong = misfit(spec, spec.routing, named, layers.number, layers.chosen)
+    wrong = find_histogram_mismatch(spec, spec.routing, named, layers.number, layers.chosen)
     return Fault(place="routing", finding=wrong, remedy=f"Use {FORM}.") if wrong else None
 
 
@@ -220,7 +222,7 @@ def loads_of(spec: Spec, step: ExpertParallel | None) -> Loads | None:
     return BoundLoads(spec, step, routing, spec.batch.accumulate)
 
 
-def assumed(spec: Spec) -> dict[str, str]:
+def routing_assumptions(spec: Spec) -> dict[str, str]:
     """Return the figures that depend on assumptions about routing, with a sentence about each.
 
     The result is empty if no figure depends on routing.
@@ -251,14 +253,14 @@ def assumed(spec: Spec) -> dict[str, str]:
 _COPIES = Placement(parameters=R, optimizer=R, gradients=R)
 
 
-def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
+def _degrees_to_search(spec: Spec, devices: int, written: FixedChoices) -> Iterable[int]:
     shape = spec.model
     experts = shape.experts if isinstance(shape, ModelShape) else None
-    return written.sizes(Axis.EP, devices, divisors(gcd(experts or 1, devices)))
+    return written.degrees_to_try(Axis.EP, devices, divisors(gcd(experts or 1, devices)))
 
 
-def _ways(spec: Spec, ranks: int) -> tuple[Way, ...]:
+def _options(spec: Spec, ranks: int) -> tuple[AxisOption, ...]:
     return (((_COPIES,), ()),)
 
 
-SPACE = of_one_axis(Axis.EP, _sizes, _ways, (_COPIES,), follows=True)
+SPACE = single_axis_space(Axis.EP, _degrees_to_search, _options, (_COPIES,), follows=True)

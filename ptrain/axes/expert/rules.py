@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ptrain.axes.data.dials import REASON
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
-from ptrain.axes.expert.form import factor_of, is_by_routing, unfit
+from ptrain.axes.expert.form import factor_of, histogram_fault, is_by_routing
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.parameters import expert_layers
@@ -32,13 +32,13 @@ _TUPLES = (
     TupleRule(
         name="activations are those of the local samples",
         theorem=GRADIENT_INTEGRITY,
-        broken=lambda placement, _: placement.activations != R,
+        is_broken=lambda placement, _: placement.activations != R,
         message=(
             "activations on ep must be R outside of experts: each rank holds those of "
             "its local samples; M and O are set for all axes at the top level, "
             "`activations=M`"
         ),
-        nearest=lambda placement: replace(placement, activations=R),
+        repair=lambda placement: replace(placement, activations=R),
     ),
 )
 
@@ -88,7 +88,7 @@ def _routing_fits(spec: Spec) -> Iterator[Fault]:
         finding = "has no effect: the mesh has no ep axis with two or more ranks, or "
         finding += "capacity_factor gives every expert the same number of tokens"
         yield Fault(place="routing", finding=finding, remedy="Remove it.")
-    elif (known := expert_layers(spec)) is not None and (wrong := unfit(spec, known)):
+    elif (known := expert_layers(spec)) is not None and (wrong := histogram_fault(spec, known)):
         yield wrong
 
 
@@ -198,7 +198,7 @@ EXPERT = AxisRules(
             faults=_shared_experts_overlap,
         ),
     ),
-    not_yet=(
+    unsupported=(
         SpecRule(name="experts are sharded over tp too", theorem="", faults=_ep_with_tp),
         SpecRule(name="the naive plan shards experts", theorem="", faults=_naive_with_folded),
     ),

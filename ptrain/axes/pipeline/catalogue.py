@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import count
 from typing import NamedTuple, assert_never
 
-from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
+from ptrain.axes.candidates import AxisChoice, AxisSpace, FixedChoices, divisors
 from ptrain.axes.pipeline import cost, orders
 from ptrain.axes.pipeline.cost import PipelineSize, ScheduleCost
 from ptrain.axes.pipeline.schedule import (
@@ -26,13 +26,20 @@ from ptrain.axes.pipeline.schedule import (
     PipelineShape,
     Schedule,
     Step,
-    looped,
+    loop_ranks,
     v_shaped,
 )
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.errors import BrokenSchedule, Fault, SpecError
 from ptrain.facts.parameters import elements_met
-from ptrain.facts.stages import Layers, Stage, Tensor, balanced, cut, evenly
+from ptrain.facts.stages import (
+    Layers,
+    Stage,
+    Tensor,
+    balanced_counts,
+    divide_into_stages,
+    even_counts,
+)
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, Pass, PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import Axis, Factor, Placement, R, S
@@ -71,17 +78,17 @@ def stages_of(spec: Spec, model: Layers) -> tuple[Stage, ...]:
     stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
     match spec.pipeline.split:
         case SplitBy.PARAMETERS:
-            counts = balanced(model.weights, stages, model.ends)
+            counts = balanced_counts(model.weights, stages, model.ends)
         case SplitBy.TIME:
             weights, ends = count_operations(spec, model)
-            counts = balanced(weights, stages, ends)
+            counts = balanced_counts(weights, stages, ends)
         case SplitBy.LAYERS:
-            counts = evenly(len(model.layers), stages)
+            counts = even_counts(len(model.layers), stages)
         case tuple() as counts:
             pass
         case split:
             assert_never(split)
-    return cut(model, counts)
+    return divide_into_stages(model, counts)
 
 
 def count_operations(spec: Spec, model: Layers) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -136,7 +143,7 @@ def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[
         simulate(schedule)
     except BrokenSchedule as broken:
         order = schedule.orders[broken.rank]
-        places = [place for place, step in enumerate(order) if _is_part(broken.action, step)]
+        places = [place for place, step in enumerate(order) if broken.action in (step, *step.parts)]
         place = f"action {places[-1] + 1} of {len(order)}" if places else "at no position"
         yield Fault(
             place=_PLACE,
@@ -210,11 +217,6 @@ def _as_step(passes: tuple[Pass, ...]) -> Step:
     return actions[0] if len(actions) == 1 else Pair(*actions)
 
 
-def _is_part(action: object, step: Step) -> bool:
-    """Return True if an action or pair is the step or a part of it."""
-    return action == step or action in step.parts
-
-
 Need = Callable[[ScheduleName, PipelineShape], Iterator[Fault]]
 
 
@@ -232,26 +234,26 @@ class ScheduleRow(NamedTuple):
     order: Callable[[PipelineShape, int], Iterator[Step]]
     cost: ScheduleCost
     stages: int | None = None
-    needs: tuple[Need, ...] = ()
+    requirements: tuple[Need, ...] = ()
     is_serial: bool = False
 
 
 @lru_cache(maxsize=16)  # a command needs one schedule several times
-def schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Schedule:
+def make_schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Schedule:
     """Return a named or listed schedule.
 
     Raises:
         SpecError: The schedule needs another number of stages or micro-batches, or the list is not
             a schedule.
     """
-    if problems := tuple(faults(name, pipeline)):
+    if problems := tuple(schedule_faults(name, pipeline)):
         raise SpecError(*problems)
     if isinstance(name, ListedSchedule):
         return as_schedule(name)
     row = SCHEDULES[name]
     return Schedule(
         microbatches=pipeline.microbatches,
-        rank_of=(v_shaped if row.cost.is_v_shaped else looped)(pipeline),
+        rank_of=(v_shaped if row.cost.is_v_shaped else loop_ranks)(pipeline),
         orders=tuple(tuple(row.order(pipeline, rank)) for rank in range(pipeline.ranks)),
     )
 
@@ -270,12 +272,14 @@ def size_of(name: ScheduleName, shape: PipelineShape) -> PipelineSize:
 def schedule_of(spec: Spec) -> Schedule:
     """Return the schedule of a legal spec; without pp, all micro-batches in turn on one stage."""
     if size := pipeline_of(spec):
-        return schedule(spec.pipeline.schedule, size)
+        return make_schedule(spec.pipeline.schedule, size)
     alone = PipelineShape(ranks=1, microbatches=spec.batch.accumulate)
-    return schedule(ScheduleName.NAIVE, alone)
+    return make_schedule(ScheduleName.NAIVE, alone)
 
 
-def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
+def schedule_faults(
+    name: ScheduleName | ListedSchedule, pipeline: PipelineShape
+) -> Iterator[Fault]:
     """Yield the requirements of a schedule that this pipeline does not meet."""
     sizes = (pipeline.ranks, pipeline.stages_per_rank, pipeline.microbatches)
     assert min(sizes) >= 1, f"a pipeline of {sizes}"
@@ -297,7 +301,7 @@ def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iter
                 f"{', '.join(other for other in SCHEDULES if takes_any_stages(other))}."
             ),
         )
-    for need in row.needs:
+    for need in row.requirements:
         yield from need(name, pipeline)
 
 
@@ -362,12 +366,12 @@ def _require_equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterat
 
 def _are_equal_rounds(microbatches: int, pipeline: PipelineShape) -> bool:
     """Return True if the micro-batches divide into equal rounds."""
-    return microbatches % orders.rounds(microbatches, pipeline.ranks) == 0
+    return microbatches % orders.num_rounds(microbatches, pipeline.ranks) == 0
 
 
 SCHEDULES = {
     ScheduleName.NAIVE: ScheduleRow(
-        order=orders.naive,
+        order=orders.naive_order,
         stages=1,
         cost=ScheduleCost(
             bubble=cost.serial_bubble,
@@ -376,7 +380,7 @@ SCHEDULES = {
         is_serial=True,
     ),
     ScheduleName.GPIPE: ScheduleRow(
-        order=orders.gpipe,
+        order=orders.gpipe_order,
         stages=1,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
@@ -390,7 +394,7 @@ SCHEDULES = {
             bubble=cost.fill_and_drain,
             in_flight=cost.in_flight_of_1f1b,
         ),
-        needs=(_require_micro_batch_per_stage,),
+        requirements=(_require_micro_batch_per_stage,),
     ),
     ScheduleName.BFS: ScheduleRow(
         order=orders.breadth_first,
@@ -400,12 +404,12 @@ SCHEDULES = {
         ),
     ),
     ScheduleName.INTERLEAVED: ScheduleRow(
-        order=orders.interleaved,
+        order=orders.interleaved_order,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
             in_flight=cost.in_flight_of_interleaved,
         ),
-        needs=(_require_equal_rounds,),
+        requirements=(_require_equal_rounds,),
     ),
     ScheduleName.ZERO_BUBBLE: ScheduleRow(
         order=orders.zero_bubble,
@@ -413,10 +417,10 @@ SCHEDULES = {
             bubble=cost.zero_bubble,
             in_flight=cost.in_flight_of_zero_bubble,
         ),
-        needs=(_require_equal_rounds,),
+        requirements=(_require_equal_rounds,),
     ),
     ScheduleName.ZBV: ScheduleRow(
-        order=orders.zbv,
+        order=orders.zbv_order,
         stages=2,
         cost=ScheduleCost(
             bubble=cost.no_formula,
@@ -425,14 +429,14 @@ SCHEDULES = {
         ),
     ),
     ScheduleName.DUALPIPEV: ScheduleRow(
-        order=orders.dualpipev,
+        order=orders.dualpipev_order,
         stages=2,
         cost=ScheduleCost(
             bubble=cost.dualpipev_bubble,
             in_flight=cost.in_flight_of_dualpipev,
             is_v_shaped=True,
         ),
-        needs=(_require_two_per_rank,),
+        requirements=(_require_two_per_rank,),
     ),
 }
 
@@ -444,13 +448,13 @@ _PLACEMENT = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _MORE_STAGES = (2, 4)  # stages per rank
 
 
-def _axis_sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
+def _axis_sizes(spec: Spec, devices: int, written: FixedChoices) -> Iterator[int]:
     """Yield the possible numbers of ranks, at most one per layer."""
     layers = spec.model.layers if isinstance(spec.model, ModelShape) else 1
     yield from (degree for degree in divisors(devices) if degree <= layers)
 
 
-def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
+def _iter_choices(spec: Spec, ranks: int, written: FixedChoices) -> Iterator[AxisChoice]:
     """Yield every schedule and number of stages for these ranks."""
     if ranks == 1:
         yield AxisChoice(changes=(("pipeline", PipelineSpec()),))
@@ -461,7 +465,7 @@ def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
         for schedule in ScheduleName
         for pipeline in _stage_options(schedule, ranks)
     )
-    for (placement,), changes in written.held((Axis.PP,), offered):
+    for (placement,), changes in written.agreeing_options((Axis.PP,), offered):
         stages = dict(changes)["pipeline"].stages_over(ranks)
         if stages <= layers and stages % ranks == 0:
             factor = Factor(axis=Axis.PP, degree=ranks, placement=placement)
@@ -481,5 +485,5 @@ def _stage_options(schedule: ScheduleName, ranks: int) -> Iterator[PipelineSpec]
 
 
 SPACE = AxisSpace(
-    axes=(Axis.PP,), sizes=_axis_sizes, choices=_choices, tuples={Axis.PP: (_PLACEMENT,)}
+    axes=(Axis.PP,), sizes=_axis_sizes, choices=_iter_choices, tuples={Axis.PP: (_PLACEMENT,)}
 )

@@ -97,7 +97,7 @@ def _closed_form(
 ) -> ClosedForm:
     """Return a closed form with the ideal time of this pipeline."""
     chunks = pipeline.microbatches * pipeline.stages_per_rank
-    whole = cost.forward + cost.of(Kind.BACKWARD)
+    whole = cost.forward + cost.duration(Kind.BACKWARD)
     return ClosedForm(idle=idle, ideal=chunks * whole, relation=relation)
 
 
@@ -107,7 +107,9 @@ def no_formula(pipeline: PipelineShape, cost: StageCost, hidden: float) -> None:
 
 def serial_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm:
     """Return the wait of a schedule in which one rank computes at a time."""
-    idle = (pipeline.ranks - 1) * pipeline.microbatches * (cost.forward + cost.of(Kind.BACKWARD))
+    idle = (
+        (pipeline.ranks - 1) * pipeline.microbatches * (cost.forward + cost.duration(Kind.BACKWARD))
+    )
     return _closed_form(pipeline, cost, idle)
 
 
@@ -116,7 +118,9 @@ def fill_and_drain(pipeline: PipelineShape, cost: StageCost, hidden: float) -> C
     ranks = pipeline.ranks
     # with fewer micro-batches than ranks, the last has left before the first is back
     gap = max(0, ranks - pipeline.microbatches) * (pipeline.stages_per_rank - 1)
-    return _closed_form(pipeline, cost, (ranks - 1 + gap) * (cost.forward + cost.of(Kind.BACKWARD)))
+    return _closed_form(
+        pipeline, cost, (ranks - 1 + gap) * (cost.forward + cost.duration(Kind.BACKWARD))
+    )
 
 
 def zero_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm:
@@ -126,7 +130,7 @@ def zero_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> Clos
     is not filled then.
     """
     weight = cost.weight
-    both = cost.forward + cost.of(Kind.BACKWARD)
+    both = cost.forward + cost.duration(Kind.BACKWARD)
     fits = weight <= min(cost.forward, cost.input) and pipeline.microbatches >= pipeline.ranks
     relation = Relation.EQUAL if fits else Relation.AT_LEAST
     return _closed_form(pipeline, cost, (pipeline.ranks - 1) * (both - 2 * weight), relation)
@@ -139,7 +143,7 @@ def dualpipev_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) ->
     """
     if max(cost.forward, cost.weight) > cost.input:
         return None
-    backward = cost.of(Kind.BACKWARD)
+    backward = cost.duration(Kind.BACKWARD)
     pair = cost.forward + backward - hidden
     idle = (pipeline.ranks - 1) * (pair + backward - 3 * cost.weight)
     return _closed_form(pipeline, cost, idle, Relation.AT_MOST)

@@ -73,7 +73,7 @@ Instruction = Action | Receive | Send | Release
 
 
 @lru_cache(maxsize=16)  # most variants that a command tries have the same schedule
-def training(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
+def training_instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     """Return the instructions of a training step by rank.
 
     It takes O(n log n) for n actions. A single rank sends nothing.
@@ -86,12 +86,14 @@ def training(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     return _ordered_instructions(schedule)
 
 
-def evaluation(rank_of: tuple[int, ...], microbatches: int) -> tuple[tuple[Instruction, ...], ...]:
+def evaluation_instructions(
+    rank_of: tuple[int, ...], microbatches: int
+) -> tuple[tuple[Instruction, ...], ...]:
     """Return the instructions by rank of forward passes only, one micro-batch after the other."""
     return _ordered_instructions(forward_only(rank_of, microbatches))
 
 
-def taken(action: Action, stages: int) -> Message | None:
+def input_message(action: Action, stages: int) -> Message | None:
     """Return the message that a pass takes from another stage, None if it takes none."""
     stage, microbatch = action.stage, action.microbatch
     match action.kind:
@@ -103,7 +105,7 @@ def taken(action: Action, stages: int) -> Message | None:
             return None
 
 
-def given(action: Action, stages: int) -> Message | None:
+def output_message(action: Action, stages: int) -> Message | None:
     """Return the message that a pass makes for another stage, None if it makes none."""
     stage, microbatch = action.stage, action.microbatch
     match action.kind:
@@ -131,7 +133,7 @@ def _ordered_instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], 
         for number, span in enumerate(spans):
             moments[rank].append(((span.start, 1, rank, number), span.step))
             for part in span.step.parts:
-                message = given(part, stages)
+                message = output_message(part, stages)
                 if message is None or (receiver := rank_of[message.target]) == rank:
                     continue
                 place = (span.end, 0, int(message.phase is Phase.FORWARD), rank)
@@ -164,7 +166,7 @@ def _with_releases(
                 yield moment
             case step:
                 for part in step.parts:
-                    came = taken(part, stages)
+                    came = input_message(part, stages)
                     if came is not None and came in order:
                         peer, number = rank_of[came.source], order[came]
                         for others in (sent[peer, Phase.FORWARD], sent[peer, Phase.BACKWARD]):

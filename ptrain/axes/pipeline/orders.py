@@ -18,14 +18,14 @@ from ptrain.timeline import Kind
 _Chunk = tuple[int, int]  # a stage and a micro-batch
 
 
-def naive(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
+def naive_order(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """Yield the actions of one micro-batch at a time, so that one rank computes at a time."""
     for microbatch in range(pipeline.microbatches):
         yield Action(Kind.FORWARD, rank, microbatch)
         yield Action(Kind.BACKWARD, rank, microbatch)
 
 
-def gpipe(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
+def gpipe_order(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """Yield all forwards, then all backwards (GPipe, Huang et al. 2019)."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for microbatch in range(pipeline.microbatches):
@@ -55,7 +55,7 @@ def breadth_first(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     yield from _actions_of_kind(Kind.BACKWARD, reversed(chunks))
 
 
-def interleaved(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
+def interleaved_order(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """Yield the actions of 1F1B over several stages per rank (Narayanan et al. 2021).
 
     A round of micro-batches goes through all stages of a rank before the next round starts. Each
@@ -84,7 +84,7 @@ def zero_bubble(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     yield from _actions_of_kind(Kind.WEIGHT, backwards[len(backwards) - lag :])
 
 
-def rounds(microbatches: int, ranks: int) -> int:
+def num_rounds(microbatches: int, ranks: int) -> int:
     """Return the number of rounds of the interleaved schedules, each of p or more micro-batches."""
     return max(1, microbatches // ranks)
 
@@ -107,7 +107,7 @@ def _round_chunks(pipeline: PipelineShape, rank: int) -> tuple[list[_Chunk], lis
 
 def _round_size(pipeline: PipelineShape) -> int:
     """Return the number of micro-batches in a round."""
-    return pipeline.microbatches // rounds(pipeline.microbatches, pipeline.ranks)
+    return pipeline.microbatches // num_rounds(pipeline.microbatches, pipeline.ranks)
 
 
 def _num_warm_up(pipeline: PipelineShape, rank: int, *, per_hop: int) -> int:
@@ -137,7 +137,7 @@ def _actions_of_kind(kind: Kind, chunks: Sequence[_Chunk] | Iterator[_Chunk]) ->
     return (Action(kind, stage, microbatch) for stage, microbatch in chunks)
 
 
-def zbv(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
+def zbv_order(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
     """Yield the steps of ZB-V (Qi et al. 2024, section 6).
 
     With F = I = W no rank idles after its first action. If micro-batches do not fill the pipeline,
@@ -161,7 +161,7 @@ def zbv(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
             yield step
 
 
-def dualpipev(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
+def dualpipev_order(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
     """Yield the steps of DualPipeV, the half of DualPipe (DeepSeek-V3) extracted by Sea AI Lab.
 
     Pairs run while both ends have work. The second half of the last backwards on each rank is

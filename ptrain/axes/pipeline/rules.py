@@ -16,15 +16,19 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from ptrain.axes.data.form import data_factors, form_of
-from ptrain.axes.pipeline.catalogue import faults, faults_of_rows, pipeline_of, takes_any_stages
+from ptrain.axes.pipeline.catalogue import (
+    faults_of_rows,
+    pipeline_of,
+    schedule_faults,
+    takes_any_stages,
+)
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
-from ptrain.facts.stages import unlike
+from ptrain.facts.stages import layer_count_faults
 from ptrain.spec.dials import UnitKind
-from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ListedSchedule, PipelineSpec
-from ptrain.spec.placement import S_STAR, Axis, M, Placement, R, S, Tier
+from ptrain.spec.placement import S_STAR, Axis, M, R, S, Tier
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import Form
@@ -36,51 +40,36 @@ _BETWEEN_STAGES = "Theorem 7.3, activations are sent from stage to stage of one 
 _EVERY_MICROBATCH = "Theorem 3, gradient integrity"
 
 
-def _has_unsharded_states(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    """Return True unless parameters and optimizer state are S."""
-    return (placement.parameters, placement.optimizer) != (S, S)
-
-
-def _has_unsharded_gradients(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    """Return True unless gradients are S."""
-    return placement.gradients != S
-
-
-def _has_foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    """Return True unless activations are R."""
-    return placement.activations != R
-
-
 _TUPLES = (
     TupleRule(
         name="states are sharded by stage",
         theorem=_DISJOINT,
-        broken=_has_unsharded_states,
+        is_broken=lambda placement, _: (placement.parameters, placement.optimizer) != (S, S),
         message=(
             "parameters and optimizer state must be S on pp: each rank holds the layers "
             "of its stages only"
         ),
-        nearest=lambda placement: replace(placement, parameters=S, optimizer=S),
+        repair=lambda placement: replace(placement, parameters=S, optimizer=S),
     ),
     TupleRule(
         name="gradients are reduced per stage",
         theorem=_PER_STAGE,
-        broken=_has_unsharded_gradients,
+        is_broken=lambda placement, _: placement.gradients != S,
         message=(
             "gradients must be S on pp: the gradients of a stage exist on its rank only "
             "and are not reduced over pp"
         ),
-        nearest=lambda placement: replace(placement, gradients=S),
+        repair=lambda placement: replace(placement, gradients=S),
     ),
     TupleRule(
         name="activations are those of the local layers",
         theorem="Definition 2",
-        broken=_has_foreign_activations,
+        is_broken=lambda placement, _: placement.activations != R,
         message=(
             "activations on pp must be R: each rank holds the full activations of its "
             "layers; M and O are set for all axes at the top level, `activations=M`"
         ),
-        nearest=lambda placement: replace(placement, activations=R),
+        repair=lambda placement: replace(placement, activations=R),
     ),
 )
 
@@ -126,7 +115,7 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
 def _schedule_faults(spec: Spec) -> Iterator[Fault]:
     """Require a schedule that fits the pipeline."""
     if (pipeline := pipeline_of(spec)) is not None:
-        yield from faults(spec.pipeline.schedule, pipeline)
+        yield from schedule_faults(spec.pipeline.schedule, pipeline)
 
 
 def _layer_faults(spec: Spec) -> Iterator[Fault]:
@@ -138,7 +127,7 @@ def _layer_faults(spec: Spec) -> Iterator[Fault]:
     split = spec.pipeline.split
     if stages <= layers:
         is_list = isinstance(split, tuple) and len(split) == stages
-        yield from unlike(split, layers) if isinstance(split, tuple) and is_list else ()
+        yield from layer_count_faults(split, layers) if isinstance(split, tuple) and is_list else ()
         return
     ways = []
     if takes_any_stages(spec.pipeline.schedule) and layers >= ranks:
@@ -243,7 +232,7 @@ def _regather_faults(spec: Spec) -> Iterator[Fault]:
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     """Reject optimizers that need full matrices."""
-    if spec.degree(Axis.PP) > 1 and not spec.optimizer.row.is_elementwise:
+    if spec.degree(Axis.PP) > 1 and not spec.optimizer.properties.is_elementwise:
         yield Fault(
             place="optimizer.name",
             finding=f"not supported yet: {spec.optimizer.name} with pp",
@@ -287,7 +276,7 @@ PIPELINE = AxisRules(
             faults=_schedule_faults,
         ),
     ),
-    not_yet=(
+    unsupported=(
         SpecRule(name="units are within a stage", theorem="", faults=_unit_faults),
         SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
         SpecRule(name="units exist until their weight gradients", theorem="", faults=_half_faults),

@@ -72,7 +72,7 @@ class StageCost(NamedTuple):
     input: float = 1
     weight: float = 1
 
-    def of(self, kind: Kind) -> float:
+    def duration(self, kind: Kind) -> float:
         """Return the time of a pass of this kind."""
         match kind:
             case Kind.FORWARD:
@@ -143,7 +143,7 @@ def forward_only(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
     )
 
 
-def looped(pipeline: PipelineShape) -> tuple[int, ...]:
+def loop_ranks(pipeline: PipelineShape) -> tuple[int, ...]:
     """Return the rank of each stage in a loop: rank r has the stages r, p + r, 2p + r …"""
     return tuple(stage % pipeline.ranks for stage in range(pipeline.stages))
 

@@ -28,11 +28,11 @@ class Durations(Protocol):
     @property
     def communication(self) -> float: ...
 
-    def covers(self, schedule: Schedule) -> bool:
+    def has_all_steps(self, schedule: Schedule) -> bool:
         """Return True if there is a duration for each step of a schedule."""
         ...
 
-    def of(self, step: Step) -> float:
+    def duration(self, step: Step) -> float:
         """Return the duration of a step."""
         ...
 
@@ -43,11 +43,11 @@ class ActionCosts(NamedTuple):
     seconds: Mapping[Action, float]
     communication: float = 0
 
-    def covers(self, schedule: Schedule) -> bool:
+    def has_all_steps(self, schedule: Schedule) -> bool:
         parts = (step.parts for step in chain.from_iterable(schedule.orders))
         return all(map(self.seconds.__contains__, chain.from_iterable(parts)))
 
-    def of(self, step: Step) -> float:
+    def duration(self, step: Step) -> float:
         if isinstance(step, Action):
             return self.seconds[step]
         return sum(self.seconds[part] for part in step.parts)
@@ -64,14 +64,14 @@ class Costs(NamedTuple):
 
     stages: tuple[StageCost, ...]
     communication: float = 0
-    hidden: float = 0
+    overlap: float = 0
 
-    def covers(self, schedule: Schedule) -> bool:
+    def has_all_steps(self, schedule: Schedule) -> bool:
         return len(self.stages) == schedule.stages
 
-    def of(self, step: Step) -> float:
-        seconds = sum(self.stages[part.stage].of(part.kind) for part in step.parts)
-        return seconds - self.hidden if isinstance(step, Pair) else seconds
+    def duration(self, step: Step) -> float:
+        seconds = sum(self.stages[part.stage].duration(part.kind) for part in step.parts)
+        return seconds - self.overlap if isinstance(step, Pair) else seconds
 
 
 def equal_stages(schedule: Schedule, cost: StageCost | None = None) -> Costs:
@@ -98,19 +98,19 @@ class Simulation(NamedTuple):
         return max((spans[-1].end for spans in self.timeline if spans), default=0)
 
     @property
-    def busy(self) -> tuple[float, ...]:
+    def busy_times(self) -> tuple[float, ...]:
         """The computation time of each rank."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.timeline)
 
     @property
-    def idle(self) -> tuple[float, ...]:
+    def idle_times(self) -> tuple[float, ...]:
         """The waiting time of each rank, including before its first and after its last step."""
-        return tuple(self.makespan - busy for busy in self.busy)
+        return tuple(self.makespan - busy for busy in self.busy_times)
 
     @property
     def bubble_fraction(self) -> float:
         """The mean idle time over the makespan: (p-1)/(m+p-1) for GPipe."""
-        return sum(self.idle) / (len(self.timeline) * self.makespan)
+        return sum(self.idle_times) / (len(self.timeline) * self.makespan)
 
     @property
     def bubble_ratio(self) -> float:
@@ -119,7 +119,7 @@ class Simulation(NamedTuple):
         A fraction f is a ratio r = f/(1-f). With unequal ranks, the ideal time is the mean
         computation time.
         """
-        return sum(self.idle) / sum(self.busy)
+        return sum(self.idle_times) / sum(self.busy_times)
 
 
 def simulate(schedule: Schedule, costs: Durations | None = None) -> Simulation:
@@ -129,20 +129,34 @@ def simulate(schedule: Schedule, costs: Durations | None = None) -> Simulation:
         BrokenSchedule: The schedule is not the work of a step, or ends in a deadlock; with rank,
             action and reason.
     """
-    costs = costs or equal_stages(schedule)
-    assert costs.covers(schedule), "costs for other stages than those of the schedule"
-    return _Simulation(schedule, costs).to_the_end()
+    return _Simulation(schedule, costs or equal_stages(schedule)).to_the_end()
 
 
-class _Simulation:
+class _Progress:
+    """The steps that each rank has ended, as `spans`."""
+
+    def __init__(self, schedule: Schedule, costs: Durations) -> None:
+        assert costs.has_all_steps(schedule), "costs for other stages than those of the schedule"
+        self.schedule, self.costs = schedule, costs
+        self.work = step_work(schedule)
+        self.spans: list[list[Span]] = [[] for _ in schedule.orders]
+
+    def next_step(self, rank: int) -> Step | None:
+        """Return the next step of a rank, None at its end."""
+        done, order = len(self.spans[rank]), self.schedule.orders[rank]
+        return order[done] if done < len(order) else None
+
+    def simulation(self) -> Simulation:
+        """Return the times of all steps."""
+        return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
+
+
+class _Simulation(_Progress):
     """The progress of each rank, and the ranks that wait for each action."""
 
     def __init__(self, schedule: Schedule, costs: Durations) -> None:
-        self.schedule = schedule
-        self.costs, self.communication = costs, costs.communication
-        self.rank_of = schedule.rank_of
-        self.work = step_work(schedule)
-        self.spans: list[list[Span]] = [[] for _ in schedule.orders]
+        super().__init__(schedule, costs)
+        self.rank_of, self.communication = schedule.rank_of, costs.communication
         self.ended: dict[Action, float] = {}
         self.waiting: defaultdict[Action, list[int]] = defaultdict(list)
 
@@ -151,15 +165,15 @@ class _Simulation:
         able = list(range(self.schedule.ranks))
         while able:
             able += self._run_rank(able.pop())
-        if stuck := [rank for rank in range(self.schedule.ranks) if self._next_step(rank)]:
+        if stuck := [rank for rank in range(self.schedule.ranks) if self.next_step(rank)]:
             raise self._deadlock_error(stuck[0])
-        return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
+        return self.simulation()
 
     def _run_rank(self, rank: int) -> list[int]:
         """Run a rank until an input is missing; return the ranks that its results wake."""
         woken: list[int] = []
         spans, order = self.spans[rank], self.schedule.orders[rank]
-        needs_of, seconds_of, waiting = self.work.needs, self.costs.of, self.waiting
+        needs_of, seconds_of, waiting = self.work.inputs, self.costs.duration, self.waiting
         while len(spans) < len(order):
             step = order[len(spans)]
             start = spans[-1].end if spans else 0
@@ -176,15 +190,6 @@ class _Simulation:
                     woken += waiting.pop(part)
         return woken
 
-    def _next_step(self, rank: int) -> Step | None:
-        """Return the next step of a rank, None at its end."""
-        done, order = len(self.spans[rank]), self.schedule.orders[rank]
-        return order[done] if done < len(order) else None
-
-    def _missing_input(self, needs: tuple[Action, ...]) -> Action | None:
-        """Return the first input that has not been computed."""
-        return next((need for need in needs if need not in self.ended), None)
-
     def _arrival_time(self, need: Action, rank: int) -> float | None:
         """Return the time at which an input arrives on a rank, None if not computed yet."""
         end = self.ended.get(need)
@@ -194,15 +199,15 @@ class _Simulation:
 
     def _deadlock_error(self, rank: int) -> BrokenSchedule:
         """Return the error with the cycle of waiting ranks."""
-        step, at = self._next_step(rank), rank
+        step, at = self.next_step(rank), rank
         chain: list[str] = []
         seen: set[int] = set()
         while at not in seen:
             seen.add(at)
-            waiting = self._next_step(at)
+            waiting = self.next_step(at)
             assert waiting, "a rank that has ended keeps nobody waiting"
-            need = self._missing_input(self.work.needs(waiting))
-            assert need, "a rank that lacks nothing goes on"
+            # a rank that lacks nothing would have run
+            need = next(need for need in self.work.inputs(waiting) if need not in self.ended)
             owner = self.schedule.rank_of[need.stage]
             chain.append(f"rank {at} waits at {waiting} for {need} of rank {owner}")
             at = owner
@@ -231,18 +236,16 @@ def simulate_sharing(
         speed: Returns the speed of each rank, relative to all ranks busy, by the number of busy
             ranks.
     """
-    assert costs.covers(schedule), "costs for other stages than those of the schedule"
     assert not costs.communication, "what is sent takes its sender's time"
     return _SharedCoreSimulation(schedule, costs, speed).to_the_end()
 
 
-class _SharedCoreSimulation:
+class _SharedCoreSimulation(_Progress):
     """The progress of each rank: `left` are the seconds that its current step still needs."""
 
     def __init__(self, schedule: Schedule, costs: Durations, speed: Callable[[int], float]) -> None:
-        self.schedule, self.costs, self.speed = schedule, costs, speed
-        self.needs = step_work(schedule).needs
-        self.spans: list[list[Span]] = [[] for _ in schedule.orders]
+        super().__init__(schedule, costs)
+        self.speed = speed
         self.left: dict[int, float] = {}
         self.begun: dict[int, float] = {}
         self.ended: set[Action] = set()
@@ -258,24 +261,19 @@ class _SharedCoreSimulation:
                 self.left[rank] -= least
                 if self.left[rank] <= _DONE:
                     self._end_step(rank)
-        return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
+        return self.simulation()
 
     def _start_steps(self) -> bool:
         """Start all steps that can start; return True if any rank is busy."""
         for rank in range(self.schedule.ranks):
-            step = None if rank in self.left else self._next_step(rank)
-            if step is not None and all(need in self.ended for need in self.needs(step)):
-                self.left[rank], self.begun[rank] = self.costs.of(step), self.now
+            step = None if rank in self.left else self.next_step(rank)
+            if step is not None and all(need in self.ended for need in self.work.inputs(step)):
+                self.left[rank], self.begun[rank] = self.costs.duration(step), self.now
         return bool(self.left)
-
-    def _next_step(self, rank: int) -> Step | None:
-        """Return the next step of a rank, None at its end."""
-        done, order = len(self.spans[rank]), self.schedule.orders[rank]
-        return order[done] if done < len(order) else None
 
     def _end_step(self, rank: int) -> None:
         """End the current step of a rank."""
-        step = self._next_step(rank)
+        step = self.next_step(rank)
         assert step is not None, "what is busy does something"
         self.spans[rank].append(Span(step=step, start=self.begun[rank], end=self.now))
         del self.left[rank], self.begun[rank]
@@ -311,7 +309,7 @@ class StepWork:
             for microbatch in range(schedule.microbatches):
                 self._require_all(stage, microbatch)
 
-    def needs(self, step: Step) -> tuple[Action, ...]:
+    def inputs(self, step: Step) -> tuple[Action, ...]:
         """Return the actions whose results a step takes, on any rank."""
         if isinstance(step, Action):
             return self._action_needs(step)
@@ -377,7 +375,7 @@ MEANINGS = {
 _IDLE, _LONGER, _LEFT_OUT = ".", "-", "…"
 
 
-def draw(schedule: Schedule, width: int = WIDTH) -> str:
+def draw_schedule(schedule: Schedule, width: int = WIDTH) -> str:
     """Return the schedule as text, with F = I = W = 1 and B = 2.
 
     Columns in the middle are left out if lines exceed `width` characters, the same on every line. A

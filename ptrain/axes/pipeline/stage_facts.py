@@ -16,19 +16,19 @@ from ptrain.axes.data.cost import GatherCounts
 from ptrain.axes.pipeline.catalogue import stages_of as cut_as_said
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.cost import Collective, Phase
-from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, module_prefixes
 from ptrain.facts.stages import ENDS, Chain, Ends, Layers, Stage, is_within, layers_of
 from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
-from ptrain.spec.role import Role, Roles, fits
+from ptrain.spec.role import Role, Roles, matches_pattern
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 
 _LAST_USE = (Kind.BACKWARD, Kind.WEIGHT)  # a split backward needs activations until its weight half
 
 
-def held(schedule: Schedule, rank: int) -> Iterator[dict[int, int]]:
+def count_in_flight(schedule: Schedule, rank: int) -> Iterator[dict[int, int]]:
     """Yield, during each step, the numbers of micro-batches held by a rank's stages.
 
     A stage holds the activations of a micro-batch.
@@ -46,7 +46,7 @@ def held(schedule: Schedule, rank: int) -> Iterator[dict[int, int]]:
 
 def most_held_of(schedule: Schedule, stage: int) -> int:
     """Return the highest number of micro-batches whose activations one stage holds."""
-    return max(counts[stage] for counts in held(schedule, schedule.rank_of[stage]))
+    return max(counts[stage] for counts in count_in_flight(schedule, schedule.rank_of[stage]))
 
 
 class Transfer(NamedTuple):
@@ -56,7 +56,6 @@ class Transfer(NamedTuple):
 
     Attributes:
         rank: The rank that sends or receives.
-        peer: The other rank.
         boundary: Boundary b is between the stages b and b + 1.
         collective: SEND or RECV.
         phase: FORWARD or BACKWARD.
@@ -64,14 +63,13 @@ class Transfer(NamedTuple):
     """
 
     rank: int
-    peer: int
     boundary: int
     collective: Collective
     phase: Phase
     calls: int
 
 
-def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
+def list_transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     """Return the messages over boundaries between ranks, by rank and boundary, forward first."""
     counts = Counter(
         (part.stage, part.kind)
@@ -98,13 +96,9 @@ def _boundary_transfers(
         (Phase.FORWARD, forward, before, after),
         (Phase.BACKWARD, backward, after, before),
     ):
-        for rank, peer, collective in (
-            (sender, receiver, Collective.SEND),
-            (receiver, sender, Collective.RECV),
-        ):
+        for rank, collective in ((sender, Collective.SEND), (receiver, Collective.RECV)):
             yield Transfer(
                 rank=rank,
-                peer=peer,
                 boundary=boundary,
                 collective=collective,
                 phase=phase,
@@ -123,7 +117,7 @@ def stage_gathers(
     """Return the numbers of all-gathers of a stage's unit in a step.
 
     A unit is gathered in each pass that finds it sharded: at first, and after every reshard. For
-    one micro-batch after the other the result equals `axes.data.cost.gathers`.
+    one micro-batch after the other the result equals `axes.data.cost.count_gathers`.
 
     Args:
         schedule: The pipeline's schedule.
@@ -163,7 +157,7 @@ def stages_of(spec: Spec, facts: ModelFacts) -> tuple[Stage, ...]:
     Raises:
         SpecError: The model has too few layers.
     """
-    return () if spec.degree(Axis.PP) == 1 else cut_as_said(spec, layers(spec, facts))
+    return () if spec.degree(Axis.PP) == 1 else cut_as_said(spec, stage_layers(spec, facts))
 
 
 def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
@@ -183,7 +177,7 @@ def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
     )
 
 
-def layers(spec: Spec, facts: ModelFacts) -> Layers:
+def stage_layers(spec: Spec, facts: ModelFacts) -> Layers:
     """Return the layers that stages are made of, independent of the units of the wrap."""
     return _group_layers(facts, chain_of(spec, facts))
 
@@ -194,7 +188,7 @@ def _group_layers(facts: ModelFacts, chain: Chain) -> Layers:
     *inner, root = facts.units
     within: dict[str, list[TensorFacts]] = {name: [] for name in chain.layers}
     for unit in inner:
-        for name in prefixes(unit.name):
+        for name in module_prefixes(unit.name):
             if name in within:
                 within[name] += unit.tensors
     blocks = tuple(
@@ -220,16 +214,16 @@ def _stage_facts(facts: ModelFacts, chain: Chain, stage: Stage) -> ModelFacts:
     tensors = {tensor.name: tensor for tensor in facts.tensors}
     for name, copy in stage.copied:
         tensors[copy] = tensors[name]._replace(name=copy, is_copy=True)
-    modules_of = stage.units(facts.unit_modules)
+    modules_of = stage.stage_units(facts.unit_modules)
     first: dict[str, int] = {}  # index of the first unit with this module, inner before outer
     for index, modules in enumerate(modules_of):
         for module in modules:
             first.setdefault(module, index)
     held: list[list[TensorFacts]] = [[] for _ in modules_of]
     for name in stage.tensors:
-        held[min(first[module] for module in ("", *prefixes(name)) if module in first)].append(
-            tensors[name]
-        )
+        held[
+            min(first[module] for module in ("", *module_prefixes(name)) if module in first)
+        ].append(tensors[name])
     units = [
         UnitFacts(modules=modules, tensors=tuple(own))
         for modules, own in zip(modules_of, held, strict=True)
@@ -237,7 +231,7 @@ def _stage_facts(facts: ModelFacts, chain: Chain, stage: Stage) -> ModelFacts:
     copies = [copy for _, copy in stage.copied if not tensors[copy].is_frozen]
     has = {*stage.tensors}
     order = [name for name in facts.gradient_order if name in has]
-    lacking = chain.lacking(stage)
+    lacking = chain.absent_names(stage)
     return replace(
         facts,
         units=tuple(units),
@@ -264,17 +258,17 @@ def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> R
         *(ends.front if stage.index else ()),
         *(ends.behind if stage.index < stages - 1 else ()),
     )
-    kept = tuple(pair for pair in roles if not any(_covers(pair[0], name) for name in gone))
+    kept = tuple(pair for pair in roles if not any(_is_role_of(pair[0], name) for name in gone))
     copied = {copy.rpartition(".")[0]: name.rpartition(".")[0] for name, copy in stage.copied}
     heads = tuple(
         (head, Role.HEAD)
         for head, table in copied.items()
-        if any(fits(pattern, table) for pattern, _ in roles)
-        and not any(fits(pattern, head) for pattern, _ in kept)
+        if any(matches_pattern(pattern, table) for pattern, _ in roles)
+        and not any(matches_pattern(pattern, head) for pattern, _ in kept)
     )
     return (*kept, *heads)
 
 
-def _covers(pattern: str, module: str) -> bool:
+def _is_role_of(pattern: str, module: str) -> bool:
     """Return True if a role's pattern is for a module, or for a part of it."""
-    return fits(pattern, module) or pattern.startswith(f"{module}.")
+    return matches_pattern(pattern, module) or pattern.startswith(f"{module}.")

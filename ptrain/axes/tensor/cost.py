@@ -10,10 +10,10 @@ from functools import lru_cache
 from math import gcd
 from typing import Protocol
 
-from ptrain.axes.candidates import Way, Written, divisors, of_one_axis
+from ptrain.axes.candidates import AxisOption, FixedChoices, divisors, single_axis_space
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
-from ptrain.spec.role import Role, Roles, fits
+from ptrain.spec.role import Role, Roles, matches_pattern
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 
@@ -34,7 +34,7 @@ _CUT_DIM = {
 _MATRICES = (2, 3)  # dimensions of a weight, and of the stacked weights of all experts
 
 
-def slices(size: int, degree: int) -> list[int]:
+def shard_sizes(size: int, degree: int) -> list[int]:
     """Return the elements of each rank's shard of a dimension, as DTensor shards it.
 
     Shards have equal sizes, rounded up; the last ones are shorter or empty.
@@ -50,7 +50,7 @@ def shards_differ(size: int, degree: int, shards: int) -> bool:
     offsets for a DTensor that is sharded twice (2.11 to 2.13). It is also so if only some tp shards
     have fewer rows than `shards`, because these are sharded along another dimension.
     """
-    heights = {(ceil_div(rows, shards), rows < shards) for rows in slices(size, degree)}
+    heights = {(ceil_div(rows, shards), rows < shards) for rows in shard_sizes(size, degree)}
     return shards > 1 and len(heights) > 1
 
 
@@ -68,7 +68,7 @@ def cut_sizes(shape: ModelShape, *, has_whole_experts: bool = False) -> dict[str
     return sizes
 
 
-class HowCut(Protocol):
+class OperatorSharding(Protocol):
     """How a plan shards a model's operators (`steps.step.Parallelize`)."""
 
     @property
@@ -98,7 +98,9 @@ class ModuleRoles:
         if module not in self._known:
             key = module if self._by_number else _NUMBERS.sub("0", module)
             if key not in self._known:
-                self._known[key] = tuple([r for pattern, r in self._roles if fits(pattern, key)])
+                self._known[key] = tuple(
+                    [r for pattern, r in self._roles if matches_pattern(pattern, key)]
+                )
             self._known[module] = self._known[key]
         return self._known[module]
 
@@ -113,10 +115,10 @@ def module_roles(roles: Roles) -> ModuleRoles:
     return ModuleRoles(roles)
 
 
-def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, int]:
+def cut_dims(step: OperatorSharding, tensors: Iterable[tuple[str, Shape]]) -> dict[str, int]:
     """Return the dimension along which each sharded tensor is sharded, by name.
 
-    Replicated tensors are left out. `slices` gives the sizes of the shards.
+    Replicated tensors are left out. `shard_sizes` returns the sizes of the shards.
     """
     modules = module_roles(step.roles)
     dims: dict[str, int] = {}
@@ -130,15 +132,15 @@ def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class TensorRank:
     """Rank `index` of `degree` ranks, over which `step` shards a model's operators."""
 
-    step: HowCut
+    step: OperatorSharding
     degree: int
     index: int
 
     @property
-    def kind(self) -> str:
+    def table_name(self) -> str:
         """The name of the tables (`derivation.tables`) with the allocations of such a rank."""
         step = self.step
         if step.is_naive:
@@ -151,7 +153,7 @@ class Cut:
 
     def slice_of(self, size: int) -> int:
         """Return the elements of this rank's shard of a dimension."""
-        return slices(size, self.degree)[self.index]
+        return shard_sizes(size, self.degree)[self.index]
 
     def dimensions(self, shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
         """Return the value of every symbol of a table on this rank."""
@@ -180,18 +182,18 @@ _TUPLES = tuple(
 )
 
 
-def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
+def _degrees_to_search(spec: Spec, devices: int, written: FixedChoices) -> Iterable[int]:
     """Return the degrees to search: those within a node, because every operator of a block waits
     for their collectives. Larger degrees must be written in the spec."""
     cluster, shape = spec.cluster, spec.model
     most = min(devices, cluster.devices_per_node) if cluster else devices
     common = gcd(*cut_sizes(shape).values()) if isinstance(shape, ModelShape) else most
     within = (size for size in divisors(common) if size <= most and devices % size == 0)
-    return written.sizes(Axis.TP, devices, within)
+    return written.degrees_to_try(Axis.TP, devices, within)
 
 
-def _ways(spec: Spec, ranks: int) -> tuple[Way, ...]:
+def _options(spec: Spec, ranks: int) -> tuple[AxisOption, ...]:
     return tuple(((offered,), ()) for offered in _TUPLES)
 
 
-SPACE = of_one_axis(Axis.TP, _sizes, _ways, _TUPLES)
+SPACE = single_axis_space(Axis.TP, _degrees_to_search, _options, _TUPLES)

@@ -13,13 +13,12 @@ from math import gcd, lcm, prod
 
 from ptrain.axes.data.form import data_factors, form_of
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
-from ptrain.axes.tensor.cost import cut_sizes, shards_differ, slices
+from ptrain.axes.tensor.cost import cut_sizes, shard_sizes, shards_differ
 from ptrain.errors import Fault
 from ptrain.spec.batch import PADDED
-from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.keys import TensorSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
+from ptrain.spec.placement import S_STAR, Axis, R, S
 from ptrain.spec.role import Role
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
@@ -29,53 +28,41 @@ from ptrain.units import ceil_div, counted
 _AXES = (Axis.TP,)
 
 
-def _states(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return (placement.parameters, placement.optimizer) != (S, S)
-
-
-def _gradients(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return placement.gradients != S
-
-
-def _activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return placement.activations not in (R, S, S_STAR)
-
-
 _TUPLES = (
     TupleRule(
         name="states are sharded like operators",
         theorem="Theorem 4, state consistency",
-        broken=_states,
+        is_broken=lambda placement, _: (placement.parameters, placement.optimizer) != (S, S),
         message=(
             "parameters and optimizer state must be S on tp: each rank computes with its "
             "shard of each operator only"
         ),
-        nearest=lambda placement: replace(placement, parameters=S, optimizer=S),
+        repair=lambda placement: replace(placement, parameters=S, optimizer=S),
     ),
     TupleRule(
         name="gradients are reduced across tp groups, not within",
         theorem="Theorem 6.3, gradients are reduced across tp groups, not within",
-        broken=_gradients,
+        is_broken=lambda placement, _: placement.gradients != S,
         message=(
             "gradients must be S on tp: the gradient of an operator's shard exists on its rank only"
         ),
-        nearest=lambda placement: replace(placement, gradients=S),
+        repair=lambda placement: replace(placement, gradients=S),
     ),
     TupleRule(
         name="activations are full or sharded by tokens",
         theorem="Definition 2",
-        broken=_activations,
+        is_broken=lambda placement, _: placement.activations not in (R, S, S_STAR),
         message=(
             "activations on tp must be R, S (sharded by tokens) or S* (saved as shards, "
             "all-gathered for backward); M and O are set for all axes at the top level, "
             "`activations=M`"
         ),
-        nearest=lambda placement: replace(placement, activations=R),
+        repair=lambda placement: replace(placement, activations=R),
     ),
 )
 
 
-def _divides(spec: Spec) -> Iterator[Fault]:
+def _size_faults(spec: Spec) -> Iterator[Fault]:
     degree, shape = spec.degree(Axis.TP), spec.model
     if degree == 1 or not isinstance(shape, ModelShape):
         return
@@ -107,11 +94,11 @@ def _even_rows(shape: ModelShape, degree: int) -> str:
     return f"`model.vocab_multiple={lcm(degree, shape.vocab_multiple)}`"
 
 
-def _rows(spec: Spec) -> Iterator[Fault]:
+def _vocab_row_faults(spec: Spec) -> Iterator[Fault]:
     degree, shape = spec.degree(Axis.TP), spec.model
     if not isinstance(shape, ModelShape):
         return
-    last = slices(shape.vocab_rows, degree)[-1]
+    last = shard_sizes(shape.vocab_rows, degree)[-1]
     if shape.vocab_rows - last >= shape.vocab:  # it has no row, or padding alone
         even = degree * ceil_div(shape.vocab_rows, degree)
         yield Fault(
@@ -127,7 +114,7 @@ def _shards_of_rows(spec: Spec) -> Iterator[Fault]:
         return
     shards = prod(f.degree for f in data_factors(spec) if f.placement.parameters != R)
     if shards_differ(shape.vocab_rows, degree, shards):
-        sizes = sorted({*slices(shape.vocab_rows, degree)}, reverse=True)
+        sizes = sorted({*shard_sizes(shape.vocab_rows, degree)}, reverse=True)
         yield Fault(
             place="mesh.tp",
             finding=(
@@ -154,7 +141,7 @@ def _smaller_shards(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _tokens(spec: Spec) -> Iterator[Fault]:
+def _token_faults(spec: Spec) -> Iterator[Fault]:
     degree, sequence = spec.degree(Axis.TP), spec.batch.sequence
     cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
     if cut and sequence % degree:
@@ -165,7 +152,7 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _logits(spec: Spec) -> Iterator[Fault]:
+def _logit_faults(spec: Spec) -> Iterator[Fault]:
     degree, shape = spec.degree(Axis.TP), spec.model
     if spec.tensor.loss_parallel or not isinstance(shape, ModelShape):
         return
@@ -187,7 +174,7 @@ def _whole_head(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.TP) > 1 and not spec.optimizer.row.is_elementwise:
+    if spec.degree(Axis.TP) > 1 and not spec.optimizer.properties.is_elementwise:
         yield Fault(
             place="optimizer.name",
             finding=f"{spec.optimizer.name} needs full matrices, but tp shards them",
@@ -243,10 +230,14 @@ TENSOR = AxisRules(
     axes=_AXES,
     tuples=_TUPLES,
     specs=(
-        SpecRule(name="the degree divides the operators", theorem="Definition 2", faults=_divides),
-        SpecRule(name="every rank has vocabulary rows", theorem="Definition 2", faults=_rows),
+        SpecRule(
+            name="the degree divides the operators", theorem="Definition 2", faults=_size_faults
+        ),
+        SpecRule(
+            name="every rank has vocabulary rows", theorem="Definition 2", faults=_vocab_row_faults
+        ),
         SpecRule(name="roles are those of the family", theorem="Definition 2", faults=_own_plan),
-        SpecRule(name="token shards are equal", theorem="Definition 2", faults=_tokens),
+        SpecRule(name="token shards are equal", theorem="Definition 2", faults=_token_faults),
         SpecRule(
             name="the loss kernel has full weights", theorem="Definition 2", faults=_whole_head
         ),
@@ -256,11 +247,11 @@ TENSOR = AxisRules(
             faults=_whole_matrices,
         ),
     ),
-    not_yet=(
+    unsupported=(
         SpecRule(name="all tokens between blocks", theorem="", faults=_whole_tokens),
         SpecRule(name="the naive plan uses all tokens", theorem="", faults=_naive_slices),
         SpecRule(name="the naive plan has no latent attention", theorem="", faults=_naive_latents),
-        SpecRule(name="gathered shards are equal", theorem="", faults=_logits),
+        SpecRule(name="gathered shards are equal", theorem="", faults=_logit_faults),
         SpecRule(name="shards of shards are equal", theorem="", faults=_shards_of_rows),
         SpecRule(name="tp shards have one kind of data shards", theorem="", faults=_smaller_shards),
     ),

@@ -19,28 +19,28 @@ from ptrain.spec.rates import OperatorKind
 from ptrain.timeline import Complete
 
 
-def kept(gradient: Complete) -> int:
+def kept_bytes(gradient: Complete) -> int:
     """Return the bytes that keeping a first gradient allocates: none if it is stolen."""
     return gradient.size if gradient.cloned else 0
 
 
-def rise(gradient: Complete) -> int:
+def copy_bytes(gradient: Complete) -> int:
     """Return the bytes that keeping a first gradient allocates temporarily: a copy exists next to
     its source."""
     return gradient.beside + gradient.size if gradient.cloned else 0
 
 
-def added(gradient: Complete) -> int:
+def added_bytes(gradient: Complete) -> int:
     """Return the change in bytes when a gradient is added to the kept one. Negative is freed."""
     return 0 if gradient.cloned else -gradient.size
 
 
-def keeps(tape: Tape, dtype: DType, gradient: Complete) -> None:
+def time_copy(tape: Tape, dtype: DType, gradient: Complete) -> None:
     """Time the copy of a first gradient, unless it is stolen."""
     if gradient.cloned:
-        tape.computed(OperatorKind.COPY, dtype, 2 * gradient.size, Spent.COMPUTE)
+        tape.record_operator(OperatorKind.COPY, dtype, 2 * gradient.size, Spent.COMPUTE)
 
 
-def adds(tape: Tape, dtype: DType, gradient: Complete) -> None:
+def time_addition(tape: Tape, dtype: DType, gradient: Complete) -> None:
     """Time the addition of a gradient, which reads two tensors and writes one."""
-    tape.computed(OperatorKind.POINTWISE, dtype, 3 * gradient.size, Spent.COMPUTE)
+    tape.record_operator(OperatorKind.POINTWISE, dtype, 3 * gradient.size, Spent.COMPUTE)

@@ -15,7 +15,7 @@ from itertools import compress, groupby
 from typing import NamedTuple
 
 from ptrain.axes.data.cost import kept_ranks, local_rows, padded_rows
-from ptrain.axes.data.fsdp2 import habits, listed, shard_dim
+from ptrain.axes.data.fsdp2 import fsdp2_behavior, fully_shard_order, shard_dim
 from ptrain.cost import Collective, State
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
@@ -24,7 +24,7 @@ from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.rooms.room import Shape
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
-from ptrain.spec.placement import Axis, without
+from ptrain.spec.placement import Axis, exclude_axes
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Plan
@@ -53,19 +53,19 @@ class UnitShards(NamedTuple):
         """True if FSDP2 wraps the unit."""
         return bool(self.axes)
 
-    def dim(self, shape: Shape) -> int:
+    def shard_dim(self, shape: Shape) -> int:
         """Return the dimension along which a tensor is sharded."""
         return shard_dim(shape, self.ranks, self.sync)
 
-    def padded(self, shape: Shape) -> int:
+    def padded_elements(self, shape: Shape) -> int:
         """Return the elements of one rank's part of a tensor, including padding."""
-        if self.dim(shape):
+        if self.shard_dim(shape):
             return math.prod(shape) // self.ranks
         return padded_rows(shape, self.ranks)
 
-    def part(self, shape: Shape, index: int) -> Shape:
+    def local_shape(self, shape: Shape, index: int) -> Shape:
         """Return the shape of the rank's part of a tensor, without padding."""
-        if dim := self.dim(shape):
+        if dim := self.shard_dim(shape):
             return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
         return (local_rows(shape[:1], self.ranks, index), *shape[1:])
 
@@ -75,7 +75,7 @@ def shards_of(spec: Spec, plan: Plan, unit: UnitFacts) -> UnitShards:
     step = plan.wrap_of(unit.modules)
     axes = step.row_axes
     sync = step.policy or SyncPolicy()
-    return UnitShards(axes, without(step.summed_axes, axes), ranks_over(spec, axes), sync)
+    return UnitShards(axes, exclude_axes(step.summed_axes, axes), ranks_over(spec, axes), sync)
 
 
 def index_over(spec: Spec, plan: Plan, shards: UnitShards, shard: int) -> int:
@@ -120,7 +120,7 @@ class Gathers:
             moved: By unit, True for each tensor that is not sharded by rows.
         """
         self.tape, self.step, self.times = scene.tape, step, scene.times
-        self.holds_buffer = habits().holds_buffer
+        self.holds_buffer = fsdp2_behavior().holds_buffer
         layout = scene.plan.update.layout
         self.shards = shards
         self.kept_ranks = [kept_ranks(step.sync, own.ranks) for own in shards]
@@ -246,7 +246,7 @@ class Gathers:
         self.tape.add(copied + whole)
         self.tape.hook(Hook.FSDP2_GATHER)
         self.tape.computed_beside(OperatorKind.COPY, self.dtype, 2 * (between or self.shard[unit]))
-        self.arrivals[unit] = self.tape.sent(
+        self.arrivals[unit] = self.tape.record_collective(
             Collective.ALL_GATHER,
             shards.axes,
             State.PARAMETERS,
@@ -267,7 +267,7 @@ class Gathers:
             arrival.wait()
         # Shards along another dimension than rows are copied once more, into the tensor's order.
         moved = self.moved[unit]
-        self.tape.computed(OperatorKind.COPY, self.dtype, 2 * (self.whole[unit] + moved))
+        self.tape.record_operator(OperatorKind.COPY, self.dtype, 2 * (self.whole[unit] + moved))
         self.tape.add(self.whole[unit] + moved)
         self.tape.add(-moved)
         self.tape.add(-self.between[unit])
@@ -282,7 +282,7 @@ class Gathers:
             self.tape.add(-size)
         self.between[unit] = self.whole[unit] // self.kept_ranks[unit]
 
-    def now(self) -> int:
+    def gathered_bytes(self) -> int:
         """Return the bytes of units that are gathered or kept by a smaller group."""
         there = zip(self.whole, self.is_gathered, self.between, self.times, strict=True)
         return sum(times * (size * is_there + between) for size, is_there, between, times in there)
@@ -290,8 +290,6 @@ class Gathers:
 
 class FullySharded(InPlaceUpdate):
     """The wrap of FSDP2: gathers of units, and the reduction of their gradients to shards."""
-
-    updates_alike = False
 
     def __init__(self, scene: Scene, step: FullyShard, wrapping: InPlace) -> None:
         self.scene, self.tape, self.step, self.wrapping = scene, scene.tape, step, wrapping
@@ -310,7 +308,7 @@ class FullySharded(InPlaceUpdate):
         self.e_parameters, self.e_reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.casts_before = layout.reduced is not layout.parameters
         self.casts_after = layout.reduced is not layout.gradients
-        self.habits = habits()
+        self.habits = fsdp2_behavior()
         totals = [sum(sizes) for sizes in _padded_sizes(trained, self.shards)]
         self.reduced = [size * layout.reduced.itemsize for size in totals]
         self.kept = [size * layout.gradients.itemsize for size in totals]
@@ -385,12 +383,12 @@ class FullySharded(InPlaceUpdate):
             self.unwrapped.complete(gradient)
             return
         if self.accumulates[unit]:
-            self.tape.add(autograd.added(gradient))
-            autograd.adds(self.tape, self.scene.plan.update.layout.parameters, gradient)
+            self.tape.add(autograd.added_bytes(gradient))
+            autograd.time_addition(self.tape, self.scene.plan.update.layout.parameters, gradient)
             return
         if gradient.cloned:
-            self.tape.spike(autograd.rise(gradient))
-            self.tape.add(autograd.kept(gradient))
+            self.tape.spike(autograd.copy_bytes(gradient))
+            self.tape.add(autograd.kept_bytes(gradient))
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
             self.tape.add(size)
@@ -420,7 +418,7 @@ class FullySharded(InPlaceUpdate):
             self.accumulates[unit] = bool(self.fresh[unit])
         self.ends_left -= 1
         if not self.ends_left and self.is_over:
-            self.tape.add(-self.lingering())
+            self.tape.add(-self.lingering_bytes())
             self.gathers.end_backward()
             self.reduce_input, self.all_reduced = 0, [0] * len(self.reduced)
             self._wait_for_reduction()
@@ -490,7 +488,7 @@ class FullySharded(InPlaceUpdate):
                 self.tape.add(-held)
                 self.tape.add(size)
                 dtype = self.scene.plan.update.layout.reduced
-                self.tape.computed(OperatorKind.COPY, dtype, 2 * size)
+                self.tape.record_operator(OperatorKind.COPY, dtype, 2 * size)
                 held = size
         return held
 
@@ -501,9 +499,11 @@ class FullySharded(InPlaceUpdate):
         is_native = step.reduce_scatter is ReduceScatterVia.NATIVE
         received, via = (0, "") if is_native else (whole, step.reduce_scatter.value)
         self.tape.hook(Hook.FSDP2_REDUCE)
-        self.tape.computed(OperatorKind.COPY, self.scene.plan.update.layout.reduced, 2 * whole)
+        self.tape.record_operator(
+            OperatorKind.COPY, self.scene.plan.update.layout.reduced, 2 * whole
+        )
         self.tape.add(received)
-        self.reducing = self.tape.sent(
+        self.reducing = self.tape.record_collective(
             Collective.REDUCE_SCATTER,
             shards.axes,
             State.GRADIENTS,
@@ -513,7 +513,7 @@ class FullySharded(InPlaceUpdate):
         )
         self.tape.add(-received)
         if shards.replicas:
-            self.all_reducing = self.tape.sent(
+            self.all_reducing = self.tape.record_collective(
                 Collective.ALL_REDUCE,
                 shards.replicas,
                 State.GRADIENTS,
@@ -544,10 +544,10 @@ class FullySharded(InPlaceUpdate):
         if self.casts_after and was_there:
             self.tape.add(-self.kept[unit])
 
-    def gathered(self) -> int:
-        return self.gathers.now()
+    def gathered_bytes(self) -> int:
+        return self.gathers.gathered_bytes()
 
-    def lingering(self) -> int:
+    def lingering_bytes(self) -> int:
         replicas = zip(self.all_reduced, self.scene.times, strict=True)
         return self.reduce_input + sum(size * times for size, times in replicas)
 
@@ -565,7 +565,7 @@ class FullySharded(InPlaceUpdate):
 def _list_tensors(unit: UnitFacts) -> list[TensorFacts]:
     """Return a unit's tensors in the order of FSDP2."""
     tensors = {tensor.name: tensor for tensor in unit.tensors}
-    return [tensors[name] for name in listed(tuple(tensors))]
+    return [tensors[name] for name in fully_shard_order(tuple(tensors))]
 
 
 def _moved_tensors(
@@ -573,7 +573,7 @@ def _moved_tensors(
 ) -> list[list[bool]]:
     """Return True for each wrapped tensor that is not sharded by rows, by unit."""
     return [
-        [own.dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
+        [own.shard_dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
         for tensors, own in zip(units, shards, strict=True)
     ]
 
@@ -587,6 +587,6 @@ def _padded_sizes(
     for tensors, own in zip(units, shards, strict=True):
         key = own, tuple([tensor.shape for tensor in tensors])
         if key not in rows:
-            rows[key] = [own.padded(shape) for shape in key[1] if own.axes]
+            rows[key] = [own.padded_elements(shape) for shape in key[1] if own.axes]
         padded.append(rows[key])
     return padded

@@ -8,17 +8,17 @@ from collections.abc import Hashable, Iterator
 from enum import Enum, auto
 from functools import cached_property
 
-from ptrain.axes.data.cost import GatherCounts, local_rows, reductions
+from ptrain.axes.data.cost import GatherCounts, count_reductions, local_rows
 from ptrain.cost import Footprint, Phase, Traffic
 from ptrain.derivation.ghosts.fsdp2 import FullySharded, UnitShards, index_over, shards_of
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.wrapping import (
     Times,
-    Wrapped,
-    accumulation,
+    WrapContext,
+    accumulation_notes,
     kept_root,
     micro_batches,
-    rows,
+    state_rows,
 )
 from ptrain.derivation.tape import Account, Scene
 from ptrain.facts.model import UnitFacts
@@ -28,7 +28,7 @@ from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete
 
 
-class Turn(Enum):
+class UnitTurn(Enum):
     """How the passes use a unit: in forward and backward, or in forward only. In the second case,
     backward may still prefetch the unit, because it is next in order."""
 
@@ -40,14 +40,14 @@ class Turn(Enum):
 class Sharded(InPlace):
     """A model that FSDP2 shards by rows, with or without replicas."""
 
-    def __init__(self, wrapped: Wrapped, step: FullyShard) -> None:
+    def __init__(self, wrapped: WrapContext, step: FullyShard) -> None:
         super().__init__(wrapped)
         self.step, self.owns_master = step, step.materialized
         self.ranks = ranks_over(wrapped.spec, step.shard_axes)
         # prefetched units, and the previous one, whose gather buffer or reduction input is freed
         self.reach = 1 + (1 if step.prefetch is None else step.prefetch)
 
-    def player(self, scene: Scene) -> FullySharded:
+    def make_wrap(self, scene: Scene) -> FullySharded:
         return FullySharded(scene, self.step, self)
 
     @cached_property
@@ -56,12 +56,12 @@ class Sharded(InPlace):
         facts = self.wrapped.facts
         return tuple(unit for unit in facts.units if facts.is_passed_by(unit))
 
-    def turn_of(self, unit: UnitFacts) -> Turn:
+    def turn_of(self, unit: UnitFacts) -> UnitTurn:
         if unit not in self._passed_by:
-            return Turn.BACK_AND_FORTH
+            return UnitTurn.BACK_AND_FORTH
         ahead = (1 if self.step.prefetch is None else self.step.prefetch) * self.step.overlaps
         number = len(self._passed_by) - self._passed_by.index(unit)
-        return Turn.GATHERED_FOR_NOBODY if number <= ahead else Turn.FORTH
+        return UnitTurn.GATHERED_FOR_NOBODY if number <= ahead else UnitTurn.FORTH
 
     def _shards(self, unit: UnitFacts) -> UnitShards:
         return shards_of(self.wrapped.spec, self.wrapped.plan, unit)
@@ -75,7 +75,10 @@ class Sharded(InPlace):
         its unit."""
         shards = [(unit, self._shards(unit)) for unit, _ in self.kinds]
         heights = {
-            (shape[:1], own) for unit, own in shards for shape in unit.shapes if not own.dim(shape)
+            (shape[:1], own)
+            for unit, own in shards
+            for shape in unit.shapes
+            if not own.shard_dim(shape)
         }
         uneven = ((height, own) for height, own in heights if math.prod(height) % own.ranks)
         return sorted(uneven, key=lambda pair: (pair[0], pair[1].ranks))
@@ -99,65 +102,58 @@ class Sharded(InPlace):
         return list(zip(*rows, strict=True)) or [()] * self.ranks
 
     @cached_property
-    def _stored(self) -> int:
+    def stored(self) -> int:
+        """The elements of one rank's part of all tensors, including padding."""
         return sum(times * self._padded_elements(unit) for unit, times in self.kinds)
 
     def _padded_elements(self, unit: UnitFacts) -> int:
         """Return the elements of one rank's part of a unit, including padding."""
-        return sum(map(self._shards(unit).padded, unit.shapes))
-
-    def stored(self) -> int:
-        """Return the elements of one rank's part of all tensors, including padding."""
-        return self._stored
+        return sum(map(self._shards(unit).padded_elements, unit.shapes))
 
     @cached_property
-    def _stored_gradients(self) -> int:
+    def stored_gradients(self) -> int:
+        """The elements of one rank's gradients, which are views of the padded reduction."""
         return sum(
-            times * sum(map(self._shards(unit).padded, unit.trained_shapes))
+            times * sum(map(self._shards(unit).padded_elements, unit.trained_shapes))
             for unit, times in self.kinds
         )
-
-    def stored_gradients(self) -> int:
-        """Return the elements of one rank's gradients, which are views of the padded reduction."""
-        return self._stored_gradients
 
     def updated(self, unit: UnitFacts, shard: int) -> tuple[Shape, ...]:
         shards = self._shards(unit)
         index = self._shard_index(shards, shard)
-        return tuple(shards.part(shape, index) for shape in unit.trained_shapes)
+        return tuple(shards.local_shape(shape, index) for shape in unit.trained_shapes)
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
-        layout, stored = self.wrapped.plan.update.layout, self.stored()
+        layout, stored = self.wrapped.plan.update.layout, self.stored
         optimizer = self.optimizer_bytes(shard)
         parameters = stored * layout.parameters.itemsize
         if self.owns_master:  # the shards are the master copies
             assert layout.master is not None
             parameters, optimizer = 0, optimizer + stored * layout.master.itemsize
-        return rows(parameters, optimizer, self.stored_gradients() * layout.gradients.itemsize)
+        return state_rows(parameters, optimizer, self.stored_gradients * layout.gradients.itemsize)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
-        yield from (sum(map(math.prod, self.updated(unit, shard))) for shard in range(self.ranks))
+        yield from (
+            sum(map(math.prod, self.updated_shapes(unit, shard))) for shard in range(self.ranks)
+        )
 
-    def sent(self, times: Times | None) -> Iterator[Traffic]:
+    def traffic(self, times: Times | None) -> Iterator[Traffic]:
         """Yield the traffic, by simulating one unit of each kind."""
         for unit, number in self.kinds:
             if not unit.tensors:
                 continue
             account = Account(self.wrapped.spec, number)
-            scene = self.wrapped.scene((unit,), account)
-            player = _Alone(self.player(scene), unit, account, self.turn_of(unit))
+            scene = self.wrapped.make_scene((unit,), account)
+            player = _Alone(self.make_wrap(scene), unit, account, self.turn_of(unit))
             if times is None:
                 player.in_turn(self.wrapped.plan.accumulate.micro_batches)
             else:
-                player.by_count(times(self.step.sync, is_root=unit.is_root), self._reductions)
+                count = count_reductions(self.step.sync, self.wrapped.plan.accumulate.micro_batches)
+                player.by_count(times(self.step.sync, is_root=unit.is_root), count)
             yield from account.rows
 
-    @property
-    def _reductions(self) -> int:
-        return reductions(self.step.sync, self.wrapped.plan.accumulate.micro_batches)
-
     def notes(self) -> Iterator[str]:
-        yield from accumulation(self.wrapped)
+        yield from accumulation_notes(self.wrapped)
         shards = self.step.sync.after_forward(is_root=False)
         if not isinstance(shards, bool):
             yield (
@@ -180,7 +176,9 @@ class Sharded(InPlace):
 class _Alone:
     """A step of one unit, counted as often as the account specifies."""
 
-    def __init__(self, player: FullySharded, unit: UnitFacts, account: Account, turn: Turn) -> None:
+    def __init__(
+        self, player: FullySharded, unit: UnitFacts, account: Account, turn: UnitTurn
+    ) -> None:
         self.player, self.unit, self.account, self.turn = player, unit, account, turn
         self.tape, self.units = player.tape, account.times
 
@@ -211,9 +209,9 @@ class _Alone:
 
     def _gather_again(self) -> None:
         self.tape.enter(Phase.BACKWARD)
-        if self.turn is Turn.BACK_AND_FORTH:
+        if self.turn is UnitTurn.BACK_AND_FORTH:
             self.player.before_backward(0)
-        elif self.turn is Turn.GATHERED_FOR_NOBODY:
+        elif self.turn is UnitTurn.GATHERED_FOR_NOBODY:
             self.player.gathers.gather_ahead(0)
 
     def _reduce(self) -> None:

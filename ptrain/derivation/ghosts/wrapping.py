@@ -3,20 +3,28 @@ ranks, and creates the player (`derivation.tape.Wrap`) that allocates along a ti
 
 Each wrapper of torch has a simulation in a separate module, and so have flat units, which are part
 of ptrain. `ghosts.table` selects one by the step of a plan. No other module distinguishes them.
+
+All wraps clip gradients in the same way: with the norms of all gradients, their memory and their
+traffic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain
 from typing import NamedTuple, Protocol
 
-from ptrain.axes.data.cost import GatherCounts, gathers, reductions
-from ptrain.cost import Footprint, State, Traffic
+from ptrain.axes.data.cost import GatherCounts, count_gathers, count_reductions
+from ptrain.axes.ring import Calls, group_over
+from ptrain.cost import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
+from ptrain.spec.placement import Axis
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import Plan
+from ptrain.steps.step import LONG_NORM, NORM_ROW, Plan
 from ptrain.timeline import Boundary, Mark, Timeline
 from ptrain.units import format_bytes
 
@@ -33,14 +41,14 @@ class Times(Protocol):
     def __call__(self, sync: SyncPolicy, *, is_root: bool) -> GatherCounts: ...
 
 
-class Wrapped(NamedTuple):
+class WrapContext(NamedTuple):
     """A model, and the plan that wraps it."""
 
     spec: Spec
     plan: Plan
     facts: ModelFacts
 
-    def scene(self, units: tuple[UnitFacts, ...], account: Account) -> Scene:
+    def make_scene(self, units: tuple[UnitFacts, ...], account: Account) -> Scene:
         """Return a scene of some units, whose traffic is recorded in an account."""
         facts = ModelFacts(units=units, buffers=self.facts.buffers)
         tape = Tape(account=account)
@@ -48,30 +56,31 @@ class Wrapped(NamedTuple):
 
 
 class Wrapping(Protocol):
-    """How a plan wraps a model. A shard is a rank's place along `Plan.differing_axes`.
+    """How a plan wraps a model. A shard is a rank's place along `Plan.differing_axes`. By default
+    all ranks are equal, and the wrap communicates nothing.
 
     `reach` is how many neighbouring units a unit affects. None is unknown.
     """
 
-    wrapped: Wrapped
-    reach: int | None
+    wrapped: WrapContext
+    reach: int | None = None
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return a key that is equal for ranks with equal memory."""
-        ...
+        return 0
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         """Yield the rows of parameters, optimizer state and gradients of the rank with this shard,
         as rank 0."""
         ...
 
-    def sent(self, times: Times | None) -> Iterator[Traffic]:
+    def traffic(self, times: Times | None) -> Iterator[Traffic]:
         """Yield the traffic and copies of every rank for its units, at setup and in each step."""
-        ...
+        return iter(())
 
-    def scalars(self) -> Iterator[Traffic]:
+    def scalar_copies(self) -> Iterator[Traffic]:
         """Yield the copies between tiers that the norm and the loss scale need."""
-        ...
+        return iter(())
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
         """Yield the elements of a unit's gradients between reduction and update, by shard. One
@@ -80,14 +89,14 @@ class Wrapping(Protocol):
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for each effect of the wrap that no theorem covers."""
-        ...
+        return iter(())
 
-    def player(self, scene: Scene) -> Wrap:
+    def make_wrap(self, scene: Scene) -> Wrap:
         """Return the wrap that allocates and communicates along the scene's timeline."""
         ...
 
 
-def rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Footprint]:
+def state_rows(parameters: int, optimizer: int, gradients: int) -> Iterator[Footprint]:
     """Yield rows of these device bytes for rank 0."""
     sizes = {
         State.PARAMETERS: parameters,
@@ -108,22 +117,22 @@ def micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
         yield False, True, 1
 
 
-# Notes on gathers and reductions by unit, for any wrap.
+# Notes on count_gathers and count_reductions by unit, for any wrap.
 
 
-def accumulation(wrapped: Wrapped) -> Iterator[str]:
+def accumulation_notes(wrapped: WrapContext) -> Iterator[str]:
     """Yield notes on collectives that a step's micro-batches repeat, while Theorem 2 counts them
     once."""
     plan, step = wrapped.plan, wrapped.plan.wrap
     num_micro, sync = plan.accumulate.micro_batches, step.policy
     if num_micro == 1 or sync is None:
         return
-    times = gathers(sync, num_micro)
+    times = count_gathers(sync, num_micro)
     factors = []
     if step.gathered_by_unit:
         factors += [f"all_gather forward {times.forward}×", f"backward {times.backward}×"]
     if step.reduced_by_unit:
-        factors.append(f"reduction of gradients {reductions(sync, num_micro)}×")
+        factors.append(f"reduction of gradients {count_reductions(sync, num_micro)}×")
     if factors:
         yield (
             f"a step has {num_micro} micro-batches, but the paper's step has one; with this "
@@ -138,14 +147,113 @@ def accumulation(wrapped: Wrapped) -> Iterator[str]:
         )
 
 
-def kept_root(wrapped: Wrapped) -> Iterator[str]:
+def kept_root(wrapped: WrapContext) -> Iterator[str]:
     """Yield a note on how often a root that stays all-gathered is gathered."""
     sync = wrapped.plan.wrap.policy
     if sync is not None and sync.reshard_after_forward is Reshard.NON_ROOT:
-        times = gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)
+        times = count_gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)
         root = sum(unit.numel for unit in wrapped.facts.units if unit.is_root)
         yield (
             f"the root, {root:,} of {wrapped.facts.numel:,} parameters, is not freed between "
             f"forward and backward: it is gathered {times.forward}× in forward and "
             f"{times.backward}× in backward"
         )
+
+
+def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
+    """Return the elements of each tensor with a norm, by group of the norm (`Clip.groups`).
+
+    Copies on a stage are counted on another stage.
+    """
+    clip = scene.plan.clip
+    tensors = zip(numels, scene.facts.trained, strict=True)
+    sizes = [(numel, tensor) for numel, tensor in tensors if not tensor.is_copy]
+    if clip is None or not clip.operator_axes:
+        return [[numel for numel, _ in sizes]]
+    groups: list[list[int]] = [[] for _ in clip.groups]
+    group_of = cache(clip.group_of)
+    for numel, tensor in sizes:
+        groups[group_of(tensor.cut_over)].append(numel)
+    return groups
+
+
+def norm_bytes(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> tuple[int, int]:
+    """Return the bytes of the norm over all wraps of a rank: the peak, and those that live until
+    the step ends.
+
+    `clipped` are the elements of each wrap's gradients by group. None if they are not on the
+    device.
+    """
+    norms = [groups for groups in clipped if groups is not None]
+    if scene.plan.clip is None or not norms:
+        return 0, 0
+    groups = [list(chain.from_iterable(of_group)) for of_group in zip(*norms, strict=True)]
+    return clip_bytes(scene, groups)
+
+
+def clip_bytes(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return the bytes of the norm: the peak, and those that live until the step ends.
+
+    A scalar of each group of tensors stays until all norms are computed, and one scalar until the
+    step ends. `groups` are the elements of each tensor by group.
+    """
+    scalar = max(4, scene.plan.update.layout.gradients.itemsize)
+    is_cpu = not scene.spec.is_for_cuda
+    most = max(before + _norm_scalars(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
+    return most * scalar, scalar
+
+
+def _norm_scalars(sizes: Sequence[int], *, is_cpu: bool) -> int:
+    """Return the maximum number of scalars that exist at once in the norm of a group.
+
+    There is a norm of each short tensor and, on a CPU, of each row of a long tensor and of its
+    rest. Norms in several tensors are joined for the total norm.
+    """
+    long = [numel for numel in sizes if is_cpu and numel > LONG_NORM]
+    short = len(sizes) - len(long) + sum(1 for numel in long if numel % NORM_ROW)
+    norms = short + sum(numel // NORM_ROW for numel in long)
+    is_joined = (short > 0) + len(long) > 1
+    return max(2 * short, norms * (1 + is_joined) + 1)
+
+
+def norm_traffic(wrapping: Wrapping) -> Iterator[Traffic]:
+    """Yield the traffic of the norm.
+
+    Each axis reduces one scalar: the squared norm in at least fp32. With loss scaling it also
+    reduces an fp32 flag for overflow. Copies of scalars between tiers are included.
+    """
+    spec, plan = wrapping.wrapped.spec, wrapping.wrapped.plan
+    calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
+    yield from (
+        calls.traffic(group_over(spec, (axis,)), size) for axis, size in _summed_scalars(plan)
+    )
+    yield from wrapping.scalar_copies()
+
+
+def _summed_scalars(plan: Plan) -> Iterator[tuple[Axis, int]]:
+    """Yield the axis and the bytes of each scalar that is summed."""
+    if plan.clip is not None:
+        scalar = max(4, plan.update.layout.gradients.itemsize)
+        yield from ((axis, scalar) for axis in plan.clip.reduced_axes)
+    yield from ((axis, DType.FP32.itemsize) for axis in plan.update.scale_axes)
+
+
+def time_clipping(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
+    """Time the norm over all wraps of a rank, its all-reduce, and the scaling of gradients.
+
+    Gradients on the host are the rank's shard of all gradients.
+    """
+    plan, tape = scene.plan, scene.tape
+    if tape.clock is None:
+        return
+    for axis, size in _summed_scalars(plan):
+        tape.clock.send_payload(Collective.ALL_REDUCE, (axis,), size).wait()
+    if plan.clip is None:
+        return
+    numels: list[int] = []
+    for groups in clipped:
+        if groups is None and not plan.wrap.keeps_gradients_on_device and tape.clock.pace.overlaps:
+            own = -(-scene.facts.trained_numel // scene.spec.degree(Axis.DP_SHARD))
+            tape.clock.use_host(3 * own * plan.update.layout.gradients.itemsize)  # norm, scaling
+        numels += chain.from_iterable(groups or ())
+    tape.clock.run_clipping(plan.update.layout, numels)

@@ -174,7 +174,7 @@ class DrawRecorder(OperatorMode):
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; record its draw, and replace it in the result if required."""
         name = function._schema.name.partition("::")[2]
         is_again = is_in_backward()

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ptrain.errors import Fault
-from ptrain.models.boundary import CodeRaised, boundary
-from ptrain.models.boundary import said as said_of
+from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.report.finding import POSSIBLE, RULED_OUT, Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.draws import Key
 from ptrain.verification.jobs.evidence import MOST, Fix, JobEvidence, collect_evidence, row_keys
@@ -370,13 +369,15 @@ class Inquiry:
         loss, raised = None, False
         try:
             with (
-                boundary(lambda error: Fault(place="step", finding=said_of(error))),
+                convert_exceptions(
+                    lambda error: Fault(place="step", finding=describe_error(error))
+                ),
                 ExitStack() as stack,
             ):
                 for context in within:
                     stack.enter_context(context)
                 loss = job.step(batch)
-        except CodeRaised:
+        except UserCodeError:
             raised = True
         return None if any(self.ranks.gather(raised)) else (loss,)
 

@@ -29,7 +29,7 @@ from ptrain.interpreter.program import gather
 from ptrain.models.ledger import OperatorMode
 from ptrain.report.finding import Mismatch, MismatchFound, RootCause
 from ptrain.report.record import Check
-from ptrain.spec.spec import Spec, groups
+from ptrain.spec.spec import Spec, rank_groups
 from ptrain.train.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def ranks_from_spec(spec: Spec, exchange: Exchange) -> Ranks:
         size=exchange.world.size,
         device=torch.device("cpu"),
         axes={
-            str(factor.axis): groups(spec, [factor.axis])
+            str(factor.axis): rank_groups(spec, [factor.axis])
             for factor in spec.factors
             if factor.degree > 1
         },
@@ -429,7 +429,7 @@ class NoComms(OperatorMode):
         super().__init__()
         self._refused = refused
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function.namespace in COLLECTIVES:
             raise self._refused(f"step communicates ({function.__name__})")
         return function(*args, **kwargs)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ptrain.cost import Phase
 from ptrain.errors import Fault
-from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.models.watch import IN_PROGRAMS, is_real
 from ptrain.verification.jobs.record import ForwardCall, cuda_devices, is_recorded_forward
 from ptrain.verification.jobs.shards import FUSED, local_part
@@ -472,9 +472,9 @@ def _output_leaves(model: nn.Module, call: ForwardCall) -> list[Any]:
     A full model cannot take the inputs of a pipeline stage, for example.
     """
     try:
-        with boundary(lambda error: Fault(place="model", finding=said(error))):
+        with convert_exceptions(lambda error: Fault(place="model", finding=describe_error(error))):
             return tree_leaves(model(*call.args, **call.kwargs))
-    except CodeRaised:
+    except UserCodeError:
         return []
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.autograd import is_in_backward
-from ptrain.models.ledger import local
+from ptrain.models.ledger import local_tensor
 from ptrain.models.watch import first_real, is_real
 from ptrain.report.copies import Replica, find_differing_replicas
 from ptrain.report.finding import DifferenceKind, Mismatch, Moment, Subject
@@ -82,11 +82,11 @@ class ModelState:
         Without `gradients`, the current ones stay.
         """
         for tensor, copy in self.tensors:
-            local(tensor.detach()).copy_(copy)
+            local_tensor(tensor.detach()).copy_(copy)
         for module, name, copy in self.buffers:
             buffer = module.get_buffer(name)
             if buffer.shape == copy.shape:
-                local(buffer.detach()).copy_(copy)
+                local_tensor(buffer.detach()).copy_(copy)
             else:
                 setattr(module, name, copy.to(buffer.device))
         if not gradients:
@@ -460,7 +460,7 @@ def shared_buffers(
         for name, buffer in module.named_buffers(recurse=False):
             right, other = part(name, buffer), theirs.get(name)
             if other is not None and right.is_floating_point() and other.shape == right.shape:
-                both = local(right.detach()), local(other.detach())
+                both = local_tensor(right.detach()), local_tensor(other.detach())
                 yield (f"{path}.{name}" if path else name), *both
 
 

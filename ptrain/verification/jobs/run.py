@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ptrain.errors import Fault
-from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.report.finding import Certainty, DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.verification.capture import find_sample_faults
@@ -326,9 +326,11 @@ class Examiner:
         )  # fmt: skip
         relations = list(self.watched.check_relations(self.pair.origin))
         try:
-            with boundary(lambda error: Fault(place="step", finding=said(error))):
+            with convert_exceptions(
+                lambda error: Fault(place="step", finding=describe_error(error))
+            ):
                 relations += metamorphic.test_relations(batch, self.watched.trained)
-        except CodeRaised as error:
+        except UserCodeError as error:
             metamorphic.notes.append(
                 f"code shared by both sides: no step can be run again: {error}"
             )
@@ -365,13 +367,11 @@ class Examiner:
         kept = sums if step < _REPEATED else {"parameters": sums["parameters"]}
         self.sums.append(kept)
         self.differences.gather_step(seen.differences)
-        self.differences.add_mismatches(
-            compare_replicas(step, self.ranks.gather(sums["parameters"]))
-        )
+        everyones = self.ranks.gather(sums["parameters"])
+        self.differences.add_mismatches(compare_replicas(step, everyones))
         self.drawing.require_attributed()
-        if (
-            seen.expected.max_updates and not has_closure
-        ):  # a closure hides gradients of inner passes
+        # a closure runs inner passes, whose gradients are not seen
+        if seen.expected.max_updates and not has_closure:
             self.norms.append(math.sqrt(sum(map(squared_norm, seen.expected.gradients.values()))))
         self.watched.record_step(seen.expected)
         if step == 0 and self.pair.loop.evidence is None:
@@ -564,10 +564,12 @@ class Examiner:
         """Check that the reference learned, with the loss of one more step if it can run."""
         again = None
         try:
-            with boundary(lambda error: Fault(place="step", finding=said(error))):
+            with convert_exceptions(
+                lambda error: Fault(place="step", finding=describe_error(error))
+            ):
                 self.random.restore()  # draw the first step's dropout masks: others change the loss
                 again = loss_value(run_both_sides(self.pair, batch, share, self.drawing)[0])
-        except CodeRaised as error:
+        except UserCodeError as error:
             self.notes.append(
                 f"no further step can be run, so the loss after it is unknown: {error}"
             )

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.errors import PtrainError
 from ptrain.internals.fsdp1 import FLAT_NAME, FlatShard, flat_shard
-from ptrain.models.ledger import local
+from ptrain.models.ledger import local_tensor
 from ptrain.verification.parts import canonical_name, local_cpu
 
 # Numbers of matrices in a fused projection (2: gate and up, 3: q, k and v): each is sharded alone.
@@ -70,7 +70,7 @@ class ParameterShard:
     @torch.no_grad()
     def write(self, whole: Tensor) -> None:
         """Write this rank's elements of a full tensor to the parameter."""
-        own = local(self.parameter.detach())
+        own = local_tensor(self.parameter.detach())
         row = own.flatten()
         row[slice(None) if self.flat_index is None else self.flat_index] = self.select(whole).to(
             row

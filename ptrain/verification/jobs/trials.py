@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ptrain.meters.traffic import group_of
-from ptrain.models.ledger import OperatorMode, local
+from ptrain.models.ledger import OperatorMode, local_tensor
 from ptrain.models.watch import first_real, is_real
 from ptrain.report.finding import DifferenceKind, Mismatch, RootCause, Subject
 from ptrain.verification.capture import SampleFaults
@@ -105,7 +105,7 @@ class CollectiveRecorder(OperatorMode):
         self.started: Started = []
         self.is_async, self._waits = False, waits
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
         names = [its.name for its in function._schema.arguments]
         if function.namespace not in COLLECTIVES or not _GROUPS.intersection(names):
@@ -182,7 +182,7 @@ def restore_buffers_after_backward(model: nn.Module) -> Context:
 def copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write the second tensor of each pair to the first."""
     for tensor, value in pairs:
-        local(tensor.detach()).copy_(value)
+        local_tensor(tensor.detach()).copy_(value)
 
 
 class BackwardGradients(ExitStack):

@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_map
 
 from ptrain.errors import Fault
-from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.verification.jobs.job import NoComms
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import local_cpu
@@ -82,9 +82,9 @@ class OptimizerRule:
             if name not in _LEFT_OUT and not isinstance(value, FunctionType | MethodType)
         }
         try:
-            with boundary(_optimizer_fault):
+            with convert_exceptions(_optimizer_fault):
                 copied = copy.deepcopy(attributes, {id(tensor): tensor for tensor in tensors})
-        except CodeRaised as error:
+        except UserCodeError as error:
             return cls(
                 type(optimizer), {}, f"its attributes cannot be copied ({_cause_text(error)})"
             )
@@ -165,7 +165,7 @@ def _run_optimizer_step(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOut
     optimizer.param_groups = []
     vars(optimizer).update({name: OrderedDict() for name in _HOOKS})
     try:
-        with boundary(_optimizer_fault):
+        with convert_exceptions(_optimizer_fault):
             vars(optimizer).update(copy.deepcopy(rule.attributes, known))
             for name, own in taken.items():
                 _add_parameter(optimizer, pieces[name], own)
@@ -174,7 +174,7 @@ def _run_optimizer_step(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOut
                 # a user's hooks must not run again, so the wrapped method is called
                 step: Any = rule.kind.step
                 (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
-    except CodeRaised as error:
+    except UserCodeError as error:
         if isinstance(error.__cause__, CannotRepeat):
             raise error.__cause__ from error
         raise CannotRepeat(
@@ -224,10 +224,10 @@ def copy_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer_fault(error: BaseException) -> Fault:
-    return Fault(place="optimizer", finding=said(error))
+    return Fault(place="optimizer", finding=describe_error(error))
 
 
-def _cause_text(error: CodeRaised) -> str:
+def _cause_text(error: UserCodeError) -> str:
     return str(error.__cause__) or type(error.__cause__).__name__
 
 

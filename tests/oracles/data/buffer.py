@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from ptrain.axes.data.cost import in_memory, lies_in_group_order, padded_flat
-from ptrain.spec.placement import Axis, without
+from ptrain.spec.placement import Axis, exclude_axes
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import FlatUnits
 
@@ -49,5 +49,5 @@ class Buffer:
     def copied(self, had: Axes, cut: Axes) -> int:
         """Elements that are copied to take the shard over `had` and `cut` from one over `had`: none
         where it is a contiguous piece."""
-        new, parts = {*cut} - {*had}, without(self.memory, had)
+        new, parts = {*cut} - {*had}, exclude_axes(self.memory, had)
         return 0 if {*parts[: len(new)]} == new else self.shard((*had, *cut))

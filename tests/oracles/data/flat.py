@@ -61,7 +61,7 @@ class FlatUnitsForm:
     def _unit(self, unit: ChainUnit) -> FlatUnit:
         step, experts = self.step, self.plan.experts
         if unit.is_apart and experts is not None:
-            step = step.without(experts.axis)
+            step = step.drop_axis(experts.axis)
         layout, buffer = self.plan.update.layout, Buffer.of(self.spec, step, unit.numel)
         parameters = ParametersForm(step, layout, buffer, unit.is_root)
         gradients = GradientsForm(step, layout, buffer)

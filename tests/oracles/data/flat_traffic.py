@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost import gathers, reductions
+from ptrain.axes.data.cost import count_gathers, count_reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.spec.dials import GatherAfterUpdate, ReduceScatterVia
-from ptrain.spec.placement import Tier, without
+from ptrain.spec.placement import Tier, exclude_axes
 from ptrain.steps.wraps import FlatUnits
 from tests.oracles.data.buffer import Axes
 from tests.oracles.data.flat import FlatUnit, FlatUnitsForm
@@ -107,7 +107,7 @@ class _Sender:
             via = self.step.reduce_scatter.value
         axes = tuple(axis for axis in self.step.axes if axis in over)
         ranks = math.prod(self.flat.spec.degree(axis) for axis in axes)
-        return Calls(what, state, phase, times, via).over(Group(axes, ranks), size)
+        return Calls(what, state, phase, times, via).traffic(Group(axes, ranks), size)
 
     def _uses(self) -> Iterator[Traffic]:
         """Theta is brought for a pass that does not find it whole: read, copied, gathered. The
@@ -118,7 +118,7 @@ class _Sender:
             yield self._call(gather, theta.left_open, state, Phase.FORWARD, theta.stored)
         if not theta.is_transient:
             return
-        times = gathers(step.sync, self.micro_batches, is_root=theta.is_root)
+        times = count_gathers(step.sync, self.micro_batches, is_root=theta.is_root)
         stored = State.OPTIMIZER if step.materialized else state
         for phase, count in ((Phase.FORWARD, times.forward), (Phase.BACKWARD, times.backward)):
             if step.parameters_tier is Tier.FILE:
@@ -133,7 +133,11 @@ class _Sender:
         update would reduce first is reduced after the last micro-batch."""
         step, gradients, layout = self.step, self.unit.gradients, self.flat.plan.update.layout
         buffer, state, phase = gradients.buffer, State.GRADIENTS, Phase.BACKWARD
-        count = reductions(step.sync, self.micro_batches) if step.gradients else self.micro_batches
+        count = (
+            count_reductions(step.sync, self.micro_batches)
+            if step.gradients
+            else self.micro_batches
+        )
         if step.gradients:
             size = buffer.padded * layout.reduced.itemsize
             scatter = Collective.REDUCE_SCATTER
@@ -146,7 +150,7 @@ class _Sender:
             yield copies(WRITE, state, phase, part, count)
         if gradients.starts_the_update:
             size = buffer.padded * gradients.held.itemsize
-            partial = without(step.axes, step.updated)
+            partial = exclude_axes(step.axes, step.updated)
             if step.updated:
                 yield self._call(Collective.REDUCE_SCATTER, step.updated, state, phase, size)
             elif partial:
@@ -180,7 +184,7 @@ class _Sender:
             self.unit.preparation.final,
         )
         gathered = step.gathered_gradients
-        used = gradients.buffer.shard(without(final, gathered)) * itemsize
+        used = gradients.buffer.shard(exclude_axes(final, gathered)) * itemsize
         if not gradients.is_on_device and (gathered or update.is_on_device):
             yield copies(TO_DEVICE, state, phase, gradients.buffer.shard(final) * itemsize)
         if gathered:
@@ -221,7 +225,7 @@ class _Sender:
         if step.materialized:
             yield from self._fetched(update.value)
             return
-        missing = without(step.parameters, step.updated)
+        missing = exclude_axes(step.parameters, step.updated)
         tier = step.parameters_tier
         if tier is Tier.FILE:
             yield copies(READ, state, phase, theta.stored)
@@ -229,7 +233,7 @@ class _Sender:
             if tier is not Tier.DEVICE:
                 yield copies(TO_DEVICE, state, phase, theta.stored)
             tier = Tier.DEVICE
-            whole = theta.buffer.shard(without(step.parameters, missing)) * itemsize
+            whole = theta.buffer.shard(exclude_axes(step.parameters, missing)) * itemsize
             yield self._call(Collective.ALL_GATHER, missing, state, phase, whole)
         part = theta.buffer.shard(step.updated) * itemsize
         if (tier is Tier.DEVICE) is not update.is_on_device:
@@ -242,7 +246,7 @@ class _Sender:
         if step.materialized:
             yield from self._put(update.value)
             return
-        missing = without(step.updated, step.parameters)
+        missing = exclude_axes(step.updated, step.parameters)
         is_on_device = update.is_on_device
         if missing:
             if not is_on_device:

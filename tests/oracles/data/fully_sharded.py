@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ptrain.axes.data.cost import gathers, kept_ranks, local_rows, padded_rows, reductions
+from ptrain.axes.data.cost import (
+    count_gathers,
+    count_reductions,
+    kept_ranks,
+    local_rows,
+    padded_rows,
+)
 from ptrain.axes.data.fsdp2 import shard_dim
 from ptrain.axes.ring import Calls, Group
 from ptrain.cost import Collective, Phase, State, Traffic
@@ -161,7 +167,7 @@ class FullyShardedForm:
     def _unit(self, unit: ChainUnit) -> ShardedUnit:
         step, experts = self.step, self.plan.experts
         if unit.is_apart and experts is not None:
-            fewer = step.without(experts.axis)
+            fewer = step.drop_axis(experts.axis)
             if not isinstance(fewer, FullyShard):
                 raise NoClosedForm("experts that no axis shards are autograd's, and not FSDP2's")
             step = fewer
@@ -221,7 +227,7 @@ class FullyShardedForm:
         for unit in self.units:
             step = unit.step
             shards = Group(step.shard_axes, unit.ranks)
-            times = gathers(step.sync, num, is_root=unit.unit.is_root)
+            times = count_gathers(step.sync, num, is_root=unit.unit.is_root)
             group = Group(step.shard_axes, unit.group) if unit.group > 1 else shards
             gather, theta = Collective.ALL_GATHER, State.PARAMETERS
             for phase, count, over in (
@@ -229,14 +235,14 @@ class FullyShardedForm:
                 (Phase.BACKWARD, times.backward, group),
             ):
                 if count:
-                    yield Calls(gather, theta, phase, count).over(over, unit.whole)
-            count = reductions(step.sync, num)
+                    yield Calls(gather, theta, phase, count).traffic(over, unit.whole)
+            count = count_reductions(step.sync, num)
             scatter, all_reduce = Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
             state, phase = State.GRADIENTS, Phase.BACKWARD
-            yield Calls(scatter, state, phase, count, via).over(shards, unit.input)
+            yield Calls(scatter, state, phase, count, via).traffic(shards, unit.input)
             if step.replicate_axes:
                 replicas = Group(step.replicate_axes, unit.replicas)
-                yield Calls(all_reduce, state, phase, count).over(replicas, unit.output)
+                yield Calls(all_reduce, state, phase, count).traffic(replicas, unit.output)
 
 
 def _ranks(spec: Spec, axes: Iterable[Axis]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ptrain.axes.data.fsdp2 import Habits, habits
+from ptrain.axes.data.fsdp2 import FSDP2Behavior, fsdp2_behavior
 from ptrain.cost import Phase
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.precision import Layout
@@ -24,7 +24,7 @@ from tests.oracles.data.optimizer import norm, update_casts
 def fully_sharded_peaks(sharded: FullyShardedForm, index: int) -> dict[Phase, int]:
     """Bytes above what lives always on the ranks with shard `index`, by phase."""
     kinds = micro_batches(sharded.plan.accumulate.micro_batches)
-    passes = [_Pass(sharded, kind, habits()) for kind in kinds]
+    passes = [_Pass(sharded, kind, fsdp2_behavior()) for kind in kinds]
     return {
         Phase.FORWARD: max(size for turns in passes for size in turns.forward()),
         Phase.BACKWARD: max(size for turns in passes for size in turns.backward()),
@@ -54,7 +54,7 @@ class _Pass:
 
     sharded: FullyShardedForm
     kind: MicroBatchPlace
-    habits: Habits
+    habits: FSDP2Behavior
 
     @property
     def step(self) -> FullyShard:

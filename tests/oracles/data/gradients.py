@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
-from ptrain.spec.placement import Tier, without
+from ptrain.spec.placement import Tier, exclude_axes
 from ptrain.spec.precision import DType, Layout
 from ptrain.steps.wraps import FlatUnits
 from tests.oracles.data.buffer import Axes, Buffer
@@ -150,13 +150,13 @@ class GradientsForm:
     def preparation(self) -> Preparation:
         """Return what brings G from what backward leaves to what the update wants."""
         step = self.step
-        now, partial = step.gradients, without(step.axes, (*step.updated, *step.gradients))
+        now, partial = step.gradients, exclude_axes(step.axes, (*step.updated, *step.gradients))
         early: Axes = ()
         if self.starts_the_update:
             now = early = step.updated
             partial = partial if step.updated else ()
-        narrower = without(step.updated, now)
-        wider = without(now, (*step.updated, *step.gathered_gradients))
+        narrower = exclude_axes(step.updated, now)
+        wider = exclude_axes(now, (*step.updated, *step.gathered_gradients))
         return Preparation(
             gradients=self,
             now=now,
@@ -193,7 +193,7 @@ class Preparation:
     @property
     def final(self) -> Axes:
         """Along which it is cut when it is ready."""
-        return without(self.narrow, self.wider)
+        return exclude_axes(self.narrow, self.wider)
 
     def bytes(self, cut: Axes) -> int:
         """Return the bytes of G cut along these axes, in the dtype in which it comes."""

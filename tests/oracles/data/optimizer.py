@@ -20,7 +20,7 @@ COUNTER_BYTES = 4
 
 def is_by_tensor(optimizer: OptimizerSpec) -> bool:
     """Return whether the update needs whole tensors: Muon's does, which orthogonalizes matrices."""
-    return not optimizer.row.is_elementwise
+    return not optimizer.properties.is_elementwise
 
 
 def num_moments(optimizer: OptimizerSpec, *, is_hidden: bool = False) -> int:
@@ -39,9 +39,9 @@ def has_counter(optimizer: OptimizerSpec, *, is_hidden: bool = False) -> bool:
 def num_casts(optimizer: OptimizerSpec, layout: Layout, *, is_hidden: bool = False) -> int:
     """Tensors that the update of one casts to the dtype it computes in."""
     moments = 0
-    if layout.moments is not layout.updated:
+    if layout.moments is not layout.update_dtype:
         moments = num_moments(optimizer, is_hidden=is_hidden)
-    return moments + (layout.gradients is not layout.updated)
+    return moments + (layout.gradients is not layout.update_dtype)
 
 
 def orthogonalization(shape: tuple[int, ...], layout: Layout) -> int:
@@ -52,8 +52,8 @@ def orthogonalization(shape: tuple[int, ...], layout: Layout) -> int:
     it. Of a scaled loss the unscaled gradient and both outcomes stand beside them.
     """
     rows, columns = shape
-    iterated = DType.FP64 if layout.updated is DType.FP64 else DType.BF16
-    whole = rows * columns * layout.updated.itemsize
+    iterated = DType.FP64 if layout.update_dtype is DType.FP64 else DType.BF16
+    whole = rows * columns * layout.update_dtype.itemsize
     iterate = (rows * columns + min(rows, columns) ** 2) * iterated.itemsize
     return whole * (4 if layout.scales_loss else 1) + 2 * iterate
 
@@ -75,7 +75,7 @@ def norm(spec: Spec, plan: Plan, chain: UnitChain, tensors: int) -> tuple[int, i
 def scalars(spec: Spec, layout: Layout) -> int:
     """Bytes that an update has beside a tensor: of SGD in 16 bits on a processor, ptrain's own,
     whether the step is taken, in fp32, and what of the momentum goes and stays."""
-    is_own = spec.optimizer.name == "sgd" and layout.updated.itemsize == 2
+    is_own = spec.optimizer.name == "sgd" and layout.update_dtype.itemsize == 2
     count = 3 if spec.optimizer.momentum else 1
     return COUNTER_BYTES * count if is_own and not spec.is_for_cuda else 0
 
@@ -92,4 +92,4 @@ def update_casts(spec: Spec, layout: Layout, unit: ChainUnit, numels: Sequence[i
     if not is_by_tensor(optimizer):
         matrices = []
     largest = max((orthogonalization(shape, layout) for shape in matrices), default=0)
-    return casts * layout.updated.itemsize + max(largest, scalars(spec, layout))
+    return casts * layout.update_dtype.itemsize + max(largest, scalars(spec, layout))

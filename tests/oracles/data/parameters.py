@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.spec.dials import GatherAfterUpdate
-from ptrain.spec.placement import Tier, without
+from ptrain.spec.placement import Tier, exclude_axes
 from ptrain.spec.precision import DType, Layout
 from ptrain.steps.wraps import FlatUnits
 from tests.oracles.data.buffer import Axes, Buffer
@@ -29,7 +29,7 @@ class ParametersForm:
     @property
     def dtype(self) -> DType:
         """In which Theta is stored: a master copy, where it is made of these."""
-        return self.layout.updated if self.step.materialized else self.layout.parameters
+        return self.layout.update_dtype if self.step.materialized else self.layout.parameters
 
     @property
     def is_transient(self) -> bool:
@@ -68,7 +68,7 @@ class ParametersForm:
         """The axes along which the update leaves the gather to the next use."""
         if self.step.gather_after_update is not GatherAfterUpdate.NEXT_FORWARD:
             return ()
-        return without(self.step.updated, self.step.parameters)
+        return exclude_axes(self.step.updated, self.step.parameters)
 
     @property
     def completing(self) -> int:

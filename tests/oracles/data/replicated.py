@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost import bucket_caps, bucket_sizes, spread
+from ptrain.axes.data.cost import assign_owners, bucket_caps, bucket_sizes
 from ptrain.axes.ring import Calls, Group
 from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.spec.placement import Tier
@@ -65,7 +65,7 @@ class ReplicatedForm:
         ]
         if self.buckets is None or not self.buckets.zero_redundancy:
             return known
-        owners = spread([numel for numel, _ in known], self.ranks)
+        owners = assign_owners([numel for numel, _ in known], self.ranks)
         return [tensor for tensor, owner in zip(known, owners, strict=True) if owner == index]
 
     def _gradient_buckets(self, step: Replicate) -> list[int]:
@@ -109,14 +109,14 @@ class ReplicatedForm:
         group = Group(self.buckets.axes, self.ranks)
         buckets = self._gradient_buckets(self.buckets)
         for size in buckets:
-            yield Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD).over(group, size)
+            yield Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD).traffic(group, size)
         rebuilt = Calls(Collective.BROADCAST, State.OTHER, Phase.SETUP)
-        yield rebuilt.over(group, _INDEX_BYTES * (len(self.chain.tensors) + 1))
-        yield rebuilt.over(group, _INDEX_BYTES * len(buckets))
+        yield rebuilt.traffic(group, _INDEX_BYTES * (len(self.chain.tensors) + 1))
+        yield rebuilt.traffic(group, _INDEX_BYTES * len(buckets))
         if self.buckets.zero_redundancy:
             for size in self._sent_buckets():
                 updated = Calls(Collective.BROADCAST, State.PARAMETERS, Phase.UPDATE)
-                yield updated.over(group, size)
+                yield updated.traffic(group, size)
 
     def peaks(self, index: int) -> dict[Phase, int]:
         """Bytes above what lives always, by phase: G, one of autograd's gradients beside it, and

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.placement import Tier, without
+from ptrain.spec.placement import Tier, exclude_axes
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import FlatUnits
@@ -49,7 +49,7 @@ class StateTensorForm:
     @property
     def missing(self) -> Axes:
         """Along which it is gathered for the update."""
-        return () if self.is_scalar else without(self.step.optimizer, self.step.updated)
+        return () if self.is_scalar else exclude_axes(self.step.optimizer, self.step.updated)
 
     @property
     def part(self) -> int:
@@ -166,14 +166,14 @@ class UnitUpdate:
                 is_scalar=is_scalar,
             )
 
-        is_cast = layout.moments is not layout.updated
+        is_cast = layout.moments is not layout.update_dtype
         moment = tensor(layout.moments, works=numel if is_cast and self.is_on_device else 0)
         moments = num_moments(self.optimizer, is_hidden=is_hidden)
         counters = has_counter(self.optimizer, is_hidden=is_hidden)
         scaled = orthogonalization(matrix, layout) if is_hidden and self.is_on_device else 0
         return UpdateTarget(
             numel=numel,
-            master=tensor(layout.updated) if self.has_master else None,
+            master=tensor(layout.update_dtype) if self.has_master else None,
             state=(moment,) * moments + (tensor(DType.FP32, is_scalar=True),) * counters,
             orthogonalizing=scaled,
         )
@@ -194,7 +194,7 @@ class UnitUpdate:
 
     @property
     def _used(self) -> Axes:
-        return without(self._ready, self.step.gathered_gradients)
+        return exclude_axes(self._ready, self.step.gathered_gradients)
 
     @property
     def _gradient_comes(self) -> bool:
@@ -223,13 +223,13 @@ class UnitUpdate:
     @property
     def is_cast(self) -> bool:
         """Whether the gradient is cast for the update, on the device."""
-        return self.is_on_device and self.layout.gradients is not self.layout.updated
+        return self.is_on_device and self.layout.gradients is not self.layout.update_dtype
 
     # ---- the value, where no master copy is updated
 
     @property
     def _value_missing(self) -> Axes:
-        return without(self.step.parameters, self.step.updated)
+        return exclude_axes(self.step.parameters, self.step.updated)
 
     @property
     def _value_moments(self) -> tuple[int, int]:
@@ -237,7 +237,7 @@ class UnitUpdate:
         if self.step.materialized:
             return self.value.fetching, self.value.fetched
         step, buffer, itemsize = self.step, self.parameters.buffer, self.parameters.dtype.itemsize
-        missing, had = self._value_missing, without(step.parameters, self._value_missing)
+        missing, had = self._value_missing, exclude_axes(step.parameters, self._value_missing)
         is_away = step.parameters_tier is not Tier.DEVICE
         came = self.parameters.stored * (is_away and bool(missing))
         gathered = buffer.shard(had) * itemsize * bool(missing)
@@ -257,7 +257,7 @@ class UnitUpdate:
         return max(self.bringing, *self._fetching(), *self._putting())
 
     def _cast(self, target: UpdateTarget) -> int:
-        return target.numel * self.layout.updated.itemsize * self.is_cast
+        return target.numel * self.layout.update_dtype.itemsize * self.is_cast
 
     def _fetching(self) -> Iterator[int]:
         """Target by target; the gradient goes as soon as the last has its own cast of it."""
@@ -272,7 +272,7 @@ class UnitUpdate:
                 yield gradient + value_at_most
                 fetched += value_stays
             state = (*((target.master,) if target.master else ()), *target.state)
-            works = [tensor.works * self.layout.updated.itemsize for tensor in state]
+            works = [tensor.works * self.layout.update_dtype.itemsize for tensor in state]
             there = [*accumulate(t.fetched + w for t, w in zip(state, works, strict=True))]
             for before, tensor in zip([0, *there], state, strict=False):
                 yield gradient + fetched + before + tensor.fetching
@@ -285,7 +285,7 @@ class UnitUpdate:
 
     def _left(self, target: UpdateTarget) -> int:
         """Device bytes of a target's fetched state."""
-        itemsize = self.layout.updated.itemsize
+        itemsize = self.layout.update_dtype.itemsize
         works = sum(tensor.works for tensor in target.state) * itemsize
         master = target.master.fetched if target.master else 0
         return master + works + sum(tensor.fetched for tensor in target.state)
@@ -301,7 +301,7 @@ class UnitUpdate:
             leaf = target.master.fetched if target.master else 0
             for at, tensor in enumerate(target.state):
                 after = sum(
-                    t.fetched + t.works * self.layout.updated.itemsize
+                    t.fetched + t.works * self.layout.update_dtype.itemsize
                     for t in target.state[at + 1 :]
                 )
                 yield beside + leaf + after + tensor.fetched + tensor.putting
@@ -347,13 +347,13 @@ class UnitUpdate:
         step, theta = self.step, self.parameters
         itemsize = theta.dtype.itemsize
         gathers_targets = self.has_master and is_by_tensor(self.optimizer)
-        is_cast = self.layout.updated is not theta.dtype and not gathers_targets
+        is_cast = self.layout.update_dtype is not theta.dtype and not gathers_targets
         cast = theta.buffer.shard(step.updated) * itemsize * (is_cast and self.is_on_device)
         if step.materialized:
             return cast + self.value.putting, 0
         missing, extra = (
-            without(step.updated, step.parameters),
-            without(step.parameters, step.updated),
+            exclude_axes(step.updated, step.parameters),
+            exclude_axes(step.parameters, step.updated),
         )
         taken = theta.buffer.copied(step.updated, extra) * itemsize if extra else 0
         taken *= self.is_on_device

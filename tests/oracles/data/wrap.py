@@ -107,6 +107,6 @@ def _scalars(spec: Spec, plan: Plan) -> Iterator[Traffic]:
     if plan.clip is not None:
         size = max(DType.FP32.itemsize, plan.update.layout.gradients.itemsize)
         for axis in plan.clip.reduced_axes:
-            yield calls.over(Group((axis,), spec.degree(axis)), size)
+            yield calls.traffic(Group((axis,), spec.degree(axis)), size)
     for axis in plan.update.scale_axes:
-        yield calls.over(Group((axis,), spec.degree(axis)), DType.FP32.itemsize)
+        yield calls.traffic(Group((axis,), spec.degree(axis)), DType.FP32.itemsize)

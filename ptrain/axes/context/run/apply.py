@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.context.attention import Span, all_spans, repeats, spans_at
-from ptrain.axes.context.run.rehearsal import give_positions, reach
+from ptrain.axes.context.attention import Span, all_spans, kv_repeats, spans_at
+from ptrain.axes.context.run.rehearsal import attend_over_cp, give_positions
 from ptrain.axes.context.run.slices import (
     HopKernel,
     Kernel,
@@ -34,23 +34,23 @@ from ptrain.axes.context.run.slices import (
     kernel_of,
     masks_at,
     route_slices,
-    sliced,
+    slice_batch,
 )
 from ptrain.cost import Collective, State
-from ptrain.facts.model import Attending
-from ptrain.internals.context_parallel import merged, ring_backward, ring_forward
+from ptrain.facts.model import AttentionFacts
+from ptrain.internals.context_parallel import merge_attention, ring_backward, ring_forward
 from ptrain.internals.functional_collectives import (
-    all_gathered,
+    all_gather_tensor,
     all_to_all_single_autograd,
-    awaited,
-    exchanged,
-    reduce_scattered,
+    exchange_parts,
+    reduce_scatter_sum,
+    wait_for,
 )
-from ptrain.models.attention import Core, repeated
-from ptrain.models.modes import dropouts
+from ptrain.models.attention import SdpaCore, repeat_heads
+from ptrain.models.modes import dropout_rates
 from ptrain.models.objective import StepBatch
 from ptrain.models.transformer import Transformer
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.steps.step import ContextParallel
 
@@ -65,8 +65,8 @@ class UlyssesCore(nn.Module):
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_SS: Tensor | None = None
     ) -> Tensor:
-        times = repeats(self.group.size(), k_BGTD.shape[1])
-        k_BGTD, v_BGTD = repeated(k_BGTD, times), repeated(v_BGTD, times)
+        times = kv_repeats(self.group.size(), k_BGTD.shape[1])
+        k_BGTD, v_BGTD = repeat_heads(k_BGTD, times), repeat_heads(v_BGTD, times)
         heads = [self._tokens_for_heads(x_BHTD) for x_BHTD in (q_BHTD, k_BGTD, v_BGTD)]
         del k_BGTD, v_BGTD
         y_BhSD = self.inner(*heads, mask_SS)
@@ -75,15 +75,15 @@ class UlyssesCore(nn.Module):
 
     def _tokens_for_heads(self, x_BHTD: Tensor) -> Tensor:
         x_NBhTD = x_BHTD.unflatten(1, (self.group.size(), -1)).movedim(1, 0).contiguous()
-        return self._exchanged(x_NBhTD).movedim(0, 2).flatten(2, 3)
+        return self._all_to_all(x_NBhTD).movedim(0, 2).flatten(2, 3)
 
     def _heads_for_tokens(self, x_BhSD: Tensor) -> Tensor:
         x_NBhTD = x_BhSD.unflatten(2, (self.group.size(), -1)).movedim(2, 0).contiguous()
-        return self._exchanged(x_NBhTD).movedim(0, 1).flatten(1, 2)
+        return self._all_to_all(x_NBhTD).movedim(0, 1).flatten(1, 2)
 
-    def _exchanged(self, x_NBhTD: Tensor) -> Tensor:
+    def _all_to_all(self, x_NBhTD: Tensor) -> Tensor:
         ones = [1] * self.group.size()
-        return awaited(all_to_all_single_autograd(x_NBhTD, ones, ones, self.group))
+        return wait_for(all_to_all_single_autograd(x_NBhTD, ones, ones, self.group))
 
 
 def own_spans(step: ContextParallel, mesh: Mesh) -> tuple[Span, ...]:
@@ -93,7 +93,7 @@ def own_spans(step: ContextParallel, mesh: Mesh) -> tuple[Span, ...]:
 
 def own_tokens(step: ContextParallel, mesh: Mesh) -> Callable[[StepBatch], StepBatch]:
     """Return a function that selects this rank's tokens of a batch."""
-    return partial(sliced, spans=own_spans(step, mesh))
+    return partial(slice_batch, spans=own_spans(step, mesh))
 
 
 class ContextGroups:
@@ -110,7 +110,7 @@ class ContextGroups:
         step: ContextParallel,
         mesh: Mesh,
         cut: MicroBatchCut,
-        attending: Attending | None = None,
+        attending: AttentionFacts | None = None,
     ) -> None:
         self.attending = attending
         self.masks = masks_at(step, mesh.coordinate(step.axis), cut)
@@ -123,10 +123,10 @@ class ContextGroups:
         else:
             for first in range(0, degree, step.ulysses):
                 line = lines[first : first + step.ulysses]
-                self.ulysses = mesh.group_at(step.axis, line) or self.ulysses
+                self.ulysses = mesh.create_group_at(step.axis, line) or self.ulysses
             for first in range(step.ulysses):
                 line = lines[first :: step.ulysses]
-                self.ring = mesh.group_at(step.axis, line) or self.ring
+                self.ring = mesh.create_group_at(step.axis, line) or self.ring
 
 
 def parallelize_context(
@@ -149,7 +149,7 @@ def parallelize_context(
     """
     core_over = partial(_core_over_context, step=step, mesh=mesh, groups=groups, via=via)
     spans = groups.masks.spans
-    groups.masks.around(_dropout_modules(model, groups.attending))
+    groups.masks.register(_dropout_modules(model, groups.attending))
     if isinstance(model, Transformer):
         model.place_tokens(spans)
         group, registry = mesh.group((step.axis,)), mesh.registry
@@ -159,7 +159,7 @@ def parallelize_context(
             model.documents = SlicedDocuments(model.documents, step, group, registry)
         for module in list(model.modules()):
             core = getattr(module, "core", None)
-            if isinstance(core, Core):
+            if isinstance(core, SdpaCore):
                 module.core = core_over(core, core.scores.scale)
         return
     attending, known = groups.attending, dict(model.named_modules())
@@ -167,10 +167,10 @@ def parallelize_context(
     give_positions(model, attending.positions, spans)
     for own in attending.modules:
         if own.name in known:  # else another stage has it
-            reach(known[own.name], core_over)
+            attend_over_cp(known[own.name], core_over)
 
 
-def _dropout_modules(model: nn.Module, attending: Attending | None) -> Iterator[nn.Module]:
+def _dropout_modules(model: nn.Module, attending: AttentionFacts | None) -> Iterator[nn.Module]:
     """Yield the modules whose code applies dropout.
 
     For models that are not built in, these are the observed ones, of which other stages may have
@@ -178,7 +178,7 @@ def _dropout_modules(model: nn.Module, attending: Attending | None) -> Iterator[
     """
     known = dict(model.named_modules())
     if attending is None:
-        names = [name.rpartition(".")[0] for name, _ in dropouts(model)]
+        names = [name.rpartition(".")[0] for name, _ in dropout_rates(model)]
     else:
         names = [name for name in attending.dropping if name in known]
     yield from (known[name] for name in dict.fromkeys(names))
@@ -222,11 +222,11 @@ class RingCore(nn.Module):
         `documents_BS` is the document number of every token, ordered by rank. None if a sample is
         one document. The rules exclude sliding windows.
         """
-        y_BHTD: Tensor = _Ring.apply(q_BHTD, k_BGTD, v_BGTD, documents_BS, self)
+        y_BHTD: Tensor = _RingAttention.apply(q_BHTD, k_BGTD, v_BGTD, documents_BS, self)
         return y_BHTD
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -242,7 +242,7 @@ class _Ring(torch.autograd.Function):
             kernel.forward,
             (q_BHTD, k_BGTD, v_BGTD),
             is_balanced=core.is_balanced,
-            **kernel.given,
+            **kernel.arguments,
         )
         ctx.save_for_backward(q_BHTD, k_BGTD, v_BGTD, y_BHTD, sums_BHT, documents_BS)
         ctx.core, ctx.others = core, _backward_arguments(others)
@@ -259,7 +259,7 @@ class _Ring(torch.autograd.Function):
             (q_BHTD, k_BGTD, v_BGTD),
             (y_BHTD, sums_BHT),
             is_balanced=ctx.core.is_balanced,
-            **kernel.given,
+            **kernel.arguments,
             **ctx.others,
         )
         return *gradients, None, None
@@ -279,7 +279,7 @@ def _kernel_of_gathered(query: Tensor, mask_B1TS: Tensor | None, core: GatheredC
     kernel = kernel_of(query, core.scale, is_masked=mask_B1TS is not None)
     if mask_B1TS is None:
         return kernel
-    return replace(kernel, given={**kernel.given, "attn_mask": mask_B1TS})
+    return replace(kernel, arguments={**kernel.arguments, "attn_mask": mask_B1TS})
 
 
 class GatheredCore(nn.Module):
@@ -294,7 +294,7 @@ class GatheredCore(nn.Module):
         group: dist.ProcessGroup,
         scale: float | None,
         via: ReduceScatterVia,
-        registry: Registry,
+        registry: TagRegistry,
     ) -> None:
         super().__init__()
         self.group, self.scale, self.via, self.registry = group, scale, via, registry
@@ -306,18 +306,18 @@ class GatheredCore(nn.Module):
 
         `mask_TT` is the mask of documents for the rank's queries and all keys [B, 1, T, S].
         """
-        y_BHTD: Tensor = _Gathered.apply(q_BHTD, k_BGTD, v_BGTD, mask_TT, self)
+        y_BHTD: Tensor = _GatheredAttention.apply(q_BHTD, k_BGTD, v_BGTD, mask_TT, self)
         return y_BHTD
 
-    def gathered(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_kv(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, G, S, D] of all ranks, views of one tensor."""
         own = torch.stack((k_BGTD, v_BGTD))  # [2, B, G, T, D]
         self.registry.tag(own, State.ACTIVATIONS)
-        parts = all_gathered(own[None], self.group)  # [N, 2, B, G, T, D]
+        parts = all_gather_tensor(own[None], self.group)  # [N, 2, B, G, T, D]
         k_BGSD, v_BGSD = parts.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # a copy, in rank order
         return k_BGSD, v_BGSD
 
-    def summed(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_kv_gradients(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values, summed over all ranks."""
         both = torch.stack((k_BGSD, v_BGSD)).unflatten(3, (self.group.size(), -1))
         parts = both.permute(3, 0, 1, 2, 4, 5).contiguous()  # [N, 2, B, G, T, D]
@@ -330,15 +330,15 @@ class GatheredCore(nn.Module):
         match self.via:
             case ReduceScatterVia.NATIVE:
                 self.registry.tag(parts, State.ACTIVATIONS)
-                return reduce_scattered(parts, self.group)[0]
+                return reduce_scatter_sum(parts, self.group)[0]
             case ReduceScatterVia.ALL_TO_ALL:
                 self.registry.tag(parts, State.ACTIVATIONS, Collective.REDUCE_SCATTER)
-                return exchanged(parts, self.group).sum(0)
+                return exchange_parts(parts, self.group).sum(0)
             case _:
                 assert_never(self.via)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -350,19 +350,19 @@ class _Gathered(torch.autograd.Function):
     ) -> Tensor:
         kernel = _kernel_of_gathered(q_BHTD, mask_B1TS, core)
         num_before = core.group.rank() * q_BHTD.shape[-2]
-        k_BGSD, v_BGSD = core.gathered(k_BGTD, v_BGTD)
+        k_BGSD, v_BGSD = core.gather_kv(k_BGTD, v_BGTD)
         others: list[dict[str, Any]] = []
 
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-            for part, is_causal in _blocks(num_before, q_BHTD.shape[-2], mask_B1TS):
+            for part, is_causal in _key_blocks(num_before, q_BHTD.shape[-2], mask_B1TS):
                 y_BHTD, sums_BHT, *rest = kernel.forward(
                     q_BHTD, k_BGSD[..., part, :], v_BGSD[..., part, :], is_causal=is_causal,
-                    **kernel.given,
+                    **kernel.arguments,
                 )  # fmt: skip
                 others.append(_backward_arguments(rest))
                 yield y_BHTD, sums_BHT
 
-        y_BHTD, sums_BHT = merged(blocks(), q_BHTD.dtype)
+        y_BHTD, sums_BHT = merge_attention(blocks(), q_BHTD.dtype)
         ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS)
         ctx.core, ctx.others, ctx.num_before = core, others, num_before
         return y_BHTD
@@ -373,12 +373,12 @@ class _Gathered(torch.autograd.Function):
         core, kernel = ctx.core, _kernel_of_gathered(q_BHTD, mask_B1TS, ctx.core)
         k_sum, v_sum = torch.zeros_like(k_BGSD), torch.zeros_like(v_BGSD)
         q_sum = torch.zeros_like(q_BHTD)
-        blocks = _blocks(ctx.num_before, q_BHTD.shape[-2], mask_B1TS)
+        blocks = _key_blocks(ctx.num_before, q_BHTD.shape[-2], mask_B1TS)
         for (part, is_causal), others in zip(blocks, ctx.others, strict=True):
             q_part, k_part, v_part, *_ = kernel.backward(
                 grad_out=gradient_BHTD, query=q_BHTD, key=k_BGSD[..., part, :],
                 value=v_BGSD[..., part, :], out=y_BHTD, logsumexp=sums_BHT, is_causal=is_causal,
-                **kernel.given, **others,
+                **kernel.arguments, **others,
             )  # fmt: skip
             q_sum += q_part
             k_sum[..., part, :] = k_part
@@ -386,7 +386,7 @@ class _Gathered(torch.autograd.Function):
         return q_sum, *core.summed(k_sum, v_sum), None, None
 
 
-def _blocks(
+def _key_blocks(
     num_before: int, num_own: int, mask_B1TS: Tensor | None
 ) -> Iterator[tuple[slice, bool]]:
     """Yield the keys that a rank's queries attend to, and whether the block is causal.

@@ -31,11 +31,11 @@ from ptrain.axes.context.draw import spans_text
 from ptrain.axes.context.rules import uncut_heads
 from ptrain.axes.context.run.slices import MicroBatchCut, SlicedMasks, masks_at
 from ptrain.errors import SpecError, refused
-from ptrain.facts.model import Attending
-from ptrain.internals.dispatch import without_modes
+from ptrain.facts.model import AttentionFacts
+from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.fakes import READ, detect_fake_mode
-from ptrain.internals.part import replaced
-from ptrain.models.boundary import CodeRaised
+from ptrain.internals.part import replace_attributes
+from ptrain.models.boundary import UserCodeError
 from ptrain.models.contract import forward_of
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import (
@@ -53,7 +53,7 @@ from ptrain.models.modes import (
     copied_buffers,
     drawn_state,
     dropout_by,
-    forked,
+    fork_generators,
     in_mode,
     reseed,
     without_dropout,
@@ -112,12 +112,12 @@ class _Cores:
         if key not in self._known:
             inner = TorchCore(call.scale, is_grouped=call.is_grouped)
             self._known[key] = self._core_over(inner, call.scale)
-        with replaced(F, scaled_dot_product_attention=attend):
+        with replace_attributes(F, scaled_dot_product_attention=attend):
             y_BHTD: Tensor = self._known[key](call.query, call.key, call.value)
         return y_BHTD
 
 
-class Reaching(nn.Module):
+class ContextAttentionMixin(nn.Module):
     """A mixin for the class of an attention module. During its forward, including recomputation,
     torch's attention function is replaced by a core over cp."""
 
@@ -129,10 +129,12 @@ class Reaching(nn.Module):
             return super().forward(*given, **named)
 
 
-def reach(module: nn.Module, core_over: CoreOver) -> None:
+def attend_over_cp(module: nn.Module, core_over: CoreOver) -> None:
     """Let a module attend over cp, by changing its class in place."""
     kind = type(module)
-    module.__class__ = type(kind.__name__, (Reaching, kind), {"__module__": kind.__module__})
+    module.__class__ = type(
+        kind.__name__, (ContextAttentionMixin, kind), {"__module__": kind.__module__}
+    )
     vars(module)["_cores"] = _Cores(core_over)
 
 
@@ -177,7 +179,7 @@ class Draw:
 
 
 @contextmanager
-def drawing(
+def intercept_draws(
     watch: AttentionWatch,
     *,
     drop: Callable[[Draw, DropoutCall], Tensor],
@@ -187,8 +189,8 @@ def drawing(
     draws = _Draws(watch, meet)
 
     def dropped(call: DropoutCall) -> Tensor:
-        draw = Draw(watch.running, _DROPOUT, tuple(call.input.shape))
-        with draws.hidden():
+        draw = Draw(watch.running_module, _DROPOUT, tuple(call.input.shape))
+        with draws.ignore_draws():
             return drop(draw, call)
 
     with draws, dropout_by(dropped):
@@ -216,9 +218,9 @@ class SlicedDraws:
         self._before, self._masks, self._in_training = deque(before), masks, in_training
         self._refuse = refuse
 
-    def around(self, watch: AttentionWatch) -> AbstractContextManager[None]:
+    def check_pass(self, watch: AttentionWatch) -> AbstractContextManager[None]:
         """Return a context for the rank's pass."""
-        return drawing(watch, drop=self._check_dropout, meet=self._meet)
+        return intercept_draws(watch, drop=self._check_dropout, meet=self._check_draw)
 
     def require_all(self) -> None:
         """Raise for draws of all tokens that the rank's pass did not make."""
@@ -247,7 +249,7 @@ class SlicedDraws:
         first = self._in_training.samples if shape[0] == self._masks.samples else shape[0]
         return self._in_training.are_of((first, *shape[1:]))
 
-    def _meet(self, draw: Draw) -> None:
+    def _check_draw(self, draw: Draw) -> None:
         if draw.shape != self._next_draw(draw).shape:
             what = (
                 f"draws random numbers itself ({draw.operator}), with different shapes for local "
@@ -273,18 +275,18 @@ class _Draws(OperatorMode):
         self._watch, self._meet = watch, meet
         self._is_hidden = False
 
-    def hidden(self) -> AbstractContextManager[None]:
+    def ignore_draws(self) -> AbstractContextManager[None]:
         """Temporarily ignore draws."""
-        return replaced(self, _is_hidden=True)
+        return replace_attributes(self, _is_hidden=True)
 
-    def ran(
+    def on_operator(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         name = function._schema.name.partition("::")[2]
         draws = torch.Tag.nondeterministic_seeded in function.tags
         if draws and not self._is_hidden and not name.startswith(_ATTENTION):
             shape = next(tuple(x.shape) for x in tree_iter(result) if isinstance(x, Tensor))
-            self._meet(Draw(self._watch.running, name, shape))
+            self._meet(Draw(self._watch.running_module, name, shape))
 
 
 Spans = tuple[Span, ...]
@@ -299,7 +301,7 @@ _BY_DROPOUT += "as nn.Dropout does"
 _OPERATIONS = 10**9  # maximum of a forward pass, for less than a second
 
 
-def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) -> None:
+def require_slices(model: nn.Module, spec: Spec, attending: AttentionFacts | None) -> None:
     """Check that a model gives equal results on shards of the tokens and on all tokens.
 
     This costs forward passes of a few tokens: three of the full model, and one or two for each of
@@ -329,7 +331,7 @@ def _shorten_sequence(model: nn.Module, step: ContextParallel) -> ContextParalle
     return replace(step, sequence=chunks * per_chunk)
 
 
-def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
+def _require_plain(model: nn.Module, spec: Spec, attending: AttentionFacts) -> None:
     """Raise SpecError if attention to all of a sample's tokens is not plainly causal.
 
     The rehearsal has fewer tokens, on which attention may differ. The check runs on meta tensors,
@@ -344,14 +346,14 @@ def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
         return call.query.new_empty(call.query.shape)
 
     positions = positions_of(((0, spec.batch.sequence),), torch.device("meta"))
-    with without_modes(), forked(), suppress(CodeRaised, *READ):
+    with disable_modes(), fork_generators(), suppress(UserCodeError, *READ):
         with forward_of(model, positions, spec):  # the model's code may be impossible to copy
             bare = on_meta(model)
-        with AttentionWatch(bare, meet).watching():
+        with AttentionWatch(bare, meet).watch():
             logits_at(bare, positions, attending.positions, spec)
 
 
-def _require_heads(spec: Spec, attending: Attending) -> None:
+def _require_heads(spec: Spec, attending: AttentionFacts) -> None:
     tp = spec.degree(Axis.TP)
     for module in attending.modules:
         counts = {"": module.heads.heads, " of keys": module.heads.kv_heads}
@@ -376,7 +378,7 @@ def _no_context(_: AttentionWatch) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Attended:
+class _AttentionResult:
     """A module's call of attention, and its result."""
 
     call: AttendingCall
@@ -387,12 +389,12 @@ class _Rehearsal:
     """The forward passes of a model on the tokens of `step`."""
 
     def __init__(
-        self, model: nn.Module, spec: Spec, attending: Attending, step: ContextParallel
+        self, model: nn.Module, spec: Spec, attending: AttentionFacts, step: ContextParallel
     ) -> None:
         self.model, self.spec, self.step = model, spec, step
         self.positions = attending.positions
         self.place, self.name = named_in_spec(model, spec)
-        self.whole: dict[str, _Attended] = {}
+        self.whole: dict[str, _AttentionResult] = {}
         self._is_drawing = False
         self._torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
 
@@ -403,7 +405,7 @@ class _Rehearsal:
         random numbers.
         """
         ends, every = {0, self.step.ulysses * self.step.ring - 1}, ((0, self.step.sequence),)
-        with copied_buffers(self.model), forked(), without_dropout(self.model):
+        with copied_buffers(self.model), fork_generators(), without_dropout(self.model):
             before = drawn_state()
             with in_mode(self.model, training=True):
                 self._run(every, self._record_attention)
@@ -411,7 +413,7 @@ class _Rehearsal:
                 whole = self._run(every, self._record_attention)
                 for index in sorted(ends):
                     self._require_rank(spans_at(self.step, index), whole)
-        with copied_buffers(self.model), forked(), in_mode(self.model, training=True):
+        with copied_buffers(self.model), fork_generators(), in_mode(self.model, training=True):
             self._require_draws(every, sorted(ends))
 
     def _require_draws(self, every: Spans, ends: Sequence[int]) -> None:
@@ -425,7 +427,7 @@ class _Rehearsal:
         self._is_drawing = True
         reseed(0)
         whole = self._run(
-            every, self._record_attention, partial(drawing, drop=note, meet=before.append)
+            every, self._record_attention, partial(intercept_draws, drop=note, meet=before.append)
         )
         in_training = context_of(self.spec)
         assert in_training is not None, "the model is cut over cp"
@@ -438,7 +440,7 @@ class _Rehearsal:
             known = masks_at(in_training, index, _micro_batch_cut(self.spec))
             draws = SlicedDraws(before, masks, known, self._draw_error)
             reseed(0)
-            self._require_rank(spans_at(self.step, index), whole, draws.around)
+            self._require_rank(spans_at(self.step, index), whole, draws.check_pass)
             draws.require_all()
 
     def _draw_error(self, draw: Draw, what: str) -> SpecError:
@@ -454,12 +456,12 @@ class _Rehearsal:
     ) -> Tensor:
         positions = positions_of(spans, next(self.model.parameters()).device)
         watch = AttentionWatch(self.model, attend)
-        with watch.watching(), around(watch):
+        with watch.watch(), around(watch):
             return logits_at(self.model, positions, self.positions, self.spec).detach()
 
     def _record_attention(self, module: str, call: AttendingCall) -> Tensor:
         output = call.by_torch(self._torchs)
-        self.whole[module] = _Attended(call, output)
+        self.whole[module] = _AttentionResult(call, output)
         return output
 
     def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _no_context) -> None:

@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor
 from ptrain.axes.context.attention import Span, all_spans, spans_at
 from ptrain.cost import State
 from ptrain.errors import refused
-from ptrain.internals.functional_collectives import all_gathered, all_summed
-from ptrain.models.attention import Documents, added_mask, are_apart, hiding
+from ptrain.internals.functional_collectives import all_gather_tensor, all_reduce_sum
+from ptrain.models.attention import DocumentMasks, added_mask, additive_mask, are_apart
 from ptrain.models.modes import DropoutCall, dropout_by
-from ptrain.models.moe import Balance, ExpertPlaces, SampleTokens, weigh
+from ptrain.models.moe import Balance, ExpertPlaces, SampleTokens, weight_router_losses
 from ptrain.models.objective import SampleBatch, StepBatch, TokenPair
-from ptrain.rooms.comm import Registry, all_gather
+from ptrain.rooms.comm import TagRegistry, all_gather
 from ptrain.steps.step import ContextParallel
 
 
@@ -46,7 +46,7 @@ def route_slices(model: nn.Module, tokens: SampleSlices, parts: int) -> None:
     Capacities and mean losses then refer to the full sample. A shard is one of `parts` equal parts
     of the tokens, so the weight of its mean loss is 1 / `parts`.
     """
-    weigh(model, 1.0 / parts)
+    weight_router_losses(model, 1.0 / parts)
     for module in model.modules():
         if isinstance(module, (Balance, ExpertPlaces)):
             module.tokens = tokens
@@ -59,7 +59,7 @@ class SampleSlices(SampleTokens):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, registry: Registry, spans: Sequence[Sequence[Span]]
+        self, group: dist.ProcessGroup, registry: TagRegistry, spans: Sequence[Sequence[Span]]
     ) -> None:
         """Prepare the order of all ranks' spans.
 
@@ -75,12 +75,12 @@ class SampleSlices(SampleTokens):
         self._own = [self._order.index(own + stretch) for stretch in range(most)]
         self._lengths = [behind - first for first, behind in padded[group.rank()]]
 
-    def summed(self, counts_BE: Tensor) -> Tensor:
+    def sum_counts(self, counts_BE: Tensor) -> Tensor:
         """Return the counts [B, E], summed over all ranks."""
         self.registry.tag(counts_BE, State.ACTIVATIONS)
-        return all_summed(counts_BE, self.group)
+        return all_reduce_sum(counts_BE, self.group)
 
-    def before(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
+    def count_earlier(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
         """Return for each choice how many earlier choices its expert has, over all ranks [B, K, T].
 
         `before_BKT` has the earlier choices on this rank.
@@ -88,7 +88,7 @@ class SampleSlices(SampleTokens):
         parts = chosen_BKT.split(self._lengths, dim=-1)
         counts_LBKE = torch.stack([_count_choices(part, num_experts) for part in parts])
         self.registry.tag(counts_LBKE, State.ACTIVATIONS)
-        all_ = all_gathered(counts_LBKE, self.group)  # [N * L, B, K, E], by rank
+        all_ = all_gather_tensor(counts_LBKE, self.group)  # [N * L, B, K, E], by rank
         in_order = torch.stack([all_[place] for place in self._order], dim=2)  # [B, K, N * L, E]
         elsewhere_BKLE = _count_before(in_order)[:, :, self._own] - _count_before(
             counts_LBKE.movedim(0, 2)
@@ -143,7 +143,7 @@ class SlicedTokens:
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
 
 
-def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
+def slice_batch(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
     """Return a copy of the tokens in these spans of a data rank's share of a step."""
     (whole,) = batch.micro_batches(len(batch.tensors[0]))
     pair = token_slices(whole, spans).data
@@ -158,10 +158,10 @@ def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
 
 def token_slices(whole: SampleBatch, spans: Sequence[Span]) -> SampleBatch:
     """Return copies of inputs and targets in these spans of full samples of tokens."""
-    return SampleBatch(TokenPair(taken(whole.inputs, spans), taken(whole.targets, spans)))
+    return SampleBatch(TokenPair(take_spans(whole.inputs, spans), take_spans(whole.targets, spans)))
 
 
-def taken(whole: Tensor, spans: Sequence[Span]) -> Tensor:
+def take_spans(whole: Tensor, spans: Sequence[Span]) -> Tensor:
     """Return a copy of these spans of a tensor [samples, tokens, ...]."""
     return torch.cat([whole[:, first:behind] for first, behind in spans], dim=1)
 
@@ -176,11 +176,11 @@ _ATEN = torch.ops.aten
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """An attention kernel. `forward` and `backward` have the signatures that torch's ring calls,
-    and `given` are further arguments of both."""
+    and `arguments` are further arguments of both."""
 
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, ...]]
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
 
 def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) -> Kernel:
@@ -222,15 +222,15 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
     )
 
 
-class SlicedDocuments(Documents):
+class SlicedDocuments(DocumentMasks):
     """The documents of samples whose tokens are sharded over `group` as in `step`."""
 
     def __init__(
         self,
-        whole: Documents,
+        whole: DocumentMasks,
         step: ContextParallel,
         group: dist.ProcessGroup,
-        registry: Registry,
+        registry: TagRegistry,
     ) -> None:
         super().__init__(whole.edge, ends=whole.ends)
         self.step, self.group, self.registry = step, group, registry
@@ -245,7 +245,7 @@ class SlicedDocuments(Documents):
             token [B, S], ordered by rank, from which each hop makes a mask. A mask of all keys
             would need the memory of all hops.
         """
-        documents_BS = self.numbered(self._gather_edges(tokens_BT))
+        documents_BS = self.number_documents(self._gather_edges(tokens_BT))
         if self.step.gathers:
             num_tokens = tokens_BT.shape[1]
             first = self.group.rank() * num_tokens
@@ -253,7 +253,7 @@ class SlicedDocuments(Documents):
             return added_mask(own_BT, documents_BS, dtype, first=first)
         if self.step.ring == 1:
             return added_mask(documents_BS, documents_BS, dtype)
-        return taken(documents_BS, self._stretches)
+        return take_spans(documents_BS, self._stretches)
 
     def _gather_edges(self, tokens_BT: Tensor) -> Tensor:
         """Return the document edges of full samples, in the order of tokens."""
@@ -298,7 +298,7 @@ class HopKernel:
         """
         apart_BTT = self._are_apart(q_BHTD, k_BGTD)
         has_none_B1T = apart_BTT.all(-1).unsqueeze(1)
-        mask_B1TT = hiding(apart_BTT, q_BHTD.dtype)
+        mask_B1TT = additive_mask(apart_BTT, q_BHTD.dtype)
         del apart_BTT
         y_BHTD, sums_BHT, *others = self._kernel.forward(
             q_BHTD, k_BGTD, v_BGTD, attn_mask=mask_B1TT, **given
@@ -307,7 +307,7 @@ class HopKernel:
 
     def backward(self, *, query: Tensor, key: Tensor, **given: Any) -> tuple[Tensor, ...]:
         """Return the gradients of queries, keys and values."""
-        mask_B1TT = hiding(self._are_apart(query, key), query.dtype)
+        mask_B1TT = additive_mask(self._are_apart(query, key), query.dtype)
         return self._kernel.backward(query=query, key=key, attn_mask=mask_B1TT, **given)
 
     def _are_apart(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -381,11 +381,11 @@ class SlicedMasks:
         ways = product((self.tokens, self.between), (1, self.samples))
         return next((count for tokens, count in ways if shape[0] == count * tokens), 0)
 
-    def around(self, modules: Iterable[nn.Module]) -> None:
+    def register(self, modules: Iterable[nn.Module]) -> None:
         """Let the dropout of these modules' code use the masks, including recomputation in
         backward."""
         for module in modules:
-            entered = _Entered(self)
+            entered = _NestedPasses(self)
             module.register_forward_pre_hook(entered.enter)
             module.register_forward_hook(entered.leave, always_call=True)
 
@@ -404,16 +404,16 @@ class SlicedMasks:
             by_samples = x.unflatten(0, (self._flat_samples(x.shape), -1))
             return self.drop(replace(call, input=by_samples)).flatten(0, 1)
         if x.is_cuda and not call.is_in_place:
-            return self.masked(x, call.rate)
+            return self.drop_on_gpu(x, call.rate)
         kept = self._draw_noise(x, call.rate)
         return x.mul_(kept) if call.is_in_place else x * kept
 
     def _draw_noise(self, x: Tensor, rate: float) -> Tensor:
         """Return the factors of at::dropout on a CPU: 0 or 1 / (1 - rate)."""
-        own = self._own(x.new_empty(self.of_all(x.shape)).bernoulli_(1 - rate))
+        own = self._local_part(x.new_empty(self.of_all(x.shape)).bernoulli_(1 - rate))
         return own.div_(1 - rate)
 
-    def masked(self, x: Tensor, rate: float) -> Tensor:
+    def drop_on_gpu(self, x: Tensor, rate: float) -> Tensor:
         """Return the result of at::dropout on a GPU, which is one kernel with a mask of a byte per
         element.
 
@@ -421,11 +421,11 @@ class SlicedMasks:
         the input.
         """
         _, mask = torch.native_dropout(x.new_empty(self.of_all(x.shape)), rate, True)
-        own = self._own(mask)
+        own = self._local_part(mask)
         left: Tensor = torch.ops.aten.native_dropout_backward(x, own, 1 / (1 - rate))
         return left
 
-    def _own(self, mask: Tensor) -> Tensor:
+    def _local_part(self, mask: Tensor) -> Tensor:
         """Return a copy of the rank's part of the mask of all tokens.
 
         If another axis shards the tokens too, any part that no other rank of cp uses is correct,
@@ -433,8 +433,8 @@ class SlicedMasks:
         """
         tokens = mask.shape[_TOKENS] // self.ranks
         if tokens == self.tokens:
-            return taken(mask, self.spans)
-        return taken(mask, ((self.index * tokens, (self.index + 1) * tokens),))
+            return take_spans(mask, self.spans)
+        return take_spans(mask, ((self.index * tokens, (self.index + 1) * tokens),))
 
 
 def masks_at(step: ContextParallel, index: int, cut: MicroBatchCut) -> SlicedMasks:
@@ -448,7 +448,7 @@ def masks_at(step: ContextParallel, index: int, cut: MicroBatchCut) -> SlicedMas
     )
 
 
-class _Entered:
+class _NestedPasses:
     """The running forward passes of a module, which may be nested."""
 
     def __init__(self, masks: SlicedMasks) -> None:

@@ -33,14 +33,14 @@ from ptrain.axes.data.run.summing import handing_over
 from ptrain.cost import State
 from ptrain.facts.stages import Units
 from ptrain.internals import fsdp2
-from ptrain.internals.dtensor import side_by_side
+from ptrain.internals.dtensor import concatenate_meshes
 from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.internals.fsdp2 import FSDPParamGroup, parameter_groups
 from ptrain.models.initialize import keeps_its_weights
-from ptrain.models.ledger import local
+from ptrain.models.ledger import local_tensor
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.watch import runs_again
-from ptrain.rooms.comm import Mesh, Registry, TaggedAllGather, TaggedReduceScatter
+from ptrain.models.watch import is_recomputing
+from ptrain.rooms.comm import Mesh, TaggedAllGather, TaggedReduceScatter, TagRegistry
 from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
@@ -63,7 +63,7 @@ class ReplicatedWrap(ParameterWrap):
         step: Replicate,
         mesh: Mesh,
         units: Units,
-        registry: Registry,
+        registry: TagRegistry,
     ) -> None:
         super().__init__(model, units)
         device = mesh.world.device
@@ -161,11 +161,13 @@ class ReplicatedWrap(ParameterWrap):
         read. DDP rebuilds its buckets in the second step.
         """
         self._buckets.clear()
-        for target in self._targets():
-            if self.keeps_buckets and target.parameter.grad is not None:
-                target.parameter.grad.zero_()
-            else:
-                target.parameter.grad = None
+        parameters = [target.parameter for target in self._targets()]
+        kept = [p.grad for p in parameters if p.grad is not None] if self.keeps_buckets else []
+        if kept:  # one operator, because a GPU would launch a kernel for each gradient
+            torch._foreach_zero_(kept)
+            return
+        for parameter in parameters:
+            parameter.grad = None
 
     def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> ZeroRedundancyUpdate | None:
         if not self.step.zero_redundancy:
@@ -198,7 +200,7 @@ class FullyShardedWrap(ParameterWrap):
     """
 
     def __init__(
-        self, model: nn.Module, step: FullyShard, plan: Plan, mesh: Mesh, registry: Registry
+        self, model: nn.Module, step: FullyShard, plan: Plan, mesh: Mesh, registry: TagRegistry
     ) -> None:
         super().__init__(model, plan.units, owns_masters=step.materialized)
         if not keeps_its_weights(model):
@@ -222,7 +224,7 @@ class FullyShardedWrap(ParameterWrap):
         for module, (modules, own) in zip(self.sharded, units, strict=True):
             self._use_summing_collectives(module, modules[0] or "root", own, mesh)
         if not step.overlaps:
-            fsdp2.gather_behind_computation(model)
+            fsdp2.all_gather_after_computation(model)
         prefetch = step.prefetch if step.overlaps else 0
         if prefetch is not None:
             Prefetch(self.sharded, [self._unit_modules(modules) for modules, _ in units], prefetch)
@@ -240,7 +242,7 @@ class FullyShardedWrap(ParameterWrap):
                 reshard_after_forward=_reshard_option(step.sync.reshard_after_forward),
                 mp_policy=_precision_policy(step, layout),
                 ignored_params=set(self._local),
-                shard_placement_fn=partial(_shard_of, step.sync, mesh.size(step.shard_axes)),
+                shard_placement_fn=partial(_shard_of, step.sync, mesh.group_size(step.shard_axes)),
             )
         assert isinstance(members[0], FSDPModule)
         self.sharded.append(members[0])
@@ -321,7 +323,7 @@ class FullyShardedWrap(ParameterWrap):
             module.reshard()
             # shards of smaller groups are kept for a backward pass, which does not follow
             for part in fsdp2.parameters(module):
-                fsdp2.forget_smaller_shard(part)
+                fsdp2.drop_post_forward_shard(part)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Yield shards, temporary larger shards and gradients with their states.
@@ -333,15 +335,15 @@ class FullyShardedWrap(ParameterWrap):
         stored = State.OPTIMIZER if self.step.materialized else State.PARAMETERS
         for module in self.sharded:
             for part in fsdp2.parameters(module):
-                yield stored, local(part.sharded_param.detach())
-                if (between := fsdp2.smaller_shard(part)) is not None:
+                yield stored, local_tensor(part.sharded_param.detach())
+                if (between := fsdp2.post_forward_shard(part)) is not None:
                     yield State.TRANSIENT, between
                 for gradient in fsdp2.gradients(part):
-                    yield State.GRADIENTS, local(gradient)
+                    yield State.GRADIENTS, local_tensor(gradient)
         for parameter in self._local:
-            yield State.PARAMETERS, local(parameter.detach())
+            yield State.PARAMETERS, local_tensor(parameter.detach())
             if parameter.grad is not None:
-                yield State.GRADIENTS, local(parameter.grad)
+                yield State.GRADIENTS, local_tensor(parameter.grad)
 
 
 class Prefetch:
@@ -396,7 +398,7 @@ def _gather_ahead(module: FSDPModule, following: list[FSDPModule], *_: object) -
 
     The units that follow in forward have finished their backward then.
     """
-    module.set_modules_to_forward_prefetch([] if runs_again() else following)
+    module.set_modules_to_forward_prefetch([] if is_recomputing() else following)
 
 
 def _append_once(order: list[FSDPModule], module: FSDPModule, *_: object) -> None:
@@ -415,7 +417,7 @@ def allocating_streams(model: nn.Module) -> dict[int, str]:
         stream_key(stream): name
         for module in model.modules()
         if isinstance(module, FSDPModule)
-        for stream, name in fsdp2.streams(module)
+        for stream, name in fsdp2.allocation_streams(module)
     }
 
 
@@ -433,7 +435,7 @@ def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
     shards = mesh.submesh(step.shard_axes)
     if not step.replicate_axes:
         return shards
-    return side_by_side(mesh.submesh(step.replicate_axes), shards)
+    return concatenate_meshes(mesh.submesh(step.replicate_axes), shards)
 
 
 def _reshard_option(given_back: bool | int | Reshard) -> bool | int | None:
@@ -446,7 +448,7 @@ def _reshard_option(given_back: bool | int | Reshard) -> bool | int | None:
 
 def _shard_of(sync: SyncPolicy, ranks: int, parameter: nn.Parameter) -> Shard:
     """Return the dimension along which FSDP2 shards a parameter."""
-    return Shard(shard_dim(tuple(local(parameter).shape), ranks, sync))
+    return Shard(shard_dim(tuple(local_tensor(parameter).shape), ranks, sync))
 
 
 def _precision_policy(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
@@ -459,15 +461,15 @@ def _precision_policy(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
 
 def _name_smaller_group(group: FSDPParamGroup, step: FullyShard, mesh: Mesh) -> None:
     """Register the axes of the group that shards a unit between forward and backward."""
-    if (between := fsdp2.smaller_group(group)) is not None:
-        mesh.adopt(between, step.shard_axes)
+    if (between := fsdp2.post_forward_group(group)) is not None:
+        mesh.register_group(between, step.shard_axes)
 
 
 def apply(
     model: nn.Module,
     plan: Plan,
     mesh: Mesh,
-    registry: Registry,
+    registry: TagRegistry,
     write: RowWriter | None = None,
 ) -> WrappedModel:
     """Wrap a model by the plan.

@@ -16,14 +16,14 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.cuts import ShardLayout
 from ptrain.axes.data.run.flat_target import (
     FlatFrozen,
     FlatState,
     FlatTarget,
     FlatTensorTarget,
     FrozenTarget,
-    OwnRows,
+    LocalRowWriter,
     ParameterMembers,
     RowWriter,
 )
@@ -35,18 +35,18 @@ from ptrain.axes.data.run.target import (
     gradients_of,
     stored_part,
 )
-from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse, buckets_of
+from ptrain.axes.data.units import ModelRuntime, UnitParts, UnitRuntime, UnitUse, buckets_of
 from ptrain.axes.data.update import TensorsUpdate
 from ptrain.cost import State
 from ptrain.facts.stages import Units
 from ptrain.facts.stages import Units as UnitModules
 from ptrain.models.parting import when_left
 from ptrain.models.units import ROOT
-from ptrain.models.watch import runs_again
+from ptrain.models.watch import is_recomputing
 from ptrain.optimizers.update import Scale
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.rooms.room import OptimizerLeaf
-from ptrain.rooms.torch import TorchRoom
+from ptrain.rooms.torch import TorchRuntime
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import Layout
@@ -70,7 +70,7 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the unit, also if backward recomputes it."""
-        is_again = runs_again()
+        is_again = is_recomputing()
         with torch.no_grad():
             self.unit.before_forward(is_again=is_again)
         if is_again or not self._is_left:
@@ -79,7 +79,7 @@ class Hooks:
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Free the unit after forward, and register hooks on the gradients of its outputs."""
-        if runs_again():
+        if is_recomputing():
             return  # recomputed in backward, whose hooks are in place
         if torch.is_grad_enabled():
             # an input that is passed through gets its gradient only after the unit's backward
@@ -100,7 +100,9 @@ class Hooks:
             self.unit.after_backward()
 
 
-def _register_accumulation_hooks(unit: UnitLife[torch.Tensor], members: ParameterMembers) -> None:
+def _register_accumulation_hooks(
+    unit: UnitRuntime[torch.Tensor], members: ParameterMembers
+) -> None:
     """Call the unit when autograd has accumulated the gradient of a parameter."""
     # a weak reference: autograd keeps hooks in C++, invisible to the garbage collector, and the
     # unit keeps its parameters
@@ -109,14 +111,14 @@ def _register_accumulation_hooks(unit: UnitLife[torch.Tensor], members: Paramete
         parameter.register_post_accumulate_grad_hook(partial(_on_accumulated, own, index))
 
 
-def _on_accumulated(unit: ref[UnitLife[torch.Tensor]], index: int, parameter: object) -> None:
+def _on_accumulated(unit: ref[UnitRuntime[torch.Tensor]], index: int, parameter: object) -> None:
     """Handle a gradient that autograd has accumulated.
 
     Hooks run with gradients disabled in a backward pass that creates no graph. Disabling them again
     would be a third of the cost per tensor.
     """
     if (own := unit()) is not None:
-        own.accumulated(index)
+        own.handle_gradient(index)
 
 
 class WrappedModel:
@@ -144,7 +146,7 @@ class WrappedModel:
     def begin_passes(self) -> None:
         """Start the gathers that a step's passes in a pipeline would wait for."""
 
-    def settle(self) -> None:
+    def finish_collectives(self) -> None:
         """Wait for the collectives of this stage's last pass, before the rank's next pass."""
 
     def end_passes(self) -> None:
@@ -175,7 +177,7 @@ class WrappedModel:
         """Return the gradients of all targets; one tensor may contain several gradients."""
         return gradients_of(self.targets())
 
-    def copies(self) -> Sequence[NamedTarget]:
+    def copied_targets(self) -> Sequence[NamedTarget]:
         """Return the targets of tensors that another stage owns, and counts."""
         return ()
 
@@ -183,11 +185,11 @@ class WrappedModel:
         """Return the model's name of a tensor or of its optimizer state (`head.weight.exp_avg`)."""
         return name
 
-    def own(self, named: Mapping[str, torch.Tensor]) -> Named:
+    def with_wrap_names(self, named: Mapping[str, torch.Tensor]) -> Named:
         """Return tensors with the model's names under the wrap's names, too."""
         return dict(named)
 
-    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> OwnUpdate | None:
+    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> WrapOptimizer | None:
         """Return the optimizer of the wrap, None if the standard update is used."""
         return None
 
@@ -204,7 +206,7 @@ class FlatWrap(WrappedModel):
         model: nn.Module,
         plan: Plan,
         mesh: Mesh,
-        registry: Registry,
+        registry: TagRegistry,
         write: RowWriter | None = None,
     ) -> None:
         """Move the parameters to flat buffers, and register all hooks.
@@ -221,7 +223,7 @@ class FlatWrap(WrappedModel):
         assert isinstance(step, FlatUnits)
         self.module = model
         self.step = step
-        room = TorchRoom(mesh, registry, step.path)
+        room = TorchRuntime(mesh, registry, step.path)
         self._by_tensor = not OPTIMIZERS[plan.update.optimizer].is_elementwise
         self._targets: list[Sequence[NamedTarget]] = []
         wrapped = list(parameters_by_unit(model, plan.units))
@@ -230,7 +232,7 @@ class FlatWrap(WrappedModel):
             self._create_unit([wrapped[place] for place in bucket], plan, room, write)
             for bucket in buckets
         ]
-        self.units = ModelLife(parts, step, is_pipelined=plan.pipeline is not None)
+        self.units = ModelRuntime(parts, step, is_pipelined=plan.pipeline is not None)
         self.hooks = [
             Hooks(unit, [model.get_submodule(name) for name in wrapped[place][0]])
             for unit, bucket in zip(self.units.all, buckets, strict=True)
@@ -244,7 +246,7 @@ class FlatWrap(WrappedModel):
         self,
         joined: Sequence[NamedUnit],
         plan: Plan,
-        room: TorchRoom,
+        room: TorchRuntime,
         write: RowWriter | None,
     ) -> UnitParts[torch.Tensor]:
         """Create the state of the units in one bucket."""
@@ -297,8 +299,8 @@ class FlatWrap(WrappedModel):
         self.units.begin_passes()
 
     @torch.no_grad()
-    def settle(self) -> None:
-        self.units.settle()
+    def finish_collectives(self) -> None:
+        self.units.finish_reduction()
 
     @torch.no_grad()
     def end_passes(self) -> None:
@@ -330,15 +332,17 @@ class FlatWrap(WrappedModel):
 def _buffer_of(
     named: Sequence[tuple[str, Parameter]],
     step: FlatUnits,
-    room: TorchRoom,
+    room: TorchRuntime,
     write: RowWriter | None,
-) -> tuple[ParameterMembers, Cuts[torch.Tensor], FlatUnits]:
+) -> tuple[ParameterMembers, ShardLayout[torch.Tensor], FlatUnits]:
     """Return the parameters that share a buffer, its layout, and the plan step for it."""
     members = ParameterMembers(named)
     numel = sum(parameter.numel() for _, parameter in members.named)
-    cuts = Cuts(room, numel, step.parameters + step.optimizer + step.gradients, step.reduce_scatter)
+    cuts = ShardLayout(
+        room, numel, step.parameters + step.optimizer + step.gradients, step.reduce_scatter
+    )
     if write is not None:
-        members.values = OwnRows(write, tuple(cuts.stretches(step.parameters)))
+        members.values = LocalRowWriter(write, tuple(cuts.shard_ranges(step.parameters)))
     return members, cuts, step
 
 
@@ -386,7 +390,7 @@ def _nested_tensors(output: object) -> Iterator[torch.Tensor]:
             yield from _nested_tensors(value)
 
 
-class OwnUpdate(Protocol):
+class WrapOptimizer(Protocol):
     """An optimizer that is part of a wrap, which decides where its state is stored."""
 
     def step(self, lr: float, scaling: Scale[torch.Tensor] | None = None) -> None:

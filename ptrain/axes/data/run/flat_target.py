@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ptrain.axes.data.cuts import Axes, Cuts
+from ptrain.axes.data.cuts import Axes, ShardLayout
 from ptrain.axes.data.run.target import (
     CutView,
     Named,
     Parameter,
     ParameterTarget,
     axes_of,
-    full,
+    full_tensor,
     part_of,
     whole_of,
 )
@@ -37,8 +37,8 @@ from ptrain.cost import State
 from ptrain.internals import zero_redundancy
 from ptrain.optimizers.build import TorchLeaf, build_optimizer, initial_state
 from ptrain.optimizers.update import Scale, Slot
-from ptrain.rooms.comm import Registry
-from ptrain.rooms.torch import TorchRoom
+from ptrain.rooms.comm import TagRegistry
+from ptrain.rooms.torch import TorchRuntime
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import Layout
@@ -51,7 +51,7 @@ RowWriter = Callable[[str, Parameter, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRows:
+class LocalRowWriter:
     """A writer of initial values for the part of a unit that this rank stores.
 
     Attributes:
@@ -87,7 +87,7 @@ class ParameterMembers:
     """
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
-        self.values: OwnRows | None = None
+        self.values: LocalRowWriter | None = None
         self.named = list(named)
         self.names = [name for name, _ in named]
         self.shapes = [tuple(parameter.shape) for _, parameter in named]
@@ -112,7 +112,7 @@ class ParameterMembers:
         start = whole.storage_offset() + self._starts[index]
         return whole.as_strided(self.shapes[index], self._strides[index], start)
 
-    def adopt(self, whole: torch.Tensor) -> None:
+    def bind_views(self, whole: torch.Tensor) -> None:
         for index, (name, parameter) in enumerate(self.named):
             piece = self._view_of(whole, index)
             if self.values is None:
@@ -121,7 +121,7 @@ class ParameterMembers:
                 self.values.fill(name, parameter, self._starts[index], piece)
             parameter.data = piece
 
-    def write(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:
+    def write_gradient(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:
         _, parameter = self.named[index]
         piece = self._view_of(whole, index)
         if parameter.grad is None:
@@ -130,13 +130,13 @@ class ParameterMembers:
             piece.copy_(parameter.grad)
         parameter.grad = piece if is_bound else None
 
-    def collect(self, index: int, whole: torch.Tensor) -> None:
+    def add_gradient(self, index: int, whole: torch.Tensor) -> None:
         _, parameter = self.named[index]
         if parameter.grad is not None:
             self._view_of(whole, index).add_(parameter.grad)
             parameter.grad = None
 
-    def unbind(self) -> None:
+    def drop_gradients(self) -> None:
         for _, parameter in self.named:
             parameter.grad = None
 
@@ -145,14 +145,16 @@ class FlatTensors:
     """The tensors of one flat buffer by name."""
 
     def __init__(
-        self, members: ParameterMembers, cuts: Cuts[torch.Tensor], room: TorchRoom
+        self, members: ParameterMembers, cuts: ShardLayout[torch.Tensor], room: TorchRuntime
     ) -> None:
         self.tensors, self.named, self.pieces = members, members.named, members.pieces
         self.cutting_axes = members.cutting_axes
         self.buffer_cuts, self.own_room = cuts, room
         self.mesh, self.device = room.mesh, room.device
 
-    def whole(self, cuts: Cuts[torch.Tensor], part: torch.Tensor, cut: Axes) -> torch.Tensor:
+    def gather_full(
+        self, cuts: ShardLayout[torch.Tensor], part: torch.Tensor, cut: Axes
+    ) -> torch.Tensor:
         """Return the full tensor of a stored one, in new memory on the device.
 
         Args:
@@ -161,20 +163,20 @@ class FlatTensors:
             cut: The axes that shard it.
         """
         room = self.own_room
-        held = room.new(part.numel(), room.dtype(part), Tier.DEVICE, State.OTHER)
+        held = room.new_empty(part.numel(), room.dtype(part), Tier.DEVICE, State.OTHER)
         held.copy_(part)
-        return cuts.gather(held, cut, cut, State.OTHER) if cut else held
+        return cuts.gather_part(held, cut, cut, State.OTHER) if cut else held
 
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def shard_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a full tensor for a checkpoint: sharded over the ranks that shard the buffer."""
         axes = self.buffer_cuts.axes
         return distribute_rows(tensor, self.mesh.submesh(axes)) if axes else tensor.clone()
 
     def split(self, part: torch.Tensor, cut: Axes) -> Named:
         """Return this rank's rows of each named tensor, after an all-gather of the buffer."""
-        whole = self.whole(self.buffer_cuts, part, cut)
+        whole = self.gather_full(self.buffer_cuts, part, cut)
         return {
-            name: self.rows(whole_of(parameter, piece))
+            name: self.shard_rows(whole_of(parameter, piece))
             for (name, parameter), piece in zip(self.named, self.pieces(whole), strict=True)
         }
 
@@ -183,17 +185,17 @@ class FlatTensors:
         first, cuts = named[self.named[0][0]], self.buffer_cuts
         whole = torch.zeros(cuts.padded, dtype=first.dtype, device=self.device)
         for (name, parameter), piece in zip(self.named, self.pieces(whole), strict=True):
-            piece.copy_(part_of(parameter, full(named[name])))
-        return cuts.take(whole, (), cut)
+            piece.copy_(part_of(parameter, full_tensor(named[name])))
+        return cuts.take_part(whole, (), cut)
 
     def export(self, parameters: Parameters[torch.Tensor]) -> Named:
         """Return the parameters in the buffer by name."""
-        parameters.settle()
+        parameters.finish_gather()
         return self.split(parameters.stored, parameters.cut)
 
     def load(self, parameters: Parameters[torch.Tensor], named: Named) -> None:
         """Write the named tensors to the parameters in the buffer."""
-        parameters.settle()
+        parameters.finish_gather()
         parameters.stored.copy_(self.join(named, parameters.cut))
 
 
@@ -203,10 +205,10 @@ class FlatState(UnitState[torch.Tensor], FlatTensors):
     def __init__(
         self,
         members: ParameterMembers,
-        cuts: Cuts[torch.Tensor],
+        cuts: ShardLayout[torch.Tensor],
         step: FlatUnits,
         layout: Layout,
-        room: TorchRoom,
+        room: TorchRuntime,
     ) -> None:
         UnitState.__init__(self, members, cuts, step, layout)
         FlatTensors.__init__(self, members, cuts, room)
@@ -218,10 +220,10 @@ class FlatFrozen(FlatTensors):
     def __init__(
         self,
         members: ParameterMembers,
-        cuts: Cuts[torch.Tensor],
+        cuts: ShardLayout[torch.Tensor],
         step: FlatUnits,
         layout: Layout,
-        room: TorchRoom,
+        room: TorchRuntime,
     ) -> None:
         super().__init__(members, cuts, room)
         self.parameters = Parameters(members, cuts, step, layout)
@@ -275,7 +277,7 @@ class FrozenTarget:
     def __init__(self, unit: FlatFrozen) -> None:
         self.unit = unit
 
-    def lasting(self) -> torch.Tensor | None:
+    def persistent_parameter(self) -> torch.Tensor | None:
         """Return None: the tensor is never updated."""
 
     def views(self) -> Iterable[CutView]:
@@ -290,7 +292,7 @@ class FrozenTarget:
     def store(self, value: torch.Tensor) -> None:
         raise AssertionError("what is frozen is updated by nobody")
 
-    def slot(self, initial: torch.Tensor) -> Slot[torch.Tensor]:
+    def create_slot(self, initial: torch.Tensor) -> Slot[torch.Tensor]:
         raise AssertionError("what is frozen has no optimizer state")
 
     def split(self, part: torch.Tensor) -> Named:
@@ -327,23 +329,23 @@ class FlatTensorTarget(TensorTarget[torch.Tensor]):
         return self._whole.views() if self.index == 0 else []
 
     def named(self, part: torch.Tensor) -> Named:
-        return {self.name: self.unit.rows(part.view(self.shape))}
+        return {self.name: self.unit.shard_rows(part.view(self.shape))}
 
     def split(self, part: torch.Tensor) -> Named:
         if part.dim() == 0:
             return {self.name: part}
         if part.shape != self.shape:
-            flat = self.unit.whole(self.cuts, part, self.unit.step.optimizer)
+            flat = self.unit.gather_full(self.cuts, part, self.unit.step.optimizer)
             part = flat[: self.cuts.numel].view(self.shape)
-        return {self.name: self.unit.rows(part)}
+        return {self.name: self.unit.shard_rows(part)}
 
     def join(self, named: Named) -> torch.Tensor:
-        whole = full(named[self.name])
+        whole = full_tensor(named[self.name])
         if whole.dim() == 0 or self.keeps_whole:
             return whole
         flat = whole.new_zeros(self.cuts.padded)
         flat[: whole.numel()].copy_(whole.reshape(-1))
-        return self.cuts.take(flat, (), self.route.kept)
+        return self.cuts.take_part(flat, (), self.route.stored_axes)
 
     def export(self) -> Named:
         return self._whole.export() if self.index == 0 else {}
@@ -398,7 +400,7 @@ class ZeroRedundancyUpdate:
         targets: Sequence[ParameterTarget],
         spec: OptimizerSpec,
         mesh: DeviceMesh,
-        registry: Registry,
+        registry: TagRegistry,
         *,
         stands_in: bool,
     ) -> None:
@@ -411,7 +413,7 @@ class ZeroRedundancyUpdate:
             process_group=mesh.get_group(),
             parameters_as_bucket_view=True,
         )
-        owners = zero_redundancy.owners(self.optimizer)
+        owners = zero_redundancy.owner_ranks(self.optimizer)
         self.targets = [
             SpreadTarget(target.name, target.parameter, owners[target.parameter], mesh)
             for target in targets
@@ -427,7 +429,7 @@ class ZeroRedundancyUpdate:
         for options in self.optimizer.param_groups:
             options["lr"] = lr
         own = self.optimizer.optim
-        scalars = scaling.beside(self.targets[0].value()) if scaling else (None, None)
+        scalars = scaling.scalars_for(self.targets[0].value()) if scaling else (None, None)
         # torch's fused optimizers read these attributes, which torch.amp.GradScaler sets
         own.grad_scale, own.found_inf = scalars
         self.optimizer.step()

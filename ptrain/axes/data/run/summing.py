@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ptrain.cost import State
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def handing_over(receive: Callable[[torch.Tensor], None], registry: Registry) -> Hook:
+def handing_over(receive: Callable[[torch.Tensor], None], registry: TagRegistry) -> Hook:
     """Return a hook that calls `receive` with each full bucket, and makes DDP wait for nothing.
 
     Gradients are views of the buckets, so they are reduced when the buckets are. A completed future

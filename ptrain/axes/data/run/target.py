@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ptrain.internals.dtensor import compute_local_shape_and_global_offset
-from ptrain.models.ledger import local
-from ptrain.models.window import Window, narrowed, whole
-from ptrain.optimizers.update import Resident, Slot, Target
-from ptrain.rooms.torch import same_memory
+from ptrain.models.ledger import local_tensor
+from ptrain.models.window import Window, full_window, narrow_to_window
+from ptrain.optimizers.update import ResidentSlot, Slot, Target
+from ptrain.rooms.torch import is_same_memory
 from ptrain.spec.placement import EXPERT_AXES, Axis
 
 Named = dict[str, torch.Tensor]
@@ -84,29 +84,28 @@ class ParameterTarget:
     @property
     def gradient(self) -> torch.Tensor | None:
         gradient = self.parameter.grad
-        return None if gradient is None else local(gradient)
+        return None if gradient is None else local_tensor(gradient)
 
     def views(self) -> Iterable[CutView]:
         gradient = self.gradient
         return [] if gradient is None else [(cutting_axes(self.parameter), gradient)]
 
-    def lasting(self) -> torch.Tensor | None:
+    def persistent_parameter(self) -> torch.Tensor | None:
         """Return the parameter, or None if the optimizer gets the local part of a DTensor."""
         return None if isinstance(self.parameter, DTensor) else self.parameter
 
     def working_gradient(self) -> torch.Tensor | None:
         return self.gradient
 
-    def slot(self, initial: torch.Tensor) -> Slot[torch.Tensor]:
-        return Resident(initial)
+    def create_slot(self, initial: torch.Tensor) -> Slot[torch.Tensor]:
+        return ResidentSlot(initial)
 
     def value(self) -> torch.Tensor:
-        return local(self.parameter.detach())
+        return local_tensor(self.parameter.detach())
 
-    def store(self, value: torch.Tensor) -> None:
+    def store(self, value: torch.Tensor) -> torch.Tensor | None:
         held = self.value()
-        if not same_memory(held, value):
-            held.copy_(value)
+        return None if is_same_memory(held, value) else held
 
     def split(self, part: torch.Tensor) -> Named:
         return self.named(part)
@@ -156,17 +155,17 @@ def cutting_axes(parameter: torch.Tensor) -> tuple[Axis, ...]:
 def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of `tensor` in the layout of `like`; `tensor` may have any layout."""
     if not isinstance(like, DTensor) or tensor.dim() == 0 != like.dim():
-        return full(tensor)
+        return full_tensor(tensor)
     if (
         isinstance(tensor, DTensor)
         and tensor.placements == like.placements
         and tensor.device_mesh == like.device_mesh
     ):
         return tensor.to_local()
-    return narrowed(full(tensor), window_of(like))
+    return narrow_to_window(full_tensor(tensor), window_of(like))
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of one that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -174,7 +173,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def window_of(like: torch.Tensor) -> Window:
     """Return the window of elements that this rank holds of a tensor with the layout of `like`."""
     if not isinstance(like, DTensor):
-        return whole(like.shape)
+        return full_window(like.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )

@@ -24,18 +24,24 @@ from torch.utils._pytree import tree_map
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.stages import Chain, Stage
-from ptrain.internals.dispatch import without_modes
-from ptrain.models.boundary import boundary, said
-from ptrain.models.chain import probe
+from ptrain.internals.dispatch import disable_modes
+from ptrain.models.boundary import convert_exceptions, describe_error
+from ptrain.models.chain import probe_batch
 from ptrain.models.meta import as_meta, on_meta
-from ptrain.models.modes import copied_buffers, drawn_state, forked, in_mode, without_dropout
+from ptrain.models.modes import (
+    copied_buffers,
+    drawn_state,
+    fork_generators,
+    in_mode,
+    without_dropout,
+)
 from ptrain.models.objective import SampleBatch, TokenPair, objective_of
 from ptrain.models.transformer import Transformer
 from ptrain.models.watch import first_real, is_real
 from ptrain.spec.spec import Spec
 
 
-class Crossing:
+class StageInput:
     """The hidden states that a stage received for the micro-batch in its forward pass.
 
     `is_written`: the model writes into the outputs of the placeholders for modules before its
@@ -50,7 +56,7 @@ class Crossing:
         self._before: Tensor | None = None
 
     @property
-    def hidden(self) -> Tensor:
+    def hidden_states(self) -> Tensor:
         """The received hidden states [samples, ...], during the forward pass of a later stage."""
         assert self._hidden is not None, "only a stage behind the first is given hidden states"
         return self._hidden
@@ -60,36 +66,36 @@ class Crossing:
         self._hidden, self._before, self._number = hidden, None, None
 
     @property
-    def before(self) -> Tensor:
+    def earlier_output(self) -> Tensor:
         """The output of each earlier layer.
 
         There may be a hundred, so they share one tensor, unless it is written into.
         """
         if self._before is None or self._is_written:
-            self._before = self.shaped(self.hidden.shape)
+            self._before = self.make_placeholder(self.hidden_states.shape)
         return self._before
 
-    def swapped(self, _: nn.Module, given: Any, named: Any) -> Any:
+    def replace_input(self, _: nn.Module, given: Any, named: Any) -> Any:
         """Replace the first layer's input by the hidden states (forward pre-hook).
 
         The input is the first floating-point tensor among the arguments.
         """
         first = given[0] if given and is_real(given[0]) else _hidden_among((given, named))
-        return _replace_tensor((given, named), first, self.hidden)
+        return _replace_tensor((given, named), first, self.hidden_states)
 
-    def shaped(self, shape: Iterable[int]) -> Tensor:
+    def make_placeholder(self, shape: Iterable[int]) -> Tensor:
         """Return a tensor with arbitrary values.
 
         It has no memory, unless the model writes into it.
         """
         if self._is_written:
-            return self.hidden.detach().new_zeros(*shape)
+            return self.hidden_states.detach().new_zeros(*shape)
         if self._number is None:
-            self._number = self.hidden.detach()[(0,) * self.hidden.dim()]
+            self._number = self.hidden_states.detach()[(0,) * self.hidden_states.dim()]
         return self._number.expand(*shape)
 
 
-class Left(Exception):
+class StageExit(Exception):
     """The end of a forward pass at a layer of the next stage, with the `hidden` states for it."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -97,37 +103,37 @@ class Left(Exception):
         self.hidden = hidden
 
 
-class LayerBefore(nn.Identity):
+class EarlierLayer(nn.Identity):
     """The placeholder for a layer of an earlier stage, which returns a tensor like hidden states.
 
     `returns` is the length of the tuple that the layer returns, whose other items are None; 0 for a
     tensor.
     """
 
-    def __init__(self, crossing: Crossing, returns: int) -> None:
+    def __init__(self, crossing: StageInput, returns: int) -> None:
         super().__init__()
         self._crossing, self._returns = crossing, returns
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        hidden = self._crossing.before
+        hidden = self._crossing.earlier_output
         return (hidden, *(None,) * (self._returns - 1)) if self._returns else hidden
 
 
-class LayerBehind(nn.Identity):
+class LaterLayer(nn.Identity):
     """The placeholder for a layer of a later stage, at which the forward pass ends."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        raise Left(_hidden_among((given, named)))
+        raise StageExit(_hidden_among((given, named)))
 
 
-class InFront(nn.Identity):
+class InputPlaceholder(nn.Identity):
     """The placeholder for a module before the layers, on a later stage.
 
     Its output has the shape of the module's output, but no memory. The module runs on the meta
     device, once for each shape and dtype of its inputs.
     """
 
-    def __init__(self, module: nn.Module, crossing: Crossing) -> None:
+    def __init__(self, module: nn.Module, crossing: StageInput) -> None:
         super().__init__()
         self._crossing = crossing
         self._module = (on_meta(module),)  # in a tuple, so that it is not registered as a child
@@ -145,7 +151,7 @@ class InFront(nn.Identity):
     def _run_on_meta(self, given: Any, named: Any) -> Any:
         """Run the module on meta, outside all modes, since meters must not count its tensors."""
         (module,) = self._module
-        with torch.no_grad(), without_modes():  # meters must not count meta tensors
+        with torch.no_grad(), disable_modes():  # meters must not count meta tensors
             return module(*tree_map(as_meta, given), **tree_map(as_meta, named))
 
     def _placeholder_like(self, output: object) -> object:
@@ -155,7 +161,7 @@ class InFront(nn.Identity):
         if not output.is_floating_point():
             kind = str(output.dtype).removeprefix("torch.")
             raise TypeError(f"a module before the layers returns {kind} {list(output.shape)}")
-        return self._crossing.shaped(output.shape)
+        return self._crossing.make_placeholder(output.shape)
 
 
 def _input_key(given: tuple[Any, ...], named: dict[str, Any]) -> Hashable | None:
@@ -181,7 +187,7 @@ class StagePart(nn.Module):
     hidden states for the next stage, or on the last stage the model's output.
     """
 
-    _crossing: Crossing
+    _crossing: StageInput
     _first: str  # the stage's first layer; "" on the first stage
     _front: dict[
         str, torch.Size
@@ -193,7 +199,7 @@ class StagePart(nn.Module):
                 return super().forward(*given, **named)
             with self._with_hidden(given[0]):
                 return super().forward(*given[1:], **named)
-        except Left as left:
+        except StageExit as left:
             return left.hidden
 
     @contextmanager
@@ -202,11 +208,11 @@ class StagePart(nn.Module):
         self._crossing.enter(hidden)
         for name, shape in self._front.items():
             owner, attribute = _owner_and_attribute(self, name)
-            owner.__dict__[attribute] = self._crossing.shaped(shape)
+            owner.__dict__[attribute] = self._crossing.make_placeholder(shape)
         # Hooks of data axes on this layer were registered earlier, so this one is prepended: they
         # must see the hidden states.
         handle = self.get_submodule(self._first).register_forward_pre_hook(
-            self._crossing.swapped, prepend=True, with_kwargs=True
+            self._crossing.replace_input, prepend=True, with_kwargs=True
         )
         try:
             yield
@@ -236,7 +242,7 @@ class CalledOnce:
         output = self._module(*self._given, *inputs, **named)
         if self._is_last:
             return output
-        raise Left(output)
+        raise StageExit(output)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -246,11 +252,11 @@ def run_stage(model: CalledOnce, forward: Callable[[Any], Any]) -> Any:
     """Return a stage's output, or on the last stage the result of `forward` for the model."""
     try:
         return forward(model)
-    except Left as left:
+    except StageExit as left:
         return left.hidden
 
 
-def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable[str]) -> None:
+def as_part(model: nn.Module, crossing: StageInput, *, first: str, front: Iterable[str]) -> None:
     """Make a model a StagePart in place.
 
     Args:
@@ -313,12 +319,12 @@ def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain)
         index: The stage.
         chain: The modules that stages are cut from.
     """
-    stage, crossing = stages[index], Crossing(is_written=chain.is_written)
+    stage, crossing = stages[index], StageInput(is_written=chain.is_written)
     known, parameters = dict(model.named_modules()), dict(model.named_parameters())
     front, behind = chain.absent_ends(stage)
     gone: dict[int, nn.Module] = {
         id(known[name]): _stand_in(known[name], name, stage, chain, crossing)
-        for name in chain.lacking(stage)
+        for name in chain.absent_names(stage)
         if name in known  # a tied head may not be a module
     }
     # the memo shares the parameters with the model, and puts placeholders in place of modules
@@ -335,18 +341,18 @@ def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain)
 
 
 def _stand_in(
-    module: nn.Module, name: str, stage: Stage, chain: Chain, crossing: Crossing
+    module: nn.Module, name: str, stage: Stage, chain: Chain, crossing: StageInput
 ) -> nn.Module:
     """Return the placeholder for a module that the stage lacks."""
     if name in chain.ends.front:
-        return InFront(module, crossing)
+        return InputPlaceholder(module, crossing)
     if name in chain.ends.behind:
         return nn.Identity()  # never reached in forward
     is_before = chain.layers.index(name) < chain.layers.index(stage.layers[0])
-    return LayerBefore(crossing, chain.returns) if is_before else LayerBehind()
+    return EarlierLayer(crossing, chain.returns) if is_before else LaterLayer()
 
 
-def apart(output: torch.Tensor) -> torch.Tensor:
+def contiguous_output(output: torch.Tensor) -> torch.Tensor:
     """Return a stage's output as a contiguous tensor that is not a view.
 
     torch detaches it in place, which views do not support.
@@ -408,9 +414,9 @@ def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec:
     Raises:
         SpecError: They differ.
     """
-    samples = probe(model, spec)
+    samples = probe_batch(model, spec)
     forward = partial(objective_of(spec).forward, samples=samples)
-    with torch.no_grad(), forked(), without_dropout(model):
+    with torch.no_grad(), fork_generators(), without_dropout(model):
         draws = _draws_random_numbers(model, forward)
         with in_mode(model, training=not draws):
             with copied_buffers(model):
@@ -459,10 +465,10 @@ def _run_checked(called: CalledOnce, index: int, forward: Forward) -> Tensor:
 
     def fault(error: BaseException) -> Fault:
         return _not_splittable(
-            f"stage {index} does not run on its own inputs: {said(error)}"
+            f"stage {index} does not run on its own inputs: {describe_error(error)}"
         ).faults[0]
 
-    with boundary(fault):
+    with convert_exceptions(fault):
         output = run_stage(called, forward)
     if not isinstance(output, Tensor):
         raise _not_splittable(

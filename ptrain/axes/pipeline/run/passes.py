@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptrain.internals.autograd import number_of
+from ptrain.internals.autograd import sequence_number
 from ptrain.internals.pipelining import (
     node_of,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
 )
-from ptrain.models.ledger import local
+from ptrain.models.ledger import local_tensor
 
 # parameters, and the nodes from which their half of backward continues
 Groups = list[dict[str, Any]]
@@ -88,8 +88,8 @@ def _match_layout(parameter: Tensor) -> None:
     gradient = parameter.grad
     if (
         gradient is not None
-        and not local(gradient).is_contiguous()
-        and local(parameter).is_contiguous()
+        and not local_tensor(gradient).is_contiguous()
+        and local_tensor(parameter).is_contiguous()
     ):
         parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
 
@@ -100,6 +100,6 @@ def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:
     for group in groups:
         group["params"] = sorted(group["params"], key=places.__getitem__)
         group["intermediates"] = nodes = list(group["intermediates"])
-        order = sorted(range(len(nodes)), key=lambda place: number_of(nodes[place]))
+        order = sorted(range(len(nodes)), key=lambda place: sequence_number(nodes[place]))
         for key in ("intermediates", "grads"):
             group[key] = [group[key][place] for place in order]

@@ -29,12 +29,12 @@ from ptrain.axes.pipeline.instructions import (
     Receive,
     Release,
     Send,
-    evaluation,
-    given,
-    taken,
-    training,
+    evaluation_instructions,
+    input_message,
+    output_message,
+    training_instructions,
 )
-from ptrain.axes.pipeline.run.cut import CalledOnce, apart, run_stage
+from ptrain.axes.pipeline.run.cut import CalledOnce, contiguous_output, run_stage
 from ptrain.axes.pipeline.run.passes import Groups, backward, backward_input, backward_weight
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.cost import Phase, State
@@ -42,7 +42,7 @@ from ptrain.errors import PtrainError, RankFailed
 from ptrain.facts.stages import Chain
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import SampleBatch, StepBatch
-from ptrain.rooms.comm import Mesh, Registry
+from ptrain.rooms.comm import Mesh, TagRegistry
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline, Plan
 from ptrain.timeline import Kind
@@ -54,10 +54,10 @@ class LocalStage:
 
     index: int
     module: nn.Module
-    wrapped: WrappedModel
+    wrap: WrappedModel
 
 
-class Staged(WrappedModel):
+class StagedModel(WrappedModel):
     """A rank's stages as one wrapped model; the schedule runs their passes."""
 
     def __init__(
@@ -74,31 +74,31 @@ class Staged(WrappedModel):
 
     def end_evaluation(self) -> None:
         for part in self.parts:
-            part.wrapped.end_evaluation()
+            part.wrap.end_evaluation()
 
     def consume_with(self, update: Callable[[int], None]) -> None:
         groups = 0
         for part in self.parts:
-            part.wrapped.consume_with(_offset_update(update, groups))
-            groups += len(part.wrapped.targets())
+            part.wrap.consume_with(_offset_update(update, groups))
+            groups += len(part.wrap.targets())
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         for part in self.parts:
-            part.wrapped.reduce_gradients()
+            part.wrap.reduce_gradients()
         if self.step.shared:
             self._sum_shared()
 
     def finish_update(self) -> None:
         for part in self.parts:
-            part.wrapped.finish_update()
+            part.wrap.finish_update()
 
     def clear_gradients(self) -> None:
         for part in self.parts:
-            part.wrapped.clear_gradients()
+            part.wrap.clear_gradients()
 
     def targets(self) -> Sequence[Sequence[NamedTarget]]:
-        return [group for part in self.parts for group in part.wrapped.targets()]
+        return [group for part in self.parts for group in part.wrap.targets()]
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients of all stages, without copies."""
@@ -106,17 +106,17 @@ class Staged(WrappedModel):
             gradient
             for part in self.parts
             for gradient in (
-                gradients_of(part.wrapped.targets())
+                gradients_of(part.wrap.targets())
                 if self._copies_of[part.index]
-                else part.wrapped.gradients()
+                else part.wrap.gradients()
             )
         ]
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         for part in self.parts:
-            yield from part.wrapped.storages()
+            yield from part.wrap.storages()
 
-    def copies(self) -> Sequence[NamedTarget]:
+    def copied_targets(self) -> Sequence[NamedTarget]:
         """Return the targets of tensors that the first stage owns, and counts."""
         return [target for copies in self._copies_of.values() for target in copies]
 
@@ -126,7 +126,7 @@ class Staged(WrappedModel):
                 return original + name.removeprefix(copied)
         return name
 
-    def own(self, named: Mapping[str, torch.Tensor]) -> Named:
+    def with_wrap_names(self, named: Mapping[str, torch.Tensor]) -> Named:
         """Return tensors by the model's names, with copies also by the stages' names."""
         copies = {copied: named[name] for name, copied in self.step.shared if name in named}
         return {**named, **copies}
@@ -145,7 +145,7 @@ class Staged(WrappedModel):
 
     def _shared_targets(self, part: LocalStage, names: Sequence[str]) -> Iterator[NamedTarget]:
         """Yield the targets with these names, before the first step: `export` may all-gather."""
-        for group in part.wrapped.targets():
+        for group in part.wrap.targets():
             yield from (
                 target for target in group if any(name in target.export() for name in names)
             )
@@ -157,7 +157,7 @@ class Staged(WrappedModel):
             return None
         if self.mesh.degrees[axis] == 2:
             return self.mesh.group((axis,))
-        return self.mesh.group_at(axis, ends)
+        return self.mesh.create_group_at(axis, ends)
 
     def _sum_shared(self) -> None:
         """Sum the gradients of shared tensors over the first and the last stage."""
@@ -194,7 +194,7 @@ _RAISED = (
 
 
 @contextmanager
-def named(stage: int, micro_batch: int) -> Iterator[None]:
+def name_stage_errors(stage: int, micro_batch: int) -> Iterator[None]:
     """Temporarily raise errors of a stage's code as RankFailed with place and cause."""
     try:
         yield
@@ -206,7 +206,7 @@ def named(stage: int, micro_batch: int) -> Iterator[None]:
         raise RankFailed(f"{place}: {type(cause).__name__}: {cause}") from cause
 
 
-class Waits:
+class PendingMessage:
     """The message that a rank is posting or waiting for, to name the other rank in an error."""
 
     def __init__(self, rank_of: tuple[int, ...], group: dist.ProcessGroup) -> None:
@@ -215,14 +215,14 @@ class Waits:
         self._is_received = False
 
     @contextmanager
-    def on(self, message: Message, *, is_received: bool = False) -> Iterator[None]:
+    def track(self, message: Message, *, is_received: bool = False) -> Iterator[None]:
         """Temporarily name the other rank of a message in errors."""
         self._message, self._is_received = message, is_received
         yield
         self._message = None
 
     @contextmanager
-    def watched(self, stages: str) -> Iterator[None]:
+    def raise_rank_failed(self, stages: str) -> Iterator[None]:
         """Temporarily raise errors as RankFailed with this rank's `stages` and the neighbour."""
         self._message = None  # left from an earlier step that failed
         try:
@@ -258,7 +258,7 @@ class BoundaryTensor:
         """Return an uninitialized buffer."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
-    def require(self, output: Tensor, stage: int, micro_batch: int) -> None:
+    def require_match(self, output: Tensor, stage: int, micro_batch: int) -> None:
         """Raise RankFailed unless an output is as expected (its bytes would be misread)."""
         if (tuple(output.shape), output.dtype) != (self.shape, self.dtype):
             raise RankFailed(
@@ -275,15 +275,15 @@ class PassCallbacks:
     Attributes:
         forward: Runs a stage, given the model to call and the samples.
         given: Returns the context of the last stage's forward pass.
-        loss: Returns the loss of the last stage's output; `evaluated` is for evaluations.
+        loss: Returns the loss of the last stage's output; `evaluation_loss` is for evaluations.
         seed: Returns the gradient of the loss, None for 1.
         enter: Called with the phase and micro-batch of every pass.
     """
 
     forward: Callable[[Any, SampleBatch], Tensor]
-    given: Callable[[SampleBatch], AbstractContextManager[None]]
+    batch_context: Callable[[SampleBatch], AbstractContextManager[None]]
     loss: Loss
-    evaluated: Loss
+    evaluation_loss: Loss
     seed: Seed
     enter: Enter
 
@@ -292,7 +292,7 @@ class PassCallbacks:
 class _InFlight:
     """A micro-batch between its forward and the end of its backward pass."""
 
-    given: Tensor
+    input: Tensor
     output: Tensor | None
     loss: Tensor | None
     gradient: Tensor | None = None
@@ -315,7 +315,7 @@ class StageRunner:
     def __init__(
         self, part: LocalStage, stages: int, boundary: BoundaryTensor, callbacks: PassCallbacks
     ) -> None:
-        self.index, self.module, self.wrapped = part.index, part.module, part.wrapped
+        self.index, self.module, self.wrapped = part.index, part.module, part.wrap
         self.is_first, self.is_last = part.index == 0, part.index == stages - 1
         self.boundary, self.asked = boundary, callbacks
         self._in_flight: dict[int, _InFlight] = {}
@@ -339,12 +339,12 @@ class StageRunner:
 
         `given` are the received hidden states. Returns those for the next stage, if any.
         """
-        with named(self.index, number):
+        with name_stage_errors(self.index, number):
             output = self._run_module(self.module, given, samples)
             if not self.is_last:
-                self.boundary.require(output, self.index, number)
+                self.boundary.require_match(output, self.index, number)
                 return output
-            add(self.asked.evaluated(output, samples))
+            add(self.asked.evaluation_loss(output, samples))
         return None
 
     def compute(self, action: Action, given: Tensor | None, samples: SampleBatch) -> Tensor | None:
@@ -371,7 +371,7 @@ class StageRunner:
 
     def _run_module(self, module: nn.Module, given: Tensor | None, samples: SampleBatch) -> Tensor:
         model = CalledOnce(module, given, is_last=self.is_last)
-        with self.asked.given(samples) if self.is_last else nullcontext():
+        with self.asked.batch_context(samples) if self.is_last else nullcontext():
             output: Tensor = run_stage(model, lambda called: self.asked.forward(called, samples))
         return output
 
@@ -379,12 +379,12 @@ class StageRunner:
         self, number: int, given: Tensor | None, samples: SampleBatch
     ) -> Tensor | None:
         self.asked.enter(Phase.FORWARD, number)
-        with named(self.index, number):
+        with name_stage_errors(self.index, number):
             with self.wrapped.forward_pass():
-                output = apart(self._run_module(self.wrapped.module, given, samples))
+                output = contiguous_output(self._run_module(self.wrapped.module, given, samples))
             given = samples.tensors[0] if given is None else given
             if not self.is_last:
-                self.boundary.require(output, self.index, number)
+                self.boundary.require_match(output, self.index, number)
                 self._in_flight[number] = _InFlight(given, output, None)
                 return output.detach()
             loss = self.asked.loss(output, samples)
@@ -394,7 +394,7 @@ class StageRunner:
     def _run_backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight.pop(number)
         with self._backward_pass(Kind.BACKWARD, number):
-            return backward(flight.root, self._backward_seed(flight, gradient), flight.given)
+            return backward(flight.root, self._backward_seed(flight, gradient), flight.input)
 
     def _backward_input(self, number: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight[number]
@@ -403,7 +403,7 @@ class StageRunner:
             of_given, flight.groups = backward_input(
                 flight.root,
                 self._backward_seed(flight, gradient),
-                flight.given,
+                flight.input,
                 self.wrapped.module.parameters(),
             )
         if self.is_last:
@@ -425,7 +425,7 @@ class StageRunner:
         is_last = kind is not Kind.INPUT and self._passes_left == 1
         self._passes_left -= kind is not Kind.INPUT
         self.asked.enter(Phase.BACKWARD, number)
-        with named(self.index, number), self.wrapped.backward_pass(kind, is_last):
+        with name_stage_errors(self.index, number), self.wrapped.backward_pass(kind, is_last):
             yield
 
 
@@ -441,11 +441,11 @@ class Runtime:
         rank_of: tuple[int, ...],
         group: dist.ProcessGroup,
         boundary: BoundaryTensor,
-        registry: Registry,
+        registry: TagRegistry,
     ) -> None:
         self.rank_of, self.group = rank_of, group
         self.boundary, self.registry = boundary, registry
-        self.waits = Waits(rank_of, group)
+        self.waits = PendingMessage(rank_of, group)
         self._here: dict[Message, Tensor] = {}  # received or made by a pass, and not taken yet
         self._receiving: dict[Message, dist.Work | None] = {}
         self._sent: dict[Message, tuple[Tensor, dist.Work | None]] = {}
@@ -470,7 +470,10 @@ class Runtime:
 
     def _run_pass(self, action: Action, compute: Compute) -> None:
         """Run a pass with the message that it takes, and keep the message that it makes."""
-        needed, produced = taken(action, len(self.rank_of)), given(action, len(self.rank_of))
+        needed, produced = (
+            input_message(action, len(self.rank_of)),
+            output_message(action, len(self.rank_of)),
+        )
         result = compute(action, None if needed is None else self._take_message(needed))
         if produced is not None:
             # an input without effect on the output has no gradient
@@ -479,27 +482,27 @@ class Runtime:
     def _take_message(self, message: Message) -> Tensor:
         """Return a message's tensor, received by then or made on this rank."""
         if message in self._receiving:
-            with self.waits.on(message, is_received=True):
+            with self.waits.track(message, is_received=True):
                 _wait_for(self._receiving.pop(message))
         return self._here.pop(message)
 
     def _post_receive(self, message: Message) -> None:
         self._here[message] = buffer = self.boundary.empty()
         self.registry.tag(buffer, State.ACTIVATIONS, phase=message.phase)
-        with self.waits.on(message, is_received=True):
+        with self.waits.track(message, is_received=True):
             source = self.rank_of[message.source]
             self._receiving[message] = dist.irecv(buffer, group=self.group, group_src=source)
 
     def _post_send(self, message: Message) -> None:
         tensor = self._here.pop(message).contiguous()
         self.registry.tag(tensor, State.ACTIVATIONS, phase=message.phase)
-        with self.waits.on(message):
+        with self.waits.track(message):
             target = self.rank_of[message.target]
             self._sent[message] = tensor, dist.isend(tensor, group=self.group, group_dst=target)
 
     def _finish_send(self, message: Message) -> None:
         """Wait for a send, and drop its tensor."""
-        with self.waits.on(message):
+        with self.waits.track(message):
             _wait_for(self._sent.pop(message)[1])
 
 
@@ -509,14 +512,14 @@ def _wait_for(work: dist.Work | None) -> None:
         work.wait()
 
 
-class Pipelined:
+class PipelinedPasses:
     """The runner of a step's passes in the order of the schedule.
 
     The loss is divided by the global number of tokens, so gradients need no further scale.
     """
 
     def __init__(
-        self, spec: Spec, plan: Plan, mesh: Mesh, staged: Staged, callbacks: PassCallbacks
+        self, spec: Spec, plan: Plan, mesh: Mesh, staged: StagedModel, callbacks: PassCallbacks
     ) -> None:
         step = plan.pipeline
         assert step is not None
@@ -527,7 +530,7 @@ class Pipelined:
         boundary = _boundary_tensor(spec, plan, mesh, staged.chain)
         self.stages = [StageRunner(part, step.stages, boundary, callbacks) for part in staged.parts]
         self.runtime = Runtime(step.rank_of, mesh.group((step.axis,)), boundary, mesh.registry)
-        self.instructions = training(schedule_of(spec))[self.rank]
+        self.instructions = training_instructions(schedule_of(spec))[self.rank]
         self._stage_of = {stage.index: stage for stage in self.stages}
 
     def train(self, batch: StepBatch) -> None:
@@ -542,11 +545,11 @@ class Pipelined:
 
         def compute(action: Action, given: torch.Tensor | None) -> torch.Tensor | None:
             for other in self.stages:  # the last pass's outputs have been sent by now
-                other.wrapped.settle()
+                other.wrapped.finish_collectives()
             stage = self._stage_of[action.stage]
             return stage.compute(action, given, micro_batches[action.microbatch])
 
-        with self.runtime.waits.watched(self._own_stages()):
+        with self.runtime.waits.raise_rank_failed(self._own_stages()):
             self.runtime.run(self.instructions, compute)
             for stage in self.stages:
                 stage.wrapped.end_passes()
@@ -561,8 +564,8 @@ class Pipelined:
             stage, samples = self._stage_of[action.stage], micro_batches[action.microbatch]
             return stage.evaluate(given, samples, action.microbatch, add)
 
-        instructions = evaluation(self.step.rank_of, count)[self.rank]
-        with self.runtime.waits.watched(self._own_stages()):
+        instructions = evaluation_instructions(self.step.rank_of, count)[self.rank]
+        with self.runtime.waits.raise_rank_failed(self._own_stages()):
             self.runtime.run(instructions, compute)
 
     def _own_stages(self) -> str:

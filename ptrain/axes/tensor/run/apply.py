@@ -44,36 +44,36 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ptrain.axes.data.run.target import Named, rows_of
-from ptrain.axes.tensor.cost import cut_dims, shards_differ, slices
+from ptrain.axes.tensor.cost import cut_dims, shard_sizes, shards_differ
 from ptrain.axes.tensor.run.styles import (
     SEQUENCE,
-    Addends,
-    AllTokens,
-    GradientsAsKept,
+    FullInput,
+    FullOutput,
+    GatherTokens,
+    GradientsLikeParameters,
     HeadParallel,
-    InnerSlices,
+    InnerShards,
+    LocalFullInput,
     LocalInput,
-    OwnTokens,
-    OwnWholeInput,
+    PartialSums,
     ReplicateParallel,
+    ShardTokens,
     SummedGradients,
-    WholeInput,
-    WholeOutput,
-    remake,
+    replace_parameters,
 )
 from ptrain.errors import refused
 from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
-from ptrain.internals.part import replaced
+from ptrain.internals.part import replace_attributes
 from ptrain.models.chain import names_of_parameters
 from ptrain.models.cross_entropy import token_loss_sum
 from ptrain.models.modes import drops_out
-from ptrain.models.objective import LossInside
+from ptrain.models.objective import LossInHead
 from ptrain.models.parting import standing_alone
 from ptrain.models.watch import with_first
 from ptrain.models.window import Window
-from ptrain.rooms.comm import Registry
-from ptrain.spec.role import COLUMNS, ROWS, Role, fits
+from ptrain.rooms.comm import TagRegistry
+from ptrain.spec.role import COLUMNS, ROWS, Role, matches_pattern
 from ptrain.steps.step import ChunkedLoss, Parallelize
 from ptrain.units import grouped
 
@@ -81,10 +81,10 @@ from ptrain.units import grouped
 def held_order(lengths: Sequence[int], degree: int) -> list[int]:
     """Return the features of projections of these lengths in the order in which `degree` ranks hold
     them."""
-    return list(_places(lengths, degree))
+    return list(_fused_order(lengths, degree))
 
 
-def _places(lengths: Sequence[int], degree: int) -> Iterator[int]:
+def _fused_order(lengths: Sequence[int], degree: int) -> Iterator[int]:
     for rank in range(degree):
         start = 0
         for length in lengths:
@@ -93,7 +93,7 @@ def _places(lengths: Sequence[int], degree: int) -> Iterator[int]:
             start += length
 
 
-def _consecutive(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _consecutive_runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the runs of numbers that follow one another: the first and how many."""
     start = 0
     for index in range(1, len(places) + 1):
@@ -109,14 +109,14 @@ class FusedOrder:
         self.step = step
         self.degree = degree
 
-    def canonical(self, named: Named) -> Named:
+    def to_model_order(self, named: Named) -> Named:
         """Return tensors in the model's order, cut as they were. Collective over the ranks that
         have parts of them."""
-        return {name: self._ordered(name, tensor, back=True) for name, tensor in named.items()}
+        return {name: self._permute(name, tensor, back=True) for name, tensor in named.items()}
 
-    def held(self, named: Mapping[str, torch.Tensor]) -> Named:
-        """Return what `canonical` was given. Collective too."""
-        return {name: self._ordered(name, tensor, back=False) for name, tensor in named.items()}
+    def to_rank_order(self, named: Mapping[str, torch.Tensor]) -> Named:
+        """Return tensors in the order of the ranks, the inverse of `to_model_order`. Collective."""
+        return {name: self._permute(name, tensor, back=False) for name, tensor in named.items()}
 
     def held_features(self, path: str, whole: torch.Tensor) -> torch.Tensor:
         """Return what a module gives, with the features of a fused projection in the order of the
@@ -126,7 +126,7 @@ class FusedOrder:
         order = torch.tensor(held_order(lengths, self.degree), device=whole.device)
         return whole.index_select(-1, order)
 
-    def pieces(
+    def model_windows(
         self, name: str, shape: Sequence[int], window: Window, part: torch.Tensor
     ) -> Iterator[tuple[Window, torch.Tensor]]:
         """Yield the windows in the model's order that make up a window of a tensor as it is held,
@@ -137,7 +137,9 @@ class FusedOrder:
             return
         dim = cut_dims(self.step, [(name, tuple(shape))])[name]
         first, count = window[dim]
-        for start, size in _consecutive(held_order(lengths, self.degree)[first : first + count]):
+        for start, size in _consecutive_runs(
+            held_order(lengths, self.degree)[first : first + count]
+        ):
             yield (*window[:dim], (start, size), *window[dim + 1 :]), part.narrow(dim, place, size)
             place += size
 
@@ -145,9 +147,9 @@ class FusedOrder:
     def reorder(self, path: str, module: nn.Module) -> None:
         """Put the tensors of a fused projection, which are whole, into the order of the ranks."""
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
-            parameter.data = self._ordered(name, parameter.data, back=False)
+            parameter.data = self._permute(name, parameter.data, back=False)
 
-    def _ordered(self, name: str, tensor: torch.Tensor, *, back: bool) -> torch.Tensor:
+    def _permute(self, name: str, tensor: torch.Tensor, *, back: bool) -> torch.Tensor:
         lengths = self._lengths(name)
         if not lengths or tensor.dim() == 0 or self.step is None:
             return tensor
@@ -169,7 +171,9 @@ class FusedOrder:
     def _lengths(self, name: str) -> tuple[int, ...]:
         module = name.rpartition(".")[0]
         fusions = self.step.fusions if self.step else ()
-        return next((lengths for pattern, lengths in fusions if fits(pattern, module)), ())
+        return next(
+            (lengths for pattern, lengths in fusions if matches_pattern(pattern, module)), ()
+        )
 
 
 # Dropout within a sub-block whose heads or features are cut: a rank's slice has a mask of its own,
@@ -179,7 +183,7 @@ class FusedOrder:
 _SEED_BYTES = 7  # a seed is a positive 64-bit number
 
 
-class OwnRandomness:
+class RankRandomness:
     """Within a module, or from its column layers to its row, a rank draws from a place of its own,
     which follows from where the device's default generator stands, from the module and from the
     rank: nothing is kept between steps. Nothing is done where a module draws nothing."""
@@ -190,23 +194,25 @@ class OwnRandomness:
         self._common: torch.Tensor | None = None
         self._num_modules = 0
 
-    def around(self, module: nn.Module) -> None:
+    def register(self, module: nn.Module) -> None:
         """While `module` trains."""
         if drops_out(module):
-            module.register_forward_pre_hook(self._entering())
+            module.register_forward_pre_hook(self._make_enter_hook())
             module.register_forward_hook(self._leave, always_call=True)
 
-    def between(self, module: nn.Module, columns: Iterable[nn.Module], row: nn.Module) -> None:
+    def register_between(
+        self, module: nn.Module, columns: Iterable[nn.Module], row: nn.Module
+    ) -> None:
         """From what the first of a module's `columns` gives, which is cut, to what `row` takes:
         behind that every rank has the same again. Backward may stop a module that runs again."""
         if drops_out(module):
-            enter = self._entering()
+            enter = self._make_enter_hook()
             for column in columns:
                 column.register_forward_hook(enter)
             row.register_forward_pre_hook(self._leave)
             module.register_forward_hook(self._leave, always_call=True)
 
-    def _entering(self) -> Callable[..., None]:
+    def _make_enter_hook(self) -> Callable[..., None]:
         """Return the hook of one more module, by whose number it draws."""
         self._num_modules += 1
         return partial(self._enter, self._num_modules - 1)
@@ -214,7 +220,7 @@ class OwnRandomness:
     def _enter(self, number: int, module: nn.Module, *_: object) -> None:
         if not module.training or self._common is not None:
             return
-        default = self._default()
+        default = self._default_generator()
         self._common = default.get_state()
         place = f"{number} {self.index} ".encode() + self._common.numpy().tobytes()
         digest = hashlib.blake2b(place, digest_size=_SEED_BYTES).digest()
@@ -222,16 +228,16 @@ class OwnRandomness:
 
     def _leave(self, *_: object) -> None:
         if self._common is not None:
-            self._default().set_state(self._common)
+            self._default_generator().set_state(self._common)
         self._common = None
 
-    def _default(self) -> torch.Generator:
+    def _default_generator(self) -> torch.Generator:
         if self.device_type == "cuda":
             return torch.cuda.default_generators[torch.cuda.current_device()]
         return torch.default_generator
 
 
-class _AsIs:
+class _NoTracker:
     """Stands where torch keeps its tracker of DTensors' random numbers, and does nothing: torch's
     own is the same for all ranks, takes a broadcast to begin with and warns on CPUs."""
 
@@ -245,7 +251,7 @@ def drawn_by_rank() -> AbstractContextManager[None]:
     """Within it a DTensor's random numbers are those of the rank's own generator, whose seed says
     which ranks draw alike. Sets torch's tracker of them."""
     module, tracker = RANDOM
-    return replaced(module, **{tracker: _AsIs()})
+    return replace_attributes(module, **{tracker: _NoTracker()})
 
 
 # Torch's parallel styles for layers whose weight is stored inputs by outputs (transformers'
@@ -256,7 +262,7 @@ class TransposedColumn(ColwiseParallel):
     """A column layer: of its weight the second dimension is cut, of its bias the only one."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distributed(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
+        return _distribute_module(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
 
 
 class TransposedRow(RowwiseParallel):
@@ -264,10 +270,12 @@ class TransposedRow(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.desired_input_layouts = (Shard(-1),)
-        return _distributed(self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()})
+        return _distribute_module(
+            self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()}
+        )
 
 
-def _distributed(
+def _distribute_module(
     style: Any, module: nn.Module, device_mesh: DeviceMesh, placements: dict[str, Placement]
 ) -> nn.Module:
     def cut(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
@@ -275,7 +283,7 @@ def _distributed(
             cut_as = [placements[name]]
             return distribute_tensor(whole, mesh, cut_as, src_data_rank=style.src_data_rank)
 
-        remake(child, part)
+        replace_parameters(child, part)
 
     return distribute_module(
         module,
@@ -290,7 +298,7 @@ def _distributed(
 # it is given: it sees the rank's numbers, and its column layers the whole input all the same.
 
 
-class OwnCounts:
+class LocalCounts:
     """While a module runs, its first floating tensor is as wide as the rank's part of it, for code
     that reads its shape; `columns`, which take it, get all of it."""
 
@@ -299,7 +307,7 @@ class OwnCounts:
         self._narrow: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
 
-    def around(
+    def register(
         self, module: nn.Module, attributes: Iterable[str], columns: list[nn.Module]
     ) -> None:
         """Called once the styles of the columns are applied, before which they are to look."""
@@ -309,17 +317,17 @@ class OwnCounts:
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
         for column in columns:
-            column.register_forward_pre_hook(self._give, prepend=True)
+            column.register_forward_pre_hook(self._restore_input, prepend=True)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_first(args, kwargs, self._narrowed)
+        return with_first(args, kwargs, self._narrow_input)
 
-    def _narrowed(self, whole: torch.Tensor) -> torch.Tensor:
+    def _narrow_input(self, whole: torch.Tensor) -> torch.Tensor:
         self._whole = whole
         self._narrow = whole.narrow(-1, 0, whole.shape[-1] // self.degree)
         return self._narrow
 
-    def _give(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _restore_input(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
         assert args and args[0] is self._narrow, "a column takes what its sub-block is given"
         return (self._whole, *args[1:])
 
@@ -328,66 +336,73 @@ class OwnCounts:
 
 
 def parallelize(
-    model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: Registry
+    model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: TagRegistry
 ) -> None:
     """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
-    tied = _tied(model)
+    tied = _tied_names(model)
     order = FusedOrder(step, device_mesh.size())
-    alone = standing_alone(_named(model, step))
-    routing = [name for name, role in _named(model, step) if role is Role.WHOLE_EXPERTS]
-    for name, role in _named(model, step):
+    alone = standing_alone(_modules_with_roles(model, step))
+    routing = [
+        name for name, role in _modules_with_roles(model, step) if role is Role.WHOLE_EXPERTS
+    ]
+    for name, role in _modules_with_roles(model, step):
         module = model.get_submodule(name)
         if role in COLUMNS:
             order.reorder(name, module)
-        between = Shard(SEQUENCE) if is_within(name, routing) else _between(step)
-        for style in _styles(step, role, registry, between, is_alone=name in alone):
+        between = Shard(SEQUENCE) if is_within(name, routing) else _activation_placement(step)
+        for style in _parallel_styles(step, role, registry, between, is_alone=name in alone):
             parallelize_module(module, device_mesh, style, src_data_rank=None)
     _tie_again(model, tied)
     _count_for_itself(model, step, device_mesh.size())
     _draw_for_itself(model, step, device_mesh)
     if step.is_sequence and any(role is Role.POSITIONS for _, role in step.roles):
-        first = next(_matching(model, step.block_pattern))
+        first = next(_matching_names(model, step.block_pattern))
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
     if not step.loss_parallel:
         heads = [
-            name for p, role in step.roles if role is Role.HEAD for name in _matching(model, p)
+            name
+            for p, role in step.roles
+            if role is Role.HEAD
+            for name in _matching_names(model, p)
         ]
         for name in heads or [""]:  # a tied model of ours has no head: it gives the logits itself
-            model.get_submodule(name).register_forward_hook(lambda _, __, logits: _gathered(logits))
+            model.get_submodule(name).register_forward_hook(
+                lambda _, __, logits: _gather_logits(logits)
+            )
 
 
-def _named(model: nn.Module, step: Parallelize) -> Iterator[tuple[str, Role]]:
+def _modules_with_roles(model: nn.Module, step: Parallelize) -> Iterator[tuple[str, Role]]:
     """Yield the modules that have roles."""
     for pattern, role in step.roles:
-        yield from ((name, role) for name in _matching(model, pattern))
+        yield from ((name, role) for name in _matching_names(model, pattern))
 
 
-def _columns(model: nn.Module, step: Parallelize, path: str) -> list[nn.Module]:
+def _column_layers(model: nn.Module, step: Parallelize, path: str) -> list[nn.Module]:
     """Return the column layers within a module."""
     roles = (*COLUMNS, Role.INNER_COLUMN)
-    names = [name for name, role in _named(model, step) if role in roles]
+    names = [name for name, role in _modules_with_roles(model, step) if role in roles]
     return [model.get_submodule(name) for name in names if name.startswith(f"{path}.")]
 
 
 def _count_for_itself(model: nn.Module, step: Parallelize, degree: int) -> None:
     counts = (pattern.rpartition(".") for pattern, role in step.roles if role is Role.COUNT)
     for owner, attributes in grouped((owner, name) for owner, _, name in counts).items():
-        for name in _matching(model, owner):
+        for name in _matching_names(model, owner):
             module = model.get_submodule(name)
-            OwnCounts(degree).around(module, attributes, _columns(model, step, name))
+            LocalCounts(degree).register(module, attributes, _column_layers(model, step, name))
 
 
 def _draw_for_itself(model: nn.Module, step: Parallelize, device_mesh: DeviceMesh) -> None:
     """Let a rank draw masks of its own for what only it has."""
     # One for all sub-blocks: of two with one seed, the masks of every layer would be alike.
-    own = OwnRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
-    for name, role in _named(model, step):
+    own = RankRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
+    for name, role in _modules_with_roles(model, step):
         path = name.rpartition(".")[0]
         if role is Role.BLOCK:
-            own.around(model.get_submodule(name))
+            own.register(model.get_submodule(name))
         elif role in ROWS and path and not step.is_sequence:
-            columns = _columns(model, step, path)
-            own.between(model.get_submodule(path), columns, model.get_submodule(name))
+            columns = _column_layers(model, step, path)
+            own.register_between(model.get_submodule(path), columns, model.get_submodule(name))
 
 
 def require_rows(model: nn.Module, degree: int, shards: int) -> None:
@@ -398,7 +413,7 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
         if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
             continue
         rows = parameter.shape[0]
-        if not min(slices(rows, degree)):
+        if not min(shard_sizes(rows, degree)):
             finding = f"tp={degree} leaves ranks without a row of {name}, which has {rows}"
             raise refused("mesh.tp", finding, "Use a smaller `mesh.tp`.")
         if shards_differ(rows, degree, shards):
@@ -414,21 +429,21 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
             )
 
 
-def local(loss: torch.Tensor) -> torch.Tensor:
+def local_loss(loss: torch.Tensor) -> torch.Tensor:
     """A loss that every rank has, as a plain tensor."""
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
-def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInside:
+def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
     """Return what computes the loss of a slice of the tokens at a time; where the logits do not
     stay cut over the vocabulary, those of a slice are made whole."""
     if tensor is None or tensor.loss_parallel:
-        return LossInside(step)
+        return LossInHead(step)
 
     def whole_loss(logits: torch.Tensor, targets: torch.Tensor, padding: int) -> torch.Tensor:
-        return token_loss_sum(_gathered(logits), targets, padding)
+        return token_loss_sum(_gather_logits(logits), targets, padding)
 
-    return LossInside(step, whole_loss)
+    return LossInHead(step, whole_loss)
 
 
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
@@ -436,13 +451,13 @@ def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager
     return nullcontext if step is None else drawn_by_rank
 
 
-def _between(step: Parallelize) -> Placement:
+def _activation_placement(step: Parallelize) -> Placement:
     """Return what a rank has of the tokens between the sub-blocks."""
     return Shard(SEQUENCE) if step.is_sequence else Replicate()
 
 
-def _styles(
-    step: Parallelize, role: Role, registry: Registry, between: Placement, *, is_alone: bool
+def _parallel_styles(
+    step: Parallelize, role: Role, registry: TagRegistry, between: Placement, *, is_alone: bool
 ) -> Iterator[ParallelStyle]:
     """`between`: what a rank has of the tokens around the module; `is_alone`: no sub-block makes
     the module's input whole."""
@@ -450,19 +465,19 @@ def _styles(
     match role:
         case Role.VOCABULARY if step.has_whole_ends:
             yield RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-            yield GradientsAsKept(registry)
+            yield GradientsLikeParameters(registry)
         case Role.VOCABULARY:
             is_local = not (step.is_sequence and has_positions)
             yield RowwiseParallel(
                 input_layouts=Replicate(), output_layouts=between, use_local_output=is_local
             )
-            yield GradientsAsKept(registry)
+            yield GradientsLikeParameters(registry)
         case Role.POSITIONS:
             if step.is_sequence:
                 yield ReplicateParallel()
         case Role.WHOLE_INPUT:
             if not step.is_naive:
-                yield WholeInput(between, regathers=step.is_saved_cut)
+                yield FullInput(between, regathers=step.is_saved_cut)
         case Role.COLUMN | Role.TRANSPOSED_COLUMN:
             layout = between if step.is_naive or is_alone else Replicate()
             style = ColwiseParallel if role is Role.COLUMN else TransposedColumn
@@ -473,38 +488,38 @@ def _styles(
         case Role.SHARED | Role.LATENT:
             yield SummedGradients(registry)
         case Role.LATENT_INPUT:
-            yield OwnWholeInput(between, regathers=step.is_saved_cut)
+            yield LocalFullInput(between, regathers=step.is_saved_cut)
         case Role.EXPERTS:
-            yield Addends(between, regathers=step.is_saved_cut)
+            yield PartialSums(between, regathers=step.is_saved_cut)
         case Role.WHOLE_EXPERTS:
             if not step.is_sequence:
-                yield OwnTokens(between)
-                yield AllTokens(between)
+                yield ShardTokens(between)
+                yield GatherTokens(between)
         case Role.INNER_COLUMN:
-            yield InnerSlices(-2)
+            yield InnerShards(-2)
         case Role.INNER_ROW:
-            yield InnerSlices(-1)
+            yield InnerShards(-1)
         case Role.FIRST_BLOCK:
-            yield OwnTokens(between)
+            yield ShardTokens(between)
         case Role.LAST_BLOCK:
-            yield AllTokens(between)
+            yield GatherTokens(between)
         case Role.NORM | Role.LAST_NORM:
             if step.is_sequence:
                 yield SequenceParallel(use_local_output=True)
-                yield GradientsAsKept(registry)
+                yield GradientsLikeParameters(registry)
             if role is Role.LAST_NORM:
-                yield WholeOutput(between)
+                yield FullOutput(between)
         case Role.HEAD:
             yield HeadParallel(
                 input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
             )
 
 
-def _matching(model: nn.Module, pattern: str) -> Iterator[str]:
-    return (name for name, _ in model.named_modules() if fits(pattern, name))
+def _matching_names(model: nn.Module, pattern: str) -> Iterator[str]:
+    return (name for name, _ in model.named_modules() if matches_pattern(pattern, name))
 
 
-def _tied(model: nn.Module) -> list[list[str]]:
+def _tied_names(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several."""
     return [names for names in names_of_parameters(model) if len(names) > 1]
 
@@ -522,7 +537,7 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
             model.get_submodule(path).register_parameter(attribute, kept)
 
 
-def _gathered(logits: torch.Tensor) -> torch.Tensor:
+def _gather_logits(logits: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, DTensor):
         return logits
     return logits.redistribute(placements=[Replicate()]).to_local()

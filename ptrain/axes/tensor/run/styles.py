@@ -30,19 +30,19 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from ptrain.cost import State
-from ptrain.internals.autograd import Hooks, saving_hooks
+from ptrain.internals.autograd import Hooks, innermost_saved_tensor_hooks
 from ptrain.models.compiled import ReadThrough
-from ptrain.models.moe import weigh
+from ptrain.models.moe import weight_router_losses
 from ptrain.models.watch import with_first
-from ptrain.rooms.comm import Registry
+from ptrain.rooms.comm import TagRegistry
 
 
-class _ReadThrough(ParallelStyle):
+class _ParameterTransform(ParallelStyle):
     """While a module runs, its own parameters are what `through` makes of them, whoever holds
     them."""
 
     @abstractmethod
-    def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+    def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         """`parameter` itself in a forward pass, with a backward pass of its own."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -50,45 +50,45 @@ class _ReadThrough(ParallelStyle):
 
     def put_on(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Return the module, which reads its parameters so from now on."""
-        ReadThrough(module, partial(self.through, device_mesh=device_mesh))
+        ReadThrough(module, partial(self.transform, device_mesh=device_mesh))
         return module
 
 
-class OwnSlices(_ReadThrough):
+class LocalShards(_ParameterTransform):
     """Of a tensor that is cut, for a module that computes with the rank's slice alone."""
 
-    def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+    def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-class _Registering(_ReadThrough):
-    def __init__(self, registry: Registry) -> None:
+class _TaggingTransform(_ParameterTransform):
+    def __init__(self, registry: TagRegistry) -> None:
         super().__init__()
         self.registry = registry
 
 
-class GradientsAsKept(_Registering):
+class GradientsLikeParameters(_TaggingTransform):
     """Of a tensor that is used on a rank's tokens, or cut while its gradient comes whole."""
 
-    def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
-        return _AsKept.apply(parameter, self.registry)
+    def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+        return _GradientLikeParameter.apply(parameter, self.registry)
 
 
-class SummedGradients(_Registering):
+class SummedGradients(_TaggingTransform):
     """Of a tensor that every rank has whole and uses on its own slice of the features (a norm of
     the heads within attention): what the ranks' gradients add up to is the gradient of each."""
 
-    def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
-        return _Summed.apply(parameter, device_mesh.get_group(), self.registry)
+    def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+        return _SumGradient.apply(parameter, device_mesh.get_group(), self.registry)
 
 
-class _AsKept(torch.autograd.Function):
+class _GradientLikeParameter(torch.autograd.Function):
     """The identity; backward gives a gradient the cut of its parameter. What the ranks computed of
     their tokens (of a norm) is summed here, once. An embedding's comes whole; this rank's rows are
     all that stays of it."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor, registry: Registry) -> torch.Tensor:
+    def forward(ctx: Any, parameter: DTensor, registry: TagRegistry) -> torch.Tensor:
         ctx.placements, ctx.registry = parameter.placements, registry
         return parameter.view_as(parameter)
 
@@ -111,12 +111,12 @@ class _AsKept(torch.autograd.Function):
         return kept, None
 
 
-class _Summed(torch.autograd.Function):
+class _SumGradient(torch.autograd.Function):
     """The identity; backward sums over the ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup, registry: Registry
+        ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup, registry: TagRegistry
     ) -> torch.Tensor:
         ctx.group, ctx.registry = group, registry
         return parameter.view_as(parameter)
@@ -133,20 +133,20 @@ class _Summed(torch.autograd.Function):
 # rank had, gathered again for the backward pass (Korthikanti et al. 2022, section 4.2.2).
 
 
-class _Slice:
+class _SavedShard:
     """A saved view of a gathered tensor, as the slice that it was gathered from."""
 
-    def __init__(self, source: _Source, part: _Saved, saved: torch.Tensor) -> None:
+    def __init__(self, source: _GatherSource, part: _SavedTensor, saved: torch.Tensor) -> None:
         self.source = source
         self.part = part
         self.view, self.is_local = saved.shape, not isinstance(saved, DTensor)
 
     def tensor(self) -> torch.Tensor:
-        whole = self.source.whole(self.part)
+        whole = self.source.gather_full(self.part)
         return (whole.to_local() if self.is_local else whole).view(self.view)
 
 
-class _Saved:
+class _SavedTensor:
     """A tensor as the hooks around this sub-block's save it: of a block that is computed again, or
     kept off the device."""
 
@@ -159,7 +159,7 @@ class _Saved:
         return unpacked
 
 
-class _Source:
+class _GatherSource:
     """What a slice is gathered to, from the first use of a saved view to the last."""
 
     def __init__(self, device_mesh: DeviceMesh, dim: int) -> None:
@@ -168,7 +168,7 @@ class _Source:
         self.num_saved = 0
         self._whole: DTensor | None = None
 
-    def whole(self, saved: _Saved) -> DTensor:
+    def gather_full(self, saved: _SavedTensor) -> DTensor:
         """Return the whole tensor for one of the saved views; the last one lets it go."""
         if self._whole is None:
             self._whole = DTensor.from_local(
@@ -189,18 +189,18 @@ class Regather:
         self.dim = dim
         self._hooks: saved_tensors_hooks | None = None
         self._outer: Hooks = _NONE
-        self._source: _Source | None = None
+        self._source: _GatherSource | None = None
         self._part: torch.Tensor | None = None
         self._key = 0
 
     def enter(self) -> None:
-        self._outer = saving_hooks() or _NONE
+        self._outer = innermost_saved_tensor_hooks() or _NONE
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 
-    def keeps(self, part: torch.Tensor, gathered: DTensor) -> None:
+    def record_gather(self, part: torch.Tensor, gathered: DTensor) -> None:
         """Notes that `gathered` was gathered of `part`."""
-        self._source = _Source(self.device_mesh, self.dim)
+        self._source = _GatherSource(self.device_mesh, self.dim)
         self._part = part.detach()
         self._key = gathered.to_local().untyped_storage()._cdata
 
@@ -211,17 +211,17 @@ class Regather:
         self._outer = _NONE
         self._key = 0
 
-    def _pack(self, saved: torch.Tensor) -> _Slice | _Saved:
+    def _pack(self, saved: torch.Tensor) -> _SavedShard | _SavedTensor:
         source, part = self._source, self._part
         local = saved._local_tensor if isinstance(saved, DTensor) else saved
         is_whole = local.untyped_storage()._cdata == self._key
         if source is None or part is None or not is_whole:
-            return _Saved(saved, self._outer)
+            return _SavedTensor(saved, self._outer)
         source.num_saved += 1
-        return _Slice(source, _Saved(part, self._outer), saved)
+        return _SavedShard(source, _SavedTensor(part, self._outer), saved)
 
 
-def _unpack(packed: _Slice | _Saved) -> torch.Tensor:
+def _unpack(packed: _SavedShard | _SavedTensor) -> torch.Tensor:
     return packed.tensor()
 
 
@@ -235,7 +235,7 @@ _NONE: Hooks = (_as_is, _as_is)
 SEQUENCE = 1  # the dimension of tokens, behind that of samples
 
 
-class _AtTokens(ParallelStyle):
+class _TokenStyle(ParallelStyle):
     """`between`: what a rank has of the tokens between the sub-blocks."""
 
     def __init__(self, between: Placement) -> None:
@@ -243,7 +243,7 @@ class _AtTokens(ParallelStyle):
         self.between = between
 
 
-class WholeInput(_AtTokens):
+class FullInput(_TokenStyle):
     """The first floating tensor that a module is given is made whole; as a DTensor, so that what
     its users' gradients add up to is summed over the ranks once, where it came from."""
 
@@ -259,9 +259,9 @@ class WholeInput(_AtTokens):
                 regather.enter()
 
             def whole(part: torch.Tensor) -> DTensor:
-                gathered = _whole(part, device_mesh, self.between)
+                gathered = _gather_full(part, device_mesh, self.between)
                 if regather is not None:
-                    regather.keeps(part, gathered)
+                    regather.record_gather(part, gathered)
                 return gathered
 
             return with_first(args, kwargs, whole)
@@ -272,7 +272,7 @@ class WholeInput(_AtTokens):
         return module
 
 
-class OwnWholeInput(WholeInput):
+class LocalFullInput(FullInput):
     """The same, as a tensor of the rank's own: what its users' gradients add up to is an addend."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -285,23 +285,23 @@ class OwnWholeInput(WholeInput):
         return module
 
 
-class Addends(OwnWholeInput):
+class PartialSums(LocalFullInput):
     """The same, and what the module returns is a part of the ranks' sum. Within it nothing is a
     DTensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         # every rank routes all tokens, and what their losses give is summed with the rest
-        weigh(module, 1.0 / device_mesh.size())
+        weight_router_losses(module, 1.0 / device_mesh.size())
 
         def leave(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
-            return _moved(output, device_mesh, Partial(), self.between)
+            return _redistribute(output, device_mesh, Partial(), self.between)
 
         module.register_forward_hook(leave)
         return module
 
 
-class InnerSlices(ParallelStyle):
+class InnerShards(ParallelStyle):
     """A module's weight is cut along `dim`; the module reads its own slice of it."""
 
     def __init__(self, dim: int) -> None:
@@ -313,26 +313,26 @@ class InnerSlices(ParallelStyle):
         cut = [Shard(weight.dim() + self.dim)]
         slices_ = distribute_tensor(weight, device_mesh, cut, src_data_rank=None)
         module.register_parameter("weight", nn.Parameter(slices_, weight.requires_grad))
-        return OwnSlices()._apply(module, device_mesh)
+        return LocalShards()._apply(module, device_mesh)
 
 
-class WholeOutput(_AtTokens):
+class FullOutput(_TokenStyle):
     """What a module returns is made whole, as a DTensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(
-            lambda _, __, output: _whole(output, device_mesh, self.between)
+            lambda _, __, output: _gather_full(output, device_mesh, self.between)
         )
         return module
 
 
-class OwnTokens(_AtTokens):
+class ShardTokens(_TokenStyle):
     """Of the first floating tensor that a module is given, which all ranks have alike, each takes
     its part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def part(whole: torch.Tensor) -> torch.Tensor:
-            return _moved(whole, device_mesh, Replicate(), self.between)
+            return _redistribute(whole, device_mesh, Replicate(), self.between)
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return with_first(args, kwargs, part)
@@ -341,7 +341,7 @@ class OwnTokens(_AtTokens):
         return module
 
 
-class AllTokens(_AtTokens):
+class GatherTokens(_TokenStyle):
     """Of the first tensor that a module returns, of which each rank has its part, all get the
     whole."""
 
@@ -349,8 +349,8 @@ class AllTokens(_AtTokens):
         def leave(_: nn.Module, __: object, output: Any) -> Any:
             if isinstance(output, tuple):
                 first, *others = output
-                return (_moved(first, device_mesh, self.between, Replicate()), *others)
-            return _moved(output, device_mesh, self.between, Replicate())
+                return (_redistribute(first, device_mesh, self.between, Replicate()), *others)
+            return _redistribute(output, device_mesh, self.between, Replicate())
 
         module.register_forward_hook(leave)
         return module
@@ -391,18 +391,18 @@ class ReplicateParallel(ParallelStyle):
         def replica(_: str, own: torch.Tensor) -> DTensor:
             return distribute_tensor(own, device_mesh, [Replicate()], src_data_rank=None)
 
-        remake(module, replica)
+        replace_parameters(module, replica)
         return module
 
 
-def remake(module: nn.Module, make: Callable[[str, torch.Tensor], DTensor]) -> None:
+def replace_parameters(module: nn.Module, make: Callable[[str, torch.Tensor], DTensor]) -> None:
     """Give a module what `make` makes of its own parameters, by name, in place of them."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         own = nn.Parameter(make(name, parameter), parameter.requires_grad)
         module.register_parameter(name, own)
 
 
-def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:
+def _gather_full(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:
     tensor = (
         part
         if isinstance(part, DTensor)
@@ -411,7 +411,7 @@ def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DT
     return tensor.redistribute(placements=[Replicate()])
 
 
-def _moved(
+def _redistribute(
     part: torch.Tensor, device_mesh: DeviceMesh, source: Placement, target: Placement
 ) -> torch.Tensor:
     """A rank's tensor as another placement has it; where ranks have the same, gradients are too."""

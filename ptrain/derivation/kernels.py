@@ -1,4 +1,10 @@
-"""Workspaces of GPU kernels, and the GPUs for which activation figures are claimed.
+"""Memory of GPU kernels that CPU kernels do not have: the statistics of attention and workspaces;
+and the GPUs for which activation figures are claimed.
+
+An attention kernel on a GPU keeps the statistics that a CPU kernel keeps (one fp32 for each row,
+batch and head), but pads their rows to a multiple. It also keeps the seed and the offset of its
+dropout, used or not. The kernel depends on the compute capability of the GPU, the dtype, head_dim
+and the torch version. `traces.attention_kernels` determines it.
 
 Workspaces are allocated inside an operator, in addition to derived and simulated tensors. Sources:
 
@@ -11,7 +17,7 @@ With torch 2.11 on an H100, these are the bytes that the allocator held in addit
 No other GPU has confirmed them.
 
 Tables and traces run CPU kernels. Without dropout, GPU kernels save tensors of equal sizes, except
-for the statistics of attention (`derivation.attention`), which depend on the compute capability.
+for the statistics of attention, which depend on the compute capability.
 With dropout they differ: a mask has the dtype of its input on a CPU and one byte per element on a
 GPU, and a CPU's scaled_dot_product_attention keeps scores and probabilities. For GPUs, tables and
 traces have the masks of GPUs (`models.kernels.kernels_of`), claimed where an H100 has confirmed
@@ -22,23 +28,196 @@ are on the device at a time than derived.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
-from ptrain.derivation.attention import (
-    attention_of,
-    capabilities,
-    capability,
-    leaves_device,
-    may_be_fused,
-    most_rows,
-)
+from ptrain.derivation import archive
+from ptrain.derivation.archive import TablePart
 from ptrain.facts.model import ModelFacts
+from ptrain.installed import counted_torch
 from ptrain.spec.block import Bias
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
+from ptrain.version import REFERENCE_TORCH
+
+HEAD_DIM_MULTIPLE = 8  # kernels support only multiples of it
+
+
+class Statistics(NamedTuple):
+    """The statistics that an attention kernel keeps for the backward pass.
+
+    Attributes:
+        sequence: Tokens of a sample.
+        rows: Multiple to which the kernel pads the tokens.
+        beside: Additional bytes, for the seed and the offset of dropout.
+    """
+
+    sequence: int
+    rows: int
+    beside: int
+
+    def of(self, size: int) -> int:
+        """Return the bytes that replace the `size` bytes of a CPU kernel."""
+        padded = ceil_div(self.sequence, self.rows) * self.rows
+        return size // self.sequence * padded + self.beside
+
+
+class FusedAttention(NamedTuple):
+    """A call of `scaled_dot_product_attention`, with the properties that select its kernel.
+
+    `is_grouped` is True if keys have fewer heads than queries.
+    """
+
+    dtype: DType
+    head_dim: int
+    sequence: int
+    drops: bool
+    is_grouped: bool = False
+
+    def kernel(self, sm: int | None) -> str | None:
+        """Return the kernel that torch selects on GPUs of compute capability `sm`.
+
+        Returns:
+            The kernel's name. None if torch selects no kernel, or the table does not have `sm`.
+        """
+        by_row = _of_torch("choice", counted_torch()).get(str(sm), {})
+        rows = by_row.get(row_name(self.dtype, drops=self.drops), [])
+        if self.head_dim % HEAD_DIM_MULTIPLE or self.sequence == 1:
+            return None
+        refused = _of_torch("ungrouped", counted_torch()) if self.is_grouped else ()
+        for first, last, kernel in rows:
+            is_refused = kernel in refused
+            if first <= self.head_dim <= last and not is_refused:
+                return str(kernel)
+        return None
+
+    def statistics(self, sm: int | None) -> Statistics | None:
+        """Return the statistics that the kernel keeps, or None if there is no known kernel."""
+        if (kernel := self.kernel(sm)) is None:
+            return None
+        return Statistics(self.sequence, *_read_table("kernels")[kernel])
+
+    def goes_by_operators(self, sm: int | None) -> bool:
+        """Return True if torch is known to run separate operators, although a kernel supports
+        head_dim.
+
+        The head_dim is then a multiple that kernels accept, so that nothing is padded.
+        """
+        is_known = sm in capabilities() and self.sequence > 1
+        return is_known and self.head_dim % HEAD_DIM_MULTIPLE == 0 and self.kernel(sm) is None
+
+    def has_kernel(self, sm: int | None) -> bool:
+        """Return True if torch selects a kernel on GPUs of compute capability `sm`.
+
+        If the table does not have `sm`, return True if any of its capabilities has a kernel.
+        """
+        of_these = (sm,) if sm in capabilities() else capabilities()
+        return any(self.kernel(capability) is not None for capability in of_these)
+
+
+def capabilities() -> tuple[int, ...]:
+    """Return the compute capabilities of the table, ascending."""
+    return tuple(map(int, _of_torch("choice", counted_torch())))
+
+
+def _read_table(name: str) -> dict[str, Any]:
+    table: dict[str, Any] = archive.read(TablePart.KERNEL, "attention", name)
+    return table
+
+
+@cache
+def _of_torch(name: str, torch: str) -> Any:
+    """Return an entry of the table for this torch version.
+
+    `choice` has the kernels by compute capability. `ungrouped` has the kernels that torch does not
+    use if keys have fewer heads than queries: it runs separate operators instead (`sdp_utils.cpp`).
+    Up to 2.13 this is efficient attention. Versions without an entry have that of the reference
+    version.
+    """
+    versions = _read_table(name)
+    return versions.get(torch, versions[REFERENCE_TORCH])
+
+
+def most_rows() -> int:
+    """Return the largest multiple to which any kernel pads its rows."""
+    return max(int(rows) for rows, _ in _read_table("kernels").values())
+
+
+def row_name(dtype: DType, *, drops: bool) -> str:
+    """Return the name of a table row for a dtype, with or without dropout."""
+    return f"{dtype}-dropout" if drops else str(dtype)
+
+
+def attention_of(spec: Spec) -> FusedAttention | None:
+    """Return the attention call of a built-in model's blocks on a spec's GPUs.
+
+    Returns:
+        The call. None without GPUs, for other models, and for models without fused attention.
+    """
+    shape = spec.model
+    if not spec.is_for_cuda or not isinstance(shape, ModelShape) or not shape.is_fused:
+        return None
+    return FusedAttention(
+        dtype=spec.precision.effective_layout.parameters,
+        head_dim=shape.head_dim,
+        sequence=spec.batch.sequence,
+        drops=shape.dropouts.attention > 0,
+    )
+
+
+def capability(spec: Spec) -> int | None:
+    """Return the compute capability whose kernels are counted.
+
+    Returns:
+        The compute capability of the spec's GPUs. None if it is unknown, if the table does not have
+        it, or if activations leave the device. In the last case, the dropout state of attention
+        stays on the device in a separate storage, which no table has.
+    """
+    return None if leaves_device(spec) or spec.sm not in capabilities() else spec.sm
+
+
+def is_by_operators(spec: Spec) -> bool:
+    """Return True if a built-in model's attention is known to run as separate operators on the
+    GPUs.
+
+    The scores are then in memory. Attention with dropout is unknown and gives False.
+    """
+    attention = attention_of(spec)
+    if attention is None or attention.drops:
+        return False
+    return attention.goes_by_operators(capability(spec))
+
+
+def may_be_fused(spec: Spec) -> bool:
+    """Return True if attention may run as one fused kernel.
+
+    Custom models, and classes that can choose between implementations, may use a kernel.
+    """
+    model = spec.model
+    if isinstance(model, ModelShape):
+        return model.is_fused
+    return isinstance(model, ExternalModel) or model.attention in (None, Attention.SDPA)
+
+
+def leaves_device(spec: Spec) -> bool:
+    """Return True if the activations of any block leave the device."""
+    return any(kept.tier is not Tier.DEVICE for kept in spec.activations.modes)
+
+
+def statistics_of(spec: Spec, tokens: int) -> Statistics | None:
+    """Return the statistics that a built-in model's attention of `tokens` tokens keeps on a spec's
+    GPUs.
+
+    Returns:
+        The statistics. None if the size is that of a CPU kernel or unknown.
+    """
+    if (attention := attention_of(spec)) is None:
+        return None
+    return attention._replace(sequence=tokens).statistics(capability(spec))
+
 
 _WHY = "with dropout, CPU and GPU kernels allocate different tensors"
 _AHEAD = "a GPU loads offloaded activations one module before their use, a CPU at their use"
@@ -68,7 +247,7 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     """
     of_offloaded = dict(_offloaded_reasons(spec)) if spec.is_for_cuda else {}
     shape = spec.model
-    drops = shape.drops if isinstance(shape, ModelShape) else facts.draws
+    drops = shape.has_dropout if isinstance(shape, ModelShape) else facts.draws
     why = _unknown_kernel_reason(spec, facts)
     if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
@@ -108,7 +287,7 @@ def _offloaded_reasons(spec: Spec) -> Iterator[tuple[str, str]]:
     if may_be_fused(spec) and leaves_device(spec):
         yield from ((figure, _LEFT) for figure in ("activations", "peak"))
         is_padded = spec.batch.sequence % most_rows() != 0
-        if spec.precision.effective.parameters is DType.FP32 and is_padded:
+        if spec.precision.effective_layout.parameters is DType.FP32 and is_padded:
             yield "traffic", _LEFT
     if any(kept.tier is Tier.HOST for kept in spec.activations.modes):
         yield "peak", _AHEAD
@@ -280,7 +459,7 @@ def _attention_workspace(spec: Spec, kernel: str | None) -> int | None:
         return None
     taken = attention_backward(
         kernel,
-        spec.precision.effective.parameters.itemsize,
+        spec.precision.effective_layout.parameters.itemsize,
         batch=spec.batch.micro,
         heads=ceil_div(shape.heads, spec.degree(Axis.TP)),
         sequence=spec.batch.sequence,

@@ -1,0 +1,490 @@
+"""How many names and docstrings are to be reworded, by file, and the share of comments by package.
+
+    python -m tests.wording [--write]
+
+Prints the figures of the checkout as this file has them; --write puts them here. The figures of a
+file may only fall. A module that is moved or merged takes its figures along: --write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.budgets import with_table
+from tests.source_tree import AXES, SourceTree
+
+WRITE = "python -m tests.wording --write"
+# Participles that do not end in -ed, and words of other kinds that do.
+IRREGULAR = {
+    "said", "held", "sent", "kept", "known", "given", "found", "told", "made", "taken", "drawn",
+    "left", "lost", "met", "written", "shown", "built", "spent", "gone", "done", "seen", "hidden",
+    "chosen", "broken", "begun", "torn", "born", "died",
+}  # fmt: skip
+REGULAR = {"seed", "need", "feed", "speed", "embed", "shed"}
+# Prepositions, adjectives and pronouns, which name neither a thing nor an action.
+EMPTY = {
+    "of", "at", "in", "on", "by", "to", "for", "from", "with", "without", "around", "apart",
+    "beside", "behind", "ahead", "within", "after", "before", "between", "beyond", "then", "alike",
+    "own", "whole", "plain", "alone", "only", "same", "other", "another", "each", "every", "what",
+    "who", "why", "how", "when", "where", "which", "none", "nothing", "but", "not", "such",
+}  # fmt: skip
+FILLERS = {"found", "told", "asked", "made", "each"}  # also counted as variables and parameters
+FRAGMENT = re.compile(
+    r"(?:Return|Yield)s? (?:what|by|of|those|it|them|where|how|whose|which|whether|that)\b"
+    r"|(?:What|Of|Whether|Nothing|Those|Its|Every|The same|None|Whose|Which|As|By|In|Within|Where"
+    r"|With|How)\b"
+)
+SLACK = 2  # tenths of a percent by which a package's comments may fall
+
+Functions = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Words(NamedTuple):
+    """The figures of one file."""
+
+    one_word: int  # functions whose names are one word
+    bare: int  # distinct names that are a participle, preposition, adjective or pronoun
+    fragments: int  # docstrings that open with a fragment
+
+
+# begin
+FILES: dict[str, Words] = {
+    "ptrain/activations/rules.py": Words(0, 0, 4),
+    "ptrain/activations/run/apply.py": Words(8, 0, 11),
+    "ptrain/algebra/compose.py": Words(1, 0, 0),
+    "ptrain/algebra/legality.py": Words(2, 0, 0),
+    "ptrain/algebra/open_spec.py": Words(4, 1, 0),
+    "ptrain/axes/candidates.py": Words(5, 1, 0),
+    "ptrain/axes/context/attention.py": Words(0, 2, 2),
+    "ptrain/axes/context/cost.py": Words(2, 0, 0),
+    "ptrain/axes/context/rules.py": Words(0, 0, 4),
+    "ptrain/axes/context/run/apply.py": Words(8, 0, 0),
+    "ptrain/axes/context/run/rehearsal.py": Words(7, 1, 0),
+    "ptrain/axes/context/run/slices.py": Words(8, 2, 2),
+    "ptrain/axes/data/cuts.py": Words(2, 0, 0),
+    "ptrain/axes/data/form.py": Words(0, 0, 2),
+    "ptrain/axes/data/run/apply.py": Words(3, 0, 0),
+    "ptrain/axes/data/run/flat.py": Words(13, 0, 0),
+    "ptrain/axes/data/run/flat_target.py": Words(31, 1, 0),
+    "ptrain/axes/data/run/summing.py": Words(1, 0, 0),
+    "ptrain/axes/data/run/target.py": Words(18, 1, 0),
+    "ptrain/axes/data/theta.py": Words(15, 0, 0),
+    "ptrain/axes/data/units.py": Words(11, 1, 0),
+    "ptrain/axes/data/update.py": Words(14, 0, 0),
+    "ptrain/axes/expert/cost.py": Words(2, 0, 0),
+    "ptrain/axes/expert/form.py": Words(2, 1, 0),
+    "ptrain/axes/expert/run/apply.py": Words(8, 1, 0),
+    "ptrain/axes/pipeline/orders.py": Words(4, 0, 0),
+    "ptrain/axes/pipeline/run/cut.py": Words(8, 0, 0),
+    "ptrain/axes/pipeline/run/passes.py": Words(1, 0, 0),
+    "ptrain/axes/pipeline/run/stage.py": Words(13, 0, 0),
+    "ptrain/axes/pipeline/schedule.py": Words(1, 0, 0),
+    "ptrain/axes/pipeline/simulate.py": Words(6, 0, 0),
+    "ptrain/axes/ring.py": Words(1, 0, 0),
+    "ptrain/axes/rule.py": Words(1, 1, 0),
+    "ptrain/axes/tensor/cost.py": Words(3, 0, 1),
+    "ptrain/axes/tensor/rules.py": Words(0, 0, 1),
+    "ptrain/axes/tensor/run/apply.py": Words(14, 0, 6),
+    "ptrain/axes/tensor/run/styles.py": Words(34, 1, 10),
+    "ptrain/by_rank.py": Words(8, 1, 0),
+    "ptrain/calibration/bench.py": Words(5, 0, 0),
+    "ptrain/calibration/host.py": Words(8, 3, 0),
+    "ptrain/calibration/session.py": Words(9, 0, 0),
+    "ptrain/calibration/write.py": Words(1, 0, 0),
+    "ptrain/charts/canvas.py": Words(2, 1, 0),
+    "ptrain/charts/front.py": Words(4, 0, 0),
+    "ptrain/charts/memory.py": Words(1, 0, 0),
+    "ptrain/charts/schedule.py": Words(3, 2, 0),
+    "ptrain/charts/sheet.py": Words(4, 2, 0),
+    "ptrain/cli/arguments.py": Words(2, 0, 0),
+    "ptrain/cli/cache.py": Words(1, 0, 0),
+    "ptrain/cli/calibrate.py": Words(1, 0, 0),
+    "ptrain/cli/compare.py": Words(1, 0, 0),
+    "ptrain/cli/completion.py": Words(3, 0, 0),
+    "ptrain/cli/export.py": Words(1, 0, 0),
+    "ptrain/cli/help.py": Words(3, 0, 0),
+    "ptrain/cli/main.py": Words(2, 0, 0),
+    "ptrain/cli/plan.py": Words(1, 0, 0),
+    "ptrain/cli/predict.py": Words(4, 1, 0),
+    "ptrain/cli/progress.py": Words(3, 0, 0),
+    "ptrain/cli/sample.py": Words(1, 0, 0),
+    "ptrain/cli/schema.py": Words(1, 0, 0),
+    "ptrain/cli/select.py": Words(1, 0, 0),
+    "ptrain/cli/selftest.py": Words(4, 3, 0),
+    "ptrain/cli/simulate.py": Words(3, 1, 0),
+    "ptrain/cli/specs.py": Words(2, 0, 0),
+    "ptrain/cli/tokenize.py": Words(2, 0, 0),
+    "ptrain/cli/train.py": Words(3, 1, 0),
+    "ptrain/cli/validate.py": Words(1, 0, 0),
+    "ptrain/cli/verify.py": Words(2, 0, 0),
+    "ptrain/codec.py": Words(4, 1, 0),
+    "ptrain/commands.py": Words(7, 0, 0),
+    "ptrain/convert/export.py": Words(8, 7, 0),
+    "ptrain/convert/saved.py": Words(13, 3, 0),
+    "ptrain/cost.py": Words(3, 9, 0),
+    "ptrain/data/chat_rows.py": Words(7, 1, 0),
+    "ptrain/data/corpus.py": Words(12, 2, 0),
+    "ptrain/data/sampler.py": Words(9, 3, 0),
+    "ptrain/data/tokenized.py": Words(11, 4, 0),
+    "ptrain/data/vocabulary.py": Words(11, 0, 0),
+    "ptrain/derivation/allocator.py": Words(7, 1, 0),
+    "ptrain/derivation/archive.py": Words(3, 0, 0),
+    "ptrain/derivation/blocks.py": Words(0, 4, 0),
+    "ptrain/derivation/clock.py": Words(13, 6, 0),
+    "ptrain/derivation/computing.py": Words(6, 4, 0),
+    "ptrain/derivation/estimate.py": Words(1, 0, 9),
+    "ptrain/derivation/flat.py": Words(10, 0, 0),
+    "ptrain/derivation/ghosts/fsdp2.py": Words(12, 0, 1),
+    "ptrain/derivation/ghosts/fsdp2_rows.py": Words(6, 1, 2),
+    "ptrain/derivation/ghosts/in_place.py": Words(19, 1, 0),
+    "ptrain/derivation/ghosts/table.py": Words(4, 1, 0),
+    "ptrain/derivation/ghosts/wrapping.py": Words(3, 1, 1),
+    "ptrain/derivation/in_flight.py": Words(12, 6, 0),
+    "ptrain/derivation/interconnect.py": Words(5, 0, 0),
+    "ptrain/derivation/kernels.py": Words(9, 4, 0),
+    "ptrain/derivation/layers.py": Words(5, 5, 12),
+    "ptrain/derivation/machine.py": Words(4, 2, 0),
+    "ptrain/derivation/memory.py": Words(3, 1, 0),
+    "ptrain/derivation/paper.py": Words(7, 0, 0),
+    "ptrain/derivation/pipeline.py": Words(7, 3, 0),
+    "ptrain/derivation/tables.py": Words(17, 6, 0),
+    "ptrain/derivation/tape.py": Words(13, 0, 0),
+    "ptrain/derivation/tensor.py": Words(2, 0, 0),
+    "ptrain/derivation/wire.py": Words(1, 0, 0),
+    "ptrain/errors.py": Words(2, 1, 0),
+    "ptrain/facts/cache.py": Words(1, 0, 0),
+    "ptrain/facts/model.py": Words(0, 16, 0),
+    "ptrain/facts/parameters.py": Words(1, 0, 0),
+    "ptrain/facts/stages.py": Words(0, 7, 0),
+    "ptrain/installed.py": Words(1, 0, 0),
+    "ptrain/internals/compiled.py": Words(6, 2, 0),
+    "ptrain/internals/fsdp1.py": Words(1, 0, 0),
+    "ptrain/internals/fsdp2.py": Words(3, 0, 0),
+    "ptrain/internals/zero_redundancy.py": Words(1, 0, 0),
+    "ptrain/interpreter/construction.py": Words(3, 2, 0),
+    "ptrain/interpreter/execute.py": Words(8, 0, 0),
+    "ptrain/interpreter/look.py": Words(1, 0, 0),
+    "ptrain/interpreter/loss.py": Words(15, 0, 0),
+    "ptrain/interpreter/program.py": Words(12, 0, 0),
+    "ptrain/meters/blocked.py": Words(3, 0, 0),
+    "ptrain/meters/holdings.py": Words(5, 0, 0),
+    "ptrain/meters/measure.py": Words(7, 0, 0),
+    "ptrain/meters/memory.py": Words(8, 1, 0),
+    "ptrain/meters/replicas.py": Words(2, 0, 0),
+    "ptrain/meters/routing.py": Words(5, 0, 0),
+    "ptrain/meters/traffic.py": Words(6, 1, 0),
+    "ptrain/models/attention.py": Words(8, 1, 0),
+    "ptrain/models/chain.py": Words(2, 3, 0),
+    "ptrain/models/compiled.py": Words(9, 1, 0),
+    "ptrain/models/contract.py": Words(1, 0, 0),
+    "ptrain/models/cross_entropy.py": Words(2, 0, 2),
+    "ptrain/models/cuttable.py": Words(5, 1, 0),
+    "ptrain/models/drawn.py": Words(5, 1, 0),
+    "ptrain/models/external.py": Words(3, 0, 0),
+    "ptrain/models/facts.py": Words(6, 2, 0),
+    "ptrain/models/initialize.py": Words(1, 0, 0),
+    "ptrain/models/kernels.py": Words(7, 3, 0),
+    "ptrain/models/ledger.py": Words(3, 0, 0),
+    "ptrain/models/meta.py": Words(1, 1, 0),
+    "ptrain/models/modes.py": Words(4, 2, 0),
+    "ptrain/models/moe.py": Words(15, 0, 0),
+    "ptrain/models/numerics.py": Words(1, 0, 0),
+    "ptrain/models/objective.py": Words(18, 1, 0),
+    "ptrain/models/parting.py": Words(2, 0, 0),
+    "ptrain/models/pretrained.py": Words(2, 0, 0),
+    "ptrain/models/published_config.py": Words(1, 2, 0),
+    "ptrain/models/slices.py": Words(5, 0, 0),
+    "ptrain/models/trace.py": Words(1, 4, 0),
+    "ptrain/models/transformer.py": Words(12, 1, 0),
+    "ptrain/models/watch.py": Words(2, 1, 0),
+    "ptrain/models/work.py": Words(0, 1, 0),
+    "ptrain/optimizers/build.py": Words(6, 0, 0),
+    "ptrain/optimizers/ghost.py": Words(2, 0, 0),
+    "ptrain/optimizers/update.py": Words(13, 1, 0),
+    "ptrain/output.py": Words(2, 0, 0),
+    "ptrain/plan/composition.py": Words(0, 1, 0),
+    "ptrain/plan/lower.py": Words(2, 0, 0),
+    "ptrain/processor.py": Words(2, 0, 0),
+    "ptrain/pytest_plugin.py": Words(1, 1, 0),
+    "ptrain/rates/measured.py": Words(9, 0, 0),
+    "ptrain/rates/pace.py": Words(1, 0, 0),
+    "ptrain/report/calls.py": Words(1, 1, 0),
+    "ptrain/report/comparison.py": Words(4, 1, 0),
+    "ptrain/report/copies.py": Words(3, 1, 0),
+    "ptrain/report/finding.py": Words(4, 7, 0),
+    "ptrain/report/heading.py": Words(5, 0, 0),
+    "ptrain/report/predict.py": Words(4, 0, 0),
+    "ptrain/report/printed.py": Words(5, 1, 0),
+    "ptrain/report/reasons.py": Words(2, 0, 0),
+    "ptrain/report/record.py": Words(3, 4, 0),
+    "ptrain/report/recorded.py": Words(4, 2, 0),
+    "ptrain/report/routing.py": Words(4, 1, 0),
+    "ptrain/report/screen.py": Words(3, 0, 0),
+    "ptrain/report/selection.py": Words(1, 1, 0),
+    "ptrain/report/simulation.py": Words(5, 6, 0),
+    "ptrain/report/step_time.py": Words(1, 1, 0),
+    "ptrain/report/summary.py": Words(4, 1, 0),
+    "ptrain/report/sweep.py": Words(9, 1, 0),
+    "ptrain/report/table.py": Words(7, 2, 0),
+    "ptrain/rooms/comm.py": Words(8, 0, 0),
+    "ptrain/rooms/ghost.py": Words(14, 0, 0),
+    "ptrain/rooms/patches.py": Words(4, 1, 0),
+    "ptrain/rooms/queue.py": Words(4, 0, 0),
+    "ptrain/rooms/room.py": Words(16, 0, 0),
+    "ptrain/rooms/torch.py": Words(16, 0, 0),
+    "ptrain/rooms/world.py": Words(2, 0, 0),
+    "ptrain/selection/algorithm1.py": Words(3, 0, 0),
+    "ptrain/selection/bound.py": Words(21, 9, 0),
+    "ptrain/selection/choose.py": Words(21, 6, 0),
+    "ptrain/selection/deriver.py": Words(16, 6, 0),
+    "ptrain/selection/fit.py": Words(2, 1, 0),
+    "ptrain/selection/job.py": Words(13, 8, 9),
+    "ptrain/selection/preflight.py": Words(16, 7, 0),
+    "ptrain/selection/profile.py": Words(5, 7, 0),
+    "ptrain/selection/ranking.py": Words(14, 22, 0),
+    "ptrain/selection/recompute.py": Words(10, 4, 0),
+    "ptrain/selection/search.py": Words(22, 8, 0),
+    "ptrain/selection/space.py": Words(11, 8, 11),
+    "ptrain/selection/where.py": Words(13, 2, 0),
+    "ptrain/simulation/equal_blocks.py": Words(1, 2, 0),
+    "ptrain/simulation/execute.py": Words(4, 1, 0),
+    "ptrain/simulation/living.py": Words(4, 0, 0),
+    "ptrain/simulation/replay.py": Words(5, 2, 0),
+    "ptrain/spec/activations.py": Words(4, 2, 0),
+    "ptrain/spec/batch.py": Words(0, 1, 0),
+    "ptrain/spec/block.py": Words(0, 2, 0),
+    "ptrain/spec/check.py": Words(1, 0, 0),
+    "ptrain/spec/cluster.py": Words(1, 0, 0),
+    "ptrain/spec/context.py": Words(2, 0, 0),
+    "ptrain/spec/dials.py": Words(0, 0, 1),
+    "ptrain/spec/job.py": Words(2, 4, 0),
+    "ptrain/spec/keys.py": Words(2, 0, 0),
+    "ptrain/spec/leaf.py": Words(28, 4, 0),
+    "ptrain/spec/load.py": Words(3, 0, 0),
+    "ptrain/spec/misfits.py": Words(1, 0, 0),
+    "ptrain/spec/model.py": Words(1, 8, 1),
+    "ptrain/spec/names.py": Words(1, 0, 0),
+    "ptrain/spec/pipeline.py": Words(3, 0, 0),
+    "ptrain/spec/placement.py": Words(1, 0, 0),
+    "ptrain/spec/precision.py": Words(0, 2, 0),
+    "ptrain/spec/published.py": Words(0, 1, 0),
+    "ptrain/spec/rates.py": Words(2, 0, 0),
+    "ptrain/spec/resolve.py": Words(1, 0, 0),
+    "ptrain/spec/routing.py": Words(3, 0, 0),
+    "ptrain/spec/schema.py": Words(1, 0, 0),
+    "ptrain/spec/spec.py": Words(2, 3, 0),
+    "ptrain/spec/text.py": Words(5, 0, 0),
+    "ptrain/steps/experts.py": Words(5, 2, 0),
+    "ptrain/steps/step.py": Words(0, 3, 0),
+    "ptrain/steps/wraps.py": Words(0, 4, 0),
+    "ptrain/testing.py": Words(1, 0, 0),
+    "ptrain/timeline.py": Words(3, 5, 0),
+    "ptrain/traces/attention_kernels.py": Words(2, 0, 0),
+    "ptrain/traces/block_tables.py": Words(11, 0, 0),
+    "ptrain/traces/facts.py": Words(4, 2, 2),
+    "ptrain/traces/layer_works.py": Words(4, 5, 0),
+    "ptrain/traces/rank_part.py": Words(18, 2, 14),
+    "ptrain/traces/record.py": Words(25, 5, 0),
+    "ptrain/traces/settings.py": Words(12, 2, 0),
+    "ptrain/traces/stage_parts.py": Words(7, 1, 7),
+    "ptrain/traces/tensor_parts.py": Words(4, 0, 0),
+    "ptrain/traces/work_tables.py": Words(22, 3, 0),
+    "ptrain/traces/write.py": Words(4, 0, 0),
+    "ptrain/train/checkpoint.py": Words(5, 0, 0),
+    "ptrain/train/comparison.py": Words(2, 2, 0),
+    "ptrain/train/elastic.py": Words(3, 0, 0),
+    "ptrain/train/environment.py": Words(5, 3, 0),
+    "ptrain/train/exchange.py": Words(12, 0, 0),
+    "ptrain/train/failure.py": Words(8, 3, 0),
+    "ptrain/train/finite.py": Words(12, 2, 0),
+    "ptrain/train/folder.py": Words(12, 3, 0),
+    "ptrain/train/guard.py": Words(2, 1, 0),
+    "ptrain/train/heading.py": Words(1, 0, 0),
+    "ptrain/train/interrupt.py": Words(3, 0, 0),
+    "ptrain/train/journal.py": Words(12, 3, 0),
+    "ptrain/train/launch.py": Words(3, 0, 0),
+    "ptrain/train/look.py": Words(7, 1, 0),
+    "ptrain/train/loop.py": Words(1, 0, 0),
+    "ptrain/train/manifest.py": Words(11, 4, 0),
+    "ptrain/train/notebook.py": Words(1, 0, 0),
+    "ptrain/train/options.py": Words(2, 1, 0),
+    "ptrain/train/parts.py": Words(2, 1, 0),
+    "ptrain/train/probe.py": Words(3, 2, 0),
+    "ptrain/train/rank_exit.py": Words(3, 1, 0),
+    "ptrain/train/rank_start.py": Words(1, 0, 0),
+    "ptrain/train/session.py": Words(4, 3, 0),
+    "ptrain/train/tracker.py": Words(16, 0, 0),
+    "ptrain/units.py": Words(4, 3, 0),
+    "ptrain/verification/capture.py": Words(11, 5, 0),
+    "ptrain/verification/compare.py": Words(18, 6, 0),
+    "ptrain/verification/examine.py": Words(12, 1, 0),
+    "ptrain/verification/jobs/draws.py": Words(10, 12, 0),
+    "ptrain/verification/jobs/evidence.py": Words(16, 14, 0),
+    "ptrain/verification/jobs/gradients.py": Words(10, 3, 0),
+    "ptrain/verification/jobs/inquiry.py": Words(11, 6, 0),
+    "ptrain/verification/jobs/job.py": Words(20, 7, 0),
+    "ptrain/verification/jobs/localise.py": Words(13, 6, 0),
+    "ptrain/verification/jobs/metamorphic.py": Words(10, 5, 0),
+    "ptrain/verification/jobs/modules.py": Words(17, 6, 0),
+    "ptrain/verification/jobs/record.py": Words(11, 4, 0),
+    "ptrain/verification/jobs/root_causes.py": Words(5, 0, 0),
+    "ptrain/verification/jobs/run.py": Words(11, 4, 0),
+    "ptrain/verification/jobs/shards.py": Words(17, 12, 0),
+    "ptrain/verification/jobs/step.py": Words(25, 11, 0),
+    "ptrain/verification/jobs/trials.py": Words(17, 5, 0),
+    "ptrain/verification/options.py": Words(2, 1, 0),
+    "ptrain/verification/parts.py": Words(19, 5, 0),
+    "ptrain/verification/preconditions.py": Words(13, 2, 0),
+    "ptrain/verification/protocol.py": Words(9, 3, 0),
+    "ptrain/verification/reference.py": Words(11, 1, 0),
+    "ptrain/verification/references.py": Words(19, 4, 0),
+    "ptrain/verification/tolerances.py": Words(10, 3, 0),
+    "ptrain/verification/trajectory.py": Words(18, 5, 0),
+    "ptrain/verification/updates/clip.py": Words(16, 5, 0),
+    "ptrain/verification/updates/explain.py": Words(16, 6, 0),
+    "ptrain/verification/updates/repeat.py": Words(12, 7, 0),
+    "ptrain/verification/user_loop.py": Words(6, 2, 0),
+    "ptrain/wording.py": Words(1, 1, 0),
+}
+COMMENTS: dict[str, int] = {
+    "ptrain": 19,
+    "ptrain/activations": 34,
+    "ptrain/algebra": 8,
+    "ptrain/axes": 2,
+    "ptrain/axes/context": 17,
+    "ptrain/axes/data": 14,
+    "ptrain/axes/expert": 15,
+    "ptrain/axes/pipeline": 19,
+    "ptrain/axes/tensor": 17,
+    "ptrain/calibration": 27,
+    "ptrain/charts": 30,
+    "ptrain/cli": 19,
+    "ptrain/convert": 18,
+    "ptrain/data": 17,
+    "ptrain/derivation": 22,
+    "ptrain/facts": 21,
+    "ptrain/internals": 16,
+    "ptrain/interpreter": 14,
+    "ptrain/meters": 23,
+    "ptrain/models": 17,
+    "ptrain/optimizers": 31,
+    "ptrain/plan": 12,
+    "ptrain/rates": 36,
+    "ptrain/report": 17,
+    "ptrain/rooms": 12,
+    "ptrain/selection": 17,
+    "ptrain/simulation": 23,
+    "ptrain/spec": 18,
+    "ptrain/steps": 15,
+    "ptrain/traces": 19,
+    "ptrain/train": 23,
+    "ptrain/verification": 30,
+}
+# end
+
+
+def words_of(tree: SourceTree, path: Path) -> Words:
+    """Return the figures of a file."""
+    functions = [*tree.nodes(path, ast.FunctionDef, ast.AsyncFunctionDef)]
+    documented = (*functions, *tree.nodes(path, ast.ClassDef, ast.Module))
+    docstrings = (ast.get_docstring(node) or "" for node in documented)
+    return Words(
+        one_word=sum(map(_is_one_word, functions)),
+        bare=len({*_bare_names(tree, path)}),
+        fragments=sum(FRAGMENT.match(text) is not None for text in docstrings),
+    )
+
+
+def is_bare(name: str) -> bool:
+    """Return True if a name is only a participle, preposition, adjective or pronoun."""
+    word = name.strip("_")
+    is_participle = word.endswith("ed") and "_" not in word and word not in REGULAR
+    return is_participle or word in IRREGULAR | EMPTY
+
+
+def _is_one_word(function: Functions) -> bool:
+    is_value = any("property" in ast.unparse(each) for each in function.decorator_list)
+    return not is_value and not function.name.startswith("__") and "_" not in function.name[1:]
+
+
+def _bare_names(tree: SourceTree, path: Path) -> Iterator[str]:
+    for node in tree.nodes(path, ast.FunctionDef, ast.AsyncFunctionDef):
+        yield from [node.name] * is_bare(node.name)
+    for kind in tree.nodes(path, ast.ClassDef):
+        for field in kind.body:
+            match field:
+                case ast.AnnAssign(target=ast.Name(id=name)) if is_bare(name):
+                    yield f"{kind.name}.{name}"
+    for node in tree.nodes(path, ast.Name, ast.arg):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in FILLERS:
+                yield f"a variable {name}"
+
+
+def files(tree: SourceTree) -> dict[str, Words]:
+    """Return the figures of all modules that have some."""
+    counts = {tree.short(path): words_of(tree, path) for path in tree.modules.values()}
+    return {file: words for file, words in counts.items() if any(words)}
+
+
+def comments(tree: SourceTree) -> dict[str, int]:
+    """Return the comments of each package, in tenths of a percent of its lines."""
+    lines, marks = Counter[str](), Counter[str]()
+    for path in tree.modules.values():
+        text = path.read_text(encoding="utf-8")
+        folders = path.relative_to(tree.root).parent.parts
+        package = "/".join(folders[: 3 if folders[1:2] == (AXES,) else 2])
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        lines[package] += text.count("\n")
+        marks[package] += sum(token.type == tokenize.COMMENT for token in tokens)
+    return {package: 1000 * marks[package] // max(1, lines[package]) for package in sorted(lines)}
+
+
+def above(figures: Mapping[str, Words], held: Mapping[str, Words]) -> Iterator[str]:
+    """Yield each file with a figure above the table's."""
+    for file, words in figures.items():
+        old = held.get(file, Words(0, 0, 0))
+        for title, now, before in zip(Words._fields, words, old, strict=True):
+            if now > before:
+                yield f"{file}: {title} = {now}, {now - before} more than {before}"
+
+
+def below(figures: Mapping[str, int], held: Mapping[str, int]) -> Iterator[str]:
+    """Yield each package whose share of comments has fallen."""
+    for package, share in held.items():
+        if (now := figures.get(package, share)) < share - SLACK:
+            yield f"{package}: {now / 10} % of the lines are comments, {share / 10} % before"
+
+
+def table(tree: SourceTree) -> str:
+    """Return the figures of a checkout as lines of this file."""
+    rows = [f'    "{file}": Words{tuple(words)},\n' for file, words in files(tree).items()]
+    shares = [f'    "{package}": {share},\n' for package, share in comments(tree).items()]
+    return (
+        f"FILES: dict[str, Words] = {{\n{''.join(rows)}}}\n"
+        f"COMMENTS: dict[str, int] = {{\n{''.join(shares)}}}\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="put the figures into this file")
+    path = Path(__file__)
+    lines = table(SourceTree(path.parents[1]))
+    if parser.parse_args().write:
+        path.write_text(with_table(path.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    print(lines, end="")
+
+
+if __name__ == "__main__":
+    main()
