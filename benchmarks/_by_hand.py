@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ptrain.spec.spec import Spec
 
-Step = Callable[[], float]
+Step = Callable[[], Any]
 
 
 def by_hand(spec: Spec) -> Step:
@@ -27,7 +27,7 @@ def by_hand(spec: Spec) -> Step:
 
     model = built(spec)
     is_sharded = spec.degree(Axis.DP_SHARD) > 1
-    model = _fully_sharded(model, spec) if is_sharded else replicated(model, spec)
+    model = fully_sharded(model, spec, "cpu") if is_sharded else replicated(model, spec)
     return loop(spec, model, adamw(spec, model))
 
 
@@ -110,13 +110,14 @@ def pipelined(spec: Spec) -> Step:
     return _loop(spec, adamw(spec, model), passes, clip)
 
 
-def _fully_sharded(model: nn.Module, spec: Spec) -> nn.Module:
+def fully_sharded(model: nn.Module, spec: Spec, device: str) -> nn.Module:
+    """fully_shard of each block and of the rest, on a mesh of the spec's axes."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(
-        "cpu",
+        device,
         tuple(factor.degree for factor in spec.factors),
         mesh_dim_names=tuple(factor.axis.value for factor in spec.factors),
     )
@@ -223,16 +224,22 @@ def loop(
     rows_of: Callable[[int], Tensor] | None = None,
     own: slice | Tensor = slice(None),
     share: float | None = None,
+    read: Callable[[Tensor], Any] = float,
 ) -> Step:
     """The loop that one would write around a model that a library wrapped, with the library's own
     backward, clipping and step; on ptrain's samples of this rank, or on these rows. Of a sample's
-    positions the rank has its `own`."""
+    positions the rank has its `own`. `read` makes a result of the loss."""
     import torch
+
+    is_padded = getattr(spec.model, "vocab_multiple", 1) > 1
 
     parameters = list(model.parameters())
 
     def passes(rows: Tensor) -> Tensor:
-        loss = _loss_of_targets(model(rows[:, :-1][:, own]), rows[:, 1:][:, own])
+        logits = model(rows[:, :-1][:, own])
+        if is_padded:  # rows of the head without a token
+            logits = logits[..., : spec.model.vocab]
+        loss = _loss_of_targets(logits, rows[:, 1:][:, own])
         backward(loss)
         return loss
 
@@ -240,7 +247,10 @@ def loop(
         torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     share = 1 / spec.data_degree if share is None else share
-    return _loop(spec, optimizer, passes, clip or clipped, share=share, step=step, rows_of=rows_of)
+    return _loop(
+        spec, optimizer, passes, clip or clipped,
+        share=share, step=step, rows_of=rows_of, read=read,
+    )  # fmt: skip
 
 
 def _loop(
@@ -252,6 +262,7 @@ def _loop(
     share: float = 1.0,
     step: Callable[[], object] | None = None,
     rows_of: Callable[[int], Tensor] | None = None,
+    read: Callable[[Tensor], Any] = float,
 ) -> Step:
     """Rows, forward and backward `passes`, clipping, rate, update; of the loss that the passes give
     the rank's `share` is what it tells."""
@@ -259,7 +270,7 @@ def _loop(
     numbers, settings = iter(range(10**9)), spec.optimizer
     assert settings.clip is not None, "the specs clip"
 
-    def once() -> float:
+    def once() -> Any:
         number = next(numbers)
         loss = passes(rows_of(number))
         clip(settings.clip)
@@ -270,7 +281,7 @@ def _loop(
         else:
             optimizer.step()
             optimizer.zero_grad()
-        return loss.item() * share
+        return read(loss.detach() * share)
 
     return once
 

@@ -81,22 +81,29 @@ def hardware() -> str:
 
 
 def conclude(
-    theme: str, lines: Sequence[str], *, failed: Sequence[str], not_covered: str, is_saved: bool
+    theme: str,
+    lines: Sequence[str],
+    *,
+    failed: Sequence[str],
+    not_covered: str,
+    is_saved: bool,
+    unproven: Sequence[str] = (),
 ) -> int:
     """Prints a result and its verdict, saves it where that was asked for; the exit code. `failed`
-    names what does not keep the claim, with its figures."""
-    text = "\n".join([*lines, "", verdict(failed), "", f"Not covered: {not_covered}"])
+    names what does not keep the claim, with its figures; `unproven` what has no measurement."""
+    text = "\n".join([*lines, "", verdict(failed, unproven), "", f"Not covered: {not_covered}"])
     print(text)
     if is_saved:
         print(f"\nwritten: {save(theme, text).relative_to(ROOT)}")
-    return 1 if failed else 0
+    return 1 if failed or unproven else 0
 
 
-def verdict(failed: Sequence[str]) -> str:
-    """Holds, or fails and in what."""
-    if not failed:
+def verdict(failed: Sequence[str], unproven: Sequence[str] = ()) -> str:
+    """Holds, or fails and in what, or is unproven."""
+    if not failed and not unproven:
         return "Verdict: holds."
-    return "\n".join(["Verdict: fails.", "", *(f"- {each}" for each in failed)])
+    rows = [f"- {each}" for each in failed] + [f"- unproven: {each}" for each in unproven]
+    return "\n".join([f"Verdict: {'fails' if failed else 'unproven'}.", "", *rows])
 
 
 def save(theme: str, text: str) -> Path:

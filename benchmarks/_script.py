@@ -55,6 +55,8 @@ class Script:
         failed: Sequence[str],
         options: argparse.Namespace,
         not_covered: str = "",
+        *,
+        unproven: Sequence[str] = (),
     ) -> int:
         """Print the page with its verdict, save it where `options` say so; the exit code."""
         parts = (self.text("not_covered"), not_covered)
@@ -64,6 +66,7 @@ class Script:
             failed=failed,
             not_covered="; ".join(part for part in parts if part) + ".",
             is_saved=options.save,
+            unproven=unproven,
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from math import comb
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,9 +19,12 @@ RANKS = 2
 STOCK_BUCKET_MB = 25  # of DistributedDataParallel, torch 2.11 to 2.15
 
 
-def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]:
+def program_steps(
+    spec: Spec, world: World | None = None, read: Callable[[Tensor], Any] = float
+) -> Callable[[], Any]:
     """Return ptrain's next step: its sampler, its program, its counter; on the ranks that are
-    there, or of a world of fake ones, which count nothing."""
+    there, or of a world of fake ones, which count nothing. `read` makes a result of the loss: with
+    `float` the host waits for every step, as the hand-written loop does."""
     from ptrain.data.corpus import open_corpus
     from ptrain.interpreter.program import interpret
     from ptrain.meters.traffic import CollectiveCounter
@@ -33,13 +36,13 @@ def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]
     source, steps = open_corpus(spec.data), iter(range(10**9))
     counter = None if world else CollectiveCounter()
 
-    def step() -> float:
+    def step() -> Any:
         number = next(steps)
         share = program.forward_backward(local_batch(program, source, number))
         program.step(learning_rate(spec.optimizer, number))
         if counter and number % spec.log_every == 0:
             counter.read()
-        return float(share)  # as late as the hand-written loop reads its own
+        return read(share)  # as late as the hand-written loop reads its own
 
     return step
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# The GPU kit: what a CPU can only derive, beside one GPU. Slices of at most nine minutes, each of
-# which leaves FOLDER/SLICE.json and is not run again where that is there; then a page.
+# The GPU kit: measures on one GPU what is derived on a CPU. It runs slices of at most nine minutes,
+# each of which writes FOLDER/SLICE.json and is skipped if that file exists, and then prints a page.
 #
 #   benchmarks/gpu.sh [--dry] FOLDER [SLICE ...]
 #
+# SLICE: names of `gpu_slices.py names`, or `second`: the machine's parts, MFU and speed of compiled
+# and padded models, their bytes, and fp8, in 25 minutes. Default: all, after `ptrain selftest`.
 # A second machine that has neither network nor all packages gets them from WHEELS, a folder of
 # wheels (pip download pyyaml rich). PYTHON is the interpreter, default python3.
 # --dry: on a CPU, with tiny models. It tests this script and proves nothing else.
@@ -16,7 +18,7 @@ if [ "${1:-}" = "--dry" ]; then
     shift
 fi
 if [ $# -eq 0 ]; then
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 folder="$1"
@@ -30,23 +32,22 @@ if ! "$python" -c 'import yaml, rich' 2>/dev/null; then
 fi
 
 # Real NCCL between two ranks that share the card: bytes, peaks and losses, no times.
-if [ ! -e "$folder/selftest.md" ]; then
+if [ $# -eq 0 ] && [ ! -e "$folder/selftest.md" ]; then
     devices=(--device cuda)
     if [ ${#dry[@]} -gt 0 ]; then devices=(--device cpu); fi
     PTRAIN_SHARE_GPUS=1 timeout --signal=INT 500 "$python" -m ptrain selftest --ranks 2 --brief \
         "${devices[@]}" --out "$folder/selftest.md" || true # the page has what came to an end
 fi
 
-slices=("$@")
-if [ ${#slices[@]} -eq 0 ]; then
-    mapfile -t slices < <("$python" benchmarks/gpu_slices.py names)
-fi
+mapfile -t slices < <("$python" benchmarks/gpu_slices.py names "$@")
 for slice in "${slices[@]}"; do
     if [ -e "$folder/$slice.json" ]; then
         printf '%s: done before\n' "$slice"
         continue
     fi
     printf '%s …\n' "$slice"
-    timeout 540 "$python" benchmarks/gpu_slices.py run "$slice" --out "$folder" "${dry[@]}"
+    # a slice that fails leaves no file, and the page names it
+    timeout --signal=INT --kill-after=20 520 "$python" benchmarks/gpu_slices.py run "$slice" --out "$folder" \
+        "${dry[@]}" || printf '%s: failed\n' "$slice" >&2
 done
-"$python" benchmarks/gpu_slices.py page --out "$folder" "${dry[@]}"
+"$python" benchmarks/gpu_slices.py page "$@" --out "$folder" "${dry[@]}"

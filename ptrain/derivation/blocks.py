@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextPart
@@ -66,20 +66,6 @@ class BlockPasses:
     moved: tuple[int, ...]
     sent: tuple[tuple[Collective, int], ...]
 
-    @cached_property
-    def _parts(self) -> dict[bool, BlockPart]:
-        return {}
-
-    def split_pass(self, *, is_forward: bool) -> BlockPart:
-        """Return the forward or the backward pass, split into parts. The result is cached."""
-        if is_forward not in self._parts:
-            items = self.forward if is_forward else self.backward
-            _, within, after = _split_at_block(items, *_BOUNDARIES[is_forward])
-            # gradients that autograd keeps count where they complete
-            nets = (item.net for item in after if isinstance(item, Run))
-            self._parts[is_forward] = BlockPart(within, _memory_gaps(within), sum(nets))
-        return self._parts[is_forward]
-
 
 class BlockPart(NamedTuple):
     """A block's pass between its two boundaries.
@@ -93,6 +79,16 @@ class BlockPart(NamedTuple):
     within: Sequence[Any]
     gaps: dict[Any, Run]
     after: int
+
+
+@cache
+def _block_part(block: BlockPasses, *, is_forward: bool) -> BlockPart:
+    """Return the forward or the backward pass of a block, split into parts."""
+    items = block.forward if is_forward else block.backward
+    _, within, after = _split_at_block(items, *_BOUNDARIES[is_forward])
+    # gradients that autograd keeps count where they complete
+    nets = (item.net for item in after if isinstance(item, Run))
+    return BlockPart(within, _memory_gaps(within), sum(nets))
 
 
 def is_known(shape: ModelShape, kept: ActivationMode) -> bool:
@@ -279,7 +275,7 @@ def part_with(
     plain = block_passes(setting.without_context, PLAIN, Attention.SDPA)
     other = block_passes(setting, kept, setting.shape.attention)
     before, of_base, after = _split_at_block(base, *_BOUNDARIES[is_forward])
-    of_plain, of_other = (version.split_pass(is_forward=is_forward) for version in (plain, other))
+    of_plain, of_other = (_block_part(version, is_forward=is_forward) for version in (plain, other))
     then = of_other.after - of_plain.after
     freed = held * (int(other.frees_input) - int(plain.frees_input))  # else it is held
     more = then + (freed if is_forward else -freed)

@@ -58,7 +58,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import Compiled
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.names import load_table
-from ptrain.spec.placement import CUTTING_AXES, DATA_AXES, Axis, Tier
+from ptrain.spec.placement import DATA_AXES, Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
@@ -72,7 +72,6 @@ _NOT_TRACED_BY_STAGE = f"these facts have no trace of the stages' activations: {
 _NOT_TRACED = f"these facts have no trace of the model's activations: {_HOW_TO_TRACE}"
 _NOT_PLAYED = "its step depends on the activations of the model, which are unknown"
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
-_CUT_PROGRAMS = "compiled programs whose operators or tokens are sharded are not predicted yet"
 PROGRAMS_OF_GPUS = "compiled programs of GPUs are not predicted yet, which Triton makes"
 _PROVEN = ("2.13",)  # versions of torch whose programs were seen to allocate what was predicted
 _UNPROVEN = f"compiled programs are predicted with torch {', '.join(_PROVEN)} only, and this is"
@@ -94,7 +93,7 @@ class Derivation(Worded):
 
     @property
     def spec(self) -> Spec:
-        """What was derived."""
+        """The spec of the plan."""
         return self.plan.spec
 
 
@@ -144,10 +143,15 @@ def derive(
 
 
 def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate:
-    """Return of a legal spec's derivation what is exact of memory, in a fraction of its time, for
-    who asks of many specs whether they fit: without traffic, operations, words and a step's time,
-    and of the ranks of a pipeline others stand for those that are no fuller. Raises TooLarge
-    once the peak is above `limit`."""
+    """Return the exact memory of a legal spec, in a fraction of the time of `derive`, for searches
+    that check many specs.
+
+    Traffic, operations, notes and step time are left out. In a pipeline, fuller ranks stand for the
+    others.
+
+    Raises:
+        PeakExceeded: The peak is above `limit`.
+    """
     return _estimate_legal(spec, facts, None, partial(_exact_memory, limit=limit, of_memory=True))[
         1
     ]
@@ -156,13 +160,16 @@ def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate
 def exact_alone(
     spec: Spec, facts: ModelFacts, machine: Machine | None, limit: float = inf
 ) -> Estimate:
-    """Return of a legal spec's derivation what is exact, without operations and the paper's
-    figures. Raises TooLarge once the peak is above `limit`."""
+    """Return the exact estimate of a legal spec, without operations and the paper's figures.
+
+    Raises:
+        PeakExceeded: The peak is above `limit`.
+    """
     return _estimate_legal(spec, facts, machine, partial(_add_time, limit=limit))[1]
 
 
 def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
-    """Return of a legal spec's derivation the time of a step alone; None where it is unknown."""
+    """Return only the step time of a legal spec; None if it is unknown."""
     with suppress(UnknownRate):
         step = _estimate_legal(spec, facts, None, partial(_with_step, of_memory=True))[1].step
         return step.seconds if step else None
@@ -195,7 +202,7 @@ def _add_time(
     *,
     limit: float = inf,
 ) -> Estimate:
-    """With the step's time, or why there is none."""
+    """Return the estimate with the step time, or with the reason why there is none."""
     why = _NOT_PLAYED
     try:
         estimate = _with_step(spec, plan, facts, machine, limit=limit)
@@ -234,11 +241,10 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     first, *others = facts.unvisited
     number = len(others)
     more = f" and {number} parameter{'s' * (number > 1)} more have" if others else " has"
-    finding = f"{first}{more} no gradient on ranks without tokens for it, but "
-    finding += "data-parallel ranks sum the gradients of all parameters"
     raise refused(
         "model",
-        finding,
+        f"{first}{more} no gradient on ranks without tokens for it, but data-parallel ranks sum "
+        "the gradients of all parameters",
         "Call every expert, even with zero rows, or store all experts in stacked tensors.",
     )
 
@@ -252,7 +258,7 @@ def _exact_memory(
     limit: float = inf,
     of_memory: bool = False,
 ) -> Estimate:
-    """Where sizes depend on data, their bounds."""
+    """Return the exact estimate, with bounds if sizes depend on data."""
     limit = inf if facts.others else limit  # of several peaks the least decides
     estimate = exact_estimate(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
     others = [
@@ -274,8 +280,6 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
 def not_traceable(spec: Spec, shape: ModelShape) -> str:
     """Return why a built-in model cannot be traced as the spec runs it; empty if it can."""
     if spec.compile is not Compiled.NONE:
-        if spec.is_cut_over(CUTTING_AXES):
-            return _CUT_PROGRAMS
         if spec.is_for_cuda:
             return PROGRAMS_OF_GPUS
         if torch_minor() not in _PROVEN:
@@ -284,8 +288,8 @@ def not_traceable(spec: Spec, shape: ModelShape) -> str:
 
 
 def _undefined_figures(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
-    """Return by figure why nothing is said of it: of activations and peaks, and of traffic where it
-    is not known what the modes of activations move and send again."""
+    """Return the figures that are undefined, with the reason: activations and peaks, and traffic if
+    the activation modes' copies and repeated collectives are unknown."""
     cause = facts.untraced
     if isinstance(spec.model, ModelShape) and not facts.roles:
         cause = not_traceable(spec, spec.model) or cause

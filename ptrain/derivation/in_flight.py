@@ -40,7 +40,7 @@ from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.tape import Scene, Tape, Wrap, activation_row
 from ptrain.facts.model import Passes, net_bytes
 from ptrain.spec.placement import Axis
-from ptrain.spec.precision import DType, Layout
+from ptrain.spec.precision import DType
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec, indices_in_groups
 from ptrain.steps.experts import ByLayer
@@ -170,7 +170,12 @@ class RankStep:
     ) -> None:
         self.gaps = gaps
         self.tape, self.last, plan = tape, last, parts[0].ghost.wrapped.plan
-        self.is_alone, self.seed = plan.pipeline is None, seed_bytes(plan.update.layout)
+        layout, self.is_alone = plan.update.layout, plan.pipeline is None
+        # The backward seed of a trace, which a run does not allocate. Backward of a scaled loss
+        # starts from the scale, which lives for the full run, instead of torch's seed of 1. Both
+        # are fp32; a model in fp64 casts the scale, which allocates.
+        has_scale = layout.scales_loss and layout.parameters is not DType.FP64
+        self.seed = DType.FP32.itemsize if has_scale else 0
         self.passes = self.late = self.left = self.idle = 0.0
         self.updates: dict[int, int] = {}
         self.seconds: dict[Action, float] = {}
@@ -323,14 +328,6 @@ class RankStep:
             stage.part.known[kind, id(passes), before] = Did(run, spent, seconds, tail, left)
         self.tape.peak = max(peak, self.tape.peak)
         return seconds, left
-
-
-def seed_bytes(layout: Layout) -> int:
-    """Return the bytes of the backward seed in a trace that a run does not allocate. Backward of a
-    scaled loss starts from the scale, which lives for the full run, instead of torch's seed of 1.
-    Both are fp32; a model in fp64 casts the scale, which allocates."""
-    is_own = layout.scales_loss and layout.parameters is not DType.FP64
-    return DType.FP32.itemsize if is_own else 0
 
 
 def _make_stage(spec: Spec, part: Part, tape: Tape) -> _Stage:

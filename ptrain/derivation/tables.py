@@ -467,11 +467,6 @@ class Pieces(NamedTuple):
         return self._replace(least=self.least - 1, front=front, behind=behind[::-1])
 
 
-def has_own_tables(kind: str) -> bool:
-    """Return True if this kind of sharding has separate tables."""
-    return not kind.startswith(("saved", "naive"))
-
-
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
     """Return True if a table has the allocations of such a loss with unsharded operators. torch's
     fused loss takes another path in fp16, and if the vocabulary is smaller than the features."""

@@ -302,7 +302,8 @@ class _Operators:
         self.of_slices = [
             shape[0] for name, shape in self._weights[Role.ROW].items() if self._is_of_slices(name)
         ]
-        stopped = self._stopped_modules(facts)
+        trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
+        stopped = {name for name in facts.stops if name not in trained}  # outputs without gradients
         of_rows = {
             name: shape[0]
             for name, shape in self._weights[Role.ROW].items()
@@ -370,12 +371,6 @@ class _Operators:
                     stored = _STORED.get(role, role)
                     weights[stored][module] = tensor.shape if stored is role else tensor.shape[::-1]
         return weights
-
-    @staticmethod
-    def _stopped_modules(facts: ModelFacts) -> set[str]:
-        """Return the modules whose outputs have no gradient."""
-        trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
-        return {name for name in facts.stops if name not in trained}
 
     def _is_of_slices(self, name: str) -> bool:
         """Return True if a module belongs to a sub-block that routes token shards."""

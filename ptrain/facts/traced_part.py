@@ -9,7 +9,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import DataSpec, TrainSpec
 from ptrain.spec.model import ModelSpec
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Factor, R
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, ranks_over
 
 
 def traced_part(spec: Spec) -> Spec:
@@ -23,7 +23,7 @@ def traced_part(spec: Spec) -> Spec:
     # The number of micro-batches matters only to a pipeline's schedule.
     times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1
     # Expert parallelism exchanges tokens of several ranks: the trace covers their samples.
-    samples = times * spec.batch.micro * math.prod(spec.degree(axis) for axis in EXPERT_AXES)
+    samples = times * spec.batch.micro * ranks_over(spec, EXPERT_AXES)
     batch = replace(spec.batch, global_samples=samples, accumulate=times)
     return Spec(
         name="part",

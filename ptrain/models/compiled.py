@@ -9,18 +9,25 @@ compiled for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ptrain.errors import refused
-from ptrain.internals.compiled import compile_whole, is_compiling
+from ptrain.internals.compiled import compile_whole, is_compiling, silent_programs
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.models.modes import drops_out
 from ptrain.models.watch import IN_PROGRAMS
+from ptrain.spec.dials import Compiled
 
 BACKEND = "inductor"
+
+
+def silent_blocks(compiled: Compiled) -> AbstractContextManager[None]:
+    """Temporarily compile blocks to programs that compute nothing; see `silent_programs`."""
+    return nullcontext() if compiled is Compiled.NONE else silent_programs()
 
 
 def compile_blocks(module: nn.Module, names: Iterable[str]) -> None:

@@ -69,10 +69,12 @@ def built_in_facts(spec: Spec) -> ModelFacts:
         SpecError: The model is not built in.
     """
     if not isinstance(spec.model, ModelShape):
-        finding = "the sizes of this model are known only after running its code"
-        remedy = "Add `--allow-import` (in Python, pass facts to derive: "
-        remedy += "read_facts(spec, allow_import=True)), or use a built-in model."
-        raise refused("model", finding, remedy)
+        raise refused(
+            "model",
+            "the sizes of this model are known only after running its code",
+            "Add `--allow-import` (in Python, pass facts to derive: "
+            "read_facts(spec, allow_import=True)), or use a built-in model.",
+        )
     return facts_of(spec.model, spec.batch.sequence, spec.unit, expert_modules(spec))
 
 

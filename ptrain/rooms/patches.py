@@ -24,6 +24,7 @@ from ptrain.internals import (
     grouped_products,
     modules,
 )
+from ptrain.internals.compiled import is_compiling, is_tracing
 from ptrain.internals.dispatch import disable_modes
 from ptrain.internals.dtensor import TRACERS, ShardingPropagator, clear_shape_caches
 from ptrain.internals.fakes import FakeTensor
@@ -133,14 +134,14 @@ def _chunk_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _report_not_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Report that torch is not tracing.
+    """Report that torch is tracing only while it compiles.
 
     With fake tensors torch assumes that it compiles: DTensor then resolves each operator again, and
-    waits for each functional collective at once. Fake ranks run eagerly.
+    waits for each functional collective at once.
     """
 
     def are_we_tracing() -> bool:
-        return False
+        return is_compiling() or is_tracing()
 
     return are_we_tracing
 
@@ -149,11 +150,12 @@ def _skip_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the result of a functional collective without a wrapper.
 
     torch wraps it until it is waited for. On fake tensors the wrapper would be another tensor, and
-    no wait is needed.
+    no wait is needed. A compiled program keeps its waits, because its buffers depend on them.
     """
 
     def wrap_tensor(result: torch.Tensor) -> torch.Tensor:
-        return result
+        wrapped: torch.Tensor = original(result) if is_compiling() or is_tracing() else result
+        return wrapped
 
     return wrap_tensor
 

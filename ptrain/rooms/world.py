@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ptrain.errors import Fault, RankFailed, SpecError
+from ptrain.internals.compiled import is_tracing
 from ptrain.internals.fakes import (
     LOGGER,
     FakeStore,
@@ -391,8 +392,12 @@ class _AsOnDevices(TorchDispatchMode):
     - `torch.tensor` on a GPU (such as a model's buffer) gives a fake tensor, since there is no GPU
       to copy it to.
     - Waiting for a functional collective returns its argument, as with real tensors. torch's fake
-      implementation of `wait_tensor` creates another tensor.
+      implementation of `wait_tensor` creates another tensor. Programs that are being compiled keep
+      the operator.
     """
+
+    # Recomputation within a compiled region saves the random state by a higher-order operator.
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -408,7 +413,7 @@ class _AsOnDevices(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(argument, FakeTensor) for argument in args):  # fast path for most calls
-            return args[0] if func is _WAIT else func(*args, **kwargs)
+            return args[0] if func is _WAIT and not is_tracing() else func(*args, **kwargs)
         tensors = [
             argument
             for argument in tree_leaves((args, kwargs))

@@ -16,12 +16,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from heapq import merge
-from itertools import accumulate, compress
+from itertools import accumulate, compress, islice, product
 from operator import attrgetter, itemgetter
 from typing import Any
 
 from ptrain.algebra.legality import check, find_unsupported
-from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, divisors
+from ptrain.axes.candidates import NOTHING_FIXED, AxisChoice, apply_choices, divisors
 from ptrain.axes.data.candidates import OVERLAPS, UNITS, is_left_out
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError, refused
@@ -46,20 +46,26 @@ from ptrain.selection.ranking import (
     folded,
     front_of,
     numbers,
-    on_more,
     order_of,
     undominated,
 )
 from ptrain.selection.search import DataRow, Search, SearchResult
 from ptrain.selection.space import (
     Candidate,
+    batched,
+    data_choices,
+    degrees_over,
+    inner_products,
     micro_batches,
     pipelines,
+    sized,
     through_of,
+    ways_to_keep,
 )
 from ptrain.selection.where import (
     QUANTITIES,
     RESULTS,
+    Aspect,
     Constraint,
     Value,
     Where,
@@ -141,6 +147,7 @@ def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
                 yield changes
 
 
+_TRIED, _PER_FLOW = 200, 2  # specs that are checked, and data choices per flow
 _UNKNOWN = Fault(
     place="activations",
     finding="no degrees divide the devices, or no memory table covers these blocks",
@@ -158,17 +165,13 @@ def why_none(search: Search) -> tuple[str, str]:
     on = f"on {task.devices} devices"
     if rules and search.has(Where()):
         alone = [rule for rule in rules if not search.has(Where((rule,)))]
-        needless = (rule for rule in rules if search.has(_without(rules, rule)))
+        needless = (rule for rule in rules if search.has(task.where.without(rule)))
         remedy = " Or: ".join(rule.remedy for rule in alone or needless)
         finding = f"no legal placement {on} satisfies {', '.join(rule.text for rule in rules)}"
         offered = _offered(search, alone[0]) if alone else ""
         return f"{finding}{offered}", remedy or "Remove one of them."
     fault = _common_fault(task, task.where) or _common_fault(task, Where()) or _UNKNOWN
     return f"no combination {on} is legal: {fault.finding}", fault.remedy
-
-
-def _without(rules: tuple[Constraint, ...], rule: Constraint) -> Where:
-    return Where(tuple(other for other in rules if other != rule))
 
 
 def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str:
@@ -204,15 +207,54 @@ def _offered(search: Search, rule: Constraint) -> str:
 
 
 def _common_fault(task: SearchTask, where: Where) -> Fault | None:
-    """Return the most common fault of combinations that satisfy constraints, or None."""
-    search = Search(replace(task, where=where))
-    search.has(where)
-    faults = (
-        (one,) if isinstance(one, Fault) else (*check(one), *find_unsupported(one))[:1]
-        for one in search.legality.rejected
+    """Return the most common fault of candidates that satisfy constraints, or None."""
+    faults = Counter(islice(_faults(task, where), _TRIED)).most_common(1)
+    return faults[0][0] if faults else None
+
+
+def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
+    """Yield the first fault of each of a sample of candidates that satisfy constraints."""
+    base, written = task.placed, task.written
+    ways = {
+        axes: [c for c in some if where.admits(Aspect.DATA, apply_choices(base, (c,)))][:_PER_FLOW]
+        for axes, some in data_choices(base, written).items()
+    }
+    for ranks, within in inner_products(base, task.devices, written):
+        cut = apply_choices(base, within)
+        for left, choices in pipelines(base, task.devices // ranks, written):
+            flows = [c for c in choices if where.admits(Aspect.PIPELINE, apply_choices(base, (c,)))]
+            if not flows or not where.admits(Aspect.WITHIN, cut):
+                continue
+            batches = list(micro_batches(base, left * cut.data_degree))
+            sizes = [m for m, n in batches if where.admits(Aspect.BATCH, batched(base, m, n))]
+            if not batches:
+                yield _indivisible(base, left * cut.data_degree)
+            if not sizes:
+                continue
+            data = (
+                sized(choice, degrees)
+                for axes, some in ways.items()
+                for degrees in (degrees_over(len(axes), left) if some else ())
+                if where.admits(Aspect.RANKS, apply_choices(base, (sized(some[0], degrees),)))
+                for choice in some
+            )
+            kept = written.kept or ways_to_keep(written.offload_tier)
+            for flow, choice, way in product(flows, islice(data, _PER_FLOW), kept):
+                tried = Candidate(
+                    within=within, pipeline=flow, data=choice, micro=sizes[0], kept=way
+                )
+                spec = tried.spec(base)
+                yield from (*check(spec), *find_unsupported(spec))[:1]
+
+
+def _indivisible(base: Spec, data_ranks: int) -> Fault:
+    """Return the fault of a global batch that the data ranks do not divide."""
+    samples = base.batch.global_samples
+    return Fault(
+        place="batch.global",
+        finding=f"a step's {samples} samples are not divisible by {data_ranks} data-parallel ranks",
+        remedy=f"Use `batch.global={max(1, samples // data_ranks) * data_ranks}`.",
     )
-    common = Counter(fault for first in faults for fault in first).most_common(1)
-    return common[0][0] if common else None
 
 
 _BEST_TRACED = 9  # candidates predicted exactly for a model that must be traced
@@ -220,7 +262,7 @@ _SEEDS = 3  # placements from which the descent starts
 _OF_KIND = 2  # candidates of a well-known choice predicted before its descent
 _MOST_WORK, _WORK_OF_KIND = (
     1000,
-    12,
+    6,
 )  # work in plain steps, around a seed and around a well-known choice
 _MOST_DEVICES = 2**13  # limit of the search for a number on which something fits
 
@@ -365,7 +407,10 @@ class Chooser(Deriver):
 
     def on(self, devices: int) -> Chooser:
         """Return a chooser for another number of devices, which ranks by time unless by memory."""
-        job = replace(self.job, base=on_more(self.job.base, devices), devices=devices)
+        base, cluster = self.job.base, self.job.base.cluster
+        if cluster is not None and cluster.devices < devices:
+            base = base.with_fields(cluster=replace(cluster, devices=devices))
+        job = replace(self.job, base=base, devices=devices)
         by_time = self.objective not in (SearchGoal.TIME, SearchGoal.MEMORY)
         goal = SearchGoal.TIME if by_time else self.objective
         return Chooser(
@@ -540,10 +585,9 @@ class Chooser(Deriver):
     def _remedies(self, least: float) -> Iterator[Remedy]:
         """Yield changes that make something fit: each constraint left out, then twice as many
         devices each time, while the least estimate of memory falls."""
-        constraints = self.job.where.constraints
-        for rule in constraints:
-            others = Where(tuple(other for other in constraints if other is not rule))
-            if (row := next(self._fitting(self.search.run(others).best, 1), None)) is not None:
+        for rule in self.job.where.constraints:
+            others = self.search.run(self.job.where.without(rule))
+            if (row := next(self._fitting(others.best, 1), None)) is not None:
                 yield Remedy(change=rule.change, fitting=row)
         devices = 2 * self.job.devices
         while devices <= _MOST_DEVICES:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import combinations
-from math import inf, prod
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, DATA_AXES, S_STAR, Axis, Mode, Placement, R, S
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.shorthand import placement_names
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_memory, format_seconds
 
@@ -148,7 +148,7 @@ def sharding_overrides(spec: Spec) -> Iterator[Overrides]:
     if spec.sync.gradients is GradientSync.LAST and is_cut:
         yield ("sync.gradients=every",)
     node = spec.cluster.devices_per_node if spec.cluster else 1
-    ranks, shards = _data_ranks(spec), spec.degree(Axis.DP_SHARD)
+    ranks, shards = ranks_over(spec, DATA_AXES), spec.degree(Axis.DP_SHARD)
     for degree in dict.fromkeys((shards, node, ranks)):
         if degree > 1 and degree >= shards and ranks % degree == 0:
             yield from _placed(spec, _SHARDED, degree)
@@ -166,8 +166,8 @@ ON_DEVICE: Mapping[ChangeKind, Callable[[Spec], Iterator[Overrides]]] = {
 
 def host_overrides(spec: Spec) -> Iterator[Overrides]:
     """Yield placements that keep states on the host, with all data ranks on the sharding axis."""
-    if _data_ranks(spec) > 1:
-        yield from _placed(spec, _HOSTED, _data_ranks(spec))
+    if ranks_over(spec, DATA_AXES) > 1:
+        yield from _placed(spec, _HOSTED, ranks_over(spec, DATA_AXES))
 
 
 def ranks_overrides(spec: Spec, axis: Axis) -> Iterator[Overrides]:
@@ -205,7 +205,7 @@ def merged(*lists: Overrides) -> Overrides:
 def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Overrides]:
     """Yield the nearest placements that the optimizer supports, on a `dp_shard` of this degree.
     They keep the mode of activations, where M and O apply to the rank."""
-    axis, replicas = Axis.DP_SHARD, _data_ranks(spec) // degree
+    axis, replicas = Axis.DP_SHARD, ranks_over(spec, DATA_AXES) // degree
     mesh = (f"mesh.{Axis.DP_REPLICATE}={replicas}", f"mesh.{axis}={degree}")
     kept = [f.placement.activations for f in spec.factors if _says_activations(spec, f.axis)]
     texts: dict[str, None] = {}
@@ -220,10 +220,6 @@ def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Override
     yield from (
         (*moved, f"placement.{axis}={placement_names(axis).get(text, text)}") for text in texts
     )
-
-
-def _data_ranks(spec: Spec) -> int:
-    return prod(spec.degree(axis) for axis in DATA_AXES)
 
 
 def _says_activations(spec: Spec, axis: Axis) -> bool:

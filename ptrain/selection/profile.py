@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import prod
 
 from ptrain.axes.candidates import AxisChoice, apply_choices
 from ptrain.axes.expert.cost import rows_bytes
@@ -25,11 +24,11 @@ from ptrain.facts.parameters import is_of_experts
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import built_in_facts, lower
 from ptrain.rates.pace import Pace, UnknownRate, operator_hook
-from ptrain.selection.space import kept_so, without_experts
+from ptrain.selection.space import STAGES, kept_so, without_experts
 from ptrain.spec.activations import PLAIN, ActivationMode, Scope
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
-from ptrain.spec.placement import EXPERT_AXES, Axis, Factor, Placement, R, S, Tier
+from ptrain.spec.placement import EXPERT_AXES, Axis, Factor, Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.timeline import Kind
@@ -64,7 +63,7 @@ class Sizes:
 
 def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
     """Return the sizes of the largest part on a rank; units of `facts` are single blocks."""
-    ranks = prod(spec.degree(axis) for axis in EXPERT_AXES)
+    ranks = ranks_over(spec, EXPERT_AXES)
     spec = without_experts(spec)
     plan = lower(spec, facts)
     units: Sequence[UnitFacts] = facts.units
@@ -114,7 +113,6 @@ class Activity:
 
 
 _RESIDENT = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.OTHER)
-_STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _RANKS = 4  # a first, two middle ones with three and with two chunks in flight, and a last one
 _MICRO_BATCHES = 2 * _RANKS
 # Layers of two models. With fewer layers the head or the gradient of the embedding would set the
@@ -125,7 +123,7 @@ _FEW, _MANY = 256, 512
 def _in_stages(schedule: ScheduleName) -> AxisChoice:
     """Return a pipeline of four stages, split by layers."""
     return AxisChoice(
-        factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=_STAGES),),
+        factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=STAGES),),
         changes=(("pipeline", PipelineSpec(schedule=schedule, split=SplitBy.LAYERS)),),
     )
 

@@ -260,14 +260,6 @@ def crossing(collective: Collective, ranks: int, nodes: int) -> float:
     return nodes / ranks
 
 
-def on_more(spec: Spec, devices: int) -> Spec:
-    """Return the job on a cluster with at least this many devices."""
-    cluster = spec.cluster
-    if cluster is None or cluster.devices >= devices:
-        return spec
-    return replace(spec, cluster=replace(cluster, devices=devices))
-
-
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DAY = 86400.0
 

@@ -9,7 +9,7 @@ traffic are searched here. The size of units is chosen by a descent (`choose.nei
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import prod
@@ -53,7 +53,6 @@ from ptrain.selection.space import (
     batched,
     data_choices,
     degrees_over,
-    indivisible,
     inner_products,
     kept_so,
     micro_batches,
@@ -164,12 +163,13 @@ class DataRow:
 class CandidateBlock:
     """Candidates that differ only in the data axes.
 
-    `timed` returns the seconds that they share, or None if these are unknown.
+    `groups` has the rows by their bytes, and `timed` returns the seconds that they share, or None
+    if these are unknown.
     """
 
     cut: BlockCut
     flow: PipelineFlow
-    rows: Sequence[DataRow]
+    groups: Mapping[WayBytes, Sequence[DataRow]]
     micro: int
     kept: ActivationMode
     levels: Sequence[tuple[float, ...]]
@@ -179,6 +179,11 @@ class CandidateBlock:
     def flow_seconds(self) -> FlowSeconds | None:
         """The seconds that all candidates share; None if unknown."""
         return self.timed()
+
+    @property
+    def rows(self) -> list[DataRow]:
+        """The rows of all groups."""
+        return [row for rows in self.groups.values() for row in rows]
 
     def peak(self, row: DataRow) -> float:
         """Return the estimated peak of a row in bytes."""
@@ -222,20 +227,19 @@ class SearchResult:
     def take(self, block: CandidateBlock) -> None:
         """Add the candidates of a block."""
         others, saved = block.levels[0][0], min([level[4] for level in block.levels])
-        self.counts.scored += len(block.rows)
-        peaks: dict[int, float] = {}  # by memory figures, which several rows share
-        for row in block.rows:
-            floor = row.memory.lives[0] * others + saved
-            if floor > self.limit and floor >= row.least:
+        for memory, rows in block.groups.items():
+            self.counts.scored += len(rows)
+            floor = memory.lives[0] * others + saved
+            if floor > self.limit and floor >= rows[0].least:
                 continue
-            if (size := peaks.get(id(row.memory), 0.0)) == 0.0:
-                size = peaks[id(row.memory)] = block.peak(row)
-            if row.smallest is None:
-                self.placements.append(row)
-            if size < row.least:
-                row.least, row.smallest = size, block
-            if size <= self.limit:
-                self._fit(block, row, size)
+            size = block.peak(rows[0])
+            for row in rows:
+                if row.smallest is None:
+                    self.placements.append(row)
+                if size < row.least:
+                    row.least, row.smallest = size, block
+                if size <= self.limit:
+                    self._fit(block, row, size)
 
     def _fit(self, block: CandidateBlock, row: DataRow, size: float) -> None:
         """Add a candidate that may fit, if it satisfies constraints on figures."""
@@ -279,7 +283,7 @@ class SearchResult:
         smallest = min(self.placements, key=lambda row: row.least, default=None)
         return None if smallest is None else smallest.tightest
 
-    @property
+    @cached_property
     def front(self) -> list[Scored]:
         """The fastest candidate of each band of memory."""
         fastest: dict[int, tuple[float, CandidateBlock, DataRow]] = {}
@@ -342,8 +346,6 @@ class Search:
                 continue
             for left, _ in pipelines(base, task.devices // ranks, task.written):
                 samples = left * cut.placed.data_degree
-                if base.batch.global_samples % samples:
-                    self.legality.reject(indivisible(base, samples))
                 for micro, number in apart(micro_batches(base, samples)):
                     if where.admits(Aspect.BATCH, batched(base, micro, number)):
                         yield from self._of_batch(cut, left, micro, number)
@@ -356,9 +358,9 @@ class Search:
         for kept in self.kept if running else ():
             for through, flows in running.items():
                 if self.is_whole(cut.within, kept, through, several=micro > 1):
-                    rows = self.rows(cut, left, through, number > 1)
-                    for flow in flows if rows else ():
-                        yield self._block(cut, flow, rows, micro, number, kept)
+                    groups = self.rows(cut, left, through, number > 1)
+                    for flow in flows if groups else ():
+                        yield self._block(cut, flow, groups, micro, number, kept)
 
     @property
     def kept(self) -> list[ActivationMode]:
@@ -383,7 +385,7 @@ class Search:
         self,
         cut: BlockCut,
         flow: PipelineFlow,
-        rows: Sequence[DataRow],
+        groups: Mapping[WayBytes, Sequence[DataRow]],
         micro: int,
         number: int,
         kept: ActivationMode,
@@ -395,7 +397,7 @@ class Search:
         return CandidateBlock(
             cut=cut,
             flow=flow,
-            rows=rows,
+            groups=groups,
             micro=micro,
             kept=kept,
             levels=list(levels),
@@ -420,10 +422,11 @@ class Search:
         way = DataWay.of(task.base, candidate.data, (THROUGH[through], *candidate.within))
         own = tuple(factor.degree for factor in candidate.data.factors)
         number = candidate.spec(task.placed).batch.accumulate
+        row = self._row(cut, way, own)
         block = self._block(
             cut,
             flow_of(task.base, candidate.pipeline),
-            [row := self._row(cut, way, own, {})],
+            {row.memory: [row]},
             candidate.micro,
             number,
             candidate.kept,
@@ -455,9 +458,10 @@ class Search:
         forward, backward, host = sums.block
         return replace(sums, block=(forward + there, backward + back, host))
 
-    def _rows(self, cut: BlockCut, left: int, through: Through, many: bool) -> list[DataRow]:
-        """Return the legal choices of the data axes for one choice within a block."""
-        memories: dict[WayBytes, WayBytes] = {}
+    def _rows(
+        self, cut: BlockCut, left: int, through: Through, many: bool
+    ) -> dict[WayBytes, list[DataRow]]:
+        """Return the legal choices of the data axes for one choice within a block, by bytes."""
         rows: list[DataRow] = []
         for axes in self.choices:
             for degrees in degrees_over(len(axes), left * cut.shared):
@@ -469,20 +473,13 @@ class Search:
                     for way in self._ways(axes, cut, through, many=many)
                     if self._is_admitted(way, own, cut, through)
                 )
-                rows += (self._row(cut, way, own, memories) for way in representatives(ways))
-        return rows
+                rows += (self._row(cut, way, own) for way in representatives(ways))
+        return grouped((row.memory, row) for row in rows)
 
-    def _row(
-        self,
-        cut: BlockCut,
-        way: DataWay,
-        own: tuple[int, ...],
-        memories: dict[WayBytes, WayBytes],
-    ) -> DataRow:
+    def _row(self, cut: BlockCut, way: DataWay, own: tuple[int, ...]) -> DataRow:
         """Return a row with its bytes and seconds."""
         degrees = (*own[:-1], *(last * cut.shared for last in own[-1:]))
-        bytes_of = way_bytes(self.task.base, way, degrees, cut.sizes)
-        memory = memories.setdefault(bytes_of, bytes_of)
+        memory = way_bytes(self.task.base, way, degrees, cut.sizes)
         within = cut.ranks // cut.shared
         return DataRow(way, own, memory, WaySeconds(self.links, way, degrees, cut.sizes, within))
 

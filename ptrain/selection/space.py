@@ -13,7 +13,6 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import groupby
 from math import prod
-from typing import Any
 
 from ptrain.algebra.open_spec import Memo, OpenSpec, make_memos
 from ptrain.axes.candidates import (
@@ -32,7 +31,6 @@ from ptrain.axes.pipeline.catalogue import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.cost import SPACE as TENSOR_SPACE
 from ptrain.derivation.kernels import takes_peak_of
 from ptrain.derivation.layers import is_tabulated
-from ptrain.errors import Fault
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import built_in_facts
 from ptrain.selection.recompute import with_micro
@@ -119,16 +117,6 @@ def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
     yield from ((micro, samples // micro) for micro in divisors(samples) if micro <= _MOST_MICRO)
 
 
-def indivisible(base: Spec, data_ranks: int) -> Fault:
-    """Return the fault of a global batch that the data ranks do not divide."""
-    samples = base.batch.global_samples
-    return Fault(
-        place="batch.global",
-        finding=f"a step's {samples} samples are not divisible by {data_ranks} data-parallel ranks",
-        remedy=f"Use `batch.global={max(1, samples // data_ranks) * data_ranks}`.",
-    )
-
-
 def apart(batches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield the smaller of these micro-batches, and of the larger ones powers of two and those that
     are a quarter larger than the one before: of many divisors few fit, and neighbours are alike."""
@@ -157,18 +145,6 @@ class Legality:
     written: FixedChoices = NOTHING_FIXED
     scored: Spec | None = None
     open_specs: dict[tuple[object, ...], OpenSpec] = field(default_factory=dict)
-    rejected: list[Spec | Fault] = field(default_factory=list)
-
-    def reject(self, reason: Spec | Fault) -> None:
-        """Record an illegal spec, or the fault of a combination that makes no spec."""
-        if len(self.rejected) < _MOST_REJECTED:
-            self.rejected.append(reason)
-
-    def _is_sound(self, opened: OpenSpec, **changes: Any) -> bool:
-        """Return True if an open spec with these changes is legal; record it if not."""
-        if not (is_sound := opened.is_sound(**changes)):
-            self.reject(opened.spec.with_fields(**changes))
-        return is_sound
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
@@ -179,7 +155,7 @@ class Legality:
             self.open_specs[kind] = OpenSpec.with_open_fields(
                 apply_choices(base, (choice,), batch), _NUMBERS
             )
-        return self._is_sound(self.open_specs[kind], batch=batch)
+        return self.open_specs[kind].is_sound(batch=batch)
 
     def within(
         self,
@@ -198,7 +174,7 @@ class Legality:
             self.open_specs[kind] = opened
         spec = kept_so(opened.spec, kept)
         spec = with_micro(spec, 2) if several else spec
-        is_sound = self._is_sound(opened, activations=spec.activations, batch=spec.batch)
+        is_sound = opened.is_sound(activations=spec.activations, batch=spec.batch)
         return is_sound and self._is_predicted(spec)
 
     def _is_predicted(self, spec: Spec) -> bool:
@@ -223,7 +199,6 @@ class Legality:
             first = next(alike)
             spec = self._tall((THROUGH[through], first, *within), number, self._even)
             opened = OpenSpec.with_open_fields(spec, names)
-            self._is_sound(opened)  # records a fault for the message if nothing is legal
             if opened.rules is None:
                 continue
             claims = [
@@ -287,11 +262,10 @@ def _with_layers(spec: Spec) -> Spec:
 
 
 _LAYERS, _ENOUGH = 8, 4
-_MOST_REJECTED = 200  # illegal combinations that are recorded
 _NUMBERS = ("batch.micro", "batch.accumulate", "batch.global_samples")
 _ROWS = 2**12
-_STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
-_TWO = (Factor(axis=Axis.PP, degree=2, placement=_STAGES),)
+STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
+_TWO = (Factor(axis=Axis.PP, degree=2, placement=STAGES),)
 # Of each flow a schedule that takes any number of micro-batches.
 THROUGH = {
     Through.ALONE: AxisChoice(changes=(("pipeline", PipelineSpec()),)),

@@ -22,7 +22,7 @@ from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, KEPT_MEANINGS, SELECTIVE, ActivationMode
 from ptrain.spec.context import ContextAttention, Hybrid
-from ptrain.spec.dials import GradientSync, Overlap, UnitSize
+from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.leaf import find_similar
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Tier
@@ -78,10 +78,6 @@ def _placement(axis: Axis, spec: Spec) -> Value:
     """Return the placement of an axis, or "" if the spec does not have the axis."""
     modes = (str(f.placement).replace("O", "S@host") for f in spec.factors if f.axis is axis)
     return next(modes, "")
-
-
-def _overlap(overlap: Overlap | None) -> str:
-    return str(overlap or _STOCK)
 
 
 def _part(axis: Axis, of_data: Aspect) -> Aspect:
@@ -152,8 +148,8 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "overlap": Quantity(
         part=Aspect.DATA,
-        of=lambda spec: _overlap(spec.overlap),
-        words=tuple(_overlap(overlap) for overlap in OVERLAPS),
+        of=lambda spec: str(spec.overlap or _STOCK),
+        words=tuple(str(overlap or _STOCK) for overlap in OVERLAPS),
     ),
     "prefetch": Quantity(part=Aspect.DATA, of=lambda spec: units_ahead(spec, form_of(spec)) or 0),
     "sync.gradients": Quantity(
@@ -329,6 +325,10 @@ class Where:
     def admits(self, part: Aspect, spec: Spec) -> bool:
         """Return True if a spec satisfies all constraints on a part."""
         return all(rule.holds(spec) for rule in self.constraints if rule.part is part)
+
+    def without(self, rule: Constraint) -> Where:
+        """Return the other constraints."""
+        return Where(tuple(other for other in self.constraints if other != rule))
 
     def asks(self, part: Aspect) -> bool:
         """Return True if there is a constraint on a part."""

@@ -33,6 +33,7 @@ from ptrain.errors import RankFailed, refused
 from ptrain.internals.fakes import READ
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.traffic import TrafficMeter
+from ptrain.models.compiled import silent_blocks
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import StepBatch
 from ptrain.models.watch import add_listeners, is_recomputing, watch_modules
@@ -45,12 +46,12 @@ from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
 from ptrain.simulation.living import AllocationMeter, named_modules
 from ptrain.simulation.replay import StepRecord, extrapolate_run
-from ptrain.spec.extras import require_eager
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
 from ptrain.traces.attention_kernels import kernels_for
+from ptrain.traces.facts import why_not_compiled
 from ptrain.train.probe import FIRST_STEADY, setup_traffic
 
 _aten = torch.ops.aten
@@ -69,6 +70,8 @@ _FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
 
 class OperationsMeter(OperatorMode):
     """A counter of floating-point operations, while it is entered; the program calls `phase`."""
+
+    sees_compiled = True
 
     def __init__(self, *, rank: int) -> None:
         super().__init__()
@@ -167,6 +170,7 @@ def _with_equal_heads(args: tuple[Any, ...], *, is_backward: bool) -> tuple[Any,
 
 SEGMENTS = {"default segments": False, "segments that expand": True}
 _LR = 1e-3
+_IN_PROGRAMS = "a compiled program does not mark the operators that it recomputes"
 _ROOM = "Remove `--rehearse`: fake tensors need no memory."
 
 
@@ -179,6 +183,7 @@ class SimulatedRank:
         run: The record of the steady step.
         seconds: The wall time of each part of the simulation.
         replayed: The number of blocks of each stage of which only a few ran; None if all ran.
+        recomputes_in_programs: True if compiled programs recompute activations.
     """
 
     rank: int
@@ -187,6 +192,7 @@ class SimulatedRank:
     run: StepRecord
     seconds: dict[str, float]
     replayed: int | None = None
+    recomputes_in_programs: bool = False
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -199,8 +205,11 @@ class SimulatedRank:
             memory=self.run.resident,
             peak=self.run.peaks,
             traffic=add_traffic((*steady, *once)),
-            operations=(self.run.operations,),
-            undefined={"wire": "fake ranks have no sockets"},
+            operations=() if self.recomputes_in_programs else (self.run.operations,),
+            undefined={
+                "wire": "fake ranks have no sockets",
+                **({"operations": _IN_PROGRAMS} if self.recomputes_in_programs else {}),
+            },
         )
 
     @cached_property
@@ -260,12 +269,13 @@ def simulate(
         every_block: Run every block.
 
     Raises:
-        SpecError: If the rank is not of the mesh, a rehearsal has too little memory, or the model
-            reads values of fake tensors.
+        SpecError: If the rank is not of the mesh, a rehearsal has too little memory, the model
+            reads values of fake tensors, or compiled programs are not predicted for the spec.
         PtrainError: If this version of torch is not supported, or the program cannot be built.
     """
     require_ranks(spec, [str(rank)])
-    require_eager(spec, "simulate")
+    if not rehearse and (why := why_not_compiled(spec)):
+        raise refused("compile", why, "Use `compile=none`, or add `--rehearse`.")
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
     # A histogram states the loads of each layer, so its blocks are not equal.
@@ -333,6 +343,7 @@ def _simulate_every_block(
             patch_torch(spec.model),
             nullcontext() if rehearse else fake_tensors(),
             kernels_for(spec) if stands_in else nullcontext(),
+            nullcontext() if rehearse else silent_blocks(spec.compile),
             _translate_errors(spec, device),
         ):
             return _run_program(spec, world, allow_import=allow_import)
@@ -404,6 +415,7 @@ def _run_program(spec: Spec, world: World, *, allow_import: bool) -> SimulatedRa
         device=str(world.device),
         run=run,
         seconds={"interpret": wrapped - began, "steps": time.perf_counter() - wrapped},
+        recomputes_in_programs=None not in (program.plan.compiled, program.plan.keep),
     )
 
 

@@ -26,13 +26,13 @@ from ptrain.codec import encode
 from ptrain.derivation.estimate import PROGRAMS_OF_GPUS, facts_from_shape, not_traceable
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
-from ptrain.internals.compiled import lacks_compiler, silent_programs
+from ptrain.internals.compiled import lacks_compiler
 from ptrain.internals.fakes import READ
 from ptrain.interpreter.construction import stages_of_module
 from ptrain.interpreter.look import full_build_reason
 from ptrain.models.attention import is_trainable
 from ptrain.models.boundary import UserCodeError
-from ptrain.models.compiled import compile_blocks
+from ptrain.models.compiled import compile_blocks, silent_blocks
 from ptrain.models.contract import (
     forward_of,
     forward_once,
@@ -191,8 +191,8 @@ def _describe_selection(selected: DataDependence) -> str:
 
 @contextmanager
 def stops_of(model: nn.Module) -> Iterator[set[str]]:
-    """Within it the names are gathered of the modules of `model` that are given numbers without a
-    gradient whenever they run; none, where everything is trained."""
+    """Temporarily record the names of the modules of `model` whose floating-point inputs never need
+    a gradient; none if everything is trained."""
     stops: set[str] = set()
     goes_on: set[str] = set()
     is_trained = all(parameter.requires_grad for parameter in model.parameters())
@@ -292,16 +292,7 @@ def read_facts(
     if model is not None:
         return _facts_of_given(model, spec)
     require_leave(spec, allow_import=allow_import)
-    is_compiled = spec.compile is not Compiled.NONE
-    if is_compiled and spec.may_be_on_cuda and torch.cuda.is_available():
-        return replace(built_in_facts(spec), untraced=PROGRAMS_OF_GPUS)
-    if is_compiled and lacks_compiler():
-        return replace(built_in_facts(spec), untraced=_NO_COMPILER)
-    if (
-        is_compiled
-        and isinstance(spec.model, ModelShape)
-        and (why := not_traceable(spec, spec.model))
-    ):
+    if why := why_not_compiled(spec):
         return replace(built_in_facts(spec), untraced=why)
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     fake = fake_model(spec, allow_import=allow_import)
@@ -311,6 +302,18 @@ def read_facts(
     return replace(
         facts, built_whole=full_build_reason(spec, allow_import=allow_import, looks=looks)
     )
+
+
+def why_not_compiled(spec: Spec) -> str:
+    """Return why the programs of compiled blocks are not known here; empty if they are, or if
+    nothing is compiled."""
+    if spec.compile is Compiled.NONE:
+        return ""
+    if spec.may_be_on_cuda and torch.cuda.is_available():
+        return PROGRAMS_OF_GPUS
+    if lacks_compiler():
+        return _NO_COMPILER
+    return not_traceable(spec, spec.model) if isinstance(spec.model, ModelShape) else ""
 
 
 def _read_own(
@@ -388,8 +391,8 @@ def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
 
 
 def _vocabulary(large: FakeModel) -> int | None:
-    """Return how many logits a token has, by a forward pass alone, which no patch of torch is
-    needed for; None where the loss is a function of the user's."""
+    """Return the number of logits per token, from a forward pass; None if the loss is a user's
+    function."""
     with fake_tensors(large.mode):
         return forward_once(large.module, large.spec)
 
@@ -419,18 +422,15 @@ class _Reader:
         is_within = not spec.is_cut_over(CUTTING_AXES)  # ranks run whole layers
         if not has_stages and is_within:
             return facts
-        of_parts: Callable[[ModelFacts, Extent], Traced] = self._of_ranks
+        of_parts: Callable[..., Traced] = partial(trace_parts, spec, allow_import=self.allow_import)
         if is_within:
             of_parts = partial(self._of_stages, model)
         del model  # whoever plays the ranks builds another
         first, *others = (
-            _with_parts(facts, self.share(partial(of_parts, facts, extent)))
+            _with_parts(facts, self.share(partial(of_parts, facts, extent=extent)))
             for facts, extent in extents_of(facts)
         )
         return replace(first, others=tuple(others))
-
-    def _of_ranks(self, facts: ModelFacts, extent: Extent) -> Traced:
-        return trace_parts(self.spec, facts, allow_import=self.allow_import, extent=extent)
 
     def _of_stages(self, model: nn.Module, facts: ModelFacts, extent: Extent) -> Traced:
         with self._running():
@@ -438,8 +438,7 @@ class _Reader:
 
     @contextmanager
     def _running(self) -> Iterator[UnknownKernels]:
-        is_plain = self.spec.compile is Compiled.NONE
-        silent = nullcontext() if is_plain else silent_programs()
+        silent = silent_blocks(self.spec.compile)
         with self.around(), kernels_for(self.spec) as unknown, silent:
             yield unknown
 

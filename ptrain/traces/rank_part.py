@@ -1,12 +1,11 @@
-"""What one rank runs of a model, traced as its plan leaves it: operators cut, activations kept, the
-loss in chunks, and with pp its part of a stage. The tables of built-in models are made so, and what
-the ranks have of any other model.
+"""The trace of one rank's part of a model, as its plan changes it: operators sharded, activations
+kept, the loss in chunks, and with pp a stage. The tables of built-in models are made this way, and
+the facts of all other models.
 
-Equal layers in a row are traced once: of a built-in model, whose layers have the same operators,
-the first one runs, two behind it and the last one, and the second stands for all in their midst.
-
-That the third did what the second did is looked at in every trace. What stands in for the others
-hands on what it is given.
+Equal layers in a row are traced once. The layers of a built-in model run the same operators, so
+only the first, the two after it and the last run; the second stands for all in between. Every trace
+checks that the third did the same as the second. Layers that do not run are replaced by modules
+that return their input.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ class EqualLayers:
 
     @property
     def rows(self) -> tuple[tuple[Hashable, int], ...]:
-        """Of each row of equal ones their kind and how many run: layers with the same rows do the
-        same, whatever their names."""
+        """The kind and the number of running layers of each row of equal layers. Layers with equal
+        rows do the same, whatever their names."""
         return tuple((kind, min(len([*row]), _MOST)) for kind, row in groupby(self.kinds))
 
     @property
@@ -99,7 +98,7 @@ class EqualLayers:
         )
 
     def num_expert_layers_before(self, names: Names) -> list[int]:
-        """Return how many layers of these names with experts are ahead of each of them."""
+        """Return, for each of these layers, the number of layers with experts before it."""
         have = {
             name: isinstance(kind, BlockKind) and kind.has_experts
             for name, kind in zip(self.layers, self.kinds, strict=True)
@@ -145,7 +144,7 @@ class _SkippedLayer(nn.Identity):
 
 @contextmanager
 def run_only(model: nn.Module, layers: Names, names: Names) -> Iterator[None]:
-    """Within it those of the layers that have these names run, and the others do not."""
+    """Temporarily run only those of the layers that have these names."""
     skipped = {name: model.get_submodule(name) for name in layers if name not in names}
     for name in skipped:
         _set_module(model, name, _SkippedLayer())
@@ -163,13 +162,13 @@ def _set_module(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _LayerPart:
-    """What a layer did, without its number in names; so many layers with experts are `ahead`."""
+    """The events of one layer, without its number in names, after `ahead` layers with experts."""
 
     items: list[Any]
     ahead: int
 
     def shifted_items(self, ahead: int) -> list[Any]:
-        """Return what it does behind so many."""
+        """Return the events for a layer after `ahead` layers with experts."""
         return [_shift_item(item, ahead - self.ahead) for item in self.items]
 
     def __eq__(self, other: object) -> bool:
@@ -187,8 +186,8 @@ def _shift_item(item: Any, layers: int) -> Any:
 
 
 class TracedLayers:
-    """What those of some `layers` that ran did in a model, or a stage, of these `units`. They stand
-    for equal ones of these names, or of others."""
+    """The trace of the layers that ran, in a model or stage of these units. It also stands for
+    equal layers of other names."""
 
     def __init__(
         self,
@@ -209,7 +208,7 @@ class TracedLayers:
         return work_of(self.units, self.layers.run_layers, self.recording, self.halves)
 
     def work(self, layers: EqualLayers) -> WorkByKind | None:
-        """Return what such layers compute, as `work_of` does."""
+        """Return the computation of such layers, like `work_of`."""
         own = self._own_work
         return own and own._replace(order=tuple(layers.of_all(own.order)))
 
@@ -249,8 +248,8 @@ class TracedLayers:
         )
 
     def _all(self, parts: Sequence[list[Any]], mark: Mark, layers: EqualLayers) -> list[list[Any]]:
-        """Return what is in front of all layers and the parts of each of them, in a pass's order,
-        of those of the layers that ran."""
+        """Return the events before all layers and those of each layer, in the order of the pass,
+        from the layers that ran."""
         order = -1 if mark is Mark.PRE_BACKWARD else 1
         of_ran, of_all = (
             self.layers.num_expert_layers_before(self.layers.run_layers),
@@ -264,7 +263,7 @@ class TracedLayers:
         ]
 
     def _boundaries(self, mark: Mark) -> list[Boundary]:
-        """Return where the layers that ran begin in a pass, in its order."""
+        """Return the boundaries at which the layers that ran begin, in the order of the pass."""
         marks = [Boundary(mark, self.units.index((name,))) for name in self.layers.run_layers]
         return marks[::-1] if mark is Mark.PRE_BACKWARD else marks
 
@@ -294,14 +293,14 @@ def _pattern(name: str, layer: str) -> str:
 
 
 def _split_at(items: Sequence[X], marks: Sequence[X]) -> list[Sequence[X]]:
-    """Return what is in front of all these items, and from each to the next."""
+    """Return the items before all marks, and from each mark to the next."""
     ends = [*map(items.index, marks), len(items)]
     assert ends == sorted(ends), "layers do not run one after the other"
     return [items[: ends[0]], *(items[start:end] for start, end in pairwise(ends))]
 
 
 def _sent_again(recording: Recording, marks: Sequence[Event]) -> list[Pairs]:
-    """Return what backward sent again of forward, by layer."""
+    """Return the collectives of forward that backward repeats, by layer."""
     bounds = [recording.backward.index(mark) for mark in marks]
     parts: list[Pairs] = [[] for _ in range(len(bounds) + 1)]
     for place, work in recording.works.get("backward", ()):
@@ -342,11 +341,18 @@ class ContextSlices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
-    """What a plan does to a model before a micro-batch of `batch` samples of `sequence` tokens runs
-    through it. Operators are cut over `mesh`, of which this process plays one rank; `head` is the
-    module that makes the logits of a model that is not built in; `extent` how much operators select
-    by data. `context`: the rank has a slice of the tokens; `slices` of them it has one between the
-    blocks. `experts` leaves a module the rank's own ones."""
+    """The changes of a plan to a model, and the micro-batch that then runs through it.
+
+    Attributes:
+        batch: Samples.
+        sequence: Tokens per sample.
+        mesh: The mesh over which operators are sharded; this process plays one of its ranks.
+        context: The shards of the tokens over cp.
+        experts: Leaves a module only the rank's experts.
+        slices: The number of shards of the tokens between blocks.
+        head: The module that computes the logits of a model that is not built in.
+        extent: The share of elements that operators select by data.
+    """
 
     batch: int
     sequence: int
@@ -420,8 +426,10 @@ class RankPart:
             ),
             samples=samples,
             is_first=index == 0,
-            forward=partial(_forward, loss, samples),
-            loss=partial(_mean, loss, samples) if is_last else None,
+            forward=lambda model: loss.forward(model, samples),
+            loss=(lambda output: loss.of_forward(output, samples) / samples.rows)
+            if is_last
+            else None,
             around=partial(loss.provide_targets, samples),
             extent=self.extent,
         )
@@ -472,20 +480,10 @@ class RankPart:
         return loss
 
     def _samples(self) -> SampleBatch:
+        tokens = of_tokens(torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64))
         if self.context is not None:
-            return token_slices(of_tokens(self._tokens()), self.context.spans)
-        return of_tokens(self._tokens()) if self.spec is None else sample_batch(self.spec)
-
-    def _tokens(self) -> Tensor:
-        return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)
-
-
-def _mean(loss: Loss, samples: SampleBatch, output: Tensor) -> Tensor:
-    return loss.of_forward(output, samples) / samples.rows
-
-
-def _forward(loss: Loss, samples: SampleBatch, model: Any) -> Tensor:
-    return loss.forward(model, samples)
+            return token_slices(tokens, self.context.spans)
+        return tokens if self.spec is None else sample_batch(self.spec)
 
 
 @torch.no_grad()

@@ -184,7 +184,8 @@ class Recorder(Ledger):
         self.events.append(StorageAllocated(number, storage.nbytes(), operator))
         self._newborn = key
         self._of_call += 1
-        if self._of_call > 1 and _is_attention(operator):
+        is_forward = not operator.endswith("_backward")
+        if self._of_call > 1 and is_forward and operator.startswith(_ATTENTION):
             self._statistics.add(number)
 
     def on_resize(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
@@ -247,11 +248,6 @@ def draws(function: torch._ops.OpOverload) -> bool:
     """
     is_fused = function._schema.name.startswith(_ATTENTION)
     return torch.Tag.nondeterministic_seeded in function.tags and not is_fused
-
-
-def _is_attention(operator: str) -> bool:
-    """Return True for the forward operator of fused attention."""
-    return operator.startswith(_ATTENTION) and not operator.endswith("_backward")
 
 
 def _with_completions(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event, ...]:

@@ -70,7 +70,7 @@ Sizes = Mapping[int, RowsSize]
 
 
 class _NoFormula(Exception):
-    """What is allocated is no formula of rows."""
+    """Raised if the allocations are no formula of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def uneven_loads(spec: Spec, plan: Plan, layers: EqualLayers) -> UnevenLoads | N
 
 
 def _operators(recording: Recording) -> object:
-    """What happened, whatever the sizes."""
+    """Return the events of a recording without their sizes."""
     passes = {
         name: [
             replace(event, size=0) if isinstance(event, StorageAllocated) else event
@@ -177,8 +177,8 @@ def rank_part(
     *,
     extent: Extent = Extent.GIVEN,
 ) -> RankPart:
-    """Return what the plan does to a module before it runs on one rank, over the `mesh` of the
-    cutting axes where there are some. `extent`: how much operators select by data."""
+    """Return the changes of the plan to a module on one rank, over the `mesh` of the sharding axes
+    if there are any. `extent` is the share of elements that operators select by data."""
     plan = lower(spec, facts)
     cut = MicroBatchCut(samples=spec.batch.micro, slices=plan.boundary_slices)
     return RankPart(
@@ -241,19 +241,12 @@ def stage_traces(
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
             units = stage.stage_units(facts.unit_modules)
-            if (kind := _kind_of_stage(spec, stage, len(stages))) not in traced:
+            layers = EqualLayers.from_spec(spec, stage.layers)
+            kind = stage.index == 0, stage.index == len(stages) - 1, layers.rows
+            if kind not in traced:
                 traced[kind] = trace(stage, units)
-            traces.append(
-                traced[kind].stage_trace(EqualLayers.from_spec(spec, stage.layers), units)
-            )
+            traces.append(traced[kind].stage_trace(layers, units))
     return traces
-
-
-def _kind_of_stage(spec: Spec, stage: Stage, stages: int) -> Hashable:
-    """Return what stages have in common that do alike: none but its own layers where nobody says
-    that these do."""
-    rows = EqualLayers.from_spec(spec, stage.layers).rows
-    return stage.index == 0, stage.index == stages - 1, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +313,7 @@ class PartTraces:
 
 
 def _of_halves(recording: Recording) -> Recording:
-    """Return what the halves of a backward pass did, as if they were the two passes."""
+    """Return the events of the two halves of a backward pass as two passes."""
     passes = {"forward": recording.passes["input"], "backward": recording.passes["weight"]}
     return replace(recording, passes=passes, moved=(), works={})
 
@@ -342,8 +335,8 @@ def joined_works(by_place: Sequence[Sequence[StageTrace]]) -> tuple[WorkByKind, 
 
 
 def _join_stages(stages: Sequence[WorkByKind]) -> WorkByKind:
-    """What a later stage does before its layers, or an earlier one behind them, is its first or its
-    last layer's."""
+    """Join the work of stages. Work of a later stage before its layers, or of an earlier stage
+    after them, is added to its first or last layer."""
     first, last = stages[0].to_model, stages[-1].to_model
     layers: list[LayerWork] = []
     for place, stage in enumerate(stages):

@@ -39,6 +39,7 @@ from ptrain.internals.dtensor import clear_shape_caches
 from ptrain.internals.fakes import READ, FakeTensorMode
 from ptrain.interpreter.look import build_module
 from ptrain.models.boundary import PYTHONS, UserCodeError
+from ptrain.models.compiled import silent_blocks
 from ptrain.models.facts import untraced_facts
 from ptrain.models.initialize import build_model, cast_module
 from ptrain.models.numerics import TORCH_DTYPES
@@ -382,7 +383,7 @@ def _play(
     _forget_ranks()
     mesh = _mesh(spec, index)
     if large is not None:
-        with large.running(), kernels_for(spec):
+        with large.running(), kernels_for(spec), silent_blocks(spec.compile):
             return _part_of(large.module, spec, mesh, extent, is_kept=True)
     module = build_model(
         spec.model,
@@ -391,7 +392,7 @@ def _play(
         seed=spec.train.seed,
     )
     cast_module(module, TORCH_DTYPES[spec.precision.effective_layout.parameters])
-    with kernels_for(spec):
+    with kernels_for(spec), silent_blocks(spec.compile):
         return _part_of(module, spec, mesh, extent)
 
 

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ptrain.axes.context.attention import EXCHANGING, ContextKind, ContextPart, parts_told_apart
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.blocks import OVER_CONTEXT
-from ptrain.derivation.tables import SYMBOLS, Pieces, Place, Setting, has_own_tables
+from ptrain.derivation.tables import SYMBOLS, Pieces, Place, Setting
 from ptrain.derivation.work import unroll_hops
 from ptrain.models.work import VIEW
 from ptrain.spec.activations import ActivationMode
@@ -200,7 +200,8 @@ def loss_settings() -> Iterator[Setting]:
             if setting.cut is None:
                 yield setting
                 yield replace(setting, loss=LossSpec(fused=True))
-            elif has_own_tables(setting.cut.table_name):
+            # Plans of these kinds have no other tables.
+            elif not setting.cut.table_name.startswith(("saved", "naive")):
                 yield setting
 
 

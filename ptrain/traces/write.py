@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,12 +25,6 @@ from ptrain.traces.settings import Make, fake_mesh, settings
 from ptrain.traces.work_tables import LossTable, loss_settings
 
 
-class Maker(Protocol):
-    """The interface of classes that make a table."""
-
-    def build(self) -> dict[str, object]: ...
-
-
 def block_settings() -> Iterator[Setting]:
     """Yield one setting for each way in each table of blocks."""
     part, seen = TablePart.BLOCK, dict[tuple[str, str], Setting]()
@@ -40,7 +33,7 @@ def block_settings() -> Iterator[Setting]:
     yield from seen.values()
 
 
-MakerOf = Callable[[Setting, DeviceMesh | None], Maker]
+MakerOf = Callable[[Setting, DeviceMesh | None], PassTable | BlockTable | LossTable]
 MAKERS: dict[TablePart, tuple[MakerOf, Callable[[], Iterator[Setting]]]] = {
     TablePart.PASSES: (PassTable, settings),
     TablePart.BLOCK: (BlockTable, block_settings),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ptrain.cost import Footprint, Phase, Traffic, add_traffic
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts
 from ptrain.rooms.ghost import Ghost
@@ -84,4 +84,4 @@ class StepOfUnits(Life):
 def residents(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Footprint]:
     """Yield the bytes that live from step to step, by state and tier."""
     assert isinstance(plan.wrap, FlatUnits)
-    yield from wrapping(spec, plan, facts).footprints(0)
+    yield from make_wrapping(spec, plan, facts).footprints(0)

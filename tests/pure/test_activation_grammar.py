@@ -94,12 +94,12 @@ def test_m_of_a_data_axis_goes_with_s_of_tp():
     ],
 )
 def test_blocks_are_kept_each_in_its_way_and_those_between_are_r(written, of_4_blocks):
-    assert loaded(activations=written).activations.of(4) == of_4_blocks
+    assert loaded(activations=written).activations.block_modes(4) == of_4_blocks
 
 
 def test_of_blocks_that_are_m_every_nth_is_recomputed():
     spec = loaded(activations={"1-": "M"}, recompute={"every": 2})
-    assert spec.activations.of(6) == (PLAIN, M, PLAIN, M, PLAIN, M)
+    assert spec.activations.block_modes(6) == (PLAIN, M, PLAIN, M, PLAIN, M)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_budget_alone_leaves_the_policy_open():
     assert spec.activations == ActivationSpec(default=M, budget=2**31, is_open=True)
     with_modes = loaded(activations={"0-1": "M", "2-": "O"}, recompute={"budget": "2 GiB"})
     assert with_modes.activations.is_open
-    assert with_modes.activations.of(3) == (M, M, ON_HOST)
+    assert with_modes.activations.block_modes(3) == (M, M, ON_HOST)
 
 
 @pytest.mark.parametrize("policy", ["selective", "attention", "full"])

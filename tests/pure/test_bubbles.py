@@ -87,7 +87,7 @@ def test_dualpipevs_bound_holds_where_pairs_overlap():
             bound = SCHEDULES[ScheduleName.DUALPIPEV].cost.bubble(size, stage, hidden)
             assert bound and bound.relation is Relation.AT_MOST
             assert (
-                max(simulate(made, costs_of(made, stage, hidden=hidden)).idle_times) <= bound.idle
+                max(simulate(made, costs_of(made, stage, overlap=hidden)).idle_times) <= bound.idle
             )
 
 

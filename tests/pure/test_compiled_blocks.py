@@ -88,18 +88,15 @@ def test_blocks_are_compiled_after_recomputation_and_before_they_are_wrapped():
 
 
 def test_states_and_traffic_are_predicted_where_the_bytes_of_programs_are_not(monkeypatch):
-    spec = compiled("tp")
+    spec = compiled("tp", "device=cuda")
     facts = facts_from_shape(spec)
     assert facts is not None
-    exact, plain = derive(spec, facts).exact, derive(load("tp").spec).exact
+    exact, plain = derive(spec, facts).exact, derive(load("tp", ["device=cuda"]).spec).exact
     assert {"activations", "peak"} <= exact.undefined.keys()
-    assert "sharded are not predicted yet" in exact.undefined["peak"]
+    assert "GPUs are not predicted yet" in exact.undefined["peak"]
     assert not exact.peak and exact.traffic == plain.traffic
     states = {row.state: row for row in plain.memory if not row.rank}
     assert all(states[row.state] == row for row in exact.memory if not row.rank)
-    on_gpus = facts_from_shape(compiled("ddp", "device=cuda"))
-    assert on_gpus is not None
-    assert "GPUs" in derive(compiled("ddp", "device=cuda"), on_gpus).exact.undefined["peak"]
     monkeypatch.setattr(estimate, "torch_minor", lambda: "2.12")
     unproven = facts_from_shape(compiled("ddp"))
     assert unproven is not None

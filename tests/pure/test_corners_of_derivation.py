@@ -10,7 +10,7 @@ from ptrain.axes.data.cuts import ShardLayout
 from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation import wire
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.table import make_wrapping
 from ptrain.derivation.ghosts.wrapping import clip_bytes, micro_batches
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tape import Scene, Tape
@@ -119,7 +119,7 @@ def test_norms_of_long_tensors_take_whole_bytes():
 def test_flat_buffers_are_those_of_rank_0():
     spec = make_spec({SHARD: (2, tuple_of("R,S,S"))})
     plan = lower(spec, FACTS)
-    rows = list(wrapping(spec, plan, FACTS).footprints(0))
+    rows = list(make_wrapping(spec, plan, FACTS).footprints(0))
     assert [(row.rank, row.state.value) for row in rows] == [
         (0, "parameters"),
         (0, "optimizer"),

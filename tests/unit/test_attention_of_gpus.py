@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ptrain.derivation import attention
+from ptrain.derivation import kernels
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.models.kernels import AttentionCall, kernels_of
 from ptrain.models.ledger import storage_of
@@ -53,7 +53,8 @@ def test_attention_that_is_no_kernel_here_is_noted(query, value, noted):
 def test_what_is_derived_and_what_is_simulated_know_the_same_attention(kept, is_known, monkeypatch):
     """Of activations that leave GPUs no GPU's kernels are counted, so that any will do."""
     choice = {"80": {"fp32": [[8, 256, "flash"]]}, "90": {"fp32": []}}
-    monkeypatch.setattr(attention, "_choice", lambda _torch: choice)
+    table = {"choice": choice, "ungrouped": []}
+    monkeypatch.setattr(kernels, "_of_torch", lambda name, _torch: table[name])
     cluster = "cluster={preset: h100-8, sm: 90}"
     spec = load("ddp", (cluster, "precision.layout=fp32", f"activations={kept}")).spec
     exact = derive(spec, facts_from_shape(spec)).exact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -34,21 +35,40 @@ def test_ranks_that_load_published_weights_read_and_hold_what_they_keep():
     assert "Verdict: holds.\n" in text
 
 
-def test_the_gpu_kit_runs_dry_slice_by_slice_and_goes_on_where_it_stopped(tmp_path):
-    def kit() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(ROOT / "benchmarks" / "gpu.sh"), "--dry", str(tmp_path), "kernels", "blocks"],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env=os.environ | {"PYTHON": sys.executable},
-            check=False,
-        )
+def kit(folder: Path, *slices: str) -> subprocess.CompletedProcess[str]:
+    """Run slices of the GPU kit on the CPU."""
+    return subprocess.run(
+        [str(ROOT / "benchmarks" / "gpu.sh"), "--dry", str(folder), *slices],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHON": sys.executable},
+        check=False,
+    )
 
-    first, second = kit(), kit()
+
+def test_the_gpu_kit_runs_dry_slice_by_slice_and_goes_on_where_it_stopped(tmp_path):
+    first, second = (kit(tmp_path, "kernels", "blocks") for _ in range(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks.json", "kernels.json"]
     assert second.stdout.count("done before") == 2
-    for ran in (first, second):  # the other slices are left out
+    for ran in (first, second):
         assert ran.returncode == 1
         assert "nothing is proven" in ran.stdout
         assert ran.stdout.count("| +0 |") == 18
+
+
+def test_every_kind_of_steps_of_the_gpu_kit_runs_dry_and_stays_unproven(tmp_path):
+    slices = ("parts", "steps-3b", "steps-replicas", "fp8")
+    ran = kit(tmp_path, *slices)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(slices), ran.stderr
+    losses = {}
+    for name in ("steps-3b", "steps-replicas"):
+        for case, entry in json.loads((tmp_path / f"{name}.json").read_text())["real"].items():
+            losses[case] = {run: taken["losses"] for run, taken in entry["runs"].items()}
+    assert len(losses) == 10  # of three sizes by three strategies, and of one
+    for case, runs in losses.items():
+        of_ptrain, by_hand = runs[[*runs][-2]], runs["by hand"]
+        assert by_hand[0] == pytest.approx(of_ptrain[0], rel=1e-3), case
+    assert "| C++ compiler | ok |" in ran.stdout
+    assert ran.stdout.count("| – | unproven |") == 7
+    assert "| holds |" not in ran.stdout and "nothing is proven" in ran.stdout

@@ -206,8 +206,8 @@ def split_degree(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int,
 
 
 def kv_repeats(ulysses: int, kv_heads: int) -> int:
-    """Return how often key-value heads are repeated, so that all ranks of a Ulysses group have as
-    many.
+    """Return the number of repetitions of key-value heads that gives all ranks of a Ulysses group
+    equal numbers.
 
     The result is 1 if the degree divides them. `kv_heads` are those of a rank of tp.
     """
@@ -274,7 +274,7 @@ def left_to_others(spec: Spec) -> str:
 
 
 def held_tokens(spec: Spec) -> int:
-    """Return how many tokens of a sample a rank stores, of inputs and targets together.
+    """Return the number of tokens of a sample that a rank stores, of inputs and targets together.
 
     A rank with all tokens stores both as views of sequence + 1 tokens, unless some targets are
     ignored.

@@ -1,9 +1,9 @@
-"""Which tuples the context axis takes, and which specs.
+"""Legal tuples and specs of the context axis.
 
-A rank of cp has a slice of the tokens of every sample, and addends of all gradients: of Theta,
-Omega and G any triple is legal that is legal on a data axis. A is S, or S* where the slices of keys
-and values are gathered and kept so; R would be duplicate samples. Of 625 tuples 190 are legal, 95
-triples times two, with an optimizer that keeps state 160, with one that needs whole matrices 48.
+A rank of cp has a shard of the tokens of every sample, and a partial sum of all gradients. Any (Θ,
+Ω, G) that is legal on a data axis is legal. A is S, or S* if keys and values are all-gathered and
+saved so; R would duplicate samples. Of 625 tuples 190 are legal: 95 triples times two. For an
+optimizer that keeps state there are 160, for one that needs full matrices 48.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def _head_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _heads_of(spec: Spec) -> int:
-    """Return how many query heads tp leaves a rank; 0 of a model that is not built in, whose
-    modules say it."""
+    """Return the number of query heads on a rank of tp; 0 for a model that is not built in, whose
+    modules determine it."""
     shape = spec.model
     return shape.heads // spec.degree(Axis.TP) if isinstance(shape, ModelShape) else 0
 
@@ -326,8 +326,11 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
 
 
 def _position_faults(spec: Spec) -> Iterator[Fault]:
-    """With an odd number of neighbours the middle one has the end of an early chunk and the
-    beginning of a late one; the others have one stretch."""
+    """Yield a fault if a rank's tokens are two ranges, which learned positions do not support.
+
+    With an odd number of neighbours, the middle one has the end of an early chunk and the beginning
+    of a late one. All others have one range.
+    """
     factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
     is_cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
     if factor is None or not is_cut or not isinstance(attention, Hybrid):

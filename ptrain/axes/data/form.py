@@ -81,9 +81,12 @@ def when_gathered(spec: Spec) -> GatherAfterUpdate:
 
 
 def units_ahead(spec: Spec, form: Form) -> int | None:
-    """Return how many units are gathered ahead of their use; None for what torch's part does by
-    itself. Where the spec does not say, flat units that come by unit bring the next one beside what
-    is computed; but in a pipeline, whose passes they do not outlive."""
+    """Return the number of units gathered ahead of their use; None for the default of torch's
+    implementation.
+
+    By default, flat units that are gathered unit by unit prefetch the next one during compute,
+    except in a pipeline, whose passes the prefetched unit would not outlive.
+    """
     if spec.prefetch is not None or form is not Form.FLAT:
         return spec.prefetch
     is_alone = spec.overlap is Overlap.NONE or spec.degree(Axis.PP) > 1
@@ -91,7 +94,7 @@ def units_ahead(spec: Spec, form: Form) -> int | None:
 
 
 def comes_by_unit(spec: Spec) -> bool:
-    """Whether parameters are brought to the device, or made, by unit for their use."""
+    """Return True if parameters are gathered or made unit by unit for use."""
     factors = (*data_factors(spec), *frozen_factors(spec))
     brought = has_distribution(factors, State.PARAMETERS, *CUT, Distribution.MATERIALIZED)
     return brought or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE

@@ -10,7 +10,7 @@ from math import gcd
 from ptrain.axes.candidates import AxisOption, FixedChoices, divisors, single_axis_space
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.cost import Collective
-from ptrain.errors import Fault, SpecError
+from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import TOKEN_AXES, Axis, Factor, Placement, R
@@ -130,7 +130,12 @@ def experts_of(
     if factor is None or layers is None:
         return None
     if layers.number % factor.degree:
-        raise SpecError(_division_fault(factor.degree, layers.number))
+        divide = [d for d in range(1, layers.number + 1) if layers.number % d == 0]
+        raise refused(
+            "mesh.ep",
+            f"{factor.degree} ranks do not divide {layers.number} experts",
+            f"Use one of {', '.join(map(str, divide))} for `mesh.ep`.",
+        )
     if wrong := histogram_fault(spec, layers):
         raise SpecError(wrong)
     modules = [module for unit in units for module in unit]
@@ -149,15 +154,6 @@ def experts_of(
         folded=spec.folded_axes,
         counting=counting,
         spans=tuple(_routed_spans(spec, counting)) if counting else (),
-    )
-
-
-def _division_fault(degree: int, experts: int) -> Fault:
-    divide = [d for d in range(1, experts + 1) if experts % d == 0]
-    return Fault(
-        place="mesh.ep",
-        finding=f"{degree} ranks do not divide {experts} experts",
-        remedy=f"Use one of {', '.join(map(str, divide))} for `mesh.ep`.",
     )
 
 

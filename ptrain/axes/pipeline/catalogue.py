@@ -375,7 +375,7 @@ SCHEDULES = {
         stages=1,
         cost=ScheduleCost(
             bubble=cost.serial_bubble,
-            in_flight=cost.one_in_flight,
+            in_flight=lambda *_: 1,  # one micro-batch at a time
         ),
         is_serial=True,
     ),
@@ -423,7 +423,7 @@ SCHEDULES = {
         order=orders.zbv_order,
         stages=2,
         cost=ScheduleCost(
-            bubble=cost.no_formula,
+            bubble=lambda *_: None,  # the literature has no formula
             in_flight=cost.in_flight_of_zbv,
             is_v_shaped=True,
         ),

@@ -101,10 +101,6 @@ def _closed_form(
     return ClosedForm(idle=idle, ideal=chunks * whole, relation=relation)
 
 
-def no_formula(pipeline: PipelineShape, cost: StageCost, hidden: float) -> None:
-    """Return None: the literature has no formula."""
-
-
 def serial_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) -> ClosedForm:
     """Return the wait of a schedule in which one rank computes at a time."""
     idle = (
@@ -150,11 +146,6 @@ def dualpipev_bubble(pipeline: PipelineShape, cost: StageCost, hidden: float) ->
 
 
 # -------- chunks in flight
-
-
-def one_in_flight(pipeline: PipelineShape, rank: int) -> int:
-    """Return 1, for a schedule with one micro-batch at a time."""
-    return 1
 
 
 def all_in_flight(pipeline: PipelineShape, rank: int) -> int:

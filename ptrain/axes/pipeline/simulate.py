@@ -59,7 +59,7 @@ class Costs(NamedTuple):
     Attributes:
         stages: The costs of each stage.
         communication: Time of one message between ranks.
-        hidden: Time that a pair saves compared with its actions one after the other.
+        overlap: Time that a pair saves compared with its actions one after the other.
     """
 
     stages: tuple[StageCost, ...]

@@ -258,7 +258,14 @@ def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> R
         *(ends.front if stage.index else ()),
         *(ends.behind if stage.index < stages - 1 else ()),
     )
-    kept = tuple(pair for pair in roles if not any(_is_role_of(pair[0], name) for name in gone))
+    kept = tuple(
+        (pattern, role)
+        for pattern, role in roles
+        # a pattern may be for a module, or for a part of it
+        if not any(
+            matches_pattern(pattern, name) or pattern.startswith(f"{name}.") for name in gone
+        )
+    )
     copied = {copy.rpartition(".")[0]: name.rpartition(".")[0] for name, copy in stage.copied}
     heads = tuple(
         (head, Role.HEAD)
@@ -267,8 +274,3 @@ def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> R
         and not any(matches_pattern(pattern, head) for pattern, _ in kept)
     )
     return (*kept, *heads)
-
-
-def _is_role_of(pattern: str, module: str) -> bool:
-    """Return True if a role's pattern is for a module, or for a part of it."""
-    return matches_pattern(pattern, module) or pattern.startswith(f"{module}.")

@@ -69,7 +69,7 @@ def cut_sizes(shape: ModelShape, *, has_whole_experts: bool = False) -> dict[str
 
 
 class OperatorSharding(Protocol):
-    """How a plan shards a model's operators (`steps.step.Parallelize`)."""
+    """The interface of a plan's operator sharding (`steps.step.Parallelize`)."""
 
     @property
     def roles(self) -> Roles: ...

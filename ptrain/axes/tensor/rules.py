@@ -1,8 +1,8 @@
-"""Which tuples the tensor axis takes, and what a model must be to be cut over it.
+"""Legal tuples of the tensor axis, and requirements on the model.
 
-Every rank of it works on the same samples with a slice of each operator: Theta, Omega and G are S.
-Activations are whole between the sub-blocks (R), a slice of the tokens there (S), or that with what
-the operators save cut too (S*).
+All ranks work on the same samples, each with a shard of every operator: Θ, Ω and G are S. Between
+sub-blocks, activations are full (R), a shard of the tokens (S), or such a shard with the operators'
+saved inputs sharded as well (S*).
 """
 
 from __future__ import annotations

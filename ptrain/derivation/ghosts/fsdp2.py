@@ -37,8 +37,8 @@ from ptrain.units import row_major
 
 
 class UnitShards(NamedTuple):
-    """How a unit is sharded: over `ranks` ranks of `axes`, with `replicas` of the shards over other
-    axes.
+    """The sharding of a unit: over `ranks` ranks of `axes`, with `replicas` of the shards over
+    other axes.
 
     Without axes the unit is not wrapped, and is one shard.
     """

@@ -102,7 +102,7 @@ class Sharded(InPlace):
         return list(zip(*rows, strict=True)) or [()] * self.ranks
 
     @cached_property
-    def stored(self) -> int:
+    def stored_elements(self) -> int:
         """The elements of one rank's part of all tensors, including padding."""
         return sum(times * self._padded_elements(unit) for unit, times in self.kinds)
 
@@ -118,13 +118,13 @@ class Sharded(InPlace):
             for unit, times in self.kinds
         )
 
-    def updated(self, unit: UnitFacts, shard: int) -> tuple[Shape, ...]:
+    def updated_shapes(self, unit: UnitFacts, shard: int) -> tuple[Shape, ...]:
         shards = self._shards(unit)
         index = self._shard_index(shards, shard)
         return tuple(shards.local_shape(shape, index) for shape in unit.trained_shapes)
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
-        layout, stored = self.wrapped.plan.update.layout, self.stored
+        layout, stored = self.wrapped.plan.update.layout, self.stored_elements
         optimizer = self.optimizer_bytes(shard)
         parameters = stored * layout.parameters.itemsize
         if self.owns_master:  # the shards are the master copies

@@ -86,7 +86,7 @@ class InPlace(Wrapping):
         self._costs: dict[tuple[Shapes, bool], Cost] = {}
 
     @cached_property
-    def stored(self) -> int:
+    def stored_elements(self) -> int:
         """The elements of parameters on every rank, including padding."""
         return self.wrapped.facts.numel
 
@@ -101,7 +101,7 @@ class InPlace(Wrapping):
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout = self.wrapped.plan.update.layout
-        parameters = self.stored * layout.parameters.itemsize
+        parameters = self.stored_elements * layout.parameters.itemsize
         gradients = self.stored_gradients * layout.gradients.itemsize
         return state_rows(parameters, self.optimizer_bytes(shard), gradients)
 
@@ -454,7 +454,7 @@ class SpreadUpdate(Replicas):
             times * self.update_cost(case, [False]).kept for case, times in shapes.items()
         )
         gradients = self.stored_gradients * layout.gradients.itemsize
-        frozen = (self.stored - self.stored_gradients) * layout.parameters.itemsize
+        frozen = (self.stored_elements - self.stored_gradients) * layout.parameters.itemsize
         return state_rows(sum(self.parameter_buckets()) + frozen, optimizer, gradients)
 
     def notes(self) -> Iterator[str]:

@@ -178,7 +178,7 @@ class Units(Wrapping):
         """
         yield from self._rows[1]
 
-    def scalars(self) -> Iterator[Traffic]:
+    def scalar_copies(self) -> Iterator[Traffic]:
         """Yield the copies of scalars that gradients on the host need.
 
         The norm is copied to the device to be reduced, and back. With loss scaling, the overflow

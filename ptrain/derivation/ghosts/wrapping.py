@@ -56,10 +56,10 @@ class WrapContext(NamedTuple):
 
 
 class Wrapping(Protocol):
-    """How a plan wraps a model. A shard is a rank's place along `Plan.differing_axes`. By default
-    all ranks are equal, and the wrap communicates nothing.
+    """The simulation of the wrap of a model. A shard is a rank's index along `Plan.differing_axes`.
+    By default all ranks are equal, and the wrap communicates nothing.
 
-    `reach` is how many neighbouring units a unit affects. None is unknown.
+    `reach` is the number of neighbouring units that a unit affects; None if unknown.
     """
 
     wrapped: WrapContext

@@ -100,13 +100,13 @@ class SampleSlices(SampleTokens):
 
 
 def _count_choices(chosen_BKT: Tensor, num_experts: int) -> Tensor:
-    """Return how many tokens chose each expert first, second and so on [B, K, E]."""
+    """Return the number of tokens that chose each expert first, second and so on [B, K, E]."""
     zeros_BKE = chosen_BKT.new_zeros(*chosen_BKT.shape[:-1], num_experts)
     return zeros_BKE.scatter_add(-1, chosen_BKT, torch.ones_like(chosen_BKT))
 
 
 def _count_before(counts_BKLE: Tensor) -> Tensor:
-    """Return how many choices come before each count: all with a lower K, and with equal K those of
+    """Return the number of choices before each count: all with a lower K, and with equal K those of
     earlier ranges."""
     flat = counts_BKLE.flatten(1, 2)
     return (flat.cumsum(1) - flat).unflatten(1, counts_BKLE.shape[1:3])

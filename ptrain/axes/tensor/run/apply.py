@@ -119,7 +119,7 @@ class FusedOrder:
         return {name: self._permute(name, tensor, back=False) for name, tensor in named.items()}
 
     def held_features(self, path: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return what a module gives, with the features of a fused projection in the order of the
+        """Return a module's output with the features of a fused projection in the order of the
         ranks."""
         if not (lengths := self._lengths(f"{path}.weight")):
             return whole
@@ -184,9 +184,12 @@ _SEED_BYTES = 7  # a seed is a positive 64-bit number
 
 
 class RankRandomness:
-    """Within a module, or from its column layers to its row, a rank draws from a place of its own,
-    which follows from where the device's default generator stands, from the module and from the
-    rank: nothing is kept between steps. Nothing is done where a module draws nothing."""
+    """The separate random numbers of a rank inside a module, or between its column layers and its
+    row layer.
+
+    The seed depends on the state of the device's default generator, on the module and on the rank,
+    so nothing is stored between steps. Modules that draw nothing are left unchanged.
+    """
 
     def __init__(self, index: int, device_type: str) -> None:
         self.index = index
@@ -195,7 +198,7 @@ class RankRandomness:
         self._num_modules = 0
 
     def register(self, module: nn.Module) -> None:
-        """While `module` trains."""
+        """Draw separately within `module` during training."""
         if drops_out(module):
             module.register_forward_pre_hook(self._make_enter_hook())
             module.register_forward_hook(self._leave, always_call=True)
@@ -203,8 +206,11 @@ class RankRandomness:
     def register_between(
         self, module: nn.Module, columns: Iterable[nn.Module], row: nn.Module
     ) -> None:
-        """From what the first of a module's `columns` gives, which is cut, to what `row` takes:
-        behind that every rank has the same again. Backward may stop a module that runs again."""
+        """Draw separately from the sharded output of the first of `columns` to the input of `row`.
+
+        After `row`, all ranks have equal values again. The hook on `module` restores the state if
+        backward stops a recomputation early.
+        """
         if drops_out(module):
             enter = self._make_enter_hook()
             for column in columns:
@@ -238,8 +244,8 @@ class RankRandomness:
 
 
 class _NoTracker:
-    """Stands where torch keeps its tracker of DTensors' random numbers, and does nothing: torch's
-    own is the same for all ranks, takes a broadcast to begin with and warns on CPUs."""
+    """A no-op replacement for torch's tracker of DTensor random numbers. torch's tracker draws the
+    same numbers on all ranks, starts with a broadcast and warns on CPUs."""
 
     distribute_region_enabled = False
 
@@ -248,8 +254,8 @@ class _NoTracker:
 
 
 def drawn_by_rank() -> AbstractContextManager[None]:
-    """Within it a DTensor's random numbers are those of the rank's own generator, whose seed says
-    which ranks draw alike. Sets torch's tracker of them."""
+    """Temporarily draw a DTensor's random numbers from the rank's default generator, whose seed
+    determines which ranks draw equally. Replaces torch's tracker."""
     module, tracker = RANDOM
     return replace_attributes(module, **{tracker: _NoTracker()})
 
@@ -299,8 +305,8 @@ def _distribute_module(
 
 
 class LocalCounts:
-    """While a module runs, its first floating tensor is as wide as the rank's part of it, for code
-    that reads its shape; `columns`, which take it, get all of it."""
+    """Narrows the first floating-point input of a module to the rank's width while it runs, for
+    code that reads its shape. `columns`, which take the input, get all of it."""
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
@@ -310,7 +316,8 @@ class LocalCounts:
     def register(
         self, module: nn.Module, attributes: Iterable[str], columns: list[nn.Module]
     ) -> None:
-        """Called once the styles of the columns are applied, before which they are to look."""
+        """Register the hooks. Call it after the styles of the columns are applied, so that these
+        run first."""
         for attribute in attributes:
             setattr(module, attribute, getattr(module, attribute) // self.degree)
         if columns:
@@ -435,8 +442,8 @@ def local_loss(loss: torch.Tensor) -> torch.Tensor:
 
 
 def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
-    """Return what computes the loss of a slice of the tokens at a time; where the logits do not
-    stay cut over the vocabulary, those of a slice are made whole."""
+    """Return the function that computes the loss of a slice of the tokens. If logits do not stay
+    sharded over the vocabulary, those of the slice are all-gathered."""
     if tensor is None or tensor.loss_parallel:
         return LossInHead(step)
 
@@ -447,12 +454,12 @@ def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
 
 
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes the context of a micro-batch's forward, loss and backward."""
+    """Return a factory of the context for a micro-batch's forward, loss and backward."""
     return nullcontext if step is None else drawn_by_rank
 
 
 def _activation_placement(step: Parallelize) -> Placement:
-    """Return what a rank has of the tokens between the sub-blocks."""
+    """Return the placement of the tokens between sub-blocks."""
     return Shard(SEQUENCE) if step.is_sequence else Replicate()
 
 

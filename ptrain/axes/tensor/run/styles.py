@@ -38,8 +38,8 @@ from ptrain.rooms.comm import TagRegistry
 
 
 class _ParameterTransform(ParallelStyle):
-    """While a module runs, its own parameters are what `through` makes of them, whoever holds
-    them."""
+    """A style that replaces a module's direct parameters by the result of `transform` while the
+    module runs."""
 
     @abstractmethod
     def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
@@ -55,7 +55,7 @@ class _ParameterTransform(ParallelStyle):
 
 
 class LocalShards(_ParameterTransform):
-    """Of a tensor that is cut, for a module that computes with the rank's slice alone."""
+    """Passes the local shard of each parameter, for a module that computes only with that."""
 
     def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -68,15 +68,16 @@ class _TaggingTransform(_ParameterTransform):
 
 
 class GradientsLikeParameters(_TaggingTransform):
-    """Of a tensor that is used on a rank's tokens, or cut while its gradient comes whole."""
+    """Gives gradients the placement of their parameters: for parameters that are used on a rank's
+    tokens, or that are sharded but whose gradients are full."""
 
     def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         return _GradientLikeParameter.apply(parameter, self.registry)
 
 
 class SummedGradients(_TaggingTransform):
-    """Of a tensor that every rank has whole and uses on its own slice of the features (a norm of
-    the heads within attention): what the ranks' gradients add up to is the gradient of each."""
+    """Sums gradients over the ranks: for a replicated parameter that each rank uses on its shard of
+    the features, such as a norm of the heads within attention."""
 
     def transform(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         return _SumGradient.apply(parameter, device_mesh.get_group(), self.registry)
@@ -160,7 +161,8 @@ class _SavedTensor:
 
 
 class _GatherSource:
-    """What a slice is gathered to, from the first use of a saved view to the last."""
+    """The all-gathered tensor of a shard, which lives from the first to the last use of its saved
+    views."""
 
     def __init__(self, device_mesh: DeviceMesh, dim: int) -> None:
         self.device_mesh = device_mesh
@@ -199,7 +201,7 @@ class Regather:
         self._hooks.__enter__()
 
     def record_gather(self, part: torch.Tensor, gathered: DTensor) -> None:
-        """Notes that `gathered` was gathered of `part`."""
+        """Record that `gathered` was all-gathered from `part`."""
         self._source = _GatherSource(self.device_mesh, self.dim)
         self._part = part.detach()
         self._key = gathered.to_local().untyped_storage()._cdata
@@ -273,7 +275,8 @@ class FullInput(_TokenStyle):
 
 
 class LocalFullInput(FullInput):
-    """The same, as a tensor of the rank's own: what its users' gradients add up to is an addend."""
+    """All-gathers the first floating-point input like `FullInput`, but as a local tensor, whose
+    gradient is a partial sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
@@ -286,8 +289,8 @@ class LocalFullInput(FullInput):
 
 
 class PartialSums(LocalFullInput):
-    """The same, and what the module returns is a part of the ranks' sum. Within it nothing is a
-    DTensor."""
+    """All-gathers the input like `LocalFullInput`; the module's output is a partial sum. Inside the
+    module nothing is a DTensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
@@ -317,7 +320,7 @@ class InnerShards(ParallelStyle):
 
 
 class FullOutput(_TokenStyle):
-    """What a module returns is made whole, as a DTensor."""
+    """All-gathers a module's output, as a DTensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(
@@ -327,8 +330,7 @@ class FullOutput(_TokenStyle):
 
 
 class ShardTokens(_TokenStyle):
-    """Of the first floating tensor that a module is given, which all ranks have alike, each takes
-    its part."""
+    """Shards the first floating-point input, which is equal on all ranks, by tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def part(whole: torch.Tensor) -> torch.Tensor:
@@ -342,8 +344,7 @@ class ShardTokens(_TokenStyle):
 
 
 class GatherTokens(_TokenStyle):
-    """Of the first tensor that a module returns, of which each rank has its part, all get the
-    whole."""
+    """All-gathers the first output tensor, which is sharded by tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def leave(_: nn.Module, __: object, output: Any) -> Any:
@@ -385,7 +386,7 @@ class HeadParallel(ColwiseParallel):
 
 
 class ReplicateParallel(ParallelStyle):
-    """Every rank has all of a module's tensors, and uses them on its part of the tokens."""
+    """Replicates a module's parameters, which each rank uses on its part of the tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def replica(_: str, own: torch.Tensor) -> DTensor:
