@@ -106,10 +106,10 @@ def joining(on: Watched[Any]) -> Statements:
     """Several tensors are cast and copied by one operator each."""
     room = on.room
     for tier in Tier:
-        sources = [room.new(size, DType.FP32, tier, OMEGA, "source") for size in (6, 4)]
+        sources = [room.new_empty(size, DType.FP32, tier, OMEGA, "source") for size in (6, 4)]
         for dtype in (DType.FP32, DType.BF16, DType.FP64):
             yield *sources, *room.cast_all(sources, dtype)
-        places = [room.new(size, DType.BF16, tier, G, "place") for size in (6, 4)]
+        places = [room.new_empty(size, DType.BF16, tier, G, "place") for size in (6, 4)]
         room.copy_all([*zip(sources, places, strict=True)])
         yield *sources, *places
 
