@@ -25,7 +25,7 @@ def program_steps(
     """Return ptrain's next step: its sampler, its program, its counter; on the ranks that are
     there, or of a world of fake ones, which count nothing. `read` makes a result of the loss: with
     `float` the host waits for every step, as the hand-written loop does."""
-    from ptrain.data.corpus import corpus
+    from ptrain.data.corpus import open_corpus
     from ptrain.interpreter.program import interpret
     from ptrain.meters.traffic import CollectiveCounter
     from ptrain.runtime.world import World
@@ -33,7 +33,7 @@ def program_steps(
     from ptrain.train.schedule import learning_rate
 
     program = interpret(spec, world=world or World.join(spec.timeout))
-    source, steps = corpus(spec.data), iter(range(10**9))
+    source, steps = open_corpus(spec.data), iter(range(10**9))
     counter = None if world else CollectiveCounter()
 
     def step() -> Any:
@@ -59,12 +59,12 @@ def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
     but drawn beforehand. Of several micro-batches all, where one group has all samples."""
     import torch
 
-    from ptrain.data.corpus import corpus, sample
+    from ptrain.data.corpus import open_corpus, stream_sample
 
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     tokens = torch.from_numpy(source.train.astype("int64"))
     windows, length = source.num_samples(spec.batch.sequence), spec.batch.sequence
-    drawn = [sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
+    drawn = [stream_sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
     own = spec.batch.micro * spec.batch.accumulate
     assert groups == 1 or spec.batch.accumulate == 1, "else its samples are no stretch"
 

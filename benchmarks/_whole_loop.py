@@ -90,7 +90,7 @@ def beside(
     """On one rank: what the whole training of a spec took in so many rounds, and what the others
     did."""
     from ptrain.train.options import Options
-    from ptrain.train.session import run
+    from ptrain.train.session import train_rank
 
     interlude = Interlude(others)
     steps = WARM_UP + rounds + 1  # the last one's end is nobody's beginning
@@ -102,7 +102,7 @@ def beside(
         force=True,
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        run(options, interlude)
+        train_rank(options, interlude)
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     ranks = _num_ranks()

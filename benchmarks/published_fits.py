@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from _script import Script, table_head, table_row
 
-from ptrain.cli.predict import predicted
+from ptrain.cli.predict import predict_spec
 from ptrain.selection.fit import Fit
 from ptrain.units import format_memory
 
@@ -38,7 +38,7 @@ SCRIPT = Script("published_fits")
 
 def predict_fit(job: Job) -> Fit:
     """Return the fit of a job, as `ptrain predict` derives it."""
-    return predicted(job.settings[0], job.settings[1:], allow_import=False).fit
+    return predict_spec(job.settings[0], job.settings[1:], allow_import=False).fit
 
 
 def answer(fit: Fit) -> str:

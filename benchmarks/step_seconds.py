@@ -21,7 +21,7 @@ from _script import Script, table_head, table_row
 from _steps import spearman
 
 from ptrain.algebra.legality import check, find_unsupported
-from ptrain.cli.predict import facts_of
+from ptrain.cli.predict import load_facts
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
@@ -126,7 +126,7 @@ def predicted(case: Case, cluster: str) -> float | None:
     """Return the seconds that a spec's step is predicted to take; of what no table tells, as over
     cp, a trace tells which operators run."""
     spec = load(case.words[0], [*case.words[1:], f"cluster.preset={cluster}"]).spec
-    step = derive(spec, facts_of(spec, allow_import=False)).exact.step
+    step = derive(spec, load_facts(spec, allow_import=False)).exact.step
     return None if step is None else step.seconds
 
 

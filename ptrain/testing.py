@@ -30,7 +30,7 @@ from ptrain.errors import PtrainError, RankFailed, VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder, write_json
-from ptrain.train.launch import launch
+from ptrain.train.launch import launch_ranks
 
 _GRACE = 10.0  # seconds in which the parent of the ranks ends them, before it is killed
 
@@ -169,7 +169,7 @@ def _run_python(
     """
     process = subprocess.Popen(
         [sys.executable, "-P", *words],
-        env=environment.alone(sys.path),
+        env=environment.non_rank_environment(sys.path),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -214,7 +214,7 @@ def _run_parent(words: Sequence[str]) -> int:
     """
     function, num_ranks, folder, arguments = words
     try:
-        return launch(
+        return launch_ranks(
             [function, folder, arguments],
             num_ranks=int(num_ranks),
             folder=RunFolder(Path(folder)),
@@ -234,7 +234,7 @@ def _become_rank(words: Sequence[str]) -> None:
     import torch
 
     from ptrain.runtime.world import World
-    from ptrain.train.rank_exit import live
+    from ptrain.train.rank_exit import run_and_exit
     from ptrain.verification.jobs.job import LoopVerdict
 
     def run() -> int:
@@ -248,7 +248,7 @@ def _become_rank(words: Sequence[str]) -> None:
             write_json(Path(folder) / f"rank{world.rank}.json", returned)
         return 0
 
-    live(run)
+    run_and_exit(run)
 
 
 def _import_function(target: str) -> Any:
@@ -269,6 +269,6 @@ def _import_function(target: str) -> Any:
 
 
 if __name__ == "__main__":
-    if environment.launched():
+    if environment.is_launched():
         _become_rank(sys.argv[1:])
     sys.exit(_run_parent(sys.argv[1:]))

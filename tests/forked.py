@@ -23,7 +23,7 @@ import pytest
 
 from ptrain.traces import tensor_parts
 from ptrain.traces.tensor_parts import main
-from ptrain.train.rank_start import die_with
+from ptrain.train.rank_start import die_with_parent
 from tests.ranks import fork_server
 
 
@@ -118,7 +118,7 @@ def nothing(*_: Any) -> None:
 
 def _answer(question: str, begun: _Begun, patches: Mapping[str, Any], pipe: Connection) -> None:
     """Answer in this process, and leave it without exit handlers."""
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
     begun.take_over()
     for name, value in patches.items():
         mock.patch(name, value).start()

@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from ptrain.train import failure
-from ptrain.train.rank_start import die_with
+from ptrain.train.rank_start import die_with_parent
 from tests.ranks import fork_server
 
 _CAUGHT = (
@@ -80,7 +80,7 @@ def _live(
     errors: Connection,
 ) -> None:
     """Be `python -m MODULE ARGUMENTS` in this process."""
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
     gc.freeze()  # what the fork server imported: no collection need visit it
     os.chdir(cwd)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -36,7 +36,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from ptrain.train.rank_start import die_with
+from ptrain.train.rank_start import die_with_parent
 
 SIZES = (1, 2, 4, 8)
 CALL_SECONDS = 120.0
@@ -238,7 +238,9 @@ def _send(pipe: Connection, value: Any) -> None:
 def _serve(rank: int, size: int, pipe: Connection) -> None:
     """The life of one rank: join the group, answer calls, leave without running exit handlers
     (a gloo process may abort in them)."""
-    die_with(os.getppid())  # the fork server: a session that is killed may leave ranks stopped
+    die_with_parent(
+        os.getppid()
+    )  # the fork server: a session that is killed may leave ranks stopped
     faulthandler.enable()  # a rank that dies within C++ says where
     gc.freeze()  # what the fork server imported: no collection need walk through it
     try:

@@ -16,13 +16,13 @@ from ptrain.verification.compare import (
     FP64_LOSS,
     FP64_NORM,
     FP64_PARAMETERS,
-    alive,
-    at_most,
-    claim,
-    parted,
-    worst_of,
+    condition_check,
+    learning_checks,
+    limit_check,
+    norm_checks,
+    worst_index,
 )
-from ptrain.verification.reference import ReferenceTraining, Trajectory, one_device_run
+from ptrain.verification.reference import ReferenceTraining, Trajectory, run_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def one_device(spec: Spec, steps: int) -> OneDeviceTrajectory:
 
     device.module.register_forward_hook(note)
     count, its = spec.batch.accumulate * spec.data_degree, None
-    for ran in one_device_run(device, steps):
+    for ran in run_reference(device, steps):
         its = ran
         logits.append(math.sqrt(statistics.fmean(squares[:count])))  # micro-batches are of one size
         squares.clear()  # the last step's has the first batch once more behind it
@@ -80,19 +80,23 @@ def compare(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> t
         *(
             check
             for name, its in both.items()
-            for check in alive(name, replace(its, again=min(its.losses[len(its.losses) // 2 :])))
+            for check in learning_checks(
+                name, replace(its, repeated_loss=min(its.losses[len(its.losses) // 2 :]))
+            )
         ),
         _losses(reference, run, tolerances),
-        *parted(reference, run, limits, tolerances.parameters),
+        *norm_checks(reference, run, limits, tolerances.parameters),
     )
 
 
 def _losses(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Check:
     if len(reference.losses) != len(run.losses):
-        return claim("losses", len(run.losses), False, f"{len(reference.losses)} were expected")
+        return condition_check(
+            "losses", len(run.losses), False, f"{len(reference.losses)} were expected"
+        )
     both = zip(reference.losses, run.losses, strict=True)
     differences = [abs(own - right) / abs(right) if right else math.inf for right, own in both]
     limits = each_step(tolerances.losses, len(differences))
-    worst = worst_of(differences, limits)
+    worst = worst_index(differences, limits)
     why = f"differs by {differences[worst]:.3g} (relative) at step {worst}"
-    return at_most("losses", differences[worst], limits[worst], why)
+    return limit_check("losses", differences[worst], limits[worst], why)

@@ -11,7 +11,7 @@ from _tables import on_ranks
 from ptrain.algebra.legality import check, find_unsupported, require_runnable
 from ptrain.cost import Collective, Estimate, Phase, State, busiest
 from ptrain.derivation.estimate import derive
-from ptrain.report.table import size, traffic_size
+from ptrain.report.table import memory_text, traffic_text
 from ptrain.spec.load import load
 
 DATA_STRATEGIES = (
@@ -78,7 +78,11 @@ def data_options() -> str:
                 exact = derive(require_runnable(load(name, [change] if change else []))).exact
                 assert exact.step is not None, "the cluster has rates"
                 calls = sum(row.calls for row in busiest(exact.traffic))
-                numbers = (f"{calls}", traffic_size(exact.sent_bytes()), size(exact.peak_bytes()))
+                numbers = (
+                    f"{calls}",
+                    traffic_text(exact.sent_bytes()),
+                    memory_text(exact.peak_bytes()),
+                )
                 yield f"`{f'{name} {change}'.strip()}`", *numbers, f"{exact.step.seconds:.2f} s"
 
     return table(["spec and option", "calls", "sent per step", "peak", "step"], rows())

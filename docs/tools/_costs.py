@@ -15,7 +15,7 @@ from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.parameters import facts
 from ptrain.plan.lower import built_in_facts
-from ptrain.report.table import size, traffic_size
+from ptrain.report.table import memory_text, traffic_text
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -70,9 +70,9 @@ def _costs(title: str, cases: Iterator[tuple[str, Sequence[str], str]]) -> str:
     def rows() -> Iterator[Sequence[str]]:
         for written, (name, *overrides), about in cases:
             exact = derive(require_runnable(load(name, overrides))).exact
-            peak = "unknown" if "peak" in exact.unclaimed else size(exact.peak_bytes())
+            peak = "unknown" if "peak" in exact.unclaimed else memory_text(exact.peak_bytes())
             step = format_seconds(exact.step.seconds) if exact.step else "unknown"
-            sent = traffic_size(exact.sent_bytes())
+            sent = traffic_text(exact.sent_bytes())
             yield about, f"`{written}`" if written else "–", peak, step, sent
 
     return table(["change", title, "peak", "step", "sent per rank and step"], rows())
@@ -94,8 +94,8 @@ def _traffic(spec: Spec) -> Iterator[Sequence[str]]:
     payload = itemsize * known.numel
     once = (ranks - 1) * payload // ranks
     yield "parameters P", "–", format_count(known.numel)
-    yield "payload of all units", f"{itemsize} P (bf16)", traffic_size(payload)
-    yield "one all-gather of them", f"(N − 1)/N · {itemsize} P, N = {ranks}", traffic_size(once)
+    yield "payload of all units", f"{itemsize} P (bf16)", traffic_text(payload)
+    yield "one all-gather of them", f"(N − 1)/N · {itemsize} P, N = {ranks}", traffic_text(once)
     yield "calls", f"{units} units · K, K = {times}", str(units * times)
     moves = (
         ("gathers in forward", Collective.ALL_GATHER, State.PARAMETERS, Phase.FORWARD),
@@ -109,11 +109,11 @@ def _traffic(spec: Spec) -> Iterator[Sequence[str]]:
             if [row.key.collective, row.key.state, row.key.phase] == what
         )
         assert (row.calls, row.sent_bytes) == (units * times, once * times), row
-        yield name, f"K · (N − 1)/N · {itemsize} P", traffic_size(row.sent_bytes)
+        yield name, f"K · (N − 1)/N · {itemsize} P", traffic_text(row.sent_bytes)
     norm = exact.sent_bytes() - len(moves) * once * times
     assert norm == -(-2 * (ranks - 1) * 4 // ranks), norm
-    yield "gradient norm, one float", "⌈2 (N − 1)/N · 4⌉", traffic_size(norm)
-    yield "sent per step", "sum", traffic_size(exact.sent_bytes())
+    yield "gradient norm, one float", "⌈2 (N − 1)/N · 4⌉", traffic_text(norm)
+    yield "sent per step", "sum", traffic_text(exact.sent_bytes())
 
 
 def worked_memory() -> str:
@@ -140,25 +140,25 @@ def _memory(spec: Spec) -> Iterator[Sequence[str]]:
         ),
     ):
         assert exact.bytes_of(state) == value, (name, exact.bytes_of(state), value)
-        yield name, formula, size(value)
+        yield name, formula, memory_text(value)
     norm = 8 * tokens * model.hidden + 4 * tokens
     attention = 8 * tokens * model.hidden + 4 * tokens * model.heads
     mlp = 8 * tokens * model.ffn
     block = 2 * norm + attention + mlp
     logits = 4 * tokens * model.vocab
-    yield "saved by a norm", "8 s d + 4 s", size(norm)
-    yield "saved by attention", f"8 s d + 4 s · {model.heads} heads", size(attention)
-    yield "saved by an MLP of width f", "8 s f", size(mlp)
-    yield "saved by a block", "two norms, attention, MLP", size(block)
+    yield "saved by a norm", "8 s d + 4 s", memory_text(norm)
+    yield "saved by attention", f"8 s d + 4 s · {model.heads} heads", memory_text(attention)
+    yield "saved by an MLP of width f", "8 s f", memory_text(mlp)
+    yield "saved by a block", "two norms, attention, MLP", memory_text(block)
     sums = 4 * tokens
     row = "exponentials of the logits and their sums, saved by the loss (fp32)"
-    yield row, "4 s · vocabulary + 4 s", size(logits + sums)
+    yield row, "4 s · vocabulary + 4 s", memory_text(logits + sums)
     activations = exact.bytes_of(State.ACTIVATIONS)
     saved = model.layers * block + norm + logits + sums
     rest = activations - saved
     assert 0 <= rest < 1000, rest
     formula = f"{model.layers} blocks, the last norm, the loss, and {rest} B of small tensors"
-    yield "activations", formula, size(activations)
+    yield "activations", formula, memory_text(activations)
     peaks = {row.phase: row.device_bytes for row in exact.peak}
     # Both peaks are beside the head: in forward ahead of the loss, in backward behind it, where its
     # 0-d result (4 bytes) is not there yet, and has a gradient.
@@ -172,10 +172,10 @@ def _memory(spec: Spec) -> Iterator[Sequence[str]]:
         "the rows above but the loss's, other, logits (bf16): 2 s · vocabulary, the gathered root "
     )
     row += "unit, and the buffer of the last block's all-gather"
-    yield "peak forward", row, size(forward)
+    yield "peak forward", row, memory_text(forward)
     row = "the rows above but the loss's, other, the logits' gradient: 2 s · vocabulary, the "
     row += "gathered root unit, and the buffer of its all-gather"
-    yield "peak backward", row, size(backward)
+    yield "peak backward", row, memory_text(backward)
 
 
 def step_errors() -> str:

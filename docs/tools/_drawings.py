@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from ptrain.algebra.legality import require_runnable
 from ptrain.axes.tensor.cost import shard_sizes
-from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet, of_place
+from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet, place_colour
 from ptrain.derivation.estimate import derive
 from ptrain.plan.lower import built_in_facts
 from ptrain.spec.load import load
@@ -86,7 +86,7 @@ def _add_sub_block(sheet: Sheet, weights: Weights, degree: int) -> None:
         for rank, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
             first, length = SCALE * (end - size), SCALE * size
             box = (x, top + first, wide, length) if is_row else (x + first, top, length, high)
-            sheet.rectangles.append(_box(*box, of_place(rank)))
+            sheet.rectangles.append(_box(*box, place_colour(rank)))
             sheet.texts.append(_inside(str(rank), *box))
         shape = f"{inputs}×{outputs}"
         sheet.texts.append(Label(text=shape, x=x, y=top + high + SMALL, size=SMALL, colour=GREY))
@@ -137,7 +137,7 @@ def _add_rows(sheet: Sheet, title: str, by_rank: Sequence[Sequence[tuple[str, in
         sheet.texts.append(Label(text=f"rank {rank}", x=EDGE, y=middle, size=TEXT))
         for place, (text, source) in enumerate(bands):
             box = (EDGE + NAME + place * BAND, sheet.height, BAND, HIGH)
-            sheet.rectangles.append(_box(*box, of_place(source)))
+            sheet.rectangles.append(_box(*box, place_colour(source)))
             sheet.texts.append(_inside(text, *box))
         sheet.height += HIGH + 3
 

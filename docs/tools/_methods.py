@@ -10,7 +10,7 @@ from _tables import families, on_ranks, tuples
 from ptrain.cost import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import sent_bytes
-from ptrain.report.table import largest, size, traffic_size
+from ptrain.report.table import largest_bytes, memory_text, traffic_text
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.names import list_files
 from ptrain.spec.placement import Distribution, Mode, Tier
@@ -76,10 +76,10 @@ def methods() -> str:
             yield [
                 f"`{name}`",
                 *(_by_tier(exact, state) for state in STATES),
-                size(exact.peak_bytes()),
-                f"{traffic_size(sent_bytes(exact))} ({traffic_size(sent_bytes(derivation.paper))})",
+                memory_text(exact.peak_bytes()),
+                f"{traffic_text(sent_bytes(exact))} ({traffic_text(sent_bytes(derivation.paper))})",
                 f"{exact.sent_bytes() / base.sent_bytes():.3g}×",
-                traffic_size(copied) if copied else "",
+                traffic_text(copied) if copied else "",
             ]
 
     columns = ["strategy", *STATES.values(), "peak", "sent per step (paper)", f"sent, `{BASE}` = 1"]
@@ -87,9 +87,9 @@ def methods() -> str:
 
 
 def _by_tier(exact: Estimate, state: State) -> str:
-    most = largest(exact.memory)
+    most = largest_bytes(exact.memory)
     sizes = {tier: most.get((state, tier)) for tier in TIERS}
-    parts = [f"{size(number)}{_WHERE[tier]}" for tier, number in sizes.items() if number]
+    parts = [f"{memory_text(number)}{_WHERE[tier]}" for tier, number in sizes.items() if number]
     return " + ".join(parts) or "0"
 
 

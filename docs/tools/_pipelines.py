@@ -18,7 +18,7 @@ from ptrain.cost import Collective, Traffic, busiest
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import axis_link
 from ptrain.plan.composition import are_consecutive, theorem_7
-from ptrain.report.table import size, traffic_size
+from ptrain.report.table import memory_text, traffic_text
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.placement import Axis
@@ -114,7 +114,7 @@ def _carried(spec: Spec, traffic: Sequence[Traffic], axis: Axis) -> str:
     assert found is not None, "a spec with a cluster and this axis"
     where = f"over {found.nodes} nodes" if found.nodes > 1 else "in one node"
     seconds = found.latency_seconds + found.transfer_seconds
-    return f"{traffic_size(found.sent_bytes)} {where}, {seconds:.3g} s"
+    return f"{traffic_text(found.sent_bytes)} {where}, {seconds:.3g} s"
 
 
 def policies() -> str:
@@ -137,8 +137,8 @@ def policies() -> str:
                 f"`{written}`" if written else "default",
                 f"{calls[Collective.ALL_GATHER] / units:g}",
                 f"{calls[Collective.REDUCE_SCATTER] / units:g}",
-                traffic_size(exact.sent_bytes()),
-                size(peak),
+                traffic_text(exact.sent_bytes()),
+                memory_text(peak),
             )
 
     return table(columns, rows())

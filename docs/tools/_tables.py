@@ -19,7 +19,7 @@ from _script import table
 from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate, State
 from ptrain.derivation.estimate import derive
-from ptrain.report.table import size
+from ptrain.report.table import memory_text
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES, Axis
@@ -81,9 +81,12 @@ def modes() -> str:
             sdpa, eager = (_exact(written, name) for name in ATTENTIONS)
             yield (
                 ", ".join(f"`{each}`" for each in written).replace("=", ": ") or "default (R)",
-                *(size(each.bytes_of(State.ACTIVATIONS)) for each in (sdpa, eager)),
-                *(size(max(row.device_bytes for row in each.peak)) for each in (sdpa, eager)),
-                " · ".join(map(size, (_off(sdpa), _off(eager)))) if _off(sdpa) else "–",
+                *(memory_text(each.bytes_of(State.ACTIVATIONS)) for each in (sdpa, eager)),
+                *(
+                    memory_text(max(row.device_bytes for row in each.peak))
+                    for each in (sdpa, eager)
+                ),
+                " · ".join(map(memory_text, (_off(sdpa), _off(eager)))) if _off(sdpa) else "–",
                 " · ".join(map(_again, (sdpa, eager))),
             )
 
@@ -230,7 +233,7 @@ def long_contexts() -> str:
             for attention, mode in variants(degree):
                 exact = derive(load(mapping(length, degree, attention, mode)).spec).exact
                 assert exact.step is not None, "the cluster has rates"
-                cells.append(f"{exact.step.seconds:.1f} s · {size(exact.peak_bytes())}")
+                cells.append(f"{exact.step.seconds:.1f} s · {memory_text(exact.peak_bytes())}")
     columns = [
         "tokens",
         "cp",

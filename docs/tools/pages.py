@@ -37,7 +37,7 @@ import _tables
 from _examples import printed, run
 from _machine import ROOT
 
-from ptrain.charts.canvas import Format, painted
+from ptrain.charts.canvas import Format, draw_sheet
 from ptrain.cli import help
 
 PAGES = ("README.md", *help.PAGES)
@@ -76,7 +76,7 @@ def paint(file: str, source: str) -> None:
     path = ROOT / file
     path.parent.mkdir(parents=True, exist_ok=True)
     if source in DRAWINGS:
-        path.write_bytes(painted(DRAWINGS[source](), Format.SVG))
+        path.write_bytes(draw_sheet(DRAWINGS[source](), Format.SVG))
     else:
         option = [] if source.endswith("--timeline") else ["--chart"]
         run([*source.split(), *option, str(path)], ROOT)

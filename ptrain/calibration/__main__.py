@@ -11,14 +11,14 @@ if __name__ == "__main__":
     leave_current_folder()
 
 # imported after the import path is set, since it may load the user's modules
-from ptrain.train.rank_start import begin
+from ptrain.train.rank_start import begin_rank
 
 if __name__ == "__main__":
-    begin()
+    begin_rank()
 
 from ptrain.calibration.session import run_rank
 from ptrain.calibration.write import parse_options
-from ptrain.train.rank_exit import live
+from ptrain.train.rank_exit import run_and_exit
 
 if __name__ == "__main__":
-    live(lambda: run_rank(parse_options(sys.argv[1:])))
+    run_and_exit(lambda: run_rank(parse_options(sys.argv[1:])))

@@ -515,7 +515,7 @@ def run_rank(options: CalibrationOptions) -> int:
     if options.part is None and world.is_first:
         require_writable(options)
         base_of(options)
-    part = measure_tables(world, environment.ranks_of_node() or world.size, options)
+    part = measure_tables(world, environment.num_ranks_of_node() or world.size, options)
     world.close()
     if part is None:
         return 0

@@ -35,7 +35,7 @@ from ptrain.spec.text import read
 from ptrain.spec.write import section_mapping, to_yaml
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder, write_text
-from ptrain.train.launch import launch
+from ptrain.train.launch import launch_ranks
 
 SECONDS = 100.0
 MOST_RANKS = 1024
@@ -459,7 +459,7 @@ def calibrate(options: CalibrationOptions) -> int:
     for place, number in enumerate(numbers):
         part = folder / str(number) / "part.json"
         (part.parent / "logs").mkdir(mode=0o700, parents=True)
-        code = launch(
+        code = launch_ranks(
             to_argv(
                 replace(options, part=part, until=_next_end(numbers[place:], until), cluster=None)
             ),

@@ -35,7 +35,7 @@ class Format(StrEnum):
     SVG = "svg"
 
 
-def painted(sheet: Sheet, form: Format) -> bytes:
+def draw_sheet(sheet: Sheet, form: Format) -> bytes:
     """Return a sheet as the bytes of a picture.
 
     Args:
@@ -117,7 +117,7 @@ class ChartFile:
 
     def draw(self, sheet: Sheet) -> str:
         """Write the picture of a sheet; return a line that names the file."""
-        write_whole(self.path, painted(sheet, self.form), self.option)
+        write_atomically(self.path, draw_sheet(sheet, self.form), self.option)
         return f"chart    {self.path}"
 
 
@@ -156,7 +156,7 @@ def chart_file(path: Path | None, option: str = "--chart") -> ChartFile | None:
     return ChartFile(path, Format(ending), option)
 
 
-def write_whole(path: Path, content: bytes, option: str = "--chart") -> None:
+def write_atomically(path: Path, content: bytes, option: str = "--chart") -> None:
     """Write a file completely or not at all: to a temporary file next to it, which is then renamed.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet
-from ptrain.report.selection import described
+from ptrain.report.selection import describe_settings
 from ptrain.selection.ranking import PlacementRanking, Ranked
 from ptrain.units import format_memory
 
@@ -34,14 +34,14 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     rows = [*selection.ranking, *selection.front]
     slowest = 1.05 * max(map(_seconds_of, rows), default=1.0)
     plane = _Plane(sheet, top, max(room * 1.05, *(row.peak_bytes for row in rows)), slowest)
-    plane.frame(room)
-    plane.dots(selection.ranking, _OTHER)
-    plane.dots(selection.front, _ON_FRONT)
+    plane.draw_frame(room)
+    plane.draw_dots(selection.ranking, _OTHER)
+    plane.draw_dots(selection.front, _ON_FRONT)
     sheet.height = top + _HEIGHT + 2 * _TITLE
     sheet.write(
         Label(
             text=f"{_seconds_of(row):.3g} s, {format_memory(row.peak_bytes)}: "
-            f"{described(row.spec)}",
+            f"{describe_settings(row.spec)}",
             x=_MARGIN,
             y=0,
             size=_SIZE,
@@ -71,7 +71,7 @@ class _Plane:
         """Return the vertical position of a step time in seconds."""
         return self.top + _HEIGHT * (1 - seconds / self.slowest)
 
-    def frame(self, room: float) -> None:
+    def draw_frame(self, room: float) -> None:
         """Draw the axes with their scales, and the line of usable memory."""
         line, bottom = 0.7, self.top + _HEIGHT
         self._add_rectangle(_MARGIN, self.top, line, _HEIGHT, GREY)
@@ -89,7 +89,7 @@ class _Plane:
             self._add_rectangle(self.x(room), self.top, line, _HEIGHT, _ROOM)
             self._add_text("usable memory", self.x(room) - 3, self.top + _SIZE)
 
-    def dots(self, rows: Iterable[Ranked] | Sequence[Ranked], colour: str) -> None:
+    def draw_dots(self, rows: Iterable[Ranked] | Sequence[Ranked], colour: str) -> None:
         """Draw a dot for each row."""
         for row in rows:
             x, y = self.x(row.peak_bytes), self.y(_seconds_of(row))

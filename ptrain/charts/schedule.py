@@ -31,7 +31,7 @@ from ptrain.charts.sheet import (
     Sheet,
     ink_on,
     shades,
-    width_of,
+    text_width,
 )
 from ptrain.cost import Collective, Phase, Spent, TimeKey
 from ptrain.derivation.clock import LaneSpan
@@ -75,7 +75,7 @@ class Box:
         return self.bottom - self.top < 1
 
 
-def boxes(schedule: Schedule, simulation: Simulation) -> Iterator[Box]:
+def schedule_boxes(schedule: Schedule, simulation: Simulation) -> Iterator[Box]:
     """Yield the boxes of a schedule, rank by rank in the order of execution.
 
     Args:
@@ -126,10 +126,10 @@ def schedule_sheet(heading: Heading, schedule: Schedule) -> Sheet:
         schedule: The schedule to simulate and draw.
     """
     simulation = simulate(schedule)
-    all_boxes = tuple(boxes(schedule, simulation))
-    scale = _Scale.of(schedule, simulation, all_boxes)
+    all_boxes = tuple(schedule_boxes(schedule, simulation))
+    scale = _Scale.fit_to_schedule(schedule, simulation, all_boxes)
     makespan = simulation.makespan
-    sheet = Sheet(title=heading.spec, width=scale.right(makespan) + EDGE, height=EDGE)
+    sheet = Sheet(title=heading.spec, width=scale.x_position(makespan) + EDGE, height=EDGE)
     sheet.write(_heading_labels(heading, schedule, simulation))
     sheet.height += HEAD
     top = sheet.height
@@ -163,7 +163,9 @@ class _Scale:
     shades: int  # stages of a rank
 
     @classmethod
-    def of(cls, schedule: Schedule, simulation: Simulation, every: Sequence[Box]) -> _Scale:
+    def fit_to_schedule(
+        cls, schedule: Schedule, simulation: Simulation, every: Sequence[Box]
+    ) -> _Scale:
         """Return the scale on which the widest number fits its box, within limits of the width."""
         several = schedule.stages > schedule.ranks
         letters = max(_label_width(box, 1, several=several) / box.length for box in every)
@@ -179,11 +181,11 @@ class _Scale:
         )
 
     @property
-    def several(self) -> bool:
+    def has_several_stages(self) -> bool:
         """True if ranks have several stages."""
         return self.shades > 1
 
-    def right(self, time: float) -> float:
+    def x_position(self, time: float) -> float:
         """Return the horizontal position of a time."""
         return self.left + time * self.unit
 
@@ -221,7 +223,7 @@ def _row_names(schedule: Schedule, scale: _Scale, top: float) -> Iterator[Label]
     for rank in range(0, schedule.ranks, interval):
         middle = top + (rank + 0.5) * scale.row
         x = scale.left - 6
-        if not scale.several:
+        if not scale.has_several_stages:
             yield Label(text=f"rank {rank}", x=x, y=middle, size=HEAD, align="right")
             continue
         yield Label(text=f"rank {rank}", x=x, y=middle - 5, size=HEAD, align="right")
@@ -231,10 +233,10 @@ def _row_names(schedule: Schedule, scale: _Scale, top: float) -> Iterator[Label]
 
 def _name_width(schedule: Schedule, rank: int) -> float:
     """Return the width of a row's name."""
-    name = width_of(f"rank {rank}", HEAD)
+    name = text_width(f"rank {rank}", HEAD)
     if schedule.stages == schedule.ranks:
         return name
-    return max(name, width_of(_stages_text(schedule, rank), SMALL))
+    return max(name, text_width(_stages_text(schedule, rank), SMALL))
 
 
 def _stages_text(schedule: Schedule, rank: int) -> str:
@@ -251,7 +253,7 @@ def _box_rectangle(box: Box, scale: _Scale, top: float) -> Rectangle:
     gap = _GAP * scale.row / _ROW
     high = (below - above - gap) * (box.bottom - box.top)
     return Rectangle(
-        x=scale.right(box.start),
+        x=scale.x_position(box.start),
         y=above + gap / 2 + (box.top - box.rank) * (below - above - gap),
         width=box.length * scale.unit,
         height=high,
@@ -267,8 +269,8 @@ def _number_labels(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
     text.
     """
     place = _box_rectangle(box, scale, top)
-    lines = _box_label(box, scale.size, several=scale.several)
-    widest = max(width_of(text, size) for text, size in lines)
+    lines = _box_label(box, scale.size, several=scale.has_several_stages)
+    widest = max(text_width(text, size) for text, size in lines)
     heights = [size * 1.1 for _, size in lines]
     # 1e-6 allows for rounding: the scale makes the widest number fit exactly.
     if widest + _AIR > place.width + 1e-6 or sum(heights) > place.height:
@@ -304,7 +306,7 @@ def _box_label(box: Box, size: float, *, several: bool) -> list[tuple[str, float
 
 def _label_width(box: Box, size: float, *, several: bool) -> float:
     """Return the width of the text in a box."""
-    return max(width_of(text, font) for text, font in _box_label(box, size, several=several))
+    return max(text_width(text, font) for text, font in _box_label(box, size, several=several))
 
 
 def _used_kinds(every: Sequence[Box]) -> list[Kind]:
@@ -318,7 +320,7 @@ def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind
     top = sheet.height
     step = _round_tick(_TICK / scale.unit)  # units of time between numbers
     for time in range(0, int(makespan) + 1, step):
-        x = scale.right(time)
+        x = scale.x_position(time)
         sheet.rectangles.append(
             Rectangle(x=x - 0.25, y=top, width=0.5, height=4, colour=GREY, edge=GREY)
         )
@@ -349,7 +351,7 @@ def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
     x, wide, high = EDGE, 14.0, 9.0
     sheet.height += high
     for colours, meaning in samples:
-        long = len(colours) * wide + 4 + width_of(meaning, SMALL)
+        long = len(colours) * wide + 4 + text_width(meaning, SMALL)
         if x > EDGE and x + long > sheet.width - EDGE:
             x, sheet.height = EDGE, sheet.height + SMALL * 2
         y = sheet.height
@@ -375,7 +377,7 @@ def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
 def _note_texts(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:
     """Yield the meaning of the numbers and of half boxes."""
     yield "number: micro-batch"
-    if scale.several:
+    if scale.has_several_stages:
         yield "s: stage; later stages of a rank are lighter"
     if any(box.is_half for box in every):
         yield "two in one box: side by side"
@@ -412,7 +414,7 @@ def step_sheet(title: str, note: str, spans: Sequence[LaneSpan]) -> Sheet:
     lanes = [*dict.fromkeys(span.lane for span in spans)]
     lanes.sort(key=lambda lane: (lane is not None, lane if isinstance(lane, int) else -1))
     end = max(span.end for span in spans)
-    left = EDGE + max(width_of(_lane_name(lane), HEAD) for lane in lanes) + 6
+    left = EDGE + max(text_width(_lane_name(lane), HEAD) for lane in lanes) + 6
     sheet = Sheet(title=title, width=left + _LANES_WIDTH + _RIGHT, height=EDGE)
     sheet.write([Label(text=title, x=EDGE, y=0, size=TITLE, is_bold=True)])
     sheet.write([Label(text=note, x=EDGE, y=0, size=HEAD, colour=GREY)])

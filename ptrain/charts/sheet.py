@@ -58,7 +58,7 @@ class Label:
     @property
     def width(self) -> float:
         """The width in points, an upper bound."""
-        return width_of(self.text, self.size, is_bold=self.is_bold)
+        return text_width(self.text, self.size, is_bold=self.is_bold)
 
     @property
     def left(self) -> float:
@@ -111,7 +111,7 @@ class Sheet:
     def write(self, lines: Iterable[Label]) -> None:
         """Append lines of text at the bottom; a line that is too wide is wrapped."""
         for line in lines:
-            for text in wrapped(line, self.width - line.x):
+            for text in wrap_text(line, self.width - line.x):
                 self.height += line.size * LINE
                 self.texts.append(
                     Label(
@@ -125,7 +125,7 @@ class Sheet:
                 )
 
 
-def width_of(text: str, size: float, *, is_bold: bool = False) -> float:
+def text_width(text: str, size: float, *, is_bold: bool = False) -> float:
     """Return an upper bound of a text's width in points.
 
     Args:
@@ -137,9 +137,9 @@ def width_of(text: str, size: float, *, is_bold: bool = False) -> float:
     return len(text) * letter * size
 
 
-def wrapped(text: Label, width: float) -> Iterator[str]:
+def wrap_text(text: Label, width: float) -> Iterator[str]:
     """Yield the lines of a text, none wider than `width`."""
-    letters = int(width / width_of("x", text.size, is_bold=text.is_bold))
+    letters = int(width / text_width("x", text.size, is_bold=text.is_bold))
     yield from textwrap.wrap(text.text, max(1, letters))
 
 
@@ -181,7 +181,7 @@ _FADED = 0.3
 
 
 @cache
-def of_place(place: int) -> str:
+def place_colour(place: int) -> str:
     """Return the colour of a rank by its place along an axis; eight neighbours differ."""
     # The eight colours with 0, 30 and 60 % of white; then they repeat.
     turn, number = divmod(place, len(_PLACE_COLOURS))

@@ -30,8 +30,8 @@ from ptrain.charts.sheet import (
     Rectangle,
     Sheet,
     ink_on,
-    of_place,
-    width_of,
+    place_colour,
+    text_width,
 )
 from ptrain.steps.step import ContextParallel
 from ptrain.units import summed
@@ -89,7 +89,7 @@ def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
     spans_of_rank = [*all_spans(step)]
     for rank, spans in enumerate(spans_of_rank):
         for span in spans:
-            _add_box(sheet, _span_geometry(step, span, left), f"{rank}", of_place(rank))
+            _add_box(sheet, _span_geometry(step, span, left), f"{rank}", place_colour(rank))
     sheet.height += _BAND
     _add_ticks(sheet, step, left)
     if step.ulysses == 1:
@@ -101,7 +101,7 @@ def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
         for place in range(step.ring):
             rank = place * step.ulysses + member
             for span in _group_spans(spans_of_rank, step, place):
-                _add_box(sheet, _span_geometry(step, span, left), f"{rank}", of_place(rank))
+                _add_box(sheet, _span_geometry(step, span, left), f"{rank}", place_colour(rank))
         sheet.height += _BAND
 
 
@@ -139,7 +139,7 @@ def _add_ticks(sheet: Sheet, step: ContextParallel, left: float) -> None:
     last = -_WIDTH  # left of the drawing, so that the first number is always shown
     for edge in edges:
         x = left + edge * _WIDTH / step.sequence
-        if x - last >= width_of(str(edge), SMALL) + _AIR:
+        if x - last >= text_width(str(edge), SMALL) + _AIR:
             sheet.texts.append(
                 Label(text=str(edge), x=x, y=sheet.height + 7, size=SMALL, align="center")
             )
@@ -162,7 +162,7 @@ def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
                   edge_width=0.6)
     )  # fmt: skip
     for place in range(step.ring):
-        colour = of_place(place * step.ulysses)
+        colour = place_colour(place * step.ulysses)
         for block in blocks_of(step, place):
             sheet.rectangles += _block_rectangles(block, left, top, unit, colour)
             if has_hops:
@@ -215,7 +215,7 @@ def _hop_label(
     width = (block.keys[1] - block.keys[0]) * unit
     height = (block.queries[1] - block.queries[0]) * unit
     share = 0.33 if block.is_causal else 0.5  # a third of each side is within the triangle
-    if min(width, height) * 2 * share >= width_of(text, size) + _AIR:
+    if min(width, height) * 2 * share >= text_width(text, size) + _AIR:
         yield Label(
             text=text,
             x=left + block.keys[0] * unit + width * share,
@@ -257,7 +257,7 @@ def _add_hops(sheet: Sheet, step: ContextParallel, left: float) -> None:
     wide = _WIDTH / columns
     for column in range(columns):
         text = f"hop {column}" if hops > 1 else "gathered" if column == 0 else ""
-        if text and width_of(text, SMALL) <= max(wide, _WIDTH / 4 if hops == 1 else 0):
+        if text and text_width(text, SMALL) <= max(wide, _WIDTH / 4 if hops == 1 else 0):
             x = left + (column + 0.5) * wide
             y = sheet.height + SMALL / 2
             sheet.texts.append(Label(text=text, x=x, y=y, size=SMALL, align="center"))
@@ -291,14 +291,14 @@ def _add_cell(
         source: The place of the ring whose keys and values the cell has.
     """
     width, height = size
-    colour, y = of_place(source * step.ulysses), sheet.height
+    colour, y = place_colour(source * step.ulysses), sheet.height
     sheet.rectangles += [
         Rectangle(x=x, y=y, width=width, height=height, colour=WHITE, edge=LIGHT, edge_width=0.6),
         Rectangle(x=x, y=y + height * (1 - share), width=width, height=height * share,
                   colour=colour, edge=LIGHT, edge_width=0.6),
     ]  # fmt: skip
     text, high = f"from {_place_name(step, source)}", height * max(share, 1 - share)
-    if width_of(text, SMALL) + _AIR <= width and high >= SMALL * 1.2:
+    if text_width(text, SMALL) + _AIR <= width and high >= SMALL * 1.2:
         is_within = share >= 0.5  # the text is in the larger part
         label = Label(
             text=text,
@@ -321,7 +321,7 @@ def _add_box(sheet: Sheet, place: tuple[float, float, float], text: str, colour:
     sheet.rectangles.append(
         Rectangle(x=x, y=y, width=width, height=height, colour=colour, edge_width=0.8)
     )
-    if width_of(text, HEAD) + _AIR <= width:
+    if text_width(text, HEAD) + _AIR <= width:
         sheet.texts.append(
             Label(text=text, x=x + width / 2, y=y + height / 2, size=HEAD,
                   colour=ink_on(colour), align="center")
@@ -345,7 +345,7 @@ def _widest_name(step: ContextParallel) -> float:
     names = [_place_name(step, place) for place in range(step.ring)]
     if step.ulysses > 1:
         names.append(f"heads {step.ulysses}/{step.ulysses}")
-    return max(width_of(name, SMALL) for name in names)
+    return max(text_width(name, SMALL) for name in names)
 
 
 _FIELD_WIDTH, _FIELD_HEIGHT, _EXPERT_ROW = (

@@ -40,7 +40,7 @@ class CommandParser(ArgumentParser):
         self.add_argument_group("Help").add_argument("-h", "--help", action="help", help=about)
         self.verb = verb
 
-    def read(self, words: Iterable[str]) -> Namespace:
+    def parse_words(self, words: Iterable[str]) -> Namespace:
         """Parse arguments, and add the command as typed.
 
         Args:
@@ -86,7 +86,7 @@ class CommandParser(ArgumentParser):
         return f"{error.argument_name}: {error.message}" if error.argument_name else error.message
 
 
-def options_of(verb: str) -> Iterator[str]:
+def option_names(verb: str) -> Iterator[str]:
     """Yield the names of a command's options, without hidden ones."""
     for options in COMMANDS[verb].groups.values():
         for item in options:
@@ -113,7 +113,7 @@ def _suggest_option(verb: str, word: str, following: str) -> str:
     name, _, value = word.partition("=")
     key = name.lstrip("-").replace("-", "_")
     value = value or ("" if following.startswith("-") else following)
-    options = tuple(options_of(verb))
+    options = tuple(option_names(verb))
     # A nearly exact option comes before keys: `--step` means --steps, not a key named step.
     if near := closest_word(name, options, cutoff=_ALMOST):
         return f"Did you mean `{near}`?"
@@ -136,7 +136,7 @@ def _suggest_option(verb: str, word: str, following: str) -> str:
             return f"{answer[0].upper()}{answer[1:]}"
     if near := closest_word(name, options, cutoff=NEAR):
         return f"Did you mean `{near}`?"
-    if others := [f"`ptrain {other}`" for other in COMMANDS if name in options_of(other)]:
+    if others := [f"`ptrain {other}`" for other in COMMANDS if name in option_names(other)]:
         return f"{name} is an option of {', '.join(others)}."
     return f"Run `ptrain {verb} --help`."
 

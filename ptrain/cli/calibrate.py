@@ -20,8 +20,8 @@ def run(args: Namespace) -> int:
     """Calibrate this machine, or become a rank of a calibration; return the exit code."""
     choices = write.from_arguments(args)
     require_torch()
-    if environment.launched():
+    if environment.is_launched():
         sys.stdout.flush()
         words = [sys.executable, "-P", "-m", "ptrain.calibration", *write.to_argv(choices)]
-        os.execve(sys.executable, words, environment.of_ptrain())
+        os.execve(sys.executable, words, environment.ptrain_environment())
     return calibrate(choices)

@@ -13,18 +13,18 @@ from pathlib import Path
 
 from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import as_record as predicted_record
-from ptrain.cli.predict import predicted
+from ptrain.cli.predict import predict_spec
 from ptrain.errors import VerdictFailed, refused
 from ptrain.report.comparison import (
     as_markdown,
     as_record,
     as_text,
     compare_records,
-    exceeded,
-    limits,
+    find_violations,
+    parse_limits,
 )
-from ptrain.report.recorded import Recorded, recorded
-from ptrain.report.screen import next_line, show
+from ptrain.report.recorded import RecordedTraining, read_trainings
+from ptrain.report.screen import next_line, print_screen
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import SPEC_FOLDERS, list_files
 from ptrain.train.folder import RunFolder
@@ -44,7 +44,7 @@ def run(args: Namespace) -> int:
         )
     if args.markdown and args.json:
         raise refused("--markdown", "cannot be combined with --json", "Remove one of them.")
-    allowed = limits(args.fail_on) if args.fail_on is not None else ()
+    allowed = parse_limits(args.fail_on) if args.fail_on is not None else ()
     if overrides and all(_records_file(side) for side in sides):
         raise refused(
             overrides[0],
@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
         )
     read = partial(_read_side, words=tuple(overrides), allow_import=args.allow_import)
     comparison = compare_records(*map(read, sides), names=(sides[0], sides[1]))
-    failures = exceeded(comparison, allowed) if allowed else []
+    failures = find_violations(comparison, allowed) if allowed else []
     if args.json:
         print_json(as_record(comparison, failures))
     else:
@@ -62,16 +62,18 @@ def run(args: Namespace) -> int:
             print(as_markdown(comparison, shows_all=args.all), *exceeding, sep="\n")
         else:
             command = next_line(shlex.join([*args.typed, "--all"]), "ptrain compare --help")
-            show(as_text(comparison, shows_all=args.all), *exceeding, "", command)
+            print_screen(as_text(comparison, shows_all=args.all), *exceeding, "", command)
     return VerdictFailed.exit_code if failures else 0
 
 
-def _read_side(source: str, *, words: tuple[str, ...], allow_import: bool) -> dict[str, Recorded]:
+def _read_side(
+    source: str, *, words: tuple[str, ...], allow_import: bool
+) -> dict[str, RecordedTraining]:
     """Return the trainings of one side: read from its records, or predicted from a spec."""
     if (file := _records_file(source)) is not None:
-        return recorded(_read_documents(file, source), source)
-    prediction = predicted(source, words, allow_import=allow_import)
-    return recorded([predicted_record(prediction)], source)
+        return read_trainings(_read_documents(file, source), source)
+    prediction = predict_spec(source, words, allow_import=allow_import)
+    return read_trainings([predicted_record(prediction)], source)
 
 
 def _records_file(source: str) -> Path | None:

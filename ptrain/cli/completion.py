@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ptrain.cli.arguments import options_of
+from ptrain.cli.arguments import option_names
 from ptrain.cli.main import VERBS
 from ptrain.commands import COMMANDS
 from ptrain.spec.names import SPEC_FOLDERS, list_files, specs_folder
@@ -138,7 +138,7 @@ def _completion_rules() -> Iterator[Rule]:
                 files.append(f"{verb} {name} *")
     yield files, []
     for verb in COMMANDS:
-        yield [f"{verb} * -*"], [*options_of(verb), "--help"]
+        yield [f"{verb} * -*"], [*option_names(verb), "--help"]
     with_keys = [verb for verb in COMMANDS if "key=value" in " ".join(COMMANDS[verb].usage)]
     yield [f"{verb} * *=*" for verb in with_keys], values
     yield ["specs specs *"], ["show"]

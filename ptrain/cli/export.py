@@ -14,9 +14,9 @@ from ptrain.units import format_bytes
 def run(args: Namespace) -> int:
     """Write the folder and print its contents."""
     require_torch()
-    from ptrain.convert.export import Adapters, export
+    from ptrain.convert.export import Adapters, export_checkpoint
 
-    exported = export(
+    exported = export_checkpoint(
         Path(args.run),
         Path(args.to),
         args.step,

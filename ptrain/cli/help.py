@@ -91,7 +91,7 @@ class PageSection:
     @property
     def anchor(self) -> str:
         """The topic of the section."""
-        return anchor(self.title)
+        return heading_anchor(self.title)
 
 
 class _Code(CodeBlock):
@@ -199,10 +199,10 @@ def _find_topics(pages: Mapping[str, str]) -> dict[str, PageSection]:
     topics = {}
     for page, text in pages.items():
         title, _, rest = text.removeprefix("# ").partition("\n")
-        for name in {Path(page).stem.lower(), anchor(title)} - {"readme"}:
+        for name in {Path(page).stem.lower(), heading_anchor(title)} - {"readme"}:
             topics[name] = PageSection(title, rest.strip() + "\n")
     return topics | {
-        section.anchor: section for text in pages.values() for section in sections(text)
+        section.anchor: section for text in pages.values() for section in split_sections(text)
     }
 
 
@@ -219,7 +219,7 @@ def _find_mentions(
     pattern = re.compile(rf"(?<!\w){'s?[ -]'.join(stems)}s?\d?(?!\w)", re.IGNORECASE)
     ranked = []
     for page, text in pages.items():
-        for section in sections(text):
+        for section in split_sections(text):
             is_title = bool(pattern.search(section.title))
             prose = _CODE.sub("", section.text).splitlines() if is_title else []
             lines = filter(
@@ -275,16 +275,16 @@ def as_text(markdown: str, width: int) -> str:
 def _link_text(link: re.Match[str]) -> str:
     """Return a link's text, with its topic in brackets."""
     _, _, topic = link[2].partition("#")
-    is_said = not topic or topic == anchor(link[1])
+    is_said = not topic or topic == heading_anchor(link[1])
     return link[1] if is_said else f"{link[1]} \\[{topic}]"
 
 
-def anchor(title: str) -> str:
+def heading_anchor(title: str) -> str:
     """Return the anchor of a heading in a link: lower case, hyphens, and no other punctuation."""
     return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
 
 
-def sections(page: str) -> list[PageSection]:
+def split_sections(page: str) -> list[PageSection]:
     """Return the sections of a page in order, without the text before the first heading."""
     parts: list[tuple[str, list[str]]] = []
     is_code = False  # `## ` in a code block is a comment, not a heading
@@ -306,7 +306,7 @@ def _key_rows(key: str, table: PageSection) -> str:
 
 def page_sections(page: str) -> list[PageSection]:
     """Return the sections of a page of the wheel or the checkout."""
-    return sections(read_page(page))
+    return split_sections(read_page(page))
 
 
 def read_page(page: str) -> str:

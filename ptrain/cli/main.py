@@ -139,7 +139,7 @@ def _dispatch(verb: str, *arguments: str, is_process: bool) -> int:
         gc.disable()  # imported modules live to the end, so collecting during imports is wasted
     from ptrain.cli.arguments import CommandParser
 
-    args = CommandParser(verb).read(arguments)
+    args = CommandParser(verb).parse_words(arguments)
     if verb in OF_TORCH:
         _require_torch()
     module = import_module(f"ptrain.cli.{verb}")
@@ -204,9 +204,9 @@ def _report_error(error: PtrainError, *, as_json: bool) -> int:
 
     from ptrain.errors import SpecError
     from ptrain.train import environment
-    from ptrain.train.rank_start import code_of
+    from ptrain.train.rank_start import report_error
 
-    code = code_of(error)
+    code = report_error(error)
     # Under a launcher every rank meets the same error, and one record is enough.
     if as_json and environment.is_first():
         faults = error.faults if isinstance(error, SpecError) else ()

@@ -16,13 +16,13 @@ from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.charts.tokens import tokens_sheet
 from ptrain.cli.arguments import missing_spec, print_json
-from ptrain.cli.predict import facts_of
+from ptrain.cli.predict import load_facts
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import refused
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.lower import built_in_facts
 from ptrain.plan.show import format_plan as plan_text
-from ptrain.report.screen import command_line, next_line, show
+from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments
@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
     else:
         texts = [as_text(spec, derivation) for spec, derivation in plans]
         words = command_line("predict", args.arguments, allow_import=args.allow_import)
-        show("\n\n".join([*texts, *chart_lines, next_line(words, "ptrain predict --help")]))
+        print_screen("\n\n".join([*texts, *chart_lines, next_line(words, "ptrain predict --help")]))
     return 0
 
 
@@ -114,5 +114,5 @@ def _derive_source(
     """
     spec = resolve_auto(load(source, overrides))
     is_of_shape = isinstance(spec.model, ModelShape) and spec.data.function is None
-    facts = built_in_facts(spec) if is_of_shape else facts_of(spec, allow_import=allow_import)
+    facts = built_in_facts(spec) if is_of_shape else load_facts(spec, allow_import=allow_import)
     return spec, derive(spec, facts, is_timed=False)

@@ -22,13 +22,13 @@ from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
 from ptrain.report.predict import (
     Prediction,
-    Reserving,
+    ReservedMemory,
     next_commands,
-    one,
     prediction_of,
+    prediction_screen,
     require_cuda,
 )
-from ptrain.report.screen import command_line, next_line, show
+from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.selection.preflight import Variant
 from ptrain.selection.recompute import resolve_auto, useless_modes
 from ptrain.spec.load import expand_sweeps, load, split_arguments
@@ -43,13 +43,15 @@ _JOB = ("batch.sequence=4096", "batch.micro=1", "batch.global=4M tokens")
 
 def _simulate_reserved(
     label: str, derivation: Derivation, spec: Spec, *, allow_import: bool
-) -> Reserving:
+) -> ReservedMemory:
     """Return the memory that CUDA would reserve on the rank with the highest predicted peak.
 
     That rank is simulated, which needs torch.
     """
     if not spec.is_for_cuda:
-        return Reserving(lines=("", f"{label}: nothing is reserved: not for GPUs"), record=None)
+        return ReservedMemory(
+            lines=("", f"{label}: nothing is reserved: not for GPUs"), record=None
+        )
     from ptrain.derivation.kernels import workspaces
     from ptrain.installed import require_torch
 
@@ -65,7 +67,7 @@ def _simulate_reserved(
         f"{label}: rank {rank} of {spec.world_size}, the first of those predicted to need most, "
         "simulated with a processor's operators, which allocate what is known of CUDA's"
     )
-    return Reserving(
+    return ReservedMemory(
         lines=("", description, *reserved_lines(segments, internal), ""),
         record={
             "rank": rank,
@@ -87,7 +89,7 @@ def run(args: Namespace) -> int:
     if args.timeline and (is_sweep or len(sources) > 1):
         raise refused("--timeline", "draws one spec; got several", "Name one spec.")
     predict = partial(
-        predicted,
+        predict_spec,
         allow_import=args.allow_import,
         with_reserved=args.reserved,
         is_quiet=args.json,
@@ -120,12 +122,18 @@ def run(args: Namespace) -> int:
             commands = [shlex.join(["ptrain", *search])]
             job = shlex.join(["ptrain", "predict", *sources, *overrides])
             remarks.append(f"Assumed: fully sharded, bf16 mixed precision, as in `{job}`.")
-        show(one(prediction, explain=args.explain), *remarks, "", next_line(*commands))
+        print_screen(
+            prediction_screen(prediction, explain=args.explain), *remarks, "", next_line(*commands)
+        )
     else:
-        from ptrain.report.sweep import pair
+        from ptrain.report.sweep import pair_screen
 
         command = command_line("plan", args.arguments, allow_import=args.allow_import)
-        show(pair(*predictions, explain=args.explain), "", next_line(command, "ptrain plan --help"))
+        print_screen(
+            pair_screen(*predictions, explain=args.explain),
+            "",
+            next_line(command, "ptrain plan --help"),
+        )
     return 0
 
 
@@ -189,7 +197,7 @@ def _overrides_of_model(model: str, overrides: list[str], args: Namespace) -> li
     return [*kept, *overrides]
 
 
-def facts_of(
+def load_facts(
     spec: Spec, *, allow_import: bool, runs_fakes: bool = True, is_quiet: bool = False
 ) -> ModelFacts:
     """Return the facts of a spec's model.
@@ -213,27 +221,27 @@ def facts_of(
             spec,
             allow_import=allow_import,
             runs_fakes=runs_fakes,
-            progress=ignore if is_quiet else announce,
+            progress=print_nothing if is_quiet else print_progress,
         ),
         allow_import=allow_import,
     )
 
 
-def announce(line: str) -> None:
+def print_progress(line: str) -> None:
     """Print a line of progress to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
-def ignore(line: str) -> None:
+def print_nothing(line: str) -> None:
     """Print nothing."""
 
 
 def as_record(prediction: Prediction) -> dict[str, object]:
     """Return the result record of a prediction, with the figures that only the screen has."""
-    from ptrain.report.record import record
+    from ptrain.report.record import result_record
 
     derivation, fitting = prediction.derivation, prediction.fit
-    result = record(prediction.label, (derivation.paper, derivation.exact))
+    result = result_record(prediction.label, (derivation.paper, derivation.exact))
     result["parameters"] = prediction.num_parameters
     result["tokens_per_step"] = step_tokens(prediction.spec, derivation.facts)
     result["fit"] = {
@@ -250,7 +258,7 @@ def as_record(prediction: Prediction) -> dict[str, object]:
         "tight": fitting.is_tight,
         "unknown": fitting.unknown or None,
         "reserved": prediction.reserving.record if prediction.reserving else None,
-        "command": None if fitting.peak_bytes is not None else prediction.telling,
+        "command": None if fitting.peak_bytes is not None else prediction.measuring_command,
     }
     spec, plan = prediction.spec, derivation.plan
     result["conditions"] = encode(all_conditions(spec, plan))
@@ -271,7 +279,7 @@ def _change_record(variant: Variant) -> dict[str, object]:
     }
 
 
-def predicted(
+def predict_spec(
     source: str,
     words: tuple[str, ...],
     *,
@@ -297,7 +305,7 @@ def predicted(
     """
     spec = resolve_auto(load(source, words))
     label = label or spec.name
-    derivation = derive(spec, facts_of(spec, allow_import=allow_import, is_quiet=is_quiet))
+    derivation = derive(spec, load_facts(spec, allow_import=allow_import, is_quiet=is_quiet))
     if offer:
         exact = derivation.exact
         more = useless_modes(spec, exact.peak_bytes())

@@ -15,7 +15,7 @@ _SILENT = 2.0  # seconds before the line is drawn; importing rich takes a tenth 
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[..., None]]:
+def show_progress(what: str) -> Iterator[Callable[..., None]]:
     """Temporarily show the progress of an activity, starting after two seconds.
 
     Args:

@@ -16,8 +16,8 @@ def run(args: Namespace) -> int:
     require_torch()
     import torch
 
-    from ptrain.convert.saved import Writer
-    from ptrain.data.tokenized import text_of
+    from ptrain.convert.saved import TextGenerator
+    from ptrain.data.tokenized import read_text
 
     if args.chat and args.score is not None:
         raise refused("--chat", "cannot be combined with --score", "Remove one of them.")
@@ -25,8 +25,8 @@ def run(args: Namespace) -> int:
         raise refused(
             "PROMPT", "is missing, and --chat needs a message", "Add the message of the user."
         )
-    text = None if args.score is None else text_of(Path(args.score))
-    writer = Writer(
+    text = None if args.score is None else read_text(Path(args.score))
+    writer = TextGenerator(
         Path(args.run),
         args.step,
         tokenizer=None if args.tokenizer is None else Path(args.tokenizer),
@@ -46,7 +46,7 @@ def run(args: Namespace) -> int:
         return 0
     generator = torch.Generator().manual_seed(args.seed)
     options = {"tokens": args.tokens, "temperature": args.temperature, "generator": generator}
-    texts = [writer.written(args.prompt, **options) for _ in range(args.samples)]
+    texts = [writer.generate(args.prompt, **options) for _ in range(args.samples)]
     if args.json:
         print_json({"step": writer.step, "prompt": args.prompt, "texts": texts})
     else:

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from ptrain.charts.canvas import ChartFile, chart_file, write_whole
+from ptrain.charts.canvas import ChartFile, chart_file, write_atomically
 from ptrain.charts.front import front_sheet
 from ptrain.cli.arguments import print_json
-from ptrain.cli.predict import facts_of
-from ptrain.cli.progress import progress
+from ptrain.cli.predict import load_facts
+from ptrain.cli.progress import show_progress
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import built_in_facts
-from ptrain.report.reasons import advice_lines, advice_record, thresholds_of
-from ptrain.report.screen import next_line, show
+from ptrain.report.reasons import advice_lines, advice_record, parse_thresholds
+from ptrain.report.screen import next_line, print_screen
 from ptrain.report.selection import TOP, as_csv, as_record, as_spec, placement_text, selection_text
 from ptrain.selection.algorithm1 import Answer, algorithm1, requirements
 from ptrain.selection.choose import select
@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
         )
     if args.out is not None and args.out.is_dir():
         raise refused("--out", f"{args.out} is a folder", "Name a file.")
-    with _without_collector(), progress("searching placements") as step:
+    with _without_collector(), show_progress("searching placements") as step:
         selection = select(
             sources[0],
             overrides,
@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
     else:
         advice_text = [] if advice is None else [*advice_lines(advice), ""]
         text = selection_text(selection, args.top or TOP)
-        show(*advice_text, text, *files, "", next_line(*_next_commands(selection, args)))
+        print_screen(*advice_text, text, *files, "", next_line(*_next_commands(selection, args)))
     return 0 if selection.best else _NOTHING_FITS
 
 
@@ -108,7 +108,7 @@ def _trace_facts(spec: Spec, *, allow_import: bool) -> ModelFacts:
     The trace is announced on standard error, because it takes seconds.
     """
     print(f"tracing {spec.name} as in {placement_text(spec)}", file=sys.stderr, flush=True)
-    return facts_of(spec, allow_import=allow_import)
+    return load_facts(spec, allow_import=allow_import)
 
 
 def _require_effects(args: Namespace) -> None:
@@ -132,7 +132,7 @@ def _ask_algorithm1(selection: PlacementRanking, args: Namespace) -> Answer:
     required = requirements(
         built_in_facts(selection.job.sized), base.cluster, selection.job.devices
     )
-    return algorithm1(required, thresholds_of(args.thresholds))
+    return algorithm1(required, parse_thresholds(args.thresholds))
 
 
 def _write_files(
@@ -143,7 +143,7 @@ def _write_files(
     if selection.best is None:
         return lines
     if args.out is not None:
-        write_whole(args.out, as_spec(selection, selection.best).encode(), "--out")
+        write_atomically(args.out, as_spec(selection, selection.best).encode(), "--out")
         lines.append(f"spec: {args.out}")
     if chart is not None:
         chart.draw(front_sheet(selection))

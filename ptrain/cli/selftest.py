@@ -23,14 +23,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ptrain.cli.progress import progress
+from ptrain.cli.progress import show_progress
 from ptrain.derivation.estimate import step_tokens, token_operations
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.installed import require_torch, versions
 from ptrain.plan.lower import built_in_facts
 from ptrain.processor import cores, shares_gpus
-from ptrain.report.screen import next_line, show
-from ptrain.report.table import Importance, TableColumn, name_column, render
+from ptrain.report.screen import next_line, print_screen
+from ptrain.report.table import Importance, TableColumn, name_column, render_table
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import list_files, load_names
@@ -69,7 +69,7 @@ _SETTLED = 4  # warm-up steps, left out of the median step time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class SpecResult:
     """The result of one spec.
 
     Attributes:
@@ -84,21 +84,25 @@ class Result:
     ranks: int
     holds: bool
     seconds: float
-    apart: float | None = None
+    difference: float | None = None
     limit: float = 0.0
     error: str = ""
 
     @property
-    def passes(self) -> bool:
+    def has_passed(self) -> bool:
         """True if the verdict holds and the losses are within the limit."""
-        return not self.error and self.holds and (self.apart is None or self.apart <= self.limit)
+        return (
+            not self.error
+            and self.holds
+            and (self.difference is None or self.difference <= self.limit)
+        )
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The cells of the page's row."""
         measured = self.error or ("as predicted" if self.holds else "differ from the prediction")
-        apart = "" if self.apart is None else f"{self.apart:.1e} (limit {self.limit:.0e})"
-        verdict = "ok" if self.passes else "FAIL"
+        apart = "" if self.difference is None else f"{self.difference:.1e} (limit {self.limit:.0e})"
+        verdict = "ok" if self.has_passed else "FAIL"
         return verdict, self.name, str(self.ranks), measured, apart, f"{self.seconds:.0f} s"
 
 
@@ -122,7 +126,7 @@ class Page:
     device: str
     planned: int
     left_out: Mapping[str, int]
-    results: list[Result] = field(default_factory=list)
+    results: list[SpecResult] = field(default_factory=list)
     rates: str = ""
     sizes: list[tuple[str, ...]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -142,9 +146,9 @@ class Page:
             ) from None
 
     @property
-    def passed(self) -> str:
+    def summary(self) -> str:
         """A sentence with the number of specs that passed, and that did not run."""
-        number = sum(result.passes for result in self.results)
+        number = sum(result.has_passed for result in self.results)
         waiting = self.planned - len(self.results)
         more = f"; interrupted before {waiting} more" * bool(waiting)
         return f"{number} of {len(self.results)} specs pass{more}"
@@ -156,7 +160,7 @@ class Page:
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "ranks": f"{self.ranks} on {self.device}, {cores()} cores",
             "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-            "result": self.passed,
+            "result": self.summary,
         }
         rows = (result.cells for result in self.results)
         lines = ["# ptrain selftest", "", *_markdown_table(("", ""), about.items())]
@@ -204,7 +208,7 @@ def run(args: Namespace) -> int:
             f"{ranks} ranks, and torch finds {counted(available, 'GPU')}",
             f"Use `--ranks {available}`, or set PTRAIN_SHARE_GPUS=1 to let ranks share a GPU.",
         )
-    specs, left_out = _cases(
+    specs, left_out = _select_specs(
         ranks, device, load_names().kinds if args.brief else list_files(*_FOLDERS)
     )
     page = Page(
@@ -223,17 +227,17 @@ def run(args: Namespace) -> int:
     finally:
         page.write()
         _print_results(page)
-    fails = page.errors or not all(result.passes for result in page.results)
+    fails = page.errors or not all(result.has_passed for result in page.results)
     return VerdictFailed.exit_code if fails else 0
 
 
 def _print_results(page: Page) -> None:
     """Print the results: failed specs if there are any, else all."""
-    failed = [result for result in page.results if not result.passes]
+    failed = [result for result in page.results if not result.has_passed]
     following = f"ptrain verify {failed[0].name}" if failed else "ptrain train"
     table = [_results_table(failed or page.results), ""] if page.results else []
     failures = [f"failed: {error}" for error in page.errors]
-    show(*table, page.passed, *failures, f"page: {page.path}", "", next_line(following))
+    print_screen(*table, page.summary, *failures, f"page: {page.path}", "", next_line(following))
 
 
 def _usable_gpus() -> int:
@@ -247,7 +251,9 @@ def _usable_gpus() -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _cases(ranks: int, device: str, chosen: Iterable[str]) -> tuple[list[Spec], dict[str, int]]:
+def _select_specs(
+    ranks: int, device: str, chosen: Iterable[str]
+) -> tuple[list[Spec], dict[str, int]]:
     """Return the specs for a number of ranks, and the number of ranks of specs that need more.
 
     A mesh of one axis is extended to as many of the ranks as is legal. Other meshes stay as
@@ -282,14 +288,14 @@ def _cases(ranks: int, device: str, chosen: Iterable[str]) -> tuple[list[Spec], 
 def _run_specs(specs: Sequence[Spec], page: Page, folder: Path) -> None:
     """Run each spec. Specs with the same reference share one single-device run."""
     alone: dict[str, list[float]] = {}
-    with progress("running the built-in specs") as step:
+    with show_progress("running the built-in specs") as step:
         for index, spec in enumerate(specs):
             step(index, len(specs), f"running {spec.name}")
-            page.results.append(_result(spec, folder, alone))
+            page.results.append(_test_spec(spec, folder, alone))
             page.write()
 
 
-def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
+def _test_spec(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> SpecResult:
     """Run one spec and compare its losses with the reference.
 
     Args:
@@ -309,12 +315,12 @@ def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
         loss_difference = largest_difference(losses, alone[key])
     except PtrainError as failure:
         error = str(failure).strip().splitlines()[0]
-    return Result(
+    return SpecResult(
         name=spec.name,
         ranks=spec.world_size,
         holds=holds,
         seconds=time.monotonic() - start,
-        apart=loss_difference,
+        difference=loss_difference,
         limit=_LIMITS[spec.precision.effective_layout.parameters.itemsize],
         error=error,
     )
@@ -408,7 +414,7 @@ def _size_row(size: Sequence[str], ranks: int, cluster: Path, folder: Path) -> t
     return size[0], f"{seconds * 1e3:.1f} ms", f"{tokens:,.0f}", mfu
 
 
-def _results_table(results: Sequence[Result]) -> str:
+def _results_table(results: Sequence[SpecResult]) -> str:
     """Return the results as a table for the terminal."""
     cells = zip(*(result.cells for result in results), strict=True)
     first, name, *others = (list(column) for column in cells)
@@ -417,7 +423,7 @@ def _results_table(results: Sequence[Result]) -> str:
         TableColumn(head, Importance.FIGURE, column)
         for head, column in zip(_HEADS[2:], others, strict=True)
     ]
-    return render(columns)
+    return render_table(columns)
 
 
 def _markdown_table(heads: Sequence[str], rows: Any) -> list[str]:

@@ -16,8 +16,8 @@ from typing import Any
 from ptrain.charts.canvas import ChartFile, chart_file
 from ptrain.charts.memory import course_sheet
 from ptrain.cli.arguments import missing_spec, print_json
-from ptrain.cli.predict import facts_of
-from ptrain.cli.progress import progress
+from ptrain.cli.predict import load_facts
+from ptrain.cli.progress import show_progress
 from ptrain.codec import encode
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
@@ -26,9 +26,9 @@ from ptrain.errors import refused
 from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
-from ptrain.report.record import record, rows_of
-from ptrain.report.screen import command_line, next_line, show
-from ptrain.report.simulation import GARBAGE, RankReport, one
+from ptrain.report.record import result_record, rows_of
+from ptrain.report.screen import command_line, next_line, print_screen
+from ptrain.report.simulation import GARBAGE, RankReport, simulation_screen
 from ptrain.runtime import simulated_gpu
 from ptrain.runtime.patches import require_supported
 from ptrain.selection.recompute import resolve_auto
@@ -66,9 +66,11 @@ def run(args: Namespace) -> int:
     are_files = all(Path(source).is_file() or not Path(source).exists() for source in sources)
     # A new process pretends to have the GPUs, so that torch selects CUDA's kernels. It reads the
     # specs again, which is not possible for a pipe.
-    if not args.rehearse and are_files and (sm := _pretended(specs)):
+    if not args.rehearse and are_files and (sm := _gpu_capability(specs)):
         try:
-            return simulated_gpu.run_python(["-m", "ptrain", "simulate", *_words(args)], sm)
+            return simulated_gpu.run_python(
+                ["-m", "ptrain", "simulate", *_typed_arguments(args)], sm
+            )
         except simulated_gpu.StubsNotCompiled as error:
             lacking = str(error)
     records = []
@@ -77,16 +79,16 @@ def run(args: Namespace) -> int:
         records.append(as_record(spec, simulations))
         chart_lines = [_draw_memory(simulations, chart)] if chart else []
         if not args.json:
-            show(*chart_lines, _host_memory_line(), GARBAGE, *[""] * (len(specs) > 1))
+            print_screen(*chart_lines, _host_memory_line(), GARBAGE, *[""] * (len(specs) > 1))
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     else:
         words = command_line("verify", args.arguments, allow_import=args.allow_import)
-        show("", next_line(words, "ptrain verify --help"))
+        print_screen("", next_line(words, "ptrain verify --help"))
     return 0
 
 
-def _pretended(specs: list[Spec]) -> int | None:
+def _gpu_capability(specs: list[Spec]) -> int | None:
     """Return the compute capability of the GPUs, if a new process can use their kernels.
 
     Returns:
@@ -100,7 +102,7 @@ def _pretended(specs: list[Spec]) -> int | None:
     return capabilities.pop()
 
 
-def _words(args: Namespace) -> list[str]:
+def _typed_arguments(args: Namespace) -> list[str]:
     """Return the arguments of this command as typed, for the new process."""
     flags = {
         "--every-block": args.every_block,
@@ -158,7 +160,7 @@ def _simulate_ranks(
     # The prediction is for the device of the rehearsal, whose kernels may allocate differently.
     if args.rehearse:
         spec = replace(spec, device=rehearsal_device(spec).type)
-    facts = facts_of(
+    facts = load_facts(
         spec,
         allow_import=args.allow_import,
         runs_fakes=not args.rehearse,
@@ -168,10 +170,10 @@ def _simulate_ranks(
     equal_ranks = {rank: ranks for ranks in rank_classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
         lines = batch_lines(spec.batch, spec.data_degree)
-        show(heading(spec, facts.numel), *lines)
+        print_screen(heading(spec, facts.numel), *lines)
     ranks = choose_ranks(spec, derivation.exact, args.rank)
     for number, rank in enumerate(ranks):
-        with progress(f"simulating rank {rank} of {spec.world_size}") as step:
+        with show_progress(f"simulating rank {rank} of {spec.world_size}") as step:
             step(number, len(ranks))
             simulated = simulate(
                 spec,
@@ -194,7 +196,7 @@ def _simulate_ranks(
             workspaces=workspaces(spec) if not args.rehearse else (),
         )
         if not args.json:
-            show("", one(report, spec.name), "")
+            print_screen("", simulation_screen(report, spec.name), "")
         yield derivation, report
 
 
@@ -212,7 +214,7 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
     devices = ", ".join(dict.fromkeys(report.device for _, report in simulations))
     ranks = {report.rank for _, report in simulations}
     derived = (estimate.of_ranks(ranks) for estimate in (derivation.paper, derivation.exact))
-    result = record(spec.name, (*derived, simulated), device=devices)
+    result = result_record(spec.name, (*derived, simulated), device=devices)
     result["simulation"] = {
         "note": GARBAGE,
         "host_bytes": host_bytes(),
@@ -243,7 +245,7 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
                         "micro_batch": moment.micro_batch,
                         "device_bytes": dict(zip(State, moment.device_bytes, strict=True)),
                     }
-                    for phase, moment in report.course.by_phase().items()
+                    for phase, moment in report.course.phase_peaks().items()
                 ],
                 "traffic": [*rows_of("traffic", report.simulated)],
                 "reserved": encode(report.reserved),

@@ -11,9 +11,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from ptrain.errors import PtrainError
-from ptrain.report.printed import shown
-from ptrain.report.screen import next_line, screen_width, show
-from ptrain.report.table import Importance, TableColumn, name_column, render
+from ptrain.report.printed import minimal_spec
+from ptrain.report.screen import next_line, print_screen, screen_width
+from ptrain.report.table import Importance, TableColumn, name_column, render_table
 from ptrain.spec.load import expand, load
 from ptrain.spec.names import SPEC_FOLDERS, list_files, load_names
 from ptrain.spec.text import read
@@ -56,7 +56,7 @@ def _list_specs(*, as_json: bool) -> None:
     aliases = ", ".join(f"{alias} = {name}" for alias, name in all_names.aliases.items())
     wrapped = textwrap.wrap(aliases, screen_width() - 2)
     print("aliases:", textwrap.indent("\n".join(wrapped), "  "), sep="\n")
-    show("", next_line("ptrain specs show zero3"))
+    print_screen("", next_line("ptrain specs show zero3"))
 
 
 def _folder_files(folder: str) -> list[Path]:
@@ -98,7 +98,7 @@ def _folder_table(folder: str, rows: list[Row]) -> str:
         columns.append(TableColumn("", cells=[*map(_placement_text, rows)], left=True))
     about = [str(row["about"]) for row in rows]
     columns.append(TableColumn("", Importance.RESULT, about, left=True))
-    return f"{folder}:\n{textwrap.indent(render(columns, screen_width() - 2), '  ')}"
+    return f"{folder}:\n{textwrap.indent(render_table(columns, screen_width() - 2), '  ')}"
 
 
 def _placement_text(row: Row) -> str:
@@ -118,7 +118,7 @@ def _show_spec(name: str, overrides: list[str], *, as_json: bool) -> None:
             else preset.read_text(encoding="utf-8").rstrip()
         )
         return
-    documents = [shown(document.spec) for document in expand(name, overrides)]
+    documents = [minimal_spec(document.spec) for document in expand(name, overrides)]
     if as_json:
         mappings = [shown_spec.mapping for shown_spec in documents]
         print(json.dumps(mappings if len(mappings) > 1 else mappings[0]))

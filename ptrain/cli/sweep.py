@@ -16,14 +16,14 @@ from ptrain.charts.canvas import ChartFile, chart_file
 from ptrain.charts.memory import sweep_sheet
 from ptrain.charts.schedule import step_sheet
 from ptrain.cli.arguments import print_json
-from ptrain.cli.progress import progress
+from ptrain.cli.progress import show_progress
 from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, step_lanes
 from ptrain.errors import Fault, PtrainError, SpecError, refused
 from ptrain.report.predict import Prediction, require_cuda
-from ptrain.report.screen import command_line, next_line, show
+from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.report.step_time import critical_path
-from ptrain.report.sweep import SweepPoint, as_csv, fastest_that_fits, ordered, table
+from ptrain.report.sweep import SweepPoint, as_csv, fastest_that_fits, sort_points, sweep_table
 from ptrain.spec.load import expand_sweeps, find_mesh_followers
 
 _OPTION = "--timeline"
@@ -62,7 +62,7 @@ def run_sweep(
     chart = chart_file(args.chart)
     choices = len(list(expand_sweeps(overrides))) * len(sources)
     points: list[SweepPoint] = []
-    with progress("predicting") as step:
+    with show_progress("predicting") as step:
         for source in sources:
             for point in _predict_points(source, overrides, predict, is_named=len(sources) > 1):
                 points.append(point)
@@ -72,7 +72,7 @@ def run_sweep(
         raise SpecError(*dict.fromkeys(fault for point in points for fault in point.faults))
     if args.reserved:
         require_cuda(predictions)
-    points = ordered(points, args.sort)
+    points = sort_points(points, args.sort)
     chart_lines = [chart.draw(sweep_sheet(points))] if chart else []
     if args.json:
         print_json([_point_record(point, as_record) for point in points])
@@ -81,7 +81,9 @@ def run_sweep(
     else:
         chosen = fastest_that_fits(predictions) or predictions[0]
         words = command_line("predict", chosen.words, allow_import=args.allow_import)
-        show(table(points, explain=args.explain), *chart_lines, "", next_line(words, _LISTS))
+        print_screen(
+            sweep_table(points, explain=args.explain), *chart_lines, "", next_line(words, _LISTS)
+        )
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ptrain.cli.arguments import print_json
 from ptrain.data.chat_rows import ChatPacking, ChatTemplate, tokenize_chats
 from ptrain.data.tokenized import TokenizingProgress, tokenize
-from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary, mask_beside
+from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary, mask_path
 from ptrain.errors import refused
 from ptrain.spec.resolve_sections import CONFIG
 
@@ -88,7 +88,7 @@ def _tokenize_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
         field=args.field,
         tell=teller.tell,
     )
-    keys: dict[str, Any] = {"data.path": str(out), "data.loss_mask": str(mask_beside(out))}
+    keys: dict[str, Any] = {"data.path": str(out), "data.loss_mask": str(mask_path(out))}
     keys["batch.sequence"] = args.sequence
     if packing.is_packed:
         keys["model.document_end"] = done.separator

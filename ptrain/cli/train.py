@@ -19,7 +19,7 @@ from ptrain.charts.tokens import logged_tokens, routing_sheet
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, RankFailed, refused
 from ptrain.installed import require_torch
-from ptrain.report.routing import routes
+from ptrain.report.routing import is_routing_recorded
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import chosen_lines
@@ -28,29 +28,36 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
-from ptrain.train.folder import Claim, RunFolder, again, is_done, open_run, require_resumable
-from ptrain.train.guard import module_of
-from ptrain.train.heading import parts_of_ranks
-from ptrain.train.host_memory import require_host_holds
-from ptrain.train.launch import launch
-from ptrain.train.options import Options, require_reachable
-from ptrain.train.tracker import names_of_trackers, require_trackers
+from ptrain.train.folder import (
+    Claim,
+    RunFolder,
+    is_done,
+    open_run,
+    require_resumable,
+    restart_source,
+)
+from ptrain.train.guard import rank_module
+from ptrain.train.heading import rank_stage_texts
+from ptrain.train.host_memory import require_ranks_fit_host
+from ptrain.train.launch import launch_ranks
+from ptrain.train.options import Options, require_profiled_steps
+from ptrain.train.tracker import require_trackers, tracker_names
 
 
 def run(arguments: Namespace) -> int:
     """Run the job and return its exit code."""
     choices = options.from_arguments(arguments)
-    if arguments.chart is not None and (environment.launched() or choices.wants_elastic):
+    if arguments.chart is not None and (environment.is_launched() or choices.wants_elastic):
         raise refused(
             "--chart",
             "is not supported if another launcher starts the ranks",
             "Remove it, or train on one machine.",
         )
-    if environment.launched():
+    if environment.is_launched():
         spec = load(choices.spec, choices.overrides, world_size=environment.world_size()).spec
-        environment.become(module_of(spec), options.to_argv(choices))
-    spec = checked(choices)
-    if arguments.chart is not None and not routes(spec):
+        environment.exec_module(rank_module(spec), options.to_argv(choices))
+    spec = load_checked(choices)
+    if arguments.chart is not None and not is_routing_recorded(spec):
         raise refused(
             "--chart",
             "draws tokens per expert, and this model logs none",
@@ -59,13 +66,13 @@ def run(arguments: Namespace) -> int:
     chart = chart_file(arguments.chart)
     if choices.wants_elastic:
         argv = [*options.to_argv(choices), *options.elastic_argv(choices)]
-        environment.become("ptrain.train.elastic", argv)
+        environment.exec_module("ptrain.train.elastic", argv)
     if not choices.force:
         _require_one_node(spec)
     if not (choices.json or choices.quiet):  # the ranks read a resolved spec, which has no choices
         for line in chosen_lines(spec.batch, spec.data_degree):
             print(line, flush=True)
-    return start(spec, choices, lambda folder: _draw_routing(spec, folder, chart))
+    return start_ranks(spec, choices, lambda folder: _draw_routing(spec, folder, chart))
 
 
 def _draw_routing(spec: Spec, folder: RunFolder, chart: ChartFile | None) -> None:
@@ -74,7 +81,7 @@ def _draw_routing(spec: Spec, folder: RunFolder, chart: ChartFile | None) -> Non
         chart.draw(routing_sheet(spec.name, logged_tokens(folder.metrics)))
 
 
-def checked(choices: Options) -> Spec:
+def load_checked(choices: Options) -> Spec:
     """Load the spec that will run, and check it before any rank starts and anything is written.
 
     Raises:
@@ -83,8 +90,8 @@ def checked(choices: Options) -> Spec:
     """
     require_torch()
     spec = resolve_auto(load(choices.spec, choices.overrides))
-    require_reachable(spec)
-    require_trackers(names_of_trackers(spec, choices))
+    require_profiled_steps(spec)
+    require_trackers(tracker_names(spec, choices))
     require_leave(spec, allow_import=choices.allow_import)
     require_transformers(spec.model)
     if isinstance(spec.model, ModelShape) and not choices.force:
@@ -93,7 +100,7 @@ def checked(choices: Options) -> Spec:
             spec, exact, reload=lambda more: load(choices.spec, (*choices.overrides, *more))
         )
         words = shlex.join([choices.spec, *choices.overrides])
-        require_host_holds(spec, exact, words, nodes=choices.nnodes)
+        require_ranks_fit_host(spec, exact, words, nodes=choices.nnodes)
     require_file_tier(spec)
     require_resumable(spec, choices)
     return spec
@@ -127,7 +134,7 @@ def _require_one_node(spec: Spec) -> None:
         )
 
 
-def start(spec: Spec, choices: Options, after: Callable[[RunFolder], None]) -> int:
+def start_ranks(spec: Spec, choices: Options, after: Callable[[RunFolder], None]) -> int:
     """Run one process per rank on this machine, and return the exit code.
 
     Args:
@@ -175,15 +182,15 @@ def _launch_with_restarts(spec: Spec, prepared: Options, claim: Claim) -> int:
     Raises:
         RankFailed: If a rank of the last allowed attempt fails.
     """
-    parts = parts_of_ranks(spec)
+    parts = rank_stage_texts(spec)
     for restart in count(1):
         try:
-            return launch(
+            return launch_ranks(
                 options.to_argv(prepared),
                 num_ranks=spec.world_size,
                 folder=claim.folder,
                 parts=parts,
-                module=module_of(spec),
+                module=rank_module(spec),
                 # Ranks inherit the lock: the run folder stays locked while any of them lives.
                 inherited=(claim.lock.descriptor,),
             )
@@ -191,5 +198,5 @@ def _launch_with_restarts(spec: Spec, prepared: Options, claim: Claim) -> int:
             if restart > prepared.max_restarts or is_done(spec, claim.folder):
                 raise
             print(f"{error}\nrestart {restart} of {prepared.max_restarts}", file=sys.stderr)
-            prepared = replace(prepared, resume=again(prepared.resume, claim.folder))
+            prepared = replace(prepared, resume=restart_source(prepared.resume, claim.folder))
     raise AssertionError("the last restart returns or raises")

@@ -9,15 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from ptrain.cli.arguments import print_json
-from ptrain.cli.progress import progress
+from ptrain.cli.progress import show_progress
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
-from ptrain.report.screen import command_line, next_line, show
+from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.spec.load import expand_sweeps, split_arguments
 from ptrain.spec.names import load_names
 from ptrain.train.notebook import Run, load_trainable
 from ptrain.train.notebook import run as train
-from ptrain.train.options import require_reachable
+from ptrain.train.options import require_profiled_steps
 
 # DDP rebuilds its buckets after the first step and optimizers create their state in it; memory and
 # traffic are measured in the third step.
@@ -44,20 +44,20 @@ def run(args: Namespace) -> int:
         _require_steady_step(source, choice)
     runs: list[Run] = []
     for source, choice in jobs:
-        with progress(f"running four steps of {_spec_title(source, choice)}") as step:
+        with show_progress(f"running four steps of {_spec_title(source, choice)}") as step:
             step(len(runs), len(jobs))
             runs.append(_validate_spec(source, choice, allow_import=args.allow_import))
         if not args.json:
             title = [_spec_title(source, choice)] if len(jobs) > 1 else []
             between = [""] if len(runs) > 1 else []
             head = (runs[-1].heading, runs[-1].preflight)
-            show(*between, *title, *head, str(runs[-1]))
+            print_screen(*between, *title, *head, str(runs[-1]))
     if args.json:
         records = [validation.record for validation in runs]
         print_json(records if len(records) > 1 else records[0])
     else:
         words = command_line("verify", args.arguments, allow_import=args.allow_import)
-        show("", next_line(words, "ptrain verify --help"))
+        print_screen("", next_line(words, "ptrain verify --help"))
     return 0 if all(validation.holds for validation in runs) else VerdictFailed.exit_code
 
 
@@ -68,7 +68,7 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
         SpecError: If the spec is wrong, too large for this host, or too short for a measured step.
     """
     spec = load_trainable(source, overrides, words=_spec_title(source, overrides))
-    require_reachable(spec)
+    require_profiled_steps(spec)
     steps = spec.train.steps
     if steps < _STEADY:
         raise refused(

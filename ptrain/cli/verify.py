@@ -20,7 +20,7 @@ from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed
 from ptrain.installed import require_torch
 from ptrain.plan.lower import built_in_facts
-from ptrain.report.screen import command_line, next_line, show
+from ptrain.report.screen import command_line, next_line, print_screen
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_file_tier, require_leave, require_transformers
 from ptrain.spec.load import expand_sweeps, load, split_arguments
@@ -30,11 +30,11 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder
-from ptrain.train.heading import parts_of_ranks
+from ptrain.train.heading import rank_stage_texts
 from ptrain.train.host_memory import require_host_memory
-from ptrain.train.launch import launch
+from ptrain.train.launch import launch_ranks
 from ptrain.verification import options
-from ptrain.verification.options import VerifyOptions, source_of, to_argv
+from ptrain.verification.options import VerifyOptions, spec_source, to_argv
 
 # Bytes per parameter of a reference: parameters, gradients, their sum and two moments in fp64. Each
 # rank has a reference.
@@ -52,7 +52,7 @@ class TitledSpec:
 def run(args: Namespace) -> int:
     """Verify every spec; return 0 if every verdict holds, else 1."""
     options.require_steps(args.steps)
-    if environment.launched():
+    if environment.is_launched():
         _become_rank(args)
     require_torch()
     sources, overrides = split_arguments(args.arguments)
@@ -65,7 +65,7 @@ def run(args: Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))
     try:
         records = _verify_all(jobs, args, folder)
-    except Interrupted as interrupted:
+    except VerificationInterrupted as interrupted:
         shutil.rmtree(folder)
         return interrupted.code
     shutil.rmtree(folder)
@@ -75,7 +75,7 @@ def run(args: Namespace) -> int:
     if not args.json:
         train = command_line("train", args.arguments, allow_import=args.allow_import)
         command = train if holds else shlex.join([*args.typed, "--verbose"])
-        show("", next_line(command, "ptrain verify --help"))
+        print_screen("", next_line(command, "ptrain verify --help"))
     return 0 if holds else VerdictFailed.exit_code
 
 
@@ -91,7 +91,7 @@ def _verify_all(jobs: Sequence[TitledSpec], args: Namespace, folder: Path) -> li
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
             print(*[""] * bool(number), job.title, sep="\n", flush=True)
-        records.append(start(job.spec, _verify_options(args), folder / str(number)))
+        records.append(verify_spec(job.spec, _verify_options(args), folder / str(number)))
     return records
 
 
@@ -102,7 +102,7 @@ def _load_checked(source: str, overrides: tuple[str, ...], *, allow_import: bool
         SpecError: If the spec is wrong, needs an extra that is missing, or exceeds the host's
             memory.
     """
-    spec = resolve_auto(load(source_of(source), overrides))
+    spec = resolve_auto(load(spec_source(source), overrides))
     require_leave(spec, allow_import=allow_import)
     require_transformers(spec.model)
     require_file_tier(spec)
@@ -131,11 +131,11 @@ def _verify_options(args: Namespace) -> VerifyOptions:
 
 def _become_rank(args: Namespace) -> None:
     """Replace this process by a rank of the verification."""
-    words = [*args.arguments, *options.said(_verify_options(args))]
-    environment.become("ptrain.verification", words)
+    words = [*args.arguments, *options.option_words(_verify_options(args))]
+    environment.exec_module("ptrain.verification", words)
 
 
-class Interrupted(Exception):
+class VerificationInterrupted(Exception):
     """The error raised when a signal ends a verification; `code` is the command's exit code."""
 
     def __init__(self, code: int) -> None:
@@ -143,7 +143,7 @@ class Interrupted(Exception):
         self.code = code
 
 
-def start(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
+def verify_spec(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
     """Verify a spec in a private folder and return its record.
 
     Args:
@@ -157,21 +157,21 @@ def start(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
     Raises:
         RankFailed: If a rank fails.
         PtrainError: If a rank reports wrong input.
-        Interrupted: If a signal ended the ranks.
+        VerificationInterrupted: If a signal ended the ranks.
     """
     (folder / "logs").mkdir(mode=0o700, parents=True)
     written = folder / "spec.resolved.yaml"
     written.write_text(to_yaml(spec.resolved), encoding="utf-8")
     argv = to_argv(replace(options, spec=str(written), overrides=(), folder=folder))
     run = RunFolder(folder)
-    code = launch(
+    code = launch_ranks(
         argv,
         num_ranks=spec.world_size,
         folder=run,
-        parts=parts_of_ranks(spec),
+        parts=rank_stage_texts(spec),
         module="ptrain.verification",
     )
     if code not in (0, VerdictFailed.exit_code):
-        raise Interrupted(code)
+        raise VerificationInterrupted(code)
     record: dict[str, Any] = json.loads(run.summary.read_text(encoding="utf-8"))
     return record

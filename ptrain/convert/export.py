@@ -77,22 +77,22 @@ def write_adapters(
     Raises:
         SpecError: The model has no adapters, or cannot be built (`SavedModel.built`).
     """
-    module, _ = saved.built(allow_import=allow_import)
+    module, _ = saved.build(allow_import=allow_import)
     module.load_state_dict(saved.load(saved.parameters), strict=False)
-    adapted = _adapted(module)
-    write = _write_merged if how is Adapters.MERGED else _write_alone
+    adapted = _find_adapted_module(module)
+    write = _write_merged if how is Adapters.MERGED else _write_adapters_only
     tensors = [*write(adapted, to)]
     size = sum(tensor.nbytes for tensor in tensors)
     base = getattr(adapted, "name_or_path", None)  # what transformers' from_pretrained was given
     return type(adapted).__name__, len(tensors), size, str(base or "")
 
 
-def _adapted(module: nn.Module) -> nn.Module:
+def _find_adapted_module(module: nn.Module) -> nn.Module:
     """Return the module that contains PEFT adapters. Raises SpecError without one."""
     for part in module.modules():
         if isinstance(getattr(part, _CONFIG, None), dict):
             return part
-    raise _refused(f"{type(module).__name__} has no PEFT adapters")
+    raise _adapters_error(f"{type(module).__name__} has no PEFT adapters")
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def _write_merged(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if not hasattr(adapted, "save_pretrained"):
-        raise _refused(f"{type(adapted).__name__} is not a class of Transformers")
+        raise _adapters_error(f"{type(adapted).__name__} is not a class of Transformers")
     for name, layer in list(adapted.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
@@ -112,14 +112,14 @@ def _write_merged(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
     yield from adapted.parameters()
 
 
-def _write_alone(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
+def _write_adapters_only(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
     """Write the adapters and their config, and yield their tensors."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
     config = getattr(adapted, _CONFIG)
     if set(config) != {_ADAPTER}:
-        raise _refused(
+        raise _adapters_error(
             f"the model has the adapters {', '.join(config)}; only one named "
             f"{_ADAPTER} is supported"
         )
@@ -132,7 +132,7 @@ def _write_alone(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
     yield from tensors.values()
 
 
-def _refused(finding: str) -> SpecError:
+def _adapters_error(finding: str) -> SpecError:
     """Return the error of the option `--adapters`."""
     return refused("--adapters", finding, "Remove `--adapters` to write all parameters.")
 
@@ -171,9 +171,9 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
     Raises:
         SpecError: No known class of Transformers computes this model.
     """
-    before = _before(model)
+    before = _pretrained_config(model)
     first = str(before.get("model_type", ""))
-    shape, keys = _of_weights(model), keys_of_shape(model)
+    shape, keys = _canonical_shape(model), keys_of_shape(model)
     for kind in sorted(load_kinds(), key=lambda name: name != first):
         config = {**before, **config_of(kind, keys)}
         if _is_same(config, shape):
@@ -193,10 +193,10 @@ def _is_same(config: dict[str, Any], shape: ModelShape) -> bool:
     """Return True if a config describes this shape."""
     published = read_config(config)
     read = None if published.faults else shape_of(published.keys)
-    return read is not None and _of_weights(read) == shape
+    return read is not None and _canonical_shape(read) == shape
 
 
-def _of_weights(shape: ModelShape) -> ModelShape:
+def _canonical_shape(shape: ModelShape) -> ModelShape:
     """Return a shape in canonical form, without settings that only training uses."""
     usual = {spot.name: spot.default for spot in fields(BlockOptions)}
     changes: dict[str, Any] = {name: usual[name] for name in (*_OF_TRAINING, *_DROPOUTS)}
@@ -212,7 +212,7 @@ def _of_weights(shape: ModelShape) -> ModelShape:
     )
 
 
-def _before(shape: ModelShape) -> dict[str, Any]:
+def _pretrained_config(shape: ModelShape) -> dict[str, Any]:
     """Return the config of the model's pretrained folder without `rope_parameters`; {} without one.
 
     Old files have two fields for rotary embeddings, new ones have `rope_parameters`.
@@ -253,7 +253,7 @@ class FileForm:
     rows: Mapping[str, int] = field(default_factory=dict)
 
 
-def form_of(saved: SavedModel, *, allow_import: bool) -> FileForm:
+def export_form(saved: SavedModel, *, allow_import: bool) -> FileForm:
     """Return the form in which a model is exported.
 
     Raises:
@@ -275,15 +275,15 @@ def form_of(saved: SavedModel, *, allow_import: bool) -> FileForm:
                 architecture=model_name(saved.spec),
                 config={},
                 stored=lambda name: StoredTensor(names=(name,)),
-                buffers=_own_buffers(model, saved, allow_import=allow_import),
+                buffers=_pretrained_buffers(model, saved, allow_import=allow_import),
             )
         case HuggingFaceModel() as model:
-            return _of_class(model, saved)
+            return _class_form(model, saved)
         case other:
             assert_never(other)
 
 
-def _own_buffers(
+def _pretrained_buffers(
     model: ExternalModel, saved: SavedModel, *, allow_import: bool
 ) -> dict[str, Tensor]:
     """Return the buffers that a model of user code has from its pretrained folder.
@@ -297,7 +297,7 @@ def _own_buffers(
             PretrainedFolder(Path(folder)).file_of.keys() - saved.parameters.keys()
         ):
             return {}
-    _, buffers = saved.built(allow_import=allow_import)
+    _, buffers = saved.build(allow_import=allow_import)
     # One may be a view, or of another's memory, which a file cannot have.
     return {
         name: buffer.clone(memory_format=torch.contiguous_format)
@@ -305,7 +305,7 @@ def _own_buffers(
     }
 
 
-def _of_class(model: HuggingFaceModel, saved: SavedModel) -> FileForm:
+def _class_form(model: HuggingFaceModel, saved: SavedModel) -> FileForm:
     """Return the form of a class of Transformers."""
     module, config = build_meta_module(model), config_of_class(model)
     rows = stored_rows(module)
@@ -330,7 +330,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """The result of an export.
 
     Attributes:
@@ -356,14 +356,14 @@ class Exported:
     no_tokenizer: str
 
 
-def export(
+def export_checkpoint(
     run: Path,
     to: Path,
     step: int | None = None,
     *,
     allow_import: bool = False,
     adapters: Adapters | None = None,
-) -> Exported:
+) -> ExportResult:
     """Export a checkpoint to a new folder.
 
     Args:
@@ -383,7 +383,7 @@ def export(
     spec = saved.spec
     unsaid: tuple[str, ...] = ()
     if adapters is None:
-        form = form_of(saved, allow_import=allow_import)
+        form = export_form(saved, allow_import=allow_import)
         unsaid, write = form.unsaid, partial(_write_model, saved, form)
     else:
         write = partial(write_adapters, saved, how=adapters, allow_import=allow_import)
@@ -397,7 +397,7 @@ def export(
         raise refused("--to", f"{to} cannot be written: {error}", "Use another folder.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return Exported(
+    return ExportResult(
         step=saved.step,
         folder=to,
         architecture=architecture,
@@ -406,11 +406,13 @@ def export(
         copied=copied,
         unsaid=unsaid,
         gone=saved.gone,
-        no_tokenizer="" if {*_VOCABULARIES} & {*copied} else _reason(saved.gone, base),
+        no_tokenizer=""
+        if {*_VOCABULARIES} & {*copied}
+        else _missing_tokenizer_reason(saved.gone, base),
     )
 
 
-def _reason(gone: Path | None, base: str) -> str:
+def _missing_tokenizer_reason(gone: Path | None, base: str) -> str:
     """Return the reason why no tokenizer was copied."""
     if gone is not None:
         return f"{gone}, the folder of the pretrained weights, does not exist any more"
@@ -425,14 +427,14 @@ def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int,
     Returns:
         The class, the number of tensors, their bytes, and "" as the source of a pretrained class.
     """
-    files = [*_by_file(_groups(saved.parameters, form))]
+    files = [*_split_into_files(_read_groups(saved.parameters, form))]
     file_of: dict[str, str] = {}
     size, dtypes = 0, set[torch.dtype]()
     for number, group in enumerate(files, 1):
         name = WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         loaded = saved.load(ours for ours, _ in group)
         own = {n: x[: form.rows[n]] if n in form.rows else x for n, x in loaded.items()}
-        tensors = _published(own, group)
+        tensors = _published_tensors(own, group)
         dtypes |= {tensor.dtype for tensor in tensors.values()}
         tensors |= form.buffers if number == 1 else {}
         _write_tensors(to / name, tensors)
@@ -450,23 +452,27 @@ def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int,
 Group = list[tuple[str, Stored]]  # parameters by name that stand in the same of theirs
 
 
-def _groups(saved: Mapping[str, TensorStorageMetadata], form: FileForm) -> list[tuple[Group, int]]:
+def _read_groups(
+    saved: Mapping[str, TensorStorageMetadata], form: FileForm
+) -> list[tuple[Group, int]]:
     """Return the parameters that must be read together, with their bytes.
 
     Parameters that share tensors in the files belong together.
     """
     stored = ((name, form.stored(name)) for name in saved)
     by_names = grouped((of_files.names, (name, of_files)) for name, of_files in stored)
-    return [(group, sum(_bytes(saved[name]) for name, _ in group)) for group in by_names.values()]
+    return [
+        (group, sum(_tensor_bytes(saved[name]) for name, _ in group)) for group in by_names.values()
+    ]
 
 
-def _bytes(entry: TensorStorageMetadata) -> int:
+def _tensor_bytes(entry: TensorStorageMetadata) -> int:
     """Return the bytes of a parameter."""
     size: int = entry.size.numel() * entry.properties.dtype.itemsize
     return size
 
 
-def _by_file(groups: Iterable[tuple[Group, int]]) -> Iterator[Group]:
+def _split_into_files(groups: Iterable[tuple[Group, int]]) -> Iterator[Group]:
     """Yield the parameters of each file, up to FILE_BYTES per file."""
     file, size = Group(), 0
     for group, more in groups:
@@ -477,7 +483,9 @@ def _by_file(groups: Iterable[tuple[Group, int]]) -> Iterator[Group]:
     yield file
 
 
-def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
+def _published_tensors(
+    tensors: Mapping[str, torch.Tensor], group: Group
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by name, with the sections of a tensor concatenated."""
     written: dict[str, torch.Tensor] = {}
     parts: dict[str, dict[int, torch.Tensor]] = {}

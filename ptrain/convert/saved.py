@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.data.chat_rows import ChatTemplate
 from ptrain.data.tokenized import TokenOrigin, read_origin
-from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, file_of
+from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, tokenizer_file
 from ptrain.errors import refused
 from ptrain.models.initialize import build_model, cast_module, holds_buffers, kept_buffers
 from ptrain.runtime.world import World
@@ -32,7 +32,7 @@ from ptrain.spec.text import read
 from ptrain.train import checkpoint, manifest
 from ptrain.train.checkpoint import IndexReader
 from ptrain.train.exchange import Exchange
-from ptrain.train.folder import RunFolder, shown
+from ptrain.train.folder import RunFolder, display_path
 from ptrain.train.manifest import Manifest
 
 _MODEL = "model."
@@ -58,7 +58,7 @@ class SavedModel:
     def __init__(self, run: Path, step: int | None = None) -> None:
         self._resolved = RunFolder(run).resolved
         self.spec, self.gone = _spec_of(run)
-        self.folder, self._sound = _checkpoint(run, step)
+        self.folder, self._sound = _find_checkpoint(run, step)
         metadata = self._reader().read_metadata()
         self.parameters: dict[str, TensorStorageMetadata] = {
             name.removeprefix(_MODEL): entry
@@ -66,7 +66,7 @@ class SavedModel:
             if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
         }
 
-    def built(self, *, allow_import: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    def build(self, *, allow_import: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """Build the model, without loading the saved parameters.
 
         Returns:
@@ -99,7 +99,8 @@ class SavedModel:
                 "may come from it"
             )
             remedy += (
-                f" If it contained none, remove `model.pretrained` from {shown(self._resolved)}."
+                " If it contained none, remove `model.pretrained` from "
+                f"{display_path(self._resolved)}."
             )
         raise refused("model.pretrained", finding, remedy)
 
@@ -115,7 +116,7 @@ class SavedModel:
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in entries.items()
         }
-        with checkpoint.without_advice():
+        with checkpoint.suppress_single_process_warning():
             dcp.load({"model": tensors}, storage_reader=self._reader(), no_dist=True)
         return tensors
 
@@ -136,7 +137,7 @@ def _spec_of(run: Path) -> tuple[Spec, Path | None]:
     if not os.path.isfile(resolved):  # nor of a name that no file can have
         raise refused(
             "RUN",
-            f"{shown(run)} is not a run folder: it has no {resolved.name}",
+            f"{display_path(run)} is not a run folder: it has no {resolved.name}",
             "Use a run folder, such as `runs/latest`.",
         )
     begun = read(resolved).value_at(("model", "pretrained"))
@@ -144,23 +145,23 @@ def _spec_of(run: Path) -> tuple[Spec, Path | None]:
     return load(str(resolved), ["model.pretrained=null"] if gone else []).spec, gone
 
 
-def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
+def _find_checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
     """Return the newest sound checkpoint (of a step, unless None) and its manifest.
 
     Raises:
         SpecError: There is none.
     """
-    complete = manifest.complete(RunFolder(run).checkpoints)
-    wanted = [path for path in complete if step in (None, manifest.step_of(path))]
+    complete = manifest.complete_checkpoints(RunFolder(run).checkpoints)
+    wanted = [path for path in complete if step in (None, manifest.step_in_name(path))]
     if not wanted:
-        has = ", ".join(str(manifest.step_of(path)) for path in complete) or "none"
+        has = ", ".join(str(manifest.step_in_name(path)) for path in complete) or "none"
         what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
         raise refused(
             "RUN",
-            f"{shown(run)} does not have {what}; steps with a checkpoint: {has}",
+            f"{display_path(run)} does not have {what}; steps with a checkpoint: {has}",
             "Train with `checkpoint.at_end=true`, or use a step that has a checkpoint.",
         )
-    path, sound, complaints = checkpoint.newest(wanted, Exchange(World()))
+    path, sound, complaints = checkpoint.find_newest_sound(wanted, Exchange(World()))
     if path is None or sound is None:
         raise refused(
             "RUN", complaints[0], "Restore it from a backup, use another `--step`, or train again."
@@ -188,7 +189,7 @@ class TextScore:
         return math.exp(self.loss)
 
 
-class Writer:
+class TextGenerator:
     """A model that continues and scores texts.
 
     Args:
@@ -213,12 +214,12 @@ class Writer:
     ) -> None:
         saved = SavedModel(run, step)
         self.step, self.spec = saved.step, saved.spec
-        self.vocabulary: Vocabulary = vocabulary_of(saved.spec, tokenizer, is_chat=is_chat)
-        self._model = _model(saved, allow_import=allow_import)
-        _fill(self._model, saved)
+        self.vocabulary: Vocabulary = load_vocabulary(saved.spec, tokenizer, is_chat=is_chat)
+        self._model = _build_model(saved, allow_import=allow_import)
+        _load_values(self._model, saved)
         self._model.eval()
 
-    def written(
+    def generate(
         self, prompt: str, *, tokens: int, temperature: float, generator: torch.Generator
     ) -> str:
         """Return the continuation of a prompt.
@@ -238,7 +239,7 @@ class Writer:
         new: list[int] = []
         while len(new) < tokens:
             logits_V = self._logits([*begun, *new])[-1]
-            token = _drawn(logits_V, temperature, generator)
+            token = _draw_token(logits_V, temperature, generator)
             if token == self.vocabulary.end:
                 break
             new.append(token)
@@ -260,7 +261,7 @@ class Writer:
 
     def _losses(self, tokens: Sequence[int]) -> Iterator[float]:
         """Yield the sum of losses of each window."""
-        for window in windows(tokens, self.spec.batch.sequence):
+        for window in token_windows(tokens, self.spec.batch.sequence):
             logits_TV = self._logits(window[:-1])
             yield F.cross_entropy(logits_TV, torch.tensor(window[1:]), reduction="sum").item()
 
@@ -283,14 +284,14 @@ class Writer:
             )
 
 
-def _model(saved: SavedModel, *, allow_import: bool) -> nn.Module:
+def _build_model(saved: SavedModel, *, allow_import: bool) -> nn.Module:
     """Build the model in fp32."""
-    module, _ = saved.built(allow_import=allow_import)
+    module, _ = saved.build(allow_import=allow_import)
     cast_module(module, torch.float32)
     return module
 
 
-def _fill(module: nn.Module, saved: SavedModel) -> None:
+def _load_values(module: nn.Module, saved: SavedModel) -> None:
     """Load the saved values into a model, one tensor at a time."""
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -298,7 +299,7 @@ def _fill(module: nn.Module, saved: SavedModel) -> None:
                 tensor.copy_(saved.load([name])[name])
 
 
-def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+def _draw_token(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
     """Draw a token from logits [V]."""
     if temperature == 0:
         return int(logits_V.argmax())
@@ -316,10 +317,10 @@ class ChatVocabulary(FileVocabulary):
         self.end = self.end if end is None else end
 
     def tokens(self, text: str) -> list[int]:
-        return self._template.question(text)
+        return self._template.question_tokens(text)
 
 
-def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> Vocabulary:
+def load_vocabulary(spec: Spec, named: Path | None, *, is_chat: bool = False) -> Vocabulary:
     """Return the tokenizer of a trained model.
 
     It is the named one, the one of the pretrained folder, the one of the token files, or the byte
@@ -340,7 +341,7 @@ def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> V
         named = began / FILE
     if named is None and origin is not None and not origin.is_of_bytes:
         named = None if origin.has_changed else Path(origin.tokenizer)
-    if named is not None and origin is not None and origin.differs(file_of(named)):
+    if named is not None and origin is not None and origin.differs(tokenizer_file(named)):
         raise refused(
             "--tokenizer",
             f"the model was trained with tokens of {origin.tokenizer}, but {named} has "
@@ -374,7 +375,7 @@ def token_origin(data: DataSpec) -> TokenOrigin | None:
     return next((origin for origin in origins if origin is not None), None)
 
 
-def windows(tokens: Sequence[int], length: int) -> Iterable[Sequence[int]]:
+def token_windows(tokens: Sequence[int], length: int) -> Iterable[Sequence[int]]:
     """Yield windows of `length` + 1 tokens (the last may be shorter), overlapping by one.
 
     Each token except the first is the target of one window.

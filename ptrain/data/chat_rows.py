@@ -31,15 +31,15 @@ from ptrain.data.tokenized import (
     Tell,
     TokenFiles,
     TokenizingProgress,
-    batches,
+    batch_documents,
     has_rows,
-    lacking,
-    requested,
+    missing_field_finding,
+    read_rows,
+    request_identity,
     require_encodable,
-    rows,
     token_dtype,
 )
-from ptrain.data.vocabulary import FILE, INPUT, START, TARGET, mask_beside, size_of
+from ptrain.data.vocabulary import FILE, INPUT, START, TARGET, mask_path, vocabulary_size
 from ptrain.errors import Fault, PtrainError, library, refused
 from ptrain.models.boundary import convert_exceptions
 
@@ -63,7 +63,7 @@ class Chat:
     place: str
 
 
-def chats(path: Path, field: str | None) -> Iterator[Chat]:
+def read_chats(path: Path, field: str | None) -> Iterator[Chat]:
     """Yield the chats of a file of JSON lines or Parquet.
 
     Args:
@@ -80,7 +80,7 @@ def chats(path: Path, field: str | None) -> Iterator[Chat]:
             "Use a .jsonl or .parquet file, or remove `--chat`.",
         )
     fields = OF_CHATS if field is None else (field,)
-    yield from (_parse_chat(row, fields, place) for place, row in rows(path, fields, [_TOOLS]))
+    yield from (_parse_chat(row, fields, place) for place, row in read_rows(path, fields, [_TOOLS]))
 
 
 def _parse_chat(row: object, fields: Sequence[str], place: str) -> Chat:
@@ -93,7 +93,7 @@ def _parse_chat(row: object, fields: Sequence[str], place: str) -> Chat:
     if not isinstance(messages, list):
         raise refused(
             place,
-            lacking(row, field, "list of messages"),
+            missing_field_finding(row, field, "list of messages"),
             "Add `--field NAME`, the field of the messages.",
         )
     tools = entries.get(_TOOLS) or None
@@ -113,11 +113,11 @@ def _parse_message(message: object, place: str) -> dict[str, Any]:
     """Return a message without empty fields: a Parquet row has all columns of its messages."""
     message = _convert_sharegpt(message, place)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _message_error(place, lacking(message, "role", "string"))
+        raise _message_error(place, missing_field_finding(message, "role", "string"))
     entries = {key: value for key, value in message.items() if value is not None}
     content = entries.get("content")
     if content is None and not entries.get("tool_calls"):
-        raise _message_error(place, lacking(message, "content", "string"))
+        raise _message_error(place, missing_field_finding(message, "content", "string"))
     if isinstance(content, str):
         require_encodable(content, place)
     return {"content": None, **entries}  # templates expect the key in a message with tool calls
@@ -156,7 +156,7 @@ class ChatSample:
     tokens: NDArray[np.int64]
     is_target: NDArray[np.bool_]
 
-    def cut(self, size: int) -> ChatSample:
+    def truncate(self, size: int) -> ChatSample:
         """Return the tokens up to the end of the last answer that fits into `size` tokens.
 
         It is empty if no answer fits.
@@ -203,10 +203,10 @@ class ChatTemplate:
             )
             self.text: str = self._tokenizer.get_chat_template()
         self._marks_answers = _MARKS.search(self.text) is not None
-        self.size = size_of(self._tokenizer.get_vocab())
+        self.size = vocabulary_size(self._tokenizer.get_vocab())
         self._end: int | None = self._tokenizer.eos_token_id
 
-    def token(self, word: str) -> int | None:
+    def token_id(self, word: str) -> int | None:
         """Return the id of a word, None if it is no token."""
         known: dict[str, int] = self._tokenizer.get_vocab()
         return known.get(word)
@@ -219,7 +219,7 @@ class ChatTemplate:
         others = sorted(token for token, word in added.items() if word.special)
         return [*dict.fromkeys(token for token in (*named, *others) if token is not None)]
 
-    def samples(self, chat: Chat) -> list[ChatSample]:
+    def make_samples(self, chat: Chat) -> list[ChatSample]:
         """Return the samples of a chat; none if it has no answer.
 
         Raises:
@@ -235,7 +235,7 @@ class ChatTemplate:
             texts = [*self._answer_spans(chat, [number for number in ends if number > 1])]
             return [self._encode_text(text, spans) for text, spans in texts]
 
-    def question(self, text: str) -> list[int]:
+    def question_tokens(self, text: str) -> list[int]:
         """Return the tokens of a chat with this user message, up to the start of the answer."""
         chat = Chat(messages=[{"role": "user", "content": text}], tools=None, place="PROMPT")
         with convert_exceptions(lambda error: _render_fault(chat, error)):
@@ -249,7 +249,7 @@ class ChatTemplate:
         It may differ from the end token of a text.
         """
         entries = [{"role": role, "content": "a"} for role in ("user", ANSWERS)]
-        (sample,) = self.samples(Chat(messages=entries, tools=None, place=_PLACE))
+        (sample,) = self.make_samples(Chat(messages=entries, tools=None, place=_PLACE))
         special = sample.is_target & np.isin(sample.tokens, self.special_tokens())
         return int(sample.tokens[special][-1]) if special.any() else None
 
@@ -407,8 +407,8 @@ def tokenize_chats(
     dtype, width = token_dtype(template.size), packing.sequence + 1
 
     def encoded(done: TokenizingProgress) -> Iterator[Encoded]:
-        for batch, after in batches(texts, lambda path: chats(path, field), done):
-            samples = [template.samples(chat) for chat in batch]
+        for batch, after in batch_documents(texts, lambda path: read_chats(path, field), done):
+            samples = [template.make_samples(chat) for chat in batch]
             if (token := done.separator) is None:
                 token = _free_separator(template, samples, packing) if named is None else named
             kept = [_fit_samples(several, width, token, packing) for several in samples]
@@ -431,8 +431,8 @@ def tokenize_chats(
             raise _no_rows_error(str(texts[0]), done)
 
     how = [packing.sequence, packing.is_packed, named]
-    request = [*requested(texts, out, template.path), template.text, how, field]
-    arrays = {out: ((width,), dtype), mask_beside(out): ((width,), np.uint8)}
+    request = [*request_identity(texts, out, template.path), template.text, how, field]
+    arrays = {out: ((width,), dtype), mask_path(out): ((width,), np.uint8)}
     return TokenFiles(arrays=arrays, request=request, tokenizer=template.path).write(encoded, tell)
 
 
@@ -444,7 +444,7 @@ def _named_separator(template: ChatTemplate, packing: ChatPacking) -> int | None
     """
     if packing.separator is None:
         return None
-    if (token := template.token(packing.separator)) is None:
+    if (token := template.token_id(packing.separator)) is None:
         raise refused(
             "--separator",
             f"the tokenizer has no token {packing.separator!r}",
@@ -498,7 +498,7 @@ def _fit_samples(
 
     Samples with the separator are left out if rows are packed.
     """
-    cut = [sample if len(sample.tokens) <= width else sample.cut(width) for sample in samples]
+    cut = [sample if len(sample.tokens) <= width else sample.truncate(width) for sample in samples]
     learned = [sample for sample in cut if sample.is_target[1:].any()]
     kept = [
         sample
@@ -548,7 +548,7 @@ def _build_rows(
     # Each chat takes one more token, its separator. Rows have one column more than they return,
     # so that the last separator need not fit.
     sizes = [len(sample.tokens) + 1 for sample in samples]
-    packed = pack(sizes, width + 1) if packing.is_packed else [[n] for n in range(len(sizes))]
+    packed = pack_sizes(sizes, width + 1) if packing.is_packed else [[n] for n in range(len(sizes))]
     # Padding is the separator, too: it ends the last document of a row.
     tokens = np.full((len(packed), width + 1), separator, dtype=np.int64)
     marks = np.full((len(packed), width + 1), INPUT, dtype=np.uint8)
@@ -563,7 +563,7 @@ def _build_rows(
     return tokens[:, :width], marks[:, :width]
 
 
-def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
+def pack_sizes(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Return groups of items whose sizes sum to at most `room` (first-fit decreasing).
 
     The items of a group, and the groups by their first item, are in ascending order.

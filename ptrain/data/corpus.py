@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ptrain.data.sampler import DatasetBatch, LocalBatch, SampleSource, Split, local_batch
 from ptrain.data.tokenized import TokenOrigin, read_origin, require_one_tokenizer, require_tokenizer
-from ptrain.data.vocabulary import START, TARGET, VOCAB, encode, mask_beside, open_mask, open_tokens
+from ptrain.data.vocabulary import START, TARGET, VOCAB, encode, mask_path, open_mask, open_tokens
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.external import dataset_of
@@ -42,7 +42,7 @@ _ROUNDS = 6  # of the Feistel network
 _MASK = 2**64 - 1  # arithmetic modulo 2**64, as in splitmix64
 
 
-def sample(index: int, *, windows: int, seed: int) -> int:
+def stream_sample(index: int, *, windows: int, seed: int) -> int:
     """Return the sample at `index` of the endless stream, as epoch · windows + window.
 
     An epoch has `windows` samples, in an order that the seed decides.
@@ -50,10 +50,10 @@ def sample(index: int, *, windows: int, seed: int) -> int:
     epoch, place = divmod(index, windows)
     # The seed is hashed before it is combined with the epoch, so that seeds and epochs that differ
     # by 1 do not share permutations.
-    return epoch * windows + permuted(place, windows, mixed(mixed(seed & _MASK) ^ epoch))
+    return epoch * windows + permute(place, windows, splitmix64(splitmix64(seed & _MASK) ^ epoch))
 
 
-def permuted(place: int, size: int, key: int) -> int:
+def permute(place: int, size: int, key: int) -> int:
     """Return the image of `place` under a pseudo-random permutation of range(size).
 
     The Feistel network permutes the next power of four. A result outside the range is permuted
@@ -64,13 +64,13 @@ def permuted(place: int, size: int, key: int) -> int:
     while True:
         left, right = place >> half, place & mask
         for number in range(_ROUNDS):
-            left, right = right, left ^ (mixed(key + number ^ right << 32) & mask)
+            left, right = right, left ^ (splitmix64(key + number ^ right << 32) & mask)
         place = left << half | right
         if place < size:
             return place
 
 
-def mixed(number: int) -> int:
+def splitmix64(number: int) -> int:
     """Return the splitmix64 hash of a number: each bit of the result depends on all of its bits."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -213,7 +213,7 @@ class Corpus:
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
         """Return the sample at an index of the stream, as epoch · windows + window."""
-        return sample(index, windows=self.num_samples(sequence, split), seed=seed)
+        return stream_sample(index, windows=self.num_samples(sequence, split), seed=seed)
 
     def read(
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
@@ -354,7 +354,7 @@ class UserSamples:
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
         """Return the item at an index of the stream, as epoch · items + item."""
-        return sample(index, windows=self.num_samples(sequence, split), seed=seed)
+        return stream_sample(index, windows=self.num_samples(sequence, split), seed=seed)
 
     def read(
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
@@ -409,7 +409,7 @@ class Mixture:
         edges = self._sample_offsets(sequence, split)
         windows = edges[number + 1] - edges[number]
         # A seed per file: files of equal length would otherwise have the same order.
-        drawn = sample(own_index, windows=windows, seed=mixed(seed + number))
+        drawn = stream_sample(own_index, windows=windows, seed=splitmix64(seed + number))
         epoch, window = divmod(drawn, windows)
         return epoch * edges[-1] + edges[number] + window
 
@@ -437,7 +437,7 @@ class Mixture:
     def require_known(self, spec: Spec, logits: int | None) -> None:
         """Raise SpecError, with all faults, if a file does not fit the model or the first file."""
         require_one_tokenizer([(file.name, file.origin) for file in self.files])
-        of_all([partial(file.require_known, spec, logits) for file in self.files])
+        call_all([partial(file.require_known, spec, logits) for file in self.files])
 
     def digest(self) -> None:
         """Return None: the files are recorded by name, and may be too large to read."""
@@ -453,7 +453,7 @@ class Mixture:
 
     def _sample_offsets(self, sequence: int, split: Split) -> list[int]:
         """Return the number of the first sample of each file, and the number of all samples."""
-        counts = of_all([partial(file.num_samples, sequence, split) for file in self.files])
+        counts = call_all([partial(file.num_samples, sequence, split) for file in self.files])
         return [0, *accumulate(counts)]
 
 
@@ -466,7 +466,7 @@ def _cycle_order(quotas: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64],
     """
     whose = np.repeat(np.arange(len(quotas)), quotas)
     turns = np.concatenate([np.arange(quota) for quota in quotas])
-    drawn = np.array([mixed(mixed(seed) + number) / 2**64 for number in range(len(quotas))])
+    drawn = np.array([splitmix64(splitmix64(seed) + n) / 2**64 for n in range(len(quotas))])
     order = np.argsort((turns + drawn[whose]) / np.asarray(quotas)[whose], kind="stable")
     return whose[order], turns[order]
 
@@ -474,7 +474,7 @@ def _cycle_order(quotas: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64],
 Answer = TypeVar("Answer")
 
 
-def of_all(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
+def call_all(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
     """Call all functions and return their results. Raises SpecError with the faults of all."""
     answers: list[Answer] = []
     faults: list[Fault] = []
@@ -491,7 +491,7 @@ def of_all(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
 _HELD_OUT_EVERY = 10  # every tenth document is held out
 
 
-def corpus(data: DataSpec) -> SampleSource:
+def open_corpus(data: DataSpec) -> SampleSource:
     """Open the data section of a spec. Raises SpecError if a file, dataset or name is unusable."""
     return UserSamples(data.function) if data.function is not None else _open_tokens(data)
 
@@ -503,7 +503,7 @@ def _open_tokens(data: DataSpec) -> Corpus | Mixture:
         return _open_file(file, "data.path", has_ignored=data.ignored is not None)
     if data.sources is not None:
         opened = partial(_open_file, place="data.sources", has_ignored=data.ignored is not None)
-        files = of_all([partial(opened, source) for source in data.sources])
+        files = call_all([partial(opened, source) for source in data.sources])
         weights = [source.weight for source in data.sources]
         return Mixture(files=tuple(files), quotas=cycle_quotas(weights))
     if data.tokenizer != "bytes":
@@ -540,16 +540,16 @@ def _open_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
     tokens, masks = open_tokens(Path(source.path), place), None
     # The held-out part is at the end, so that both splits are views of the mapped file.
     num_train = len(tokens) - len(tokens) // HELD_OUT_OF_FILE
-    mask_path = mask_beside(Path(source.path))
+    unused = mask_path(Path(source.path))
     of_mask = "data.loss_mask" if place == "data.path" else place
     if source.loss_mask is not None:
         mask = open_mask(Path(source.loss_mask), tokens, of_mask)
         masks = mask[:num_train], mask[num_train:]
-    elif not has_ignored and mask_path.is_file():
+    elif not has_ignored and unused.is_file():
         raise refused(
             of_mask,
-            f"{mask_path} is the loss mask of {source.path}, but the spec does not use it",
-            f"Use `data.loss_mask={mask_path}`, or `data.ignored=[]` to train on all tokens.",
+            f"{unused} is the loss mask of {source.path}, but the spec does not use it",
+            f"Use `data.loss_mask={unused}`, or `data.ignored=[]` to train on all tokens.",
         )
     return Corpus(
         name=source.path,
@@ -567,10 +567,7 @@ def _encode_documents(name: str, documents: Iterable[str]) -> Corpus:
     held_out = encoded[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
     train = [tokens for i, tokens in enumerate(encoded, 1) if i % _HELD_OUT_EVERY]
     return Corpus(
-        name=name,
-        train=np.concatenate(train),
-        held_out=np.concatenate(held_out),
-        vocab=VOCAB,
+        name=name, train=np.concatenate(train), held_out=np.concatenate(held_out), vocab=VOCAB
     )
 
 

@@ -134,7 +134,7 @@ class LocalBatch:
         for first in range(0, len(self.tokens), micro):
             yield of_tokens(self.tokens[first : first + micro], labels[first : first + micro])
 
-    def counting(self, num_targets: int) -> LocalBatch:
+    def with_num_targets(self, num_targets: int) -> LocalBatch:
         """Return the batch with this number of targets that count in the global batch.
 
         If none counts, the sum of the losses is 0 and is divided by 1; torch's mean would be NaN.
@@ -215,7 +215,7 @@ class DatasetBatch:
         return replace(self, samples=self.samples.to(device))
 
 
-def batch(
+def read_batch(
     source: SampleSource,
     *,
     spec: Spec,
@@ -252,17 +252,17 @@ def batch(
         seed = spec.train.seed
         return source.sample_at(first + position, seed=seed, sequence=sequence, split=split)
 
-    samples = tuple(map(at, positions(spec, data_index=data_index, data_degree=data_degree)))
+    samples = tuple(map(at, batch_positions(spec, data_index=data_index, data_degree=data_degree)))
     local = source.read([sample_id % windows for sample_id in samples], samples, spec, split)
     if not isinstance(local, LocalBatch) or not spec.ignores_targets:
         return local
     # Losses are divided by the targets of the global batch, which each rank counts for itself
     # instead of communicating.
     everyone = [at(position) % windows for position in range(spec.batch.global_samples)]
-    return local.counting(source.num_targets(everyone, spec, split))
+    return local.with_num_targets(source.num_targets(everyone, spec, split))
 
 
-def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
+def shard_batch(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     """Return a data rank's share of a global batch that the caller provides.
 
     Args:
@@ -274,7 +274,7 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     Raises:
         SpecError: The batch does not have the type and shape that the spec requires.
     """
-    ids = tuple(positions(spec, data_index=data_index, data_degree=spec.data_degree))
+    ids = tuple(batch_positions(spec, data_index=data_index, data_degree=spec.data_degree))
     size, sequence = spec.batch.global_samples, spec.batch.unpadded_tokens
     if spec.data.function is not None:
         _require_samples(samples, size)
@@ -302,7 +302,7 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
         return local_batch(share, None, ids, spec.batch)
     labels = _masked_labels(others[0] if others else tokens, spec)
     counted = int((labels[:, 1:] != IGNORED).sum())
-    return local_batch(share, labels[list(ids)], ids, spec.batch).counting(counted)
+    return local_batch(share, labels[list(ids)], ids, spec.batch).with_num_targets(counted)
 
 
 def _masked_labels(tokens: Tensor, spec: Spec) -> Tensor:
@@ -340,7 +340,7 @@ def blank_batch(spec: Spec) -> StepBatch:
     return local_batch(tokens, labels, (), spec.batch)
 
 
-def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]:
+def batch_positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]:
     """Yield the positions of a data rank in the global batch, micro-batch by micro-batch.
 
     Example: with 2 data ranks, 1 sample per micro-batch and a global batch of 4, rank 1 has the
@@ -359,7 +359,7 @@ def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]
         yield from range(start, start + micro)
 
 
-def require(source: SampleSource, spec: Spec, logits: int | None = None) -> None:
+def require_trainable_data(source: SampleSource, spec: Spec, logits: int | None = None) -> None:
     """Raise SpecError, before any rank starts, if the spec cannot train or evaluate on the samples.
 
     Args:

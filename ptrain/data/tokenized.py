@@ -40,19 +40,19 @@ _OBJECTS = "Use one JSON object per line."
 _OF_A_LIST = f"{_OBJECTS} To convert a list, run `jq -c '.[]'`."
 
 
-def documents(path: Path, field: str) -> Iterator[str]:
+def read_documents(path: Path, field: str) -> Iterator[str]:
     """Yield the documents of a file: the text, or the field `field` of each row.
 
     Raises:
         SpecError: The file cannot be read, or a row lacks the field. The error names the line.
     """
     if not has_rows(path):
-        yield text_of(path)
+        yield read_text(path)
         return
-    yield from (_document_text(row, field, place) for place, row in rows(path, [field], []))
+    yield from (_document_text(row, field, place) for place, row in read_rows(path, [field], []))
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the content of a UTF-8 text file. Raises SpecError if it cannot be read."""
     try:
         return path.read_text(encoding=_UTF8)
@@ -65,7 +65,9 @@ def has_rows(path: Path) -> bool:
     return path.suffix.lower() in (_PARQUET, *_LINES)
 
 
-def rows(path: Path, fields: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, object]]:
+def read_rows(
+    path: Path, fields: Sequence[str], others: Sequence[str]
+) -> Iterator[tuple[str, object]]:
     """Yield the rows of a file of JSON lines or Parquet, each with its place for messages.
 
     Args:
@@ -81,7 +83,7 @@ def rows(path: Path, fields: Sequence[str], others: Sequence[str]) -> Iterator[t
     yield from _read_parquet(path, fields, others) if is_parquet else _read_lines(path)
 
 
-def lacking(row: object, field: str, wanted: str) -> str:
+def missing_field_finding(row: object, field: str, wanted: str) -> str:
     """Return the finding for a row whose field is missing or is no `wanted`."""
     finding = f"the field {field!r} must be a {wanted}"
     if not isinstance(row, dict):
@@ -136,7 +138,7 @@ def _document_text(row: object, field: str, place: str) -> str:
         remedy = "Add `--field NAME`, the field of the text."
         if isinstance(row, dict) and not set(OF_CHATS).isdisjoint(row):
             remedy += " For chats, add `--chat`."
-        raise refused(place, lacking(row, field, "string"), remedy)
+        raise refused(place, missing_field_finding(row, field, "string"), remedy)
     require_encodable(text, place)
     return text
 
@@ -211,16 +213,16 @@ class TokenOrigin:
     @property
     def has_changed(self) -> bool:
         """True if the tokenizer is missing or unreadable, or now maps other words to the ids."""
-        now = origin_of(Path(self.tokenizer))
+        now = tokenizer_origin(Path(self.tokenizer))
         return now is None or now.digest != self.digest
 
     def differs(self, tokenizer: Path) -> bool:
         """Return True if a readable tokenizer.json maps other words to the ids."""
-        other = origin_of(tokenizer)
+        other = tokenizer_origin(tokenizer)
         return other is not None and other.digest != self.digest
 
 
-def origin_of(tokenizer: Path | None) -> TokenOrigin | None:
+def tokenizer_origin(tokenizer: Path | None) -> TokenOrigin | None:
     """Return the origin of the tokens of a tokenizer.json, None if it cannot be read.
 
     Args:
@@ -235,20 +237,20 @@ def origin_of(tokenizer: Path | None) -> TokenOrigin | None:
     return TokenOrigin(tokenizer=str(tokenizer), digest=digest)
 
 
-def record_beside(path: Path) -> Path:
+def origin_path(path: Path) -> Path:
     """Return the path of the record of a token file's origin."""
     return path.with_suffix(".tokenizer.json")
 
 
 def write_origin(path: Path, origin: TokenOrigin) -> None:
     """Write the origin of a token file next to it."""
-    record_beside(path).write_text(f"{json.dumps(encode(origin))}\n", encoding="utf-8")
+    origin_path(path).write_text(f"{json.dumps(encode(origin))}\n", encoding="utf-8")
 
 
 def read_origin(path: Path) -> TokenOrigin | None:
     """Return the recorded origin of a token file, None without a readable record."""
     try:
-        plain = json.loads(record_beside(path).read_text(encoding="utf-8"))
+        plain = json.loads(origin_path(path).read_text(encoding="utf-8"))
         origin: TokenOrigin = decode(plain, TokenOrigin)
     except (OSError, ValueError):
         return None
@@ -269,7 +271,7 @@ def require_tokenizer(name: str, origin: TokenOrigin | None, model: ModelSpec) -
     if origin.differs(own):
         finding = f"{name} has tokens of {origin.tokenizer}, but the model has the tokenizer {own}"
         remedy = f"Run `ptrain tokenize TEXT... --tokenizer {model.pretrained}` to write it again. "
-        remedy += f"If this is intended, remove {record_beside(Path(name))}."
+        remedy += f"If this is intended, remove {origin_path(Path(name))}."
         raise refused("data", finding, remedy)
 
 
@@ -410,10 +412,10 @@ class TokenFiles:
                     _write_notes(notes, {"request": self.request, "done": encode(reached)})
                     tell(reached)
                     done = reached
-            record_beside(out).unlink(missing_ok=True)  # of an earlier file with this name
+            origin_path(out).unlink(missing_ok=True)  # of an earlier file with this name
             for part, path in zip(parts, self.arrays, strict=True):
                 os.replace(part, path)
-            if origin := origin_of(self.tokenizer):
+            if origin := tokenizer_origin(self.tokenizer):
                 write_origin(out, origin)
         except OSError as error:
             raise refused(str(out), error.strerror or str(error), "Use another `--out`.") from error
@@ -466,7 +468,7 @@ def tokenize(
     dtype = token_dtype(vocabulary.size)
 
     def encoded(done: TokenizingProgress) -> Iterator[Encoded]:
-        for batch, after in batches(texts, lambda path: documents(path, field), done):
+        for batch, after in batch_documents(texts, lambda path: read_documents(path, field), done):
             tokens = [_append_end(ids, end) for ids in vocabulary.batch(batch)]
             added = np.concatenate([np.asarray(ids, dtype=dtype) for ids in tokens])
             number = done.tokens + len(added)
@@ -475,7 +477,7 @@ def tokenize(
 
     return TokenFiles(
         arrays={out: ((), dtype)},
-        request=[*requested(texts, out, vocabulary.path), end, field],
+        request=[*request_identity(texts, out, vocabulary.path), end, field],
         tokenizer=vocabulary.path,
     ).write(encoded, tell)
 
@@ -490,7 +492,7 @@ def token_dtype(size: int) -> DTypeLike:
     return np.uint16 if size <= _WORDS else np.uint32
 
 
-def requested(texts: Sequence[Path], out: Path, tokenizer: Path | None) -> list[Any]:
+def request_identity(texts: Sequence[Path], out: Path, tokenizer: Path | None) -> list[Any]:
     """Return the identity of the input files: names, sizes and modification times.
 
     Raises:
@@ -507,7 +509,7 @@ def requested(texts: Sequence[Path], out: Path, tokenizer: Path | None) -> list[
     return [[str(text), *([s.st_size, s.st_mtime_ns] if s else [])] for text, s in there]
 
 
-def batches(
+def batch_documents(
     texts: Sequence[Path],
     read: Callable[[Path], Iterable[Document]],
     done: TokenizingProgress,

@@ -84,7 +84,7 @@ def open_mask(path: Path, tokens: NDArray[Any], place: str) -> NDArray[Any]:
     return mask
 
 
-def mask_beside(path: Path) -> Path:
+def mask_path(path: Path) -> Path:
     """Return the path to which `ptrain tokenize` writes the mask of a token file."""
     return path.with_suffix(f".mask{path.suffix}")
 
@@ -164,7 +164,7 @@ class FileVocabulary:
     def __init__(self, path: Path, end: str | None = None) -> None:
         use = f"reading {path} needs the tokenizers library"
         tokenizers = library("tokenizers", _PLACE, use)
-        path = file_of(path)
+        path = tokenizer_file(path)
         self.path: Path | None = path
         with convert_exceptions(
             lambda error: _tokenizer_fault(path, error)
@@ -173,7 +173,7 @@ class FileVocabulary:
         # tokenizer.json keeps the truncation and padding that were set when it was saved.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.size: int = size_of(self._tokenizer.get_vocab())
+        self.size: int = vocabulary_size(self._tokenizer.get_vocab())
         word = end if end is not None else _configured_end(path)
         self.end: int | None = None if word is None else self._tokenizer.token_to_id(word)
         if end is not None and self.end is None:
@@ -191,12 +191,12 @@ class FileVocabulary:
         return text
 
 
-def file_of(path: Path) -> Path:
+def tokenizer_file(path: Path) -> Path:
     """Return the tokenizer.json of a folder; any other path unchanged."""
     return path / FILE if path.is_dir() else path
 
 
-def size_of(words: Mapping[str, int]) -> int:
+def vocabulary_size(words: Mapping[str, int]) -> int:
     """Return the largest id plus one. Smaller ids may be unused."""
     return 1 + max(words.values(), default=-1)
 

@@ -25,8 +25,8 @@ from ptrain.algebra.legality import check, find_unsupported
 from ptrain.axes.data.run.target import Named
 from ptrain.codec import decode, encode
 from ptrain.cost import Phase, State
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import SampleSource, batch, part_of
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import SampleSource, read_batch, shard_batch
 from ptrain.errors import Fault, PtrainError, SpecError, refused
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
@@ -290,8 +290,8 @@ class Program:
     def samples(self, step: int) -> StepBatch:
         """Return this rank's samples of a step (from 0), read from the spec's `data`."""
         if self._source is None:
-            self._source = corpus(self.spec.data)
-        local = batch(
+            self._source = open_corpus(self.spec.data)
+        local = read_batch(
             self._source,
             spec=self.spec,
             step=step,
@@ -313,7 +313,7 @@ class Program:
         """
         for tensor in tensors_of(samples):
             self.registry.mark_input(tensor)
-        local = part_of(samples, self.spec, self.data_index)
+        local = shard_batch(samples, self.spec, self.data_index)
         return self.own_tokens(local).to(self.world.device)
 
     def forward_backward(self, batch: StepBatch, lr: float | None = None) -> torch.Tensor:

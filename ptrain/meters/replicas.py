@@ -39,8 +39,14 @@ from ptrain.meters.holdings import Holding
 from ptrain.models.ledger import local_tensor
 from ptrain.models.modes import drops_out
 from ptrain.models.watch import add_listeners
-from ptrain.report.copies import Copy, alike_apart, differing, holders, root_cause
-from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
+from ptrain.report.copies import (
+    Replica,
+    explain_replica_mismatches,
+    find_differing_replicas,
+    find_equal_generators,
+    ranks_by_value,
+)
+from ptrain.report.finding import DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.spec.placement import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
 from ptrain.units import grouped
 
@@ -170,7 +176,7 @@ class ReplicaMeter:
         self.program = program
         self.exchange = exchange
         self.last_good: int | None = None  # the last step after which all ranks agreed
-        self._noted: list[Copy] = []
+        self._noted: list[Replica] = []
         self._holders: dict[Identity, tuple[int, ...]] = {}
 
     @contextmanager
@@ -215,18 +221,20 @@ class ReplicaMeter:
             mismatches = [*_stale_mismatches(answers, moment, step)]
             if not _all_agree(answers):
                 mismatches += self._compare_in_full(table, step)
-        mismatches += alike_apart([answer["random"] for answer in answers], moment, step)
-        mismatches.sort(key=lambda mismatch: mismatch.when)
+        mismatches += find_equal_generators([answer["random"] for answer in answers], moment, step)
+        mismatches.sort(key=lambda mismatch: mismatch.order_key)
         if not mismatches:
             self.last_good = step
         return tuple(mismatches)
 
     def root_cause(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """Return the root cause of the mismatches that `check` found, None if there are none."""
-        return root_cause(mismatches, gather_coordinates(self.program), self.last_good)
+        return explain_replica_mismatches(
+            mismatches, gather_coordinates(self.program), self.last_good
+        )
 
-    def _copies_between_steps(self, step: int, moment: Moment) -> Iterator[Copy]:
-        """Yield a `Copy` of each part, counter and hyperparameter of this rank between steps."""
+    def _copies_between_steps(self, step: int, moment: Moment) -> Iterator[Replica]:
+        """Yield a `Replica` of each part, counter and hyperparameter of this rank between steps."""
         program = self.program
         held = (holdings.parameters, holdings.optimizer_state, holdings.buffers)
         yield from _digest_copies(moment, chain.from_iterable(read(program) for read in held))
@@ -240,7 +248,7 @@ class ReplicaMeter:
             yield _number_copy(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
         if (random := self._random_state(moment)) is not None:
             place, digest = random
-            yield Copy(moment, Subject.RANDOM, "generator", place, "state", digest)
+            yield Replica(moment, Subject.RANDOM, "generator", place, "state", digest)
 
     def _random_state(self, moment: Moment) -> tuple[str, str] | None:
         """Return the state of random numbers.
@@ -249,7 +257,7 @@ class ReplicaMeter:
         """
         return None if moment is Moment.START else random_state_digest(self.program)
 
-    def _digest_by_ranks(self, table: Iterable[Copy]) -> dict[str, str]:
+    def _digest_by_ranks(self, table: Iterable[Replica]) -> dict[str, str]:
         """Return one digest of all shared parts for each set of ranks that shares some."""
         of_ranks = grouped(
             (tuple(dict.fromkeys(self._holders[copy.identity])), copy) for copy in table
@@ -260,13 +268,13 @@ class ReplicaMeter:
             if len(ranks) > 1
         }
 
-    def _compare_in_full(self, table: Sequence[Copy], step: int) -> Iterator[Mismatch]:
+    def _compare_in_full(self, table: Sequence[Replica], step: int) -> Iterator[Mismatch]:
         """Exchange the full tables, remember the holders, and yield the differences."""
-        tables = self.exchange.gather(table, list[Copy])
-        before, now = self._holders, holders(tables)
+        tables = self.exchange.gather(table, list[Replica])
+        before, now = self._holders, ranks_by_value(tables)
         self._holders = before | now
         yield from _missing_mismatches(before, now, step)
-        yield from differing(tables, step)
+        yield from find_differing_replicas(tables, step)
 
 
 def gather_coordinates(program: Program) -> dict[int, dict[str, int]]:
@@ -282,12 +290,12 @@ def gather_coordinates(program: Program) -> dict[int, dict[str, int]]:
     }
 
 
-def _digest_copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
-    """Return a `Copy` with a digest for each held part."""
+def _digest_copies(moment: Moment, held: Iterable[Holding]) -> list[Replica]:
+    """Return a `Replica` with a digest for each held part."""
     things = list(held)
     texts = compute_digests([thing.tensor for thing in things])
     return [
-        Copy(
+        Replica(
             moment,
             thing.subject,
             f"{thing.name}.{thing.key}" if thing.key else thing.name,
@@ -299,17 +307,17 @@ def _digest_copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
     ]
 
 
-def _number_copy(moment: Moment, subject: Subject, name: str, value: str) -> Copy:
-    """Return a `Copy` of a number that all ranks must agree on."""
-    return Copy(moment, subject, name, "", "", value)
+def _number_copy(moment: Moment, subject: Subject, name: str, value: str) -> Replica:
+    """Return a `Replica` of a number that all ranks must agree on."""
+    return Replica(moment, subject, name, "", "", value)
 
 
-def _agrees_with_itself(table: Iterable[Copy]) -> bool:
+def _agrees_with_itself(table: Iterable[Replica]) -> bool:
     """Return True if all copies within this rank are equal.
 
     Two pipeline stages of a rank may hold one tensor.
     """
-    seen: dict[Identity, Copy] = {}
+    seen: dict[Identity, Replica] = {}
     return all(seen.setdefault(copy.identity, copy) == copy for copy in table)
 
 
@@ -355,7 +363,7 @@ def _missing_mismatches(
                 subject=Subject(subject),
                 name=name,
                 rank=rank,
-                way=Way.MISSING,
+                way=DifferenceKind.MISSING,
                 between=tuple(sorted({*ranks, rank})),
                 told="is missing",
             )

@@ -48,7 +48,7 @@ from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.replicas import SupportsGather, compute_digests, digest_bytes
 from ptrain.models.ledger import OperatorMode, has_tier, storage_of, tensors_of, tier_of
-from ptrain.report.calls import Call, differing, root_cause
+from ptrain.report.calls import Call, explain_call_mismatches, find_differing_calls
 from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.runtime.comm import TagRegistry
 from ptrain.runtime.world import flight_recorder_size
@@ -420,7 +420,7 @@ class CollectiveLedger(OperatorMode):
             in_groups = [key for key in odd if not key.startswith(_OVER_AXES)]
             mismatches = _compare_in_full(exchange, ledgers, in_groups or odd, step) if odd else []
         self.calls = {name: [] for name in self.calls}
-        return tuple(sorted(mismatches, key=lambda mismatch: mismatch.when))
+        return tuple(sorted(mismatches, key=lambda mismatch: mismatch.order_key))
 
     def _calls_by_key(self) -> dict[str, tuple[str, list[Call]]]:
         """Return axes and calls under a key that is equal on all ranks whose calls must agree.
@@ -442,7 +442,7 @@ class CollectiveLedger(OperatorMode):
 
     def root_cause(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """Return the root cause of the mismatches that `check` found, None if there are none."""
-        return root_cause(mismatches)
+        return explain_call_mismatches(mismatches)
 
 
 def _compare_in_full(
@@ -458,7 +458,7 @@ def _compare_in_full(
     for key in odd:
         have = {rank: answer[key] for rank, answer in enumerate(answers) if key in answer}
         axes = next(iter(have.values()))[0]
-        mismatches += differing(axes, {rank: calls for rank, (_, calls) in have.items()}, step)
+        mismatches += find_differing_calls(axes, {r: its for r, (_, its) in have.items()}, step)
     return mismatches
 
 

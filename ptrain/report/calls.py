@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ptrain.report.copies import listed
-from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
+from ptrain.report.copies import format_ranks
+from ptrain.report.finding import DifferenceKind, Mismatch, Moment, RootCause, Subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +35,20 @@ class Call:
 
 # Compared in this order: a difference in an earlier field explains differences in later ones.
 _FIELDS = (
-    ("operator", Way.VALUE),
-    ("reduces", Way.VALUE),
-    ("dtype", Way.DTYPE),
-    ("numel", Way.SHAPE),
-    ("carries", Way.VALUE),
-    ("when", Way.VALUE),
+    ("operator", DifferenceKind.VALUE),
+    ("reduces", DifferenceKind.VALUE),
+    ("dtype", DifferenceKind.DTYPE),
+    ("numel", DifferenceKind.SHAPE),
+    ("carries", DifferenceKind.VALUE),
+    ("when", DifferenceKind.VALUE),
 )
 OVER = " over "
 ANOTHER_RESULT = "another result of one call"
 
 
-def differing(axes: str, ledgers: Mapping[int, Sequence[Call]], step: int) -> Iterator[Mismatch]:
+def find_differing_calls(
+    axes: str, ledgers: Mapping[int, Sequence[Call]], step: int
+) -> Iterator[Mismatch]:
     """Yield the mismatches of the first call that differs between ranks of one group.
 
     Ranks that agree with the most common call have no mismatch. If two calls are equally common,
@@ -133,15 +135,15 @@ def _call_mismatches(
         )
 
 
-def _compare_calls(call: Call | None, other: Call | None) -> tuple[Way, str]:
+def _compare_calls(call: Call | None, other: Call | None) -> tuple[DifferenceKind, str]:
     """Return the kind of difference between two calls, and the first different field in words."""
     if call is None or other is None:
-        return Way.MISSING, "is not called" if call is None else "is called here alone"
+        return DifferenceKind.MISSING, "is not called" if call is None else "is called here alone"
     for field, way in _FIELDS:
         value, other_value = getattr(call, field), getattr(other, field)
         if value != other_value:
             return way, f"{_field_text(value, field)} for {_field_text(other_value, field)}"
-    return Way.VALUE, ANOTHER_RESULT
+    return DifferenceKind.VALUE, ANOTHER_RESULT
 
 
 def _field_text(value: object, field: str) -> str:
@@ -151,7 +153,7 @@ def _field_text(value: object, field: str) -> str:
     return str(value) or "nothing known"
 
 
-def root_cause(mismatches: Sequence[Mismatch]) -> RootCause | None:
+def explain_call_mismatches(mismatches: Sequence[Mismatch]) -> RootCause | None:
     """Return the root cause of the first call that differs; None without mismatches.
 
     Args:
@@ -167,7 +169,7 @@ def root_cause(mismatches: Sequence[Mismatch]) -> RootCause | None:
     ]
     ranks = tuple(sorted({mismatch.rank for mismatch in same}))
     others = tuple(rank for rank in first.between if rank not in ranks)
-    against = f"{listed(others)} agree" if others else "no majority of the ranks agrees"
+    against = f"{format_ranks(others)} agree" if others else "no majority of the ranks agrees"
     return RootCause(
         state=Subject.COLLECTIVE,
         axis=first.name.partition(OVER)[2].partition(" ")[0],
@@ -175,7 +177,7 @@ def root_cause(mismatches: Sequence[Mismatch]) -> RootCause | None:
         place=first.name,
         step=first.step,
         ranks=ranks,
-        sentence=f"{first.name} of {listed(ranks)}: {first.told} ({against}).",
+        sentence=f"{first.name} of {format_ranks(ranks)}: {first.told} ({against}).",
         fix=_fix_for(first),
     )
 

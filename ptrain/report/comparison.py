@@ -12,8 +12,21 @@ from functools import partial
 
 from ptrain.codec import encode
 from ptrain.errors import refused
-from ptrain.report.recorded import MEASURED, FigureGroup, FigureKind, Figures, Recorded, sources
-from ptrain.report.table import TableColumn, difference_columns, make_columns, or_missing, render
+from ptrain.report.recorded import (
+    MEASURED,
+    FigureGroup,
+    FigureKind,
+    Figures,
+    RecordedTraining,
+    sources_text,
+)
+from ptrain.report.table import (
+    TableColumn,
+    difference_columns,
+    make_columns,
+    render_table,
+    text_or_dash,
+)
 from ptrain.units import counted, format_bytes, format_count, format_memory, format_seconds
 
 _LIMITED = tuple(kind for kind in FigureKind if kind not in (FigureKind.SIZE, FigureKind.TOKENS))
@@ -74,8 +87,8 @@ class ComparedTraining:
     `only_base` and `only_head` are the groups of figures that only one side has.
     """
 
-    base: Recorded
-    head: Recorded
+    base: RecordedTraining
+    head: RecordedTraining
     figures: tuple[ComparedFigure, ...]
     verdicts: tuple[ComparedVerdict, ...]
     only_base: tuple[FigureGroup, ...]
@@ -100,7 +113,10 @@ class RecordComparison:
 
 
 def compare_records(
-    base: Mapping[str, Recorded], head: Mapping[str, Recorded], *, names: tuple[str, str]
+    base: Mapping[str, RecordedTraining],
+    head: Mapping[str, RecordedTraining],
+    *,
+    names: tuple[str, str],
 ) -> RecordComparison:
     """Compare the trainings of two sides by name; two single trainings match whatever their names.
 
@@ -141,7 +157,7 @@ def compare_records(
     )
 
 
-def _compare_training(base: Recorded, head: Recorded) -> ComparedTraining:
+def _compare_training(base: RecordedTraining, head: RecordedTraining) -> ComparedTraining:
     """Compare one training.
 
     Without a common figure other than a size, and without a common verdict, it has no rows.
@@ -196,7 +212,7 @@ class Limit:
     growth: float = 0.0
 
 
-def limits(text: str) -> tuple[Limit, ...]:
+def parse_limits(text: str) -> tuple[Limit, ...]:
     """Parse limits such as `peak=1%,bytes=0,verdict`.
 
     Raises:
@@ -228,7 +244,7 @@ def _parse_limit(part: str) -> Limit:
     return Limit(kind=FigureKind(name), growth=growth)
 
 
-def exceeded(comparison: RecordComparison, limits: Sequence[Limit]) -> list[str]:
+def find_violations(comparison: RecordComparison, limits: Sequence[Limit]) -> list[str]:
     """Return a sentence for each violation of a limit, and for each training that HEAD lacks.
 
     Args:
@@ -311,7 +327,7 @@ def as_text(comparison: RecordComparison, *, shows_all: bool) -> str:
     blocks = [f"{comparison.base} → {comparison.head}"]
     for training in comparison.trainings:
         columns = _difference_table(training, shows_all=shows_all)
-        lines = [render(columns), *_remark_lines(training, shows_all=shows_all)]
+        lines = [render_table(columns), *_remark_lines(training, shows_all=shows_all)]
         blocks.append("\n".join(lines))
     blocks += ["\n".join(alone)] if (alone := [*_unmatched_lines(comparison)]) else []
     return "\n\n".join(blocks)
@@ -410,7 +426,7 @@ def _verdict_cells(verdict: ComparedVerdict) -> Cells:
 
 
 def _value_text(row: ComparedFigure, value: int | float | None) -> str:
-    return or_missing(value, partial(_format_figure, row.group.kind))
+    return text_or_dash(value, partial(_format_figure, row.group.kind))
 
 
 def _format_figure(kind: FigureKind, value: int | float) -> str:
@@ -452,7 +468,7 @@ def _remark_lines(training: ComparedTraining, *, shows_all: bool) -> Iterator[st
         yield f"{equal}{more} {'is' if equal == 1 else 'are'} equal"
     for side, groups in (("base", training.only_base), ("head", training.only_head)):
         if groups:
-            yield f"only in {side}: {sources(groups)}"
+            yield f"only in {side}: {sources_text(groups)}"
     for side, root_cause in (
         ("base", training.base.root_cause),
         ("head", training.head.root_cause),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
+from ptrain.report.finding import DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.units import grouped
 
 Coordinates = Mapping[int, Mapping[str, int]]  # rank -> axis -> place
@@ -20,7 +20,7 @@ SHARED = "shared where it must differ"
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class Replica:
     """A replica of one value on one rank. Replicas of one value differ only in `kind` and `digest`.
 
     Attributes:
@@ -43,7 +43,9 @@ class Copy:
         return self.moment.value, self.subject.value, self.name, self.part
 
 
-def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
+def ranks_by_value(
+    tables: Sequence[Sequence[Replica]],
+) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
     """Return the ranks that hold each value, ascending.
 
     A rank appears once for each replica that it holds.
@@ -55,7 +57,7 @@ def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str],
     return {identity: tuple(ranks) for identity, ranks in ranks_of.items()}
 
 
-def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]:
+def find_differing_replicas(tables: Sequence[Sequence[Replica]], step: int) -> Iterator[Mismatch]:
     """Yield a mismatch for each rank whose replica differs from the most common one.
 
     If two replicas are equally common, every rank that holds the value has a mismatch. Mismatches
@@ -77,7 +79,7 @@ def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]
             yield from _replica_mismatches(replicas, step)
 
 
-def _replica_mismatches(replicas: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch]:
+def _replica_mismatches(replicas: Sequence[tuple[int, Replica]], step: int) -> Iterator[Mismatch]:
     """Yield the mismatches of one value, given its replicas with their ranks."""
     counts = Counter((copy.kind, copy.digest) for _, copy in replicas)
     if len(counts) == 1:
@@ -102,27 +104,27 @@ def _replica_mismatches(replicas: Sequence[tuple[int, Copy]], step: int) -> Iter
         )
 
 
-def _kind_of_difference(text: str, other: str) -> Way:
+def _kind_of_difference(text: str, other: str) -> DifferenceKind:
     """Return the kind of difference between two replicas, from their dtypes and shapes."""
     dtypes = text.partition("[")[0], other.partition("[")[0]
     if dtypes[0] != dtypes[1]:
-        return Way.DTYPE
-    return Way.SHAPE if text != other else Way.VALUE
+        return DifferenceKind.DTYPE
+    return DifferenceKind.SHAPE if text != other else DifferenceKind.VALUE
 
 
-def _difference_text(copy: Copy, other: tuple[str, str]) -> str:
+def _difference_text(copy: Replica, other: tuple[str, str]) -> str:
     """Return the difference in words: `bfloat16 for float32`, `7 for 8`, or the shard's name."""
     kind, digest = other
     match _kind_of_difference(copy.kind, kind):
-        case Way.DTYPE:
+        case DifferenceKind.DTYPE:
             return f"{copy.kind.partition('[')[0]} for {kind.partition('[')[0]}"
-        case Way.SHAPE:
+        case DifferenceKind.SHAPE:
             return f"{copy.kind} for {kind}"
         case _:
             return copy.part if copy.kind else f"{copy.digest} for {digest}"
 
 
-def alike_apart(
+def find_equal_generators(
     places: Sequence[tuple[str, str] | None], moment: Moment, step: int
 ) -> Iterator[Mismatch]:
     """Yield a mismatch for each rank whose generator equals one at a different place.
@@ -155,7 +157,7 @@ def alike_apart(
                 )
 
 
-def root_cause(
+def explain_replica_mismatches(
     mismatches: Sequence[Mismatch], coordinates: Coordinates, last_good: int | None = None
 ) -> RootCause | None:
     """Return the root cause of the earliest mismatch, with all of its ranks and the mesh axes.
@@ -170,30 +172,30 @@ def root_cause(
     """
     if not mismatches:
         return None
-    first = min(mismatches, key=lambda mismatch: mismatch.when)
-    same = [d for d in mismatches if (d.when, d.subject, d.name) == (*_mismatch_key(first),)]
+    first = min(mismatches, key=lambda mismatch: mismatch.order_key)
+    same = [d for d in mismatches if (d.order_key, d.subject, d.name) == (*_mismatch_key(first),)]
     ranks = tuple(sorted({mismatch.rank for mismatch in same}))
     between = tuple(sorted({rank for mismatch in same for rank in mismatch.between}))
     return RootCause(
         state=first.subject,
-        axis="" if _is_alone(first) else axes_between(ranks, between, coordinates),
+        axis="" if _is_on_one_rank(first) else axes_between(ranks, between, coordinates),
         factor=_factor_text(first),
         place="" if first.subject in _WITHOUT_PLACE else first.name,
         step=first.step,
         ranks=ranks,
         sentence=_root_cause_sentence(first, ranks, between, last_good),
-        fix=_COPY_FIX if _is_alone(first) else _REMEDIES.get(first.subject, _DEFAULT_FIX),
+        fix=_COPY_FIX if _is_on_one_rank(first) else _REMEDIES.get(first.subject, _DEFAULT_FIX),
     )
 
 
-def _is_alone(mismatch: Mismatch) -> bool:
+def _is_on_one_rank(mismatch: Mismatch) -> bool:
     """Return True if the two replicas that differ are both on the mismatch's rank."""
     return mismatch.between == (mismatch.rank,)
 
 
 def _mismatch_key(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
     """Return the key of the value that differs: its moment, subject and name."""
-    return mismatch.when, mismatch.subject, mismatch.name
+    return mismatch.order_key, mismatch.subject, mismatch.name
 
 
 _WITHOUT_PLACE = (Subject.RANDOM, Subject.NORM)
@@ -231,8 +233,8 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
 
 def _factor_text(first: Mismatch) -> str:
     """Return the `factor` of a root cause: the mismatch in words, or a general statement."""
-    is_told = first.subject in _NUMBERS or first.told == SHARED or _is_alone(first)
-    if first.way is not Way.VALUE or is_told:
+    is_told = first.subject in _NUMBERS or first.told == SHARED or _is_on_one_rank(first)
+    if first.way is not DifferenceKind.VALUE or is_told:
         return first.told
     return "differs where it must be shared" if first.subject is Subject.RANDOM else DIFFERS
 
@@ -251,16 +253,20 @@ def _root_cause_sentence(
         between: All ranks that hold the value.
         last_good: The last step after which all agreed; None if unknown.
     """
-    if _is_alone(first):
-        return f"{first.subject} {first.name} of {listed(ranks)} {first.told}."
+    if _is_on_one_rank(first):
+        return f"{first.subject} {first.name} of {format_ranks(ranks)} {first.told}."
     others = tuple(rank for rank in between if rank not in ranks)
-    against = f"{listed(others)} agree" if others else "no two of them agree, or as many as not"
-    subject = f"{first.subject} {first.name} of {listed(ranks)}: {first.told or DIFFERS} ({against}"
+    against = (
+        f"{format_ranks(others)} agree" if others else "no two of them agree, or as many as not"
+    )
+    subject = (
+        f"{first.subject} {first.name} of {format_ranks(ranks)}: {first.told or DIFFERS} ({against}"
+    )
     agreement = "" if last_good is None else f"; all agreed after step {last_good}"
     return f"{subject}{agreement})."
 
 
-def listed(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text: `rank 3`, `ranks 0, 1`."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 

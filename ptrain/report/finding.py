@@ -43,7 +43,7 @@ class Subject(StrEnum):
     COLLECTIVE = "collective"
 
 
-class Way(StrEnum):
+class DifferenceKind(StrEnum):
     """The kind of a difference between two values."""
 
     VALUE = "value"
@@ -70,7 +70,7 @@ class Mismatch:
     subject: Subject
     name: str
     rank: int
-    way: Way = Way.VALUE
+    way: DifferenceKind = DifferenceKind.VALUE
     difference: float = 0.0
     tolerance: float = 0.0
     index: int = 0
@@ -78,7 +78,7 @@ class Mismatch:
     told: str = ""  # both sides in words, if they are not tensors
 
     @property
-    def when(self) -> tuple[int, int]:
+    def order_key(self) -> tuple[int, int]:
         """The step and the moment, which order mismatches."""
         return self.step, self.moment
 
@@ -150,7 +150,7 @@ class RootCause:
         }
         return "\n  ".join(f"{label}: {text}" for label, text in lines.items() if text)
 
-    def proven(self, tried: str) -> RootCause:
+    def as_proven(self, tried: str) -> RootCause:
         """Return the root cause after a successful trial of its fix.
 
         A root cause that lists several possible causes remains FITS: the trial proves none of them.
@@ -158,15 +158,15 @@ class RootCause:
         certainty = Certainty.FITS if POSSIBLE in self.sentence else Certainty.PROVEN
         return replace(self, certainty=certainty, tried=tried)
 
-    def fits(self, tried: str) -> RootCause:
+    def as_fitting(self, tried: str) -> RootCause:
         """Return the root cause as an explanation that trials did not fully confirm."""
         return replace(self, certainty=Certainty.FITS, tried=tried)
 
-    def located(self, tried: str) -> RootCause:
+    def as_located(self, tried: str) -> RootCause:
         """Return the root cause as the place of the first difference, for an unknown reason."""
         return replace(self, certainty=Certainty.LOCATED, tried=tried)
 
-    def unexplained(self, out: str) -> RootCause:
+    def as_unexplained(self, out: str) -> RootCause:
         """Return the root cause as the first difference only, with the ruled-out causes."""
         return replace(self, certainty=Certainty.UNEXPLAINED, tried=f"{RULED_OUT}{out}")
 

@@ -32,9 +32,9 @@ def heading(spec: Spec, num_parameters: int) -> str:
         [
             spec.name,
             f"{model_name(spec)} {format_count(num_parameters)}",
-            placement(spec),
-            precision(spec),
-            batch(spec),
+            axes_text(spec),
+            precision_text(spec),
+            batch_text(spec),
         ]
     )
 
@@ -64,7 +64,7 @@ def model_name(spec: Spec) -> str:
             assert_never(spec.model)
 
 
-def placement(spec: Spec) -> str:
+def axes_text(spec: Spec) -> str:
     """Return the placement of all axes: `dp_replicate 2 (R,R,R,R) ⊗ dp_shard 2 (S*,S,S,R)`.
 
     Frozen parameters follow if they are placed differently, and the blocks' activations if the spec
@@ -91,7 +91,7 @@ def _flow_yaml(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False).split("\n")[0]
 
 
-def precision(spec: Spec) -> str:
+def precision_text(spec: Spec) -> str:
     """Return the name of the precision layout, with remarks: all dtypes are float64, products have
     fp8 factors."""
     own = spec.precision
@@ -99,7 +99,7 @@ def precision(spec: Spec) -> str:
     return own.layout.name + (" in fp64" if own.compute_fp64 else "") + products
 
 
-def batch(spec: Spec) -> str:
+def batch_text(spec: Spec) -> str:
     """Return the batch as a product: `batch 16 = 2 micro × 4 accumulated × 2 data`."""
     samples = spec.batch
     product = f"{samples.micro} micro × {samples.accumulate} accumulated × {spec.data_degree} data"
@@ -109,7 +109,7 @@ def batch(spec: Spec) -> str:
 _ON_CUDA = "device=cuda"
 
 
-def telling(
+def measuring_command(
     spec: Spec, exact: Estimate, words: Sequence[str], *, allow_import: bool = False
 ) -> str:
     """Return the shell command that measures the peak if `exact` does not predict it.

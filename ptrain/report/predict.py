@@ -25,27 +25,27 @@ from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.memory import ranks_per_node
 from ptrain.errors import refused
 from ptrain.plan.composition import condition_lines, explain_compositions, ranks_text
-from ptrain.report.heading import by_data_lines, heading, needs_gpu, telling
-from ptrain.report.screen import command_line, fold, screen_width
+from ptrain.report.heading import by_data_lines, heading, measuring_command, needs_gpu
+from ptrain.report.screen import command_line, fold_line, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
 from ptrain.report.table import (
     MISSING,
     Importance,
     Largest,
     TableColumn,
-    largest,
-    least,
+    largest_bytes,
+    lower_bounds,
     make_columns,
+    memory_span,
+    memory_text,
     moved_bytes,
     name_column,
-    on_tiers,
-    or_missing,
-    render,
-    size,
-    span,
+    render_table,
+    text_or_dash,
+    tier_labels,
     traffic_label,
     traffic_order,
-    traffic_size,
+    traffic_text,
 )
 from ptrain.selection.fit import (
     HOST_UNKNOWN,
@@ -69,7 +69,7 @@ MODEL_STATES_LABEL = "model states"  # parameters, optimizer state and gradients
 _BAR = 24  # columns of the longest bar
 
 
-class Reserving(NamedTuple):
+class ReservedMemory(NamedTuple):
     """The memory that CUDA's allocator would reserve on a rank, as text and as a record.
 
     `record` is by kind of segments; it is None for a spec that is not for GPUs.
@@ -100,7 +100,7 @@ class Prediction:
     faster: tuple[Variant, ...] = ()
     words: tuple[str, ...] = ("SPEC",)
     allow_import: bool = False
-    reserving: Reserving | None = None
+    reserving: ReservedMemory | None = None
 
     @property
     def fit(self) -> Fit:
@@ -108,13 +108,13 @@ class Prediction:
         return fit(self.spec, self.derivation.exact)
 
     @property
-    def telling(self) -> str:
+    def measuring_command(self) -> str:
         """The command that measures the peak if it is not predicted."""
         exact = self.derivation.exact
-        return telling(self.spec, exact, self.words, allow_import=self.allow_import)
+        return measuring_command(self.spec, exact, self.words, allow_import=self.allow_import)
 
 
-def one(prediction: Prediction, *, explain: bool = False) -> str:
+def prediction_screen(prediction: Prediction, *, explain: bool = False) -> str:
     """Return the screen of one spec; its second line is the answer.
 
     Args:
@@ -124,12 +124,12 @@ def one(prediction: Prediction, *, explain: bool = False) -> str:
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     estimates = (paper, exact) if explain else (exact,)
     column = "exact" if explain else "predicted"
-    places = by_place(prediction.spec, prediction.derivation.plan, exact)
-    title, *rest = fold(heading(prediction.spec, prediction.num_parameters), screen_width())
+    places = place_table(prediction.spec, prediction.derivation.plan, exact)
+    title, *rest = fold_line(heading(prediction.spec, prediction.num_parameters), screen_width())
     return "\n".join(
         [
             title,
-            *fold(answer_line(prediction), screen_width()),
+            *fold_line(answer_line(prediction), screen_width()),
             *rest,
             *batch_lines(prediction.spec.batch, prediction.spec.data_degree),
             *advice_lines(prediction),
@@ -148,7 +148,7 @@ def one(prediction: Prediction, *, explain: bool = False) -> str:
             *_balance_lines(prediction.derivation.plan),
             *by_data_lines(exact),
             *(f"warning: {warning}" for warning in exact.warnings),
-            *(explanation(prediction) if explain else ()),
+            *(explanation_lines(prediction) if explain else ()),
         ]
     ).rstrip("\n")
 
@@ -202,18 +202,18 @@ def require_cuda(predictions: Sequence[Prediction]) -> None:
         )
 
 
-def account(estimate: Estimate) -> str:
+def estimate_tables(estimate: Estimate) -> str:
     """Return the tables of a single estimate, predicted or measured."""
     column = str(estimate.column)
     wire = [
         name_column("bytes on the wire", ["+".join(row.axes) for row in estimate.wire]),
-        TableColumn(column, cells=[traffic_size(row.sent_bytes) for row in estimate.wire]),
+        TableColumn(column, cells=[traffic_text(row.sent_bytes) for row in estimate.wire]),
     ]
     undefined = [f"{column} has no {kind}: {why}" for kind, why in estimate.undefined.items()]
     parts = [
         _memory_table(estimate, title=column),
         _traffic_table(estimate, title=column),
-        *([render(wire)] if estimate.wire else []),
+        *([render_table(wire)] if estimate.wire else []),
         *(["\n".join(lines)] if (lines := [*operations_lines(estimate), *undefined]) else []),
     ]
     return "\n\n".join(parts)
@@ -229,7 +229,7 @@ def model_state_bytes(estimate: Estimate, tier: str = TIERS[0]) -> int | None:
     Returns:
         The sum of the largest rows of the three states; None if the estimate has no rows.
     """
-    return _model_states(largest(estimate.memory), tier)
+    return _model_states(largest_bytes(estimate.memory), tier)
 
 
 def _model_states(most: Largest, tier: str) -> int | None:
@@ -273,15 +273,19 @@ def _fit_answer(prediction: Prediction) -> str:
     used = peak_text(fitting)
     if fitting.peak_bytes is None:
         peak = prediction.derivation.exact.peak_bytes()
-        used = f"{used} without activations" if peak is None else f"{size(peak)} (not confirmed)"
+        used = (
+            f"{used} without activations"
+            if peak is None
+            else f"{memory_text(peak)} (not confirmed)"
+        )
     if fitting.usable_memory is None:
         return f"Peak {used} per {device}; no cluster to compare it with"
-    measure = f"{used} of {size(fitting.usable_memory)} per {device}"
+    measure = f"{used} of {memory_text(fitting.usable_memory)} per {device}"
     if fitting.fits is None:
         return f"Unknown whether it fits: {measure}"
     if fitting.fits:
         return f"{'Fits, but tight' if fitting.is_tight else 'Fits'}: {measure}"
-    short = size(max(fitting.short_bytes, fitting.host_short_bytes))
+    short = memory_text(max(fitting.short_bytes, fitting.host_short_bytes))
     # Without a peak, or with bounds, the missing memory is a lower bound.
     is_least = fitting.peak_bytes is None or fitting.lower_bytes is not None
     host = f", {host_text(fitting)}" if fitting.host_short_bytes > 0 else ""
@@ -295,7 +299,7 @@ def advice_lines(prediction: Prediction) -> list[str]:
         return [] if fitting.peak_bytes is None else _change_lines(prediction.advice)
     if fitting.peak_bytes is None:
         where = " on a GPU" if needs_gpu(prediction.spec, prediction.derivation.exact) else ""
-        return [f"  {fitting.why}", f"  to measure the peak{where}: {prediction.telling}"]
+        return [f"  {fitting.why}", f"  to measure the peak{where}: {prediction.measuring_command}"]
     if fitting.device_memory is None:
         return ["  Name a cluster to see whether it fits, for example cluster.preset=h100-8."]
     if fitting.fits is None:
@@ -309,8 +313,8 @@ def faster_lines(prediction: Prediction) -> list[str]:
     step, device = prediction.derivation.exact.step, device_name(prediction.spec)
     return [
         f"  {variant.command} would be {step.seconds / variant.seconds - 1:.0%} faster and needs "
-        f"{size(variant.fit.peak_bytes)} of {size(variant.fit.usable_memory)} per {device}"
-        f"{' (tight)' * variant.fit.is_tight}"
+        f"{memory_text(variant.fit.peak_bytes)} of {memory_text(variant.fit.usable_memory)} "
+        f"per {device}{' (tight)' * variant.fit.is_tight}"
         for variant in prediction.faster
         if step is not None and variant.seconds
     ]
@@ -324,9 +328,9 @@ def _change_lines(advice: FitAdvice) -> list[str]:
         (
             variant.command,
             {True: "yes", False: "no", None: "unknown"}[variant.fit.fits],
-            or_missing(variant.seconds, format_seconds),
-            size(variant.fit.peak_bytes),
-            size(variant.fit.spare_bytes) if variant.fit.fits else MISSING,
+            text_or_dash(variant.seconds, format_seconds),
+            memory_text(variant.fit.peak_bytes),
+            memory_text(variant.fit.spare_bytes) if variant.fit.fits else MISSING,
         )
         for variant in advice.variants
     ]
@@ -340,14 +344,14 @@ def _change_lines(advice: FitAdvice) -> list[str]:
         TableColumn("to spare", Importance.DETAIL),
     )
     untraced = f"not tried, because each needs a trace: {', '.join(advice.untraced)}"
-    return ["", render(columns), *([untraced] if advice.untraced else [])]
+    return ["", render_table(columns), *([untraced] if advice.untraced else [])]
 
 
 def fit_lines(prediction: Prediction) -> list[str]:
     """Return the usable memory with the bytes to spare, and the host memory."""
     fitting, host = prediction.fit, host_text(prediction.fit)
     least = " or more" * (fitting.lower_bytes is not None)
-    spare = f"; {size(fitting.spare_bytes)} to spare{least}" if fitting.fits else ""
+    spare = f"; {memory_text(fitting.spare_bytes)} to spare{least}" if fitting.fits else ""
     return [
         *(
             [usable_text(fitting.device_memory, fitting.reserve_bytes) + spare]
@@ -374,7 +378,7 @@ def next_commands(prediction: Prediction) -> list[str]:
     command = command_line(verb, (*words, *changes), allow_import=allowed)
     is_told = fitting.peak_bytes is None and fitting.fits is None
     general = "ptrain help fit-a-model" if fitting.fits is False else f"ptrain {verb} --help"
-    return [prediction.telling if is_told else command, general]
+    return [prediction.measuring_command if is_told else command, general]
 
 
 def startup_lines(prediction: Prediction) -> list[str]:
@@ -393,12 +397,14 @@ def startup_lines(prediction: Prediction) -> list[str]:
         way = f"{ranks} build the full model: {why}"
     elif spec.model.pretrained is None:
         way = f"{ranks} draw one tensor at a time"
-    needed, memory = size(fitting.startup_host_bytes), fitting.host_memory
-    room = "per node (host memory unknown)" if memory is None else f"of {size(memory)} per node"
+    needed, memory = memory_text(fitting.startup_host_bytes), fitting.host_memory
+    room = (
+        "per node (host memory unknown)" if memory is None else f"of {memory_text(memory)} per node"
+    )
     return [f"host memory at start-up: {needed} {room}; {way}"]
 
 
-def explanation(prediction: Prediction) -> list[str]:
+def explanation_lines(prediction: Prediction) -> list[str]:
     """Return the reasons why the columns differ, undefined figures, and the theorems."""
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     lines = [""]
@@ -412,10 +418,10 @@ def explanation(prediction: Prediction) -> list[str]:
     ]
     if missing:
         lines += ["figures that a column does not define", *missing]
-    return lines + composition(prediction)
+    return lines + composition_lines(prediction)
 
 
-def composition(prediction: Prediction) -> list[str]:
+def composition_lines(prediction: Prediction) -> list[str]:
     """Return the conditions under which axes compose, for each theorem that has any."""
     lines: list[str] = []
     for title, conditions in explain_compositions(prediction.spec, prediction.derivation.plan):
@@ -428,19 +434,19 @@ def _memory_table(*estimates: Estimate, title: str) -> str:
 
     Each estimate has a column; bars show the last one.
     """
-    sizes = [largest(estimate.memory) for estimate in estimates]
+    sizes = [largest_bytes(estimate.memory) for estimate in estimates]
     last = estimates[-1]
-    lowers = least(last.memory) if last.by_data else {}
+    lowers = lower_bounds(last.memory) if last.by_data else {}
     rows = [
         (label, [most.get((state, tier)) for most in sizes], lowers.get((state, tier)))
         for state in State
-        for tier, label in on_tiers(state)
+        for tier, label in tier_labels(state)
         if any(most.get((state, tier)) for most in sizes)
     ]
     bars = [numbers[-1] or 0 for _, numbers, _ in rows]
     # Bars are scaled before the rows of sums and peaks are added, which would dwarf them.
     longest = max((number or 0 for _, numbers, _ in rows for number in numbers), default=0)
-    for tier, label in on_tiers(MODEL_STATES_LABEL):
+    for tier, label in tier_labels(MODEL_STATES_LABEL):
         sums = [_model_states(most, tier) for most in sizes]
         if tier == TIERS[0] or any(sums):
             rows.append((label, sums, None))
@@ -452,17 +458,19 @@ def _memory_table(*estimates: Estimate, title: str) -> str:
     columns = [
         name_column("memory per rank", [label for label, _, _ in rows]),
         *(
-            TableColumn(str(estimate.column), Importance.DETAIL, [size(row[1][at]) for row in rows])
+            TableColumn(
+                str(estimate.column), Importance.DETAIL, [memory_text(row[1][at]) for row in rows]
+            )
             for at, estimate in enumerate(estimates[:-1])
         ),
         TableColumn(
             title,
             Importance.RESULT,
-            [span(lower, numbers[-1]) for _, numbers, lower in rows],
+            [memory_span(lower, numbers[-1]) for _, numbers, lower in rows],
         ),
         TableColumn("", Importance.PICTURE, bars_text + [""] * (len(rows) - len(bars)), left=True),
     ]
-    return render(columns)
+    return render_table(columns)
 
 
 def _highest_peak(
@@ -483,11 +491,11 @@ def _traffic_table(*estimates: Estimate, title: str) -> str:
     keys = sorted({key for account in accounts for key in account}, key=traffic_order)
     steady = [key for key in keys if key.phase is not Phase.SETUP]
     rows = [_traffic_row(key, accounts) for key in steady]
-    sums = (traffic_size(sent_bytes(estimate)) for estimate in estimates)
+    sums = (traffic_text(sent_bytes(estimate)) for estimate in estimates)
     rows.append(("total", *sums, "", ""))
     if copied := last.copied_bytes():
         dashes = [MISSING] * len(others)
-        rows.append(("copied between tiers", *dashes, traffic_size(copied), "", ""))
+        rows.append(("copied between tiers", *dashes, traffic_text(copied), "", ""))
     rows += [_traffic_row(key, accounts) for key in keys if key not in steady]
     heads = [
         name_column("traffic per rank and step"),
@@ -496,7 +504,7 @@ def _traffic_table(*estimates: Estimate, title: str) -> str:
         TableColumn("calls"),
         TableColumn("payload", Importance.DETAIL),
     ]
-    return render(make_columns(rows, *heads))
+    return render_table(make_columns(rows, *heads))
 
 
 def _busiest_by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
@@ -512,13 +520,13 @@ def _traffic_row(
     last = rows[-1]
     return (
         traffic_label(key),
-        *(traffic_size(moved_bytes(row)) if row else MISSING for row in rows),
+        *(traffic_text(moved_bytes(row)) if row else MISSING for row in rows),
         str(last.calls) if last else MISSING,
         format_bytes(last.payload_bytes) if last else MISSING,
     )
 
 
-def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
+def place_table(spec: Spec, plan: Plan, exact: Estimate) -> str:
     """Return a table with a row for each place along pp; empty without pp.
 
     A row has the ranks of the place, its stages, its number of layers, and its bytes by state and
@@ -538,7 +546,7 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
     holders = [set(members) for members in ranks]
     memory = [[*unranked(exact.memory, members)] for members in holders]
     peaks = [[*unranked(exact.peak, members)] for members in holders]
-    most, fewest = [*map(largest, memory)], [*map(least, memory)]
+    most, fewest = [*map(largest_bytes, memory)], [*map(lower_bounds, memory)]
     stages = [step.stages_of(place) for place in range(len(ranks))]
     pairs = [*zip(fewest, most, strict=True)]
     columns = [
@@ -558,19 +566,20 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
             TableColumn(
                 label,
                 cells=[
-                    span(low.get((state, tier)), high.get((state, tier))) for low, high in pairs
+                    memory_span(low.get((state, tier)), high.get((state, tier)))
+                    for low, high in pairs
                 ],
             )
             for state in State
-            for tier, label in on_tiers(state)
+            for tier, label in tier_labels(state)
             if any(high.get((state, tier)) for high in most)
         ),
         TableColumn("peak", Importance.RESULT, [_peak_text(members) for members in peaks]),
     ]
-    return render(columns)
+    return render_table(columns)
 
 
 def _peak_text(rows: Sequence[Peak]) -> str:
     """Return the highest peak of some rows as text, with its lower bound if it has one."""
     bounds = max(map(lower_bytes, rows), default=None)
-    return span(bounds, max((row.device_bytes for row in rows), default=None))
+    return memory_span(bounds, max((row.device_bytes for row in rows), default=None))

@@ -17,7 +17,7 @@ from ptrain.axes.data.form import data_factors, frozen_factors, tier_of
 from ptrain.cost import PLACED, Estimate, State
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.show import format_plan
-from ptrain.report.predict import account, one, prediction_of
+from ptrain.report.predict import estimate_tables, prediction_of, prediction_screen
 from ptrain.report.selection import selection_text
 from ptrain.selection.ranking import PlacementRanking
 from ptrain.spec.keys import data_axis_dials
@@ -27,17 +27,17 @@ from ptrain.spec.write import to_yaml
 from ptrain.steps.step import Plan
 from ptrain.wording import worded
 
-worded.register(Estimate, account)
+worded.register(Estimate, estimate_tables)
 
 
 @worded.register(Spec)
 def _(spec: Spec) -> str:
-    return shown(spec).as_yaml().rstrip()
+    return minimal_spec(spec).as_yaml().rstrip()
 
 
 @worded.register(Derivation)
 def _(derivation: Derivation) -> str:
-    return one(prediction_of(derivation))
+    return prediction_screen(prediction_of(derivation))
 
 
 @worded.register(Plan)
@@ -54,7 +54,7 @@ _WRAPPER_DEFAULTS = ("unit", "overlap", "prefetch", "gather_after_update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class MinimalSpec:
     """A mapping that loads to the same spec, and comments on the keys that it leaves out."""
 
     mapping: dict[str, object]
@@ -65,10 +65,10 @@ class Shown:
         return to_yaml(self.mapping) + "".join(f"# {line}\n" for line in self.left_out)
 
 
-def shown(spec: Spec) -> Shown:
+def minimal_spec(spec: Spec) -> MinimalSpec:
     """Return the resolved spec without keys that have no effect with its placement."""
     # A key has no effect with a placement if the legality check rejects every other value of it.
-    unheard = [place for place, probe in _probe_options(spec) if _is_refused(probe, place)]
+    unheard = [place for place, probe in _probe_options(spec) if _is_rejected(probe, place)]
     mapping: dict[str, Any] = copy.deepcopy(spec.resolved)
     for place in unheard:
         section, _, key = place.partition(".")
@@ -76,7 +76,7 @@ def shown(spec: Spec) -> Shown:
             del mapping[section][key]
         if not key or not mapping[section]:
             del mapping[section]
-    return Shown(mapping=mapping, left_out=tuple(_omission_comments(spec, unheard)))
+    return MinimalSpec(mapping=mapping, left_out=tuple(_omission_comments(spec, unheard)))
 
 
 def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:
@@ -86,7 +86,7 @@ def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:
             yield key.place, key.replace_value(spec, key.dial.other)
 
 
-def _is_refused(spec: Spec, place: str) -> bool:
+def _is_rejected(spec: Spec, place: str) -> bool:
     """Return True if the spec is rejected because of one key."""
     return any(fault.place == place for fault in check(spec))
 

@@ -50,7 +50,7 @@ _OF_TOKENS = {axis.value for axis in TOKEN_AXES}
 _MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
-def reasons(derivation: Derivation) -> list[str]:
+def placement_reasons(derivation: Derivation) -> list[str]:
     """Return the reasons for a placement: fit, batch, throughput, and then each axis.
 
     Axes are in the order in which to add them (`axis_reasons`).
@@ -257,7 +257,7 @@ def _node_count(spec: Spec) -> int:
     return -(-spec.world_size // spec.cluster.devices_per_node) if spec.cluster else 1
 
 
-def idea_of(spec: Spec) -> str:
+def placement_idea(spec: Spec) -> str:
     """Return the idea of a placement in the field's words: `pp × HSDP × tp, recompute full`."""
     factors = {factor.axis: factor for factor in spec.factors if factor.degree > 1}
     data = [factors[axis].placement for axis in DATA_AXES if axis in factors]
@@ -286,7 +286,7 @@ def _data_idea(data: Sequence[Placement]) -> str:
 _LEAST = 0.001  # share of the best row's step; smaller differences are not named as reasons
 
 
-def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
+def losing_reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
     """Return a sentence that explains why a choice is not the best one.
 
     Args:
@@ -434,7 +434,7 @@ def _remark_lines(answer: Answer) -> list[str]:
     ]
 
 
-def thresholds_of(text: str) -> Thresholds:
+def parse_thresholds(text: str) -> Thresholds:
     """Parse thresholds such as `0.7,0.3`: shares of a device's memory for states and for a layer.
 
     Raises:

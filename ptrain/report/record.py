@@ -85,7 +85,7 @@ def compared_ranks(exact: Estimate, measured: Estimate) -> set[int]:
     return ranks if len(ranks) == 1 else set(range(exact.world_size))
 
 
-def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
+def compare_estimates(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     """Compare a prediction with a measurement or a simulation.
 
     Checks are per state and rank, per kind of call, per phase's peak and rank, and per pass and
@@ -171,7 +171,7 @@ def time_checks(spec: Spec, step: StepTime | None, measured: float | None) -> It
     )
 
 
-def verdict(checks: Sequence[Check]) -> str:
+def verdict_word(checks: Sequence[Check]) -> str:
     """Return `holds` if there are checks and all of them hold, else `fails`."""
     return "holds" if checks and all(check.holds for check in checks) else "fails"
 
@@ -199,7 +199,7 @@ def verdict_line(
     remarks += f" · {counted} by the counts of the run" if counted else ""
     number = sum(check.lower is not None for check in checks)
     bounds = f" · {number} are bounds: sizes depend on data" if number else ""
-    return f"verdict: {verdict(checks)} ({holding} of {len(checks)}){bounds}{remarks}{claim}"
+    return f"verdict: {verdict_word(checks)} ({holding} of {len(checks)}){bounds}{remarks}{claim}"
 
 
 def checks_line(checks: Sequence[Check], *, ranks: int) -> str:
@@ -235,7 +235,7 @@ def _tier_suffix(tier: str) -> str:
     return "" if tier == "device_bytes" else " " + tier.removesuffix("_bytes")
 
 
-def exchange_of(key: TrafficKey) -> str:
+def exchange_key(key: TrafficKey) -> str:
     """Return the key of such calls in `Estimate.assumed` and `counted`: `traffic ep all_to_all`."""
     return f"traffic {'+'.join(key.axes)} {key.collective}"
 
@@ -253,7 +253,7 @@ def _traffic_checks(
         grouped((row.key, row) for row in rows) for rows in (exact, measured)
     )
     for key in sorted({*predicted_rows, *measured_rows}, key=traffic_name):
-        for count in _COUNTS[:1] if exchange_of(key) in assumed else _COUNTS:
+        for count in _COUNTS[:1] if exchange_key(key) in assumed else _COUNTS:
             # Accounts of ranks have no common order, so the sets of their figures are compared.
             left = sorted({getattr(row, count) for row in predicted_rows.get(key, [])})
             right = sorted({getattr(row, count) for row in measured_rows.get(key, [])})
@@ -337,7 +337,7 @@ def _make_check(
     )
 
 
-def record(
+def result_record(
     name: str,
     estimates: Sequence[Estimate],
     *,
@@ -379,7 +379,7 @@ def record(
             *({"column": column, "value": value} for column, value in (step_seconds or {}).items()),
         ],
         "checks": encode(checks),
-        "verdict": verdict(checks) if checks else None,
+        "verdict": verdict_word(checks) if checks else None,
         "claimed": is_tested(packages["torch"]),
         **{kind: _reasons_by_column(estimates, kind) for kind in _KINDS_OF_REASONS},
         "notes": [note for estimate in estimates for note in estimate.notes],

@@ -18,12 +18,12 @@ from ptrain.derivation.wire import WireRow
 from ptrain.errors import refused
 from ptrain.report.finding import RootCause
 from ptrain.report.record import COUNTED_KINDS, Check
-from ptrain.report.table import largest, moved_bytes, on_tiers
+from ptrain.report.table import largest_bytes, moved_bytes, tier_labels
 from ptrain.units import grouped, summed
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class DecodedRecord:
     """The decoded contents of a result record.
 
     Attributes:
@@ -43,7 +43,7 @@ class Reading:
         return self.estimates.get(Column.COUNTED) or self.estimates[Column.EXACT]
 
 
-def read(record: Mapping[str, Any]) -> Reading:
+def decode_record(record: Mapping[str, Any]) -> DecodedRecord:
     """Return every column for which the record has rows.
 
     Args:
@@ -54,7 +54,7 @@ def read(record: Mapping[str, Any]) -> Reading:
     """
     rows = [row for kind in ("memory", "peak", "traffic") for row in record[kind]]
     columns = dict.fromkeys(Column(row["column"]) for row in rows)
-    return Reading(
+    return DecodedRecord(
         estimates={column: _read_estimate(record, column) for column in columns},
         checks=decode(record["checks"], tuple[Check, ...]),
         wire=decode(record.get("wire", []), tuple[WireRow, ...]),
@@ -134,7 +134,7 @@ Figures = Mapping[str, int | float | None]  # None: the figure exists but is unk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedTraining:
     """The figures of one training, read from one record or two.
 
     Attributes:
@@ -155,7 +155,7 @@ class Recorded:
         return ONE_DEVICE in self.verdicts
 
 
-def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
+def read_trainings(records: Sequence[object], place: str) -> dict[str, RecordedTraining]:
     """Return the trainings of one side of a comparison, by name.
 
     A verification and a prediction or run with the same name are merged into one training. Other
@@ -168,7 +168,7 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
     Raises:
         SpecError: If a value is not a result record, or there is none.
     """
-    trainings: dict[str, Recorded] = {}
+    trainings: dict[str, RecordedTraining] = {}
     kinds: dict[
         str, set[bool]
     ] = {}  # by name: True if there is a verification, False if another record
@@ -190,9 +190,9 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
     return trainings
 
 
-def _merge_records(first: Recorded, second: Recorded) -> Recorded:
+def _merge_records(first: RecordedTraining, second: RecordedTraining) -> RecordedTraining:
     """Return two records of one training as one; the first takes precedence."""
-    return Recorded(
+    return RecordedTraining(
         name=first.name,
         groups={**second.groups, **first.groups},
         verdicts={**first.verdicts, **second.verdicts},
@@ -200,7 +200,7 @@ def _merge_records(first: Recorded, second: Recorded) -> Recorded:
     )
 
 
-def _parse_record(record: object, place: str) -> Recorded:
+def _parse_record(record: object, place: str) -> RecordedTraining:
     """Return the figures of a record.
 
     Raises:
@@ -235,9 +235,9 @@ def _not_a_record(place: str, finding: str) -> Exception:
     return refused(place, f"is no result record: {finding}", f"Use the record of {_COMMANDS}.")
 
 
-def _read_figures(record: Mapping[str, Any]) -> Recorded:
+def _read_figures(record: Mapping[str, Any]) -> RecordedTraining:
     """Decode a record and collect its figures, verdicts and root cause."""
-    reading = read(record)
+    reading = decode_record(record)
     groups = {
         group: figures for group, figures in _figure_groups(record, reading) if figures is not None
     }
@@ -250,7 +250,7 @@ def _read_figures(record: Mapping[str, Any]) -> Recorded:
         about = ONE_DEVICE if is_verification else AS_PREDICTED
         verdicts[about] = f"{record['verdict']} ({holding} of {len(reading.checks)})"
     root_cause = record.get("culprit")
-    return Recorded(
+    return RecordedTraining(
         name=str(record["spec"]),
         groups=groups,
         verdicts=verdicts,
@@ -272,7 +272,7 @@ def _require_numbers(figures: Figures) -> None:
 
 
 def _figure_groups(
-    record: Mapping[str, Any], reading: Reading
+    record: Mapping[str, Any], reading: DecodedRecord
 ) -> Iterator[tuple[FigureGroup, Figures | None]]:
     """Yield each group of figures of a record; None if the record has no such figures."""
     estimates = reading.estimates
@@ -329,12 +329,12 @@ def _estimate_groups(estimate: Estimate) -> Iterator[tuple[FigureKind, Figures]]
 
 def _memory_figures(estimate: Estimate) -> Figures:
     """Return bytes by state and tier of the rank with the most; None for states of unknown size."""
-    most = largest(estimate.memory)
+    most = largest_bytes(estimate.memory)
     # Rows of 0 bytes are left out: a missing row counts as 0 in a comparison.
     figures: dict[str, int | None] = {
         label: size
         for state in State
-        for tier, label in on_tiers(state)
+        for tier, label in tier_labels(state)
         if (size := most.get((state, tier)))
     }
     unknown = _DATA_SIZED if "activations" in estimate.undefined else ()
@@ -354,7 +354,7 @@ def _traffic_figures(estimate: Estimate, *, is_bytes: bool) -> Figures:
     return summed((label(row.key), moved_bytes(row) if is_bytes else row.calls) for row in rows)
 
 
-def sources(groups: Iterable[FigureGroup]) -> str:
+def sources_text(groups: Iterable[FigureGroup]) -> str:
     """Return groups as text, by source: `measured memory, peak; loss`."""
     by_source = grouped((group.source, group.kind) for group in groups)
     return "; ".join(f"{source} {', '.join(kinds)}".strip() for source, kinds in by_source.items())

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from ptrain.derivation.allocator import COMPUTING, Reserved
 from ptrain.derivation.kernels import Workspace
-from ptrain.report.table import Importance, TableColumn, make_columns, name_column, render, size
+from ptrain.report.table import (
+    Importance,
+    TableColumn,
+    make_columns,
+    memory_text,
+    name_column,
+    render_table,
+)
 
 _NOT_RESERVED = "not claimed: without what is unknown below, and CUDA's context"
 
@@ -38,7 +45,7 @@ def reserved_lines(
             between,
             elsewhere,
         )
-        rows.append((segments, *map(size, figures)))
+        rows.append((segments, *map(memory_text, figures)))
     columns = make_columns(
         rows,
         name_column("reserved by CUDA's allocator"),
@@ -49,10 +56,15 @@ def reserved_lines(
         TableColumn("streams", Importance.DETAIL),
     )
     workspace_rows = [
-        (space.what, "unknown" if space.device_bytes is None else size(space.device_bytes))
+        (space.what, "unknown" if space.device_bytes is None else memory_text(space.device_bytes))
         for space in workspaces
     ]
     space = make_columns(
         workspace_rows, name_column("of that within kernels"), TableColumn("bytes")
     )
-    return ["", render(columns), _NOT_RESERVED, *([render(space)] if workspace_rows else [])]
+    return [
+        "",
+        render_table(columns),
+        _NOT_RESERVED,
+        *([render_table(space)] if workspace_rows else []),
+    ]

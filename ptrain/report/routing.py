@@ -32,9 +32,9 @@ class LayerRouting:
         """λ: the choices of the busiest expert over the mean of all experts; 1 if the load is
         balanced.
         """
-        return self.load_of(len(self.tokens))
+        return self.rank_load(len(self.tokens))
 
-    def load_of(self, ranks: int) -> float:
+    def rank_load(self, ranks: int) -> float:
         """Return λ over ranks: the choices that the busiest rank receives, over the mean of all
         ranks.
 
@@ -48,7 +48,7 @@ class LayerRouting:
         return max(received) * ranks / sum(self.tokens)
 
 
-def routes(spec: Spec) -> bool:
+def is_routing_recorded(spec: Spec) -> bool:
     """Return True if the routing of tokens is recorded for this spec.
 
     It is recorded for a built-in model with experts, and for any other model whose experts are
@@ -59,7 +59,7 @@ def routes(spec: Spec) -> bool:
     return spec.is_cut_over(EXPERT_AXES)
 
 
-def figures(layers: Sequence[LayerRouting]) -> dict[str, float]:
+def routing_figures(layers: Sequence[LayerRouting]) -> dict[str, float]:
     """Return the routing figures of a step.
 
     Returns:
@@ -75,13 +75,13 @@ def figures(layers: Sequence[LayerRouting]) -> dict[str, float]:
     }
 
 
-def words(of_step: Mapping[str, float]) -> str:
+def routing_text(of_step: Mapping[str, float]) -> str:
     """Return the routing figures as they appear on the line of a step: `λ 1.32  0.4% dropped`."""
     dropped = of_step["dropped_share"]
     return f"λ {of_step['expert_load']:.2f}" + (f"  {dropped:.1%} dropped" if dropped else "")
 
 
-def rows(layers: Sequence[LayerRouting], ranks: int) -> list[dict[str, object]]:
+def routing_rows(layers: Sequence[LayerRouting], ranks: int) -> list[dict[str, object]]:
     """Return the layers as plain data, for the result record.
 
     Args:
@@ -93,7 +93,7 @@ def rows(layers: Sequence[LayerRouting], ranks: int) -> list[dict[str, object]]:
             "layer": layer.layer,
             "tokens": list(layer.tokens),
             "load": layer.load,
-            "load_of_ranks": layer.load_of(ranks),
+            "load_of_ranks": layer.rank_load(ranks),
             "dropped": layer.dropped,
             "entropy": layer.entropy,
         }

@@ -46,14 +46,14 @@ def screen_width(unknown: int = PIPE_WIDTH) -> int:
         return unknown
 
 
-def show(*texts: str) -> None:
+def print_screen(*texts: str) -> None:
     """Print a screen: sentences folded at the known width, verdicts in colour on a terminal."""
     width = screen_width(sys.maxsize)
-    lines = [line for text in texts for long in text.split("\n") for line in fold(long, width)]
+    lines = [line for text in texts for long in text.split("\n") for line in fold_line(long, width)]
     print(paint("\n".join(lines), sys.stdout), flush=True)
 
 
-def fold(line: str, width: int) -> list[str]:
+def fold_line(line: str, width: int) -> list[str]:
     """Break a line that is wider than `width`, between its parts if it has any, else between words.
 
     Commands and drawings are not broken. A command in backquotes is part of a sentence.

@@ -13,15 +13,15 @@ from ptrain.axes.candidates import FixedChoices
 from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.form import form_of, joins_units
 from ptrain.codec import encode
-from ptrain.report.reasons import idea_of, reason, reasons
+from ptrain.report.reasons import losing_reason, placement_idea, placement_reasons
 from ptrain.report.step_time import device_name, pace_parts
 from ptrain.report.table import (
     Importance,
     TableColumn,
     make_columns,
     name_column,
-    or_missing,
-    render,
+    render_table,
+    text_or_dash,
 )
 from ptrain.selection.fit import room_text, usable_text
 from ptrain.selection.job import words_of
@@ -85,7 +85,7 @@ def _heading_lines(selection: PlacementRanking) -> Iterator[str]:
         )
     if job.where.constraints:
         yield f"constraints: {', '.join(rule.text for rule in job.where.constraints)}"
-    if stays := written_texts(job.written):
+    if stays := fixed_settings(job.written):
         yield f"fixed by the spec: {', '.join(stays)}"
     if selection.unknown:
         yield f"time is unknown: {selection.unknown}"
@@ -177,7 +177,7 @@ def _cost_by_number(selection: PlacementRanking) -> Iterator[str]:
         TableColumn(f"time for {tokens} tokens", Importance.RESULT),
         TableColumn("money", Importance.RESULT),
     )
-    yield render(make_columns(table, *heads))
+    yield render_table(make_columns(table, *heads))
     yield ""
 
 
@@ -203,10 +203,10 @@ def best_of_ideas(selection: PlacementRanking) -> list[Ranked]:
     fitting = [row for row in (*selection.front, *lost_rows) if row and row.memory.leaves(margin)]
     order = partial(order_of, selection.ranked_by)
     winner, *others = selection.ranking
-    axes, *_ = idea_of(winner.spec).partition(",")
-    best = {idea_of(winner.spec): winner}
+    axes, *_ = placement_idea(winner.spec).partition(",")
+    best = {placement_idea(winner.spec): winner}
     for row in sorted((*others, *fitting), key=order):
-        idea = idea_of(row.spec)
+        idea = placement_idea(row.spec)
         best.setdefault(idea if idea.partition(",")[0] == axes else idea.partition(",")[0], row)
     return list(best.values())
 
@@ -231,7 +231,7 @@ def _are_similar(row: Ranked, other: Ranked) -> bool:
         (float(row.peak_bytes), float(other.peak_bytes), _ALIKE_MEMORY),
     )
     is_near = all(abs(one - two) <= part * max(one, two) for one, two, part in pairs)
-    return is_near and idea_of(row.spec) == idea_of(other.spec)
+    return is_near and placement_idea(row.spec) == placement_idea(other.spec)
 
 
 def _comparison_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
@@ -240,7 +240,7 @@ def _comparison_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked
     yield "against the best:"
     for number, row in numbered.items():
         if row.figures != best.figures:
-            yield f"  {number:>2}  {idea_of(row.spec)}: {reason(row, best, by)}"
+            yield f"  {number:>2}  {placement_idea(row.spec)}: {losing_reason(row, best, by)}"
     figures = [row.figures for row in numbered.values()]
     for lost in selection.lost:
         if lost.best is None or lost.best.figures not in figures:
@@ -249,21 +249,21 @@ def _comparison_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked
 
 def why_lost(selection: PlacementRanking, lost: Lost) -> str:
     """Return the reason why a well-known placement is not the best one."""
-    return lost.why or reason(lost.best, selection.ranking[0], selection.ranked_by)
+    return lost.why or losing_reason(lost.best, selection.ranking[0], selection.ranked_by)
 
 
 def winner_reasons(selection: PlacementRanking) -> list[str]:
     """Return the reasons for the best placement; empty if nothing was derived for it."""
-    return [] if selection.winner is None else reasons(selection.winner)
+    return [] if selection.winner is None else placement_reasons(selection.winner)
 
 
 def _micro_batches(selection: PlacementRanking) -> Iterator[str]:
     """Yield the best row of each micro-batch size with the winner's idea, if there are several."""
     # The ranking is ordered, so the first row of each micro-batch is its best.
-    idea = idea_of(selection.ranking[0].spec)
+    idea = placement_idea(selection.ranking[0].spec)
     rows: dict[int, Ranked] = {}
     for row in selection.ranking:
-        if idea_of(row.spec) == idea:
+        if placement_idea(row.spec) == idea:
             rows.setdefault(row.spec.batch.micro, row)
     if len(rows) > 1:
         listed = (
@@ -310,18 +310,18 @@ def _ranking_table(
     per_device = [pace and pace / selection.job.devices for pace in paces]
     columns = [
         TableColumn("row" if any(numbers) else "", Importance.NAME, numbers),
-        name_column("idea", [idea_of(row.spec) for row in rows]),
+        name_column("idea", [placement_idea(row.spec) for row in rows]),
         TableColumn("placement", Importance.RESULT, placements, left=True),
         TableColumn("micro×accum", cells=batches, left=True),
         TableColumn("step time", Importance.RESULT, [_step_text(row) for row in rows]),
-        TableColumn("tokens/s", cells=[or_missing(pace, format_count) for pace in paces]),
+        TableColumn("tokens/s", cells=[text_or_dash(pace, format_count) for pace in paces]),
         TableColumn(
             f"tokens/s/{device}",
             Importance.DETAIL,
-            [or_missing(pace, format_count) for pace in per_device],
+            [text_or_dash(pace, format_count) for pace in per_device],
         ),
         TableColumn(
-            "MFU", Importance.DETAIL, [or_missing(row.mfu, "{:.1%}".format) for row in rows]
+            "MFU", Importance.DETAIL, [text_or_dash(row.mfu, "{:.1%}".format) for row in rows]
         ),
         TableColumn("peak", Importance.RESULT, [format_memory(row.peak_bytes) for row in rows]),
         TableColumn("headroom", Importance.RESULT, [_headroom_text(row) for row in rows]),
@@ -336,7 +336,7 @@ def _ranking_table(
             "within nodes", Importance.DETAIL, [format_bytes(row.tiers.within) for row in rows]
         ),
         TableColumn(
-            "per 1B tokens", cells=[or_missing(row.price, "{:.0f}".format) for row in rows]
+            "per 1B tokens", cells=[text_or_dash(row.price, "{:.0f}".format) for row in rows]
         ),
     ]
     unused = {column.title for column in columns if not any(column.cells)}
@@ -344,12 +344,12 @@ def _ranking_table(
         unused.add("host memory")
     if not any(row.price is not None for row in selection.ranking):
         unused.add("per 1B tokens")
-    return render([column for column in columns if column.title not in unused])
+    return render_table([column for column in columns if column.title not in unused])
 
 
 def _step_text(row: Ranked) -> str:
     """Return the step time of a row as text."""
-    return or_missing(row.seconds, format_seconds)
+    return text_or_dash(row.seconds, format_seconds)
 
 
 def _headroom_text(row: Ranked) -> str:
@@ -384,13 +384,13 @@ def _placement_cells(spec: Spec) -> tuple[str, str, str, str]:
     return words or "one device", batch, kept, ", ".join(dials)
 
 
-def written_texts(written: FixedChoices) -> tuple[str, ...]:
+def fixed_settings(written: FixedChoices) -> tuple[str, ...]:
     """Return the settings that the spec fixes, which are the same in all candidates."""
     words = dict.fromkeys(keeping(kept) for kept in written.kept)
     return (*written.overrides, *([f"recompute={' or '.join(words)}"] if words else []))
 
 
-def described(spec: Spec) -> str:
+def describe_settings(spec: Spec) -> str:
     """Return the chosen settings of a spec in one line, without options that are defaults."""
     words, batch, kept, dials = _chosen_settings(spec)
     return " ".join(filter(None, [words, batch, kept, *dials]))
@@ -456,7 +456,7 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
         "objective": selection.objective.value,
         "margin_bytes": job.margin_bytes,
         "where": [rule.text for rule in job.where.constraints],
-        "written": list(written_texts(job.written)),
+        "written": list(fixed_settings(job.written)),
         "candidates": selection.counts.scored,
         "fitting": selection.counts.fitting,
         "untimed": selection.counts.untimed,
@@ -501,7 +501,7 @@ def _scored_as(shape: ModelShape | None) -> Record | None:
 def _ranking_rows(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
     """Yield the rows of the ranking, each with its rank and the reason why it is not better."""
     for rank, row in enumerate(selection.ranking[:top], 1):
-        why = reason(row, selection.ranking[0], selection.ranked_by)
+        why = losing_reason(row, selection.ranking[0], selection.ranked_by)
         yield {"rank": rank, **row_record(selection, row), "why": why}
 
 
@@ -512,8 +512,8 @@ def row_record(selection: PlacementRanking, row: Ranked) -> Record:
     if demand is not None:
         training = {"training_seconds": demand.seconds(row), "training_price": demand.money(row)}
     return {
-        "placement": described(spec),
-        "idea": idea_of(spec),
+        "placement": describe_settings(spec),
+        "idea": placement_idea(spec),
         "alike": row.alike,
         "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
         "words": list(words_of(selection.job, spec)),
@@ -566,7 +566,7 @@ def _csv_rows(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
     yield from ({"rank": row.pop("rank"), "choice": "", **row} for row in ranking)
     for row in selection.front:
         if row not in selection.ranking[:top]:
-            why = reason(row, selection.ranking[0], selection.ranked_by)
+            why = losing_reason(row, selection.ranking[0], selection.ranked_by)
             yield {"choice": "front", **row_record(selection, row), "why": why}
     for lost in selection.lost:
         figures = {} if lost.best is None else row_record(selection, lost.best)

@@ -15,10 +15,17 @@ from ptrain.derivation.kernels import Workspace
 from ptrain.plan.composition import ranks_text
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import operations_lines
-from ptrain.report.record import Check, compare
+from ptrain.report.record import Check, compare_estimates
 from ptrain.report.reserved import reserved_lines
 from ptrain.report.summary import end_table
-from ptrain.report.table import Importance, TableColumn, make_columns, name_column, render, size
+from ptrain.report.table import (
+    Importance,
+    TableColumn,
+    make_columns,
+    memory_text,
+    name_column,
+    render_table,
+)
 
 GARBAGE = (
     "values are garbage, because collectives moved nothing; `ptrain verify` checks whether the "
@@ -60,7 +67,7 @@ class RankReport:
         """The checks whose two figures differ; a figure with bounds differs if it is outside of
         them.
         """
-        checks = compare(self.exact, self.simulated)
+        checks = compare_estimates(self.exact, self.simulated)
         return [
             check
             for check in checks
@@ -68,7 +75,7 @@ class RankReport:
         ]
 
 
-def one(report: RankReport, name: str) -> str:
+def simulation_screen(report: RankReport, name: str) -> str:
     """Return the full screen of one rank.
 
     Args:
@@ -77,26 +84,26 @@ def one(report: RankReport, name: str) -> str:
     """
     return "\n".join(
         [
-            heading(report, name),
+            rank_heading(report, name),
             "",
             end_table(report.exact, report.simulated, ("predicted", "simulated")),
             "",
             *([] if report.exact.operations else operations_lines(report.simulated)),
-            agreement(report),
+            agreement_sentence(report),
             *([f"kernels  {report.kernels}"] if report.kernels else []),
             *by_data_lines(report.exact),
             *replay_lines(report),
-            *foreign(report),
+            *peak_warning(report),
             "",
-            by_phase(report.course),
+            phase_table(report.course),
             "",
-            peak(report.course),
+            peak_table(report.course),
             *reserved_lines(report.reserved, report.workspaces),
         ]
     )
 
 
-def heading(report: RankReport, name: str) -> str:
+def rank_heading(report: RankReport, name: str) -> str:
     """Return the heading: `zero3 · rank 0 of 8, like ranks [1 2 … 7] · simulated in 21.3 s`."""
     others = [rank for rank in report.alike if rank != report.rank]
     like = f", like ranks {ranks_text(others)}" if others else ""
@@ -105,9 +112,9 @@ def heading(report: RankReport, name: str) -> str:
     return f"{name} · {rank_text} · {method} in {sum(report.seconds.values()):.1f} s"
 
 
-def agreement(report: RankReport) -> str:
+def agreement_sentence(report: RankReport) -> str:
     """Return a sentence with the number of equal figures and the figures that are not predicted."""
-    total = len(compare(report.exact, report.simulated))
+    total = len(compare_estimates(report.exact, report.simulated))
     equal = total - len(report.differing)
     unpredicted = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
     remarks = f" · not predicted: {', '.join(unpredicted)}" if unpredicted else ""
@@ -125,7 +132,7 @@ def replay_lines(report: RankReport) -> list[str]:
     ]
 
 
-def foreign(report: RankReport) -> list[str]:
+def peak_warning(report: RankReport) -> list[str]:
     """Return a warning if the peak on a GPU is not predicted; empty if a GPU rehearsed the rank."""
     why = report.exact.unclaimed.get("peak")
     if why is None or report.device.startswith("cuda"):
@@ -133,9 +140,9 @@ def foreign(report: RankReport) -> list[str]:
     return [f"warning: the peak on a GPU is not predicted: {why}; measure it there with --rehearse"]
 
 
-def by_phase(course: MemoryHistory) -> str:
+def phase_table(course: MemoryHistory) -> str:
     """Return a table of memory by state, with a column for the highest moment of each phase."""
-    highest = course.by_phase()
+    highest = course.phase_peaks()
     states = {
         str(state): place
         for place, state in enumerate(State)
@@ -144,19 +151,19 @@ def by_phase(course: MemoryHistory) -> str:
     columns = [name_column("memory at each phase's peak", [*states, "all"])]
     for phase, moment in highest.items():
         figures = [*(moment.device_bytes[place] for place in states.values()), moment.total]
-        columns.append(TableColumn(str(phase), cells=[*map(size, figures)]))
-    return render(columns)
+        columns.append(TableColumn(str(phase), cells=[*map(memory_text, figures)]))
+    return render_table(columns)
 
 
-def peak(course: MemoryHistory) -> str:
+def peak_table(course: MemoryHistory) -> str:
     """Return the peak and a table of its contents, the largest kind of storage first."""
     rows = [
-        (row.what, str(row.state), size(row.device_bytes), str(row.tensors))
+        (row.what, str(row.state), memory_text(row.device_bytes), str(row.tensors))
         for row in course.held[:_MOST]
     ]
     if rest := course.held[_MOST:]:
         left, tensors = sum(row.device_bytes for row in rest), sum(row.tensors for row in rest)
-        rows.append((f"{len(rest)} more kinds", "", size(left), str(tensors)))
+        rows.append((f"{len(rest)} more kinds", "", memory_text(left), str(tensors)))
     when = f"{course.peak.phase}, micro-batch {course.peak.micro_batch}"
     columns = make_columns(
         rows,
@@ -165,7 +172,7 @@ def peak(course: MemoryHistory) -> str:
         TableColumn("bytes", Importance.RESULT),
         TableColumn("tensors", Importance.DETAIL),
     )
-    return f"peak {size(course.peak.total)} in {when}\n{render(columns)}"
+    return f"peak {memory_text(course.peak.total)} in {when}\n{render_table(columns)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +212,7 @@ class MemoryHistory:
     peak: MemorySample
     held: tuple[LiveStorages, ...]
 
-    def by_phase(self) -> dict[Phase, MemorySample]:
+    def phase_peaks(self) -> dict[Phase, MemorySample]:
         """Return the sample with the most live bytes of each phase."""
         peaks: dict[Phase, MemorySample] = {}
         for moment in self.moments:

@@ -19,8 +19,8 @@ from ptrain.report.table import (
     difference_columns,
     make_columns,
     name_column,
-    or_missing,
-    render,
+    render_table,
+    text_or_dash,
 )
 from ptrain.spec.spec import Spec
 from ptrain.units import format_count, format_seconds, grouped, summed
@@ -56,7 +56,7 @@ def time_lines(derivation: Derivation) -> list[str]:
         derivation: A derived spec. If it names a cluster and no time is predicted, the result is
             the reason; without a cluster it is empty.
     """
-    step, why = derivation.exact.step, untimed(derivation)
+    step, why = derivation.exact.step, untimed_reason(derivation)
     if step is None:
         return [f"no step time: {why}", ""] if why else []
     return [
@@ -79,7 +79,7 @@ def _interval_lines(spec: Spec, step: StepTime) -> list[str]:
     return [f"{published['steps']}: {format_seconds(low)} to {format_seconds(high)} ({parts})"]
 
 
-def untimed(derivation: Derivation) -> str:
+def untimed_reason(derivation: Derivation) -> str:
     """Return the reason why no step time is predicted; empty if it is, or without a cluster."""
     has_cluster = derivation.spec.cluster is not None
     return derivation.exact.undefined.get("step_seconds", "") if has_cluster else ""
@@ -173,13 +173,13 @@ def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) 
         _time_cells(f"exposed {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
         for axes in sorted({*exposed, *waits})
     ]
-    return render(make_columns(rows, *difference_columns("time per step")))
+    return render_table(make_columns(rows, *difference_columns("time per step")))
 
 
 def _time_cells(what: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
     """Return a row with a predicted time, a measured time, and their relative difference."""
     difference = f"{measured / predicted - 1:+.1%}" if predicted and measured is not None else ""
-    cells = (or_missing(seconds, format_seconds) for seconds in (predicted, measured))
+    cells = (text_or_dash(seconds, format_seconds) for seconds in (predicted, measured))
     return what, *cells, difference
 
 
@@ -203,7 +203,7 @@ def _time_parts_table(step: StepTime) -> str:
         TableColumn("overlapped" if any(overlapped) else "", Importance.DETAIL, overlapped),
         TableColumn("", Importance.PICTURE, bars + [""] * (len(rows) - len(parts)), left=True),
     ]
-    return render(columns)
+    return render_table(columns)
 
 
 def _step_parts(step: StepTime) -> Iterator[Part]:

@@ -18,7 +18,7 @@ from ptrain.cost import (
 )
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.report.heading import by_data_lines
-from ptrain.report.record import Check, checks_line, compared_ranks, exchange_of, verdict_line
+from ptrain.report.record import Check, checks_line, compared_ranks, exchange_key, verdict_line
 from ptrain.report.step_time import time_table
 from ptrain.report.table import (
     MISSING,
@@ -26,16 +26,16 @@ from ptrain.report.table import (
     TableColumn,
     difference_columns,
     make_columns,
+    memory_span,
+    memory_text,
     moved_bytes,
     name_column,
-    on_tiers,
-    or_missing,
-    render,
-    size,
-    span,
+    render_table,
+    text_or_dash,
+    tier_labels,
     traffic_label,
     traffic_order,
-    traffic_size,
+    traffic_text,
 )
 from ptrain.units import format_bytes, format_memory, format_operations, grouped
 
@@ -57,10 +57,10 @@ def end_table(
     """
     rows = [*_memory_rows(exact, measured), *_peak_rows(exact, measured)]
     rows += [*_traffic_rows(exact, measured), *_operations_rows(exact, measured)]
-    return render(make_columns(rows, *difference_columns("per rank and step", *names)))
+    return render_table(make_columns(rows, *difference_columns("per rank and step", *names)))
 
 
-def summary(
+def training_summary(
     exact: Estimate,
     measured: Estimate,
     checks: Sequence[Check],
@@ -101,7 +101,7 @@ def summary(
     )
 
 
-def difference(
+def difference_text(
     predicted: int | None, measured: int | None, text: Callable[[int], str] = format_memory
 ) -> str:
     """Return the difference as text: `0`, `+32 B (+0.1 %)`, or `missing` if a side is None.
@@ -120,7 +120,9 @@ def difference(
     return f"{'+' if delta > 0 else '-'}{text(abs(delta))}{percent}"
 
 
-def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | None, int | None]:
+def worst_pair(
+    left: Mapping[KeyT, int], right: Mapping[KeyT, int]
+) -> tuple[int | None, int | None]:
     """Return both figures of the rank in which they differ most.
 
     A missing figure counts as the largest difference. Among equal differences, the largest figure
@@ -151,7 +153,7 @@ def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
     ranks = compared_ranks(exact, measured)
     for state in State:
         predicted_rows = [row for row in of_ranks(exact.memory, ranks) if row.state is state]
-        for tier, label in on_tiers(state):
+        for tier, label in tier_labels(state):
             left, right = (
                 {row.rank: getattr(row, tier) for row in rows if row.state is state}
                 for rows in (predicted_rows, measured.memory)
@@ -179,8 +181,13 @@ def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
             (row.allocator_bytes for row in measured.peak if row.phase is phase), default=0
         )
         if allocated:
-            _, most = worst(left, right)
-            yield f"peak {phase}, allocator", MISSING, size(allocated), difference(most, allocated)
+            _, most = worst_pair(left, right)
+            yield (
+                f"peak {phase}, allocator",
+                MISSING,
+                memory_text(allocated),
+                difference_text(most, allocated),
+            )
 
 
 def _lower_bounds(rows: Iterable[Footprint | Peak]) -> dict[int, int]:
@@ -200,19 +207,23 @@ def _figure_cells(
             the bounds.
     """
     if not lowers:
-        before, after = worst(left, right)
-        return size(before), size(after), difference(before, after)
+        before, after = worst_pair(left, right)
+        return memory_text(before), memory_text(after), difference_text(before, after)
     # The point of the bounds that is nearest to the measured figure; within the bounds it is equal.
     nearest = {
         rank: min(max(right.get(rank, upper), lowers.get(rank, upper)), upper)
         for rank, upper in left.items()
     }
-    before, after = worst(nearest, right)
+    before, after = worst_pair(nearest, right)
     rank = next(
         (rank for rank in left if (nearest[rank], right.get(rank)) == (before, after)), None
     )
-    bounds = size(before) if rank is None else span(lowers.get(rank), left[rank])
-    return bounds, size(after), "within" if before == after else difference(before, after)
+    bounds = memory_text(before) if rank is None else memory_span(lowers.get(rank), left[rank])
+    return (
+        bounds,
+        memory_text(after),
+        "within" if before == after else difference_text(before, after),
+    )
 
 
 def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
@@ -221,7 +232,7 @@ def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
         return
     ranks = compared_ranks(exact, measured)
     for name in OPERATIONS:
-        left, right = worst(
+        left, right = worst_pair(
             *(
                 {row.rank: getattr(row, name) for row in rows}
                 for rows in (of_ranks(exact.operations, ranks), measured.operations)
@@ -230,9 +241,9 @@ def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
         if left or right:
             yield (
                 f"operations {name}",
-                or_missing(left, format_operations),
-                or_missing(right, format_operations),
-                difference(left, right, format_operations),
+                text_or_dash(left, format_operations),
+                text_or_dash(right, format_operations),
+                difference_text(left, right, format_operations),
             )
 
 
@@ -241,7 +252,7 @@ def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
     left, right = _by_key(exact.traffic), _by_key(measured.traffic)
     for key in sorted({*left, *right}, key=traffic_order):
         before, after = _busiest_different(left.get(key, set()), right.get(key, set()))
-        label = _row_label(traffic_label(key), exchange_of(key), exact)
+        label = _row_label(traffic_label(key), exchange_key(key), exact)
         yield label, _calls_text(before), _calls_text(after), _sent_difference(before, after)
 
 
@@ -270,11 +281,11 @@ def _sent_difference(before: Traffic | None, after: Traffic | None) -> str:
     """Return the difference in moved bytes; if those are equal, in payload or in calls."""
     if before is None or after is None:
         return "missing"
-    bytes_off = difference(moved_bytes(before), moved_bytes(after), format_bytes)
+    bytes_off = difference_text(moved_bytes(before), moved_bytes(after), format_bytes)
     if bytes_off != "0":
         return bytes_off
     if before.payload_bytes != after.payload_bytes:
-        return f"payload {difference(before.payload_bytes, after.payload_bytes, format_bytes)}"
+        return f"payload {difference_text(before.payload_bytes, after.payload_bytes, format_bytes)}"
     calls = after.calls - before.calls
     return f"{calls:+d} call{'s' * (abs(calls) != 1)}" if calls else "0"
 
@@ -290,15 +301,17 @@ def wire_table(wire: Sequence[WireRow]) -> str:
     rows = [
         (
             "+".join(row.axes),
-            traffic_size(row.predicted_bytes),
-            traffic_size(row.measured_bytes),
+            traffic_text(row.predicted_bytes),
+            traffic_text(row.measured_bytes),
             f"{row.measured_bytes / row.predicted_bytes - 1:+.3%}" if row.predicted_bytes else "",
             row.factor,
         )
         for row in wire
     ]
     factor = TableColumn("backend", Importance.DETAIL, left=True)
-    return render(make_columns(rows, *difference_columns("on the wire"), factor)) if rows else ""
+    return (
+        render_table(make_columns(rows, *difference_columns("on the wire"), factor)) if rows else ""
+    )
 
 
 def blocked_table(measured: Estimate) -> str:
@@ -309,7 +322,7 @@ def blocked_table(measured: Estimate) -> str:
         for axes, waits in seconds.items()
     ]
     heads = TableColumn("min over ranks", Importance.DETAIL), TableColumn("max over ranks")
-    return render(make_columns(rows, name_column("wait per step"), *heads)) if rows else ""
+    return render_table(make_columns(rows, name_column("wait per step"), *heads)) if rows else ""
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:

@@ -15,7 +15,7 @@ from functools import partial
 
 from ptrain.cost import PLACED, Estimate, Phase, State, busiest
 from ptrain.errors import Fault
-from ptrain.report.heading import by_data_lines, placement
+from ptrain.report.heading import axes_text, by_data_lines
 from ptrain.report.predict import (
     MODEL_STATES,
     MODEL_STATES_LABEL,
@@ -24,18 +24,18 @@ from ptrain.report.predict import (
     model_state_bytes,
     sent_bytes,
 )
-from ptrain.report.step_time import device_name, job_pace, untimed
+from ptrain.report.step_time import device_name, job_pace, untimed_reason
 from ptrain.report.table import (
     MISSING,
     Importance,
     TableColumn,
-    largest,
+    largest_bytes,
+    memory_text,
     name_column,
-    on_tiers,
-    or_missing,
-    render,
-    size,
-    traffic_size,
+    render_table,
+    text_or_dash,
+    tier_labels,
+    traffic_text,
 )
 from ptrain.selection.fit import HOST_UNKNOWN, usable_text
 from ptrain.spec.batch import batch_lines
@@ -91,7 +91,7 @@ def device_pace(prediction: Prediction) -> float | None:
     return None if pace is None else pace.tokens_per_second / prediction.spec.world_size
 
 
-def collectives(exact: Estimate) -> int:
+def num_collectives(exact: Estimate) -> int:
     """Return the number of collectives in a steady step, without copies between tiers."""
     return sum(
         row.calls
@@ -107,12 +107,12 @@ SORTS: Mapping[str, _Figure] = {
     "states": lambda prediction: model_state_bytes(prediction.derivation.exact),
     "peak": lambda prediction: prediction.fit.peak_bytes,
     "sent": lambda prediction: sent_bytes(prediction.derivation.exact),
-    "calls": lambda prediction: collectives(prediction.derivation.exact),
+    "calls": lambda prediction: num_collectives(prediction.derivation.exact),
     "time": lambda prediction: step_seconds(prediction.derivation.exact),
 }
 
 
-def ordered(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
+def sort_points(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
     """Return the points by a figure, ascending.
 
     Points without the figure come after the others, and rejected points come last.
@@ -132,7 +132,7 @@ def ordered(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
     return sorted(points, key=place)  # False sorts before True; sorted() is stable
 
 
-def table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
+def sweep_table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
     """Return the fastest point that fits, a table with a row for each point, and remarks.
 
     Args:
@@ -148,50 +148,54 @@ def table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
         if explain or not title.endswith(_PAPER)
     ]
     shown = [name_column("spec", [point.label for point in points]), *columns]
-    return "\n".join([*_decision_lines(named), render(shown), *remarks(points)])
+    return "\n".join([*_decision_lines(named), render_table(shown), *sweep_remarks(points)])
 
 
 def _make_columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importance, _Cell]]:
     """Return the title, importance and cell function of each column that has figures."""
     detail, figure, result = Importance.DETAIL, Importance.FIGURE, Importance.RESULT
     usable = {prediction.fit.usable_memory for prediction in predictions}
-    room = f" (of {size(*usable)})" if len(usable) == 1 and None not in usable else ""
+    room = f" (of {memory_text(*usable)})" if len(usable) == 1 and None not in usable else ""
     first, device, seconds = predictions[0], device_name(predictions[0].spec), SORTS["time"]
     has_host = any(one.fit.host_bytes for one in predictions)
     is_timed = any(seconds(one) is not None for one in predictions)
-    host = ("host memory", figure, _make_cell(lambda one: size(one.fit.host_needed_bytes)))
+    host = ("host memory", figure, _make_cell(lambda one: memory_text(one.fit.host_needed_bytes)))
     paces = [
-        ("step time", result, _make_cell(lambda one: or_missing(seconds(one), format_seconds))),
+        ("step time", result, _make_cell(lambda one: text_or_dash(seconds(one), format_seconds))),
         ("tokens/s", figure, _make_cell(partial(_pace_cell, "tokens_per_second", format_count))),
         (
             f"tokens/s/{device}",
             figure,
-            _make_cell(lambda one: or_missing(device_pace(one), format_count)),
+            _make_cell(lambda one: text_or_dash(device_pace(one), format_count)),
         ),
         ("MFU", detail, _make_cell(partial(_pace_cell, "mfu_full", "{:.1%}".format))),
     ]
     states, ratio = MODEL_STATES_LABEL, partial(_ratio_cell, first)
     return [
         ("fits", result, _make_cell(fits_word, "rejected")),
-        (f"peak{room}", result, _make_cell(lambda one: size(one.fit.peak_bytes))),
+        (f"peak{room}", result, _make_cell(lambda one: memory_text(one.fit.peak_bytes))),
         *([host] if has_host else []),
         *(paces if is_timed else []),
-        (states, detail, _make_cell(lambda one: size(model_state_bytes(one.derivation.exact)))),
+        (
+            states,
+            detail,
+            _make_cell(lambda one: memory_text(model_state_bytes(one.derivation.exact))),
+        ),
         (
             f"{states}{_PAPER}",
             detail,
-            _make_cell(lambda one: size(model_state_bytes(one.derivation.paper))),
+            _make_cell(lambda one: memory_text(model_state_bytes(one.derivation.paper))),
         ),
         ("bytes/parameter", detail, _make_cell(_bytes_per_parameter)),
         ("states ratio", detail, _make_cell(partial(ratio, "states"))),
-        ("traffic", figure, _make_cell(lambda one: traffic_size(sent_bytes(one.derivation.exact)))),
+        ("traffic", figure, _make_cell(lambda one: traffic_text(sent_bytes(one.derivation.exact)))),
         (
             f"traffic{_PAPER}",
             detail,
-            _make_cell(lambda one: traffic_size(sent_bytes(one.derivation.paper))),
+            _make_cell(lambda one: traffic_text(sent_bytes(one.derivation.paper))),
         ),
         ("traffic ratio", detail, _make_cell(partial(ratio, "sent"))),
-        ("calls", detail, _make_cell(lambda one: str(collectives(one.derivation.exact)))),
+        ("calls", detail, _make_cell(lambda one: str(num_collectives(one.derivation.exact)))),
     ]
 
 
@@ -202,7 +206,7 @@ def _make_cell(text: Callable[[Prediction], str], rejected: str = MISSING) -> _C
 
 def _pace_cell(name: str, text: Callable[[float], str], prediction: Prediction) -> str:
     """Return a figure of the job's throughput, or a dash if it is not predicted."""
-    return or_missing(getattr(job_pace(prediction.derivation), name, None), text)
+    return text_or_dash(getattr(job_pace(prediction.derivation), name, None), text)
 
 
 def _bytes_per_parameter(prediction: Prediction) -> str:
@@ -227,7 +231,7 @@ def _ratio_cell(first: Prediction, name: str, prediction: Prediction) -> str:
     return f"{number / base:.3g}×" if number is not None and base else ""
 
 
-def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
+def sweep_remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield remarks on points, below the table.
 
     Remarks are about rejected points, keys that followed the mesh, the batch, missing figures,
@@ -243,7 +247,9 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     yield from _merged_sentences(named, _unknown_host)
     for label, prediction in named:
         if prediction.fit.peak_bytes is None:
-            yield f"peak unknown: {label}: {prediction.fit.why}. Run: {prediction.telling}"
+            yield (
+                f"peak unknown: {label}: {prediction.fit.why}. Run: {prediction.measuring_command}"
+            )
     for label, prediction in named:
         for line in by_data_lines(prediction.derivation.exact):
             yield f"upper bounds: {label}: {line}"
@@ -264,13 +270,13 @@ def _decision_lines(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
     """
     if all(prediction.fit.fits is False for _, prediction in named):
         label, least = min(named, key=lambda entry: entry[1].fit.least_bytes)
-        yield f"None fits: {label} needs the least memory, {size(least.fit.least_bytes)}"
+        yield f"None fits: {label} needs the least memory, {memory_text(least.fit.least_bytes)}"
     if fastest := fastest_that_fits([prediction for _, prediction in named]):
         label = next(label for label, prediction in named if prediction is fastest)
         device, pace = device_name(fastest.spec), device_pace(fastest)
         sizes = {prediction.spec.world_size for _, prediction in named if prediction.fit.fits}
         best = "Fastest" if len(sizes) == 1 else "Most efficient"
-        yield f"{best} that fits: {label}, {or_missing(pace, format_count)} tokens/s/{device}"
+        yield f"{best} that fits: {label}, {text_or_dash(pace, format_count)} tokens/s/{device}"
 
 
 def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
@@ -338,11 +344,11 @@ def _unknown_host(prediction: Prediction) -> Sequence[str]:
 
 def _missing_time(prediction: Prediction) -> Sequence[str]:
     """Return the reason why no step time is predicted."""
-    why = untimed(prediction.derivation)
+    why = untimed_reason(prediction.derivation)
     return [f"no step time: {why}"] if why else []
 
 
-def figures(point: SweepPoint) -> dict[str, object]:
+def point_figures(point: SweepPoint) -> dict[str, object]:
     """Return the row as plain values: bytes, seconds, booleans, and None for a missing figure."""
     if (prediction := point.prediction) is None:
         return {"spec": point.label, "refused": point.refusal}
@@ -363,7 +369,7 @@ def figures(point: SweepPoint) -> dict[str, object]:
         "device_tokens_per_second": device_pace(prediction),
         "sent_bytes_paper": sent_bytes(paper),
         "sent_bytes": sent_bytes(exact),
-        "calls": collectives(exact),
+        "calls": num_collectives(exact),
     }
 
 
@@ -372,7 +378,7 @@ def as_csv(points: Sequence[SweepPoint]) -> str:
 
     Missing values are empty.
     """
-    rows = [point.settings | figures(point) for point in points]
+    rows = [point.settings | point_figures(point) for point in points]
     names = dict.fromkeys(
         [
             *(key for point in points for key in point.settings),
@@ -401,7 +407,7 @@ _SAME_MODEL = "model.folder"  # wherever it lies
 Figure = tuple[str, int | None, int | None]
 
 
-def pair(first: Prediction, second: Prediction, *, explain: bool = False) -> str:
+def pair_screen(first: Prediction, second: Prediction, *, explain: bool = False) -> str:
     """Return the screen of two specs: answers, different settings and figures, and remarks.
 
     Args:
@@ -416,20 +422,20 @@ def pair(first: Prediction, second: Prediction, *, explain: bool = False) -> str
         name_column("per rank and step", names),
         TableColumn(first.label, cells=[*map(_size_cell, names, before)]),
         TableColumn(second.label, cells=[*map(_size_cell, names, after)]),
-        TableColumn("ratio", Importance.RESULT, [*map(ratio, before, after)]),
+        TableColumn("ratio", Importance.RESULT, [*map(ratio_text, before, after)]),
     ]
     points = [SweepPoint(label=side.label, prediction=side) for side in sides]
     answers = [f"{side.label}: {answer_line(side)}" for side in sides]
     lines = [f"{first.label} → {second.label}", *answers, "", *_settings(first.spec, second.spec)]
-    return "\n".join([*lines, "", render(columns), *remarks(points)])
+    return "\n".join([*lines, "", render_table(columns), *sweep_remarks(points)])
 
 
 def _size_cell(name: str, number: int | None) -> str:
     """Return memory in binary units, traffic in decimal ones."""
-    return (traffic_size if name.startswith(_TRAFFIC) else size)(number)
+    return (traffic_text if name.startswith(_TRAFFIC) else memory_text)(number)
 
 
-def ratio(before: int | None, after: int | None) -> str:
+def ratio_text(before: int | None, after: int | None) -> str:
     """Return a ratio in words.
 
     Args:
@@ -456,11 +462,11 @@ def _compared_figures(
         left, right = getattr(first.derivation, column), getattr(second.derivation, column)
         states = State if column == "exact" else MODEL_STATES
         suffix = f", {column}" if len(estimates) > 1 else ""
-        most, others = largest(left.memory), largest(right.memory)
+        most, others = largest_bytes(left.memory), largest_bytes(right.memory)
         for state in states:
-            for tier, label in on_tiers(state):
+            for tier, label in tier_labels(state):
                 yield f"{label}{suffix}", most.get((state, tier)), others.get((state, tier))
-        for tier, label in on_tiers(MODEL_STATES_LABEL):
+        for tier, label in tier_labels(MODEL_STATES_LABEL):
             sums = model_state_bytes(left, tier), model_state_bytes(right, tier)
             yield f"{label}{suffix}", *sums
         if column == "exact":
@@ -501,7 +507,7 @@ def _placement_lines(before: Spec, after: Spec) -> Iterator[str]:
     """Yield the modes that differ by state, or both placements if the axes differ in number."""
     pairs = list(zip(before.factors, after.factors, strict=False))
     if len(before.factors) != len(after.factors):
-        yield f"  placement: {placement(before)} → {placement(after)}"
+        yield f"  placement: {axes_text(before)} → {axes_text(after)}"
         return
     if _mesh_text(before) != _mesh_text(after):
         yield f"  mesh: {_mesh_text(before)} → {_mesh_text(after)}"

@@ -60,12 +60,12 @@ class TableColumn(NamedTuple):
         """The number of terminal columns of the widest cell or the title."""
         return max(map(_text_width, (self.title, *self.cells)))
 
-    def cut(self, width: int) -> TableColumn:
+    def shorten(self, width: int) -> TableColumn:
         """Return the column with title and cells shortened to `width` terminal columns."""
         title, *cells = (_shorten_cell(cell, width) for cell in (self.title, *self.cells))
         return self._replace(title=title, cells=cells)
 
-    def padded(self) -> list[str]:
+    def padded_cells(self) -> list[str]:
         """Return the title and the cells, padded to the width of the widest."""
         cells, width = (self.title, *self.cells), self.width
         blanks = [" " * (width - _text_width(cell)) for cell in cells]
@@ -107,7 +107,7 @@ def make_columns(rows: Iterable[Sequence[str]], *heads: TableColumn) -> list[Tab
     return [head._replace(cells=[row[at] for row in lines]) for at, head in enumerate(heads)]
 
 
-def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
+def render_table(columns: Sequence[TableColumn], width: int | None = None) -> str:
     """Write a table as text, without frames and with two blanks between its columns.
 
     Args:
@@ -136,13 +136,14 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
         if longest.wraps and least.importance >= Importance.FIGURE and shorter < longest.width:
             kept = _wrap_names(kept, longest, shorter)
         elif least.importance >= Importance.RESULT and shorter < longest.width:
-            kept = [longest.cut(shorter) if column is longest else column for column in kept]
+            kept = [longest.shorten(shorter) if column is longest else column for column in kept]
         elif least.importance is Importance.NAME:
             break
         else:
             kept = [column for column in kept if column is not least]
     lines = [
-        _BETWEEN.join(cells).rstrip() for cells in zip(*map(TableColumn.padded, kept), strict=True)
+        _BETWEEN.join(cells).rstrip()
+        for cells in zip(*map(TableColumn.padded_cells, kept), strict=True)
     ]
     if len(kept) < len(columns):
         stays = {column.title for column in kept}
@@ -198,7 +199,7 @@ def _letter_width(letter: str) -> int:
     return 2 if unicodedata.east_asian_width(letter) in _TWO_WIDE else 1
 
 
-def or_missing(number: NumberT | None, text: Callable[[NumberT], str]) -> str:
+def text_or_dash(number: NumberT | None, text: Callable[[NumberT], str]) -> str:
     """Return a formatted number, or a dash if it is None.
 
     Args:
@@ -208,17 +209,17 @@ def or_missing(number: NumberT | None, text: Callable[[NumberT], str]) -> str:
     return MISSING if number is None else text(number)
 
 
-def size(number: int | None) -> str:
+def memory_text(number: int | None) -> str:
     """Return memory with four digits, or a dash if it is None."""
-    return or_missing(number, format_memory)
+    return text_or_dash(number, format_memory)
 
 
-def traffic_size(number: int | None) -> str:
+def traffic_text(number: int | None) -> str:
     """Return traffic with four digits, or a dash if it is None."""
-    return or_missing(number, format_bytes)
+    return text_or_dash(number, format_bytes)
 
 
-def span(lower: int | None, upper: int | None) -> str:
+def memory_span(lower: int | None, upper: int | None) -> str:
     """Return memory between two bounds as text.
 
     Args:
@@ -229,16 +230,16 @@ def span(lower: int | None, upper: int | None) -> str:
         `1.2 MiB … 3.4 MiB`, or one size if the bounds are equal or there are none.
     """
     if lower is None or lower == upper:
-        return size(upper)
-    return f"{size(lower)} … {size(upper)}"
+        return memory_text(upper)
+    return f"{memory_text(lower)} … {memory_text(upper)}"
 
 
-def least(rows: Sequence[Footprint]) -> Largest:
+def lower_bounds(rows: Sequence[Footprint]) -> Largest:
     """Return bytes by state and tier like `largest`, from the lower bounds of device memory."""
-    return largest([replace(row, device_bytes=lower_bytes(row)) for row in distinct(rows)])
+    return largest_bytes([replace(row, device_bytes=lower_bytes(row)) for row in distinct(rows)])
 
 
-def largest(rows: Sequence[Footprint]) -> Largest:
+def largest_bytes(rows: Sequence[Footprint]) -> Largest:
     """Return bytes by state and tier, each of the rank with the most."""
     most: dict[tuple[str, str], int] = {}
     for state, *sizes in set(map(_SIZES, distinct(rows))):  # few, because most ranks are equal
@@ -247,7 +248,7 @@ def largest(rows: Sequence[Footprint]) -> Largest:
     return most
 
 
-def on_tiers(state: str) -> Iterable[tuple[str, str]]:
+def tier_labels(state: str) -> Iterable[tuple[str, str]]:
     """Yield each tier with the label of a state's row there: `optimizer on the host`."""
     return ((tier, f"{state}{_SUFFIXES[tier]}") for tier in TIERS)
 

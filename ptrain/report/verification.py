@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ptrain.codec import encode
 from ptrain.report.finding import Mismatch, RootCause
-from ptrain.report.record import Check, record, verdict_line
+from ptrain.report.record import Check, result_record, verdict_line
 
 _MOST = 20  # mismatches in a record; the first explain the others
 _WIDTH = 46  # of a check's name
@@ -30,7 +30,7 @@ def as_record(
         mismatches: All mismatches; the record has the first 20 and their number.
         more: Further keys of the record.
     """
-    return record(name, (), checks=checks) | {
+    return result_record(name, (), checks=checks) | {
         "culprit": encode(root_cause),
         "departures": encode(mismatches[:_MOST]),
         "num_departures": len(mismatches),

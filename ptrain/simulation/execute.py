@@ -52,7 +52,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.facts import why_not_compiled
-from ptrain.train.probe import FIRST_STEADY, set_up
+from ptrain.train.probe import FIRST_STEADY, setup_traffic
 
 _aten = torch.ops.aten
 # A CPU operator, or an in-place one, to the operator whose formula counts it.
@@ -198,7 +198,7 @@ class SimulatedRank:
     def estimate(self) -> Estimate:
         """The figures, in the form of a training's measurement."""
         steady = add_traffic(self.run.calls)
-        once = set_up(add_traffic(self.run.before), steady)
+        once = setup_traffic(add_traffic(self.run.before), steady)
         return Estimate(
             column=Column.SIMULATED,
             world_size=self.world_size,

@@ -39,9 +39,16 @@ from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.spec.spec import Spec
 from ptrain.train import finite, manifest
 from ptrain.train.exchange import Exchange
-from ptrain.train.folder import AUTO, RunFolder, candidates, none_sound, require_fitting, shown
+from ptrain.train.folder import (
+    AUTO,
+    RunFolder,
+    display_path,
+    no_checkpoint_error,
+    require_compatible,
+    resume_candidates,
+)
 from ptrain.train.journal import LOG
-from ptrain.train.manifest import Manifest, step_of
+from ptrain.train.manifest import Manifest, step_in_name
 from ptrain.units import leaves
 
 _REMEDY = "Use the model, optimizer and precision layout of the checkpoint."
@@ -66,15 +73,15 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
     """
     name = manifest.folder_name(step)
     # The ranks share a temporary folder. Its random name differs from leftovers of a killed job.
-    token = exchange.first(secrets.token_hex(4))
+    token = exchange.broadcast(secrets.token_hex(4))
     final, temporary = parent / name, parent / f"{name}.tmp-{token}"
-    if exchange.first(final.exists()):
+    if exchange.broadcast(final.exists()):
         return final  # the run was resumed from it and has done no step since
-    finite.require(program, step, exchange)
+    finite.require_finite(program, step, exchange)
     try:
         temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_tensors(program, temporary)
-        files = manifest.digests(temporary, _files_of_rank(program.world.rank, temporary))
+        files = manifest.file_digests(temporary, _list_rank_files(program.world.rank, temporary))
     except (OSError, CheckpointException) as error:
         problem, files = f"rank {program.world.rank}: {_error_text(error)}", {}
     else:
@@ -83,7 +90,7 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
     if problems := [answer["problem"] for answer in answers if answer["problem"]]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise refused(
-            f"checkpoint {shown(final)}",
+            f"checkpoint {display_path(final)}",
             f"is not writable: {problems[0]}",
             "Free some space, or use another folder with `--run-dir DIR`.",
         )
@@ -106,24 +113,24 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
         PtrainError: The checkpoint belongs to another model, optimizer or precision layout. Raised
             before any tensor is changed.
     """
-    if fault := manifest.other_model(verified.trained, program.spec):
-        raise SpecError(fault._replace(source=f"checkpoint {shown(folder)}"))
+    if fault := manifest.model_fault(verified.trained, program.spec):
+        raise SpecError(fault._replace(source=f"checkpoint {display_path(folder)}"))
     reader = IndexReader(folder, listed=frozenset(verified.files))
     state = program.state_dict()
     metadata = reader.read_metadata()
     # All ranks raise together, before any loads: dcp.load is collective.
     problem = _first_problem(_first_mismatch(metadata, state), exchange)
-    if not problem and not manifest.is_other_optimizer(verified.trained, program.spec):
+    if not problem and not manifest.has_other_optimizer(verified.trained, program.spec):
         problem = _unknown_tensors(metadata, state, exchange)
     if problem:
         remedy = _layout_remedy(metadata, state) or _REMEDY
-        raise refused(f"checkpoint {shown(folder)}", problem, remedy)
-    with without_advice():
+        raise refused(f"checkpoint {display_path(folder)}", problem, remedy)
+    with suppress_single_process_warning():
         dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
     program.load_state_dict(state)
 
 
-def verify(folder: Path, exchange: Exchange) -> Manifest:
+def verify_files(folder: Path, exchange: Exchange) -> Manifest:
     """Verify the files of a checkpoint and return its manifest.
 
     Each rank hashes a part of the files.
@@ -135,8 +142,8 @@ def verify(folder: Path, exchange: Exchange) -> Manifest:
     try:
         checkpoint = manifest.read(folder)
         share = sorted(checkpoint.files)[exchange.world.rank :: exchange.world.size]
-        damaged = manifest.problems(folder, checkpoint, share)
-        problem = f"checkpoint {shown(folder)}: {damaged[0]}" if damaged else ""
+        damaged = manifest.file_problems(folder, checkpoint, share)
+        problem = f"checkpoint {display_path(folder)}: {damaged[0]}" if damaged else ""
     except PtrainError as error:
         problem = str(error)
     if problems := [complaint for complaint in exchange.gather(problem) if complaint]:
@@ -145,7 +152,7 @@ def verify(folder: Path, exchange: Exchange) -> Manifest:
     return checkpoint
 
 
-def newest(
+def find_newest_sound(
     candidates: Sequence[Path], exchange: Exchange
 ) -> tuple[Path | None, Manifest | None, list[str]]:
     """Return the first sound checkpoint of rank 0's candidates. All ranks call it.
@@ -159,9 +166,9 @@ def newest(
         before it.
     """
     complaints: list[str] = []
-    for text in exchange.first([str(path) for path in candidates]):
+    for text in exchange.broadcast([str(path) for path in candidates]):
         try:
-            return Path(text), verify(Path(text), exchange), complaints
+            return Path(text), verify_files(Path(text), exchange), complaints
         except PtrainError as error:
             complaints.append(str(error))
     return None, None, complaints
@@ -173,12 +180,12 @@ def _write_tensors(program: Program, folder: Path) -> None:
     strays = [name for name, value in leaves(state) if not isinstance(value, torch.Tensor)]
     assert not strays, f"checkpoints contain tensors only: {strays[:3]}"
     writer = FileSystemWriter(folder, overwrite=False)
-    with without_advice():
+    with suppress_single_process_warning():
         dcp.save(state, storage_writer=writer, no_dist=program.world.size == 1)
 
 
 @contextmanager
-def without_advice() -> Iterator[None]:
+def suppress_single_process_warning() -> Iterator[None]:
     """Temporarily suppress torch's warning about checkpoints of a single process."""
     with warnings.catch_warnings():
         # From state_dict_saver.py and state_dict_loader.py in torch/distributed/checkpoint.
@@ -186,7 +193,7 @@ def without_advice() -> Iterator[None]:
         yield
 
 
-def _files_of_rank(rank: int, folder: Path) -> list[str]:
+def _list_rank_files(rank: int, folder: Path) -> list[str]:
     """Return the files that a rank wrote. Rank 0 also writes the metadata."""
     names = [path.name for path in folder.iterdir()]
     mine = [
@@ -212,7 +219,7 @@ def _commit_checkpoint(
             world_size=program.world.size,
             torch=torch.__version__,
             files=files,
-            trained=manifest.trained(program.spec),
+            trained=manifest.trained_sections(program.spec),
             samples=step * program.spec.batch.global_samples + program.sample_offset,
             data=program.data_prints,
         ),
@@ -258,8 +265,7 @@ def _layout_remedy(metadata: Metadata, state: dict[str, Any]) -> str:
     elif parts.get("parameters") == "fp64":
         add = "`precision.compute=fp64`"
     else:
-        all_parts = {"master": "none"} | parts
-        add = " ".join(f"precision.{part}={name}" for part, name in all_parts.items())
+        add = " ".join(f"precision.{k}={name}" for k, name in ({"master": "none"} | parts).items())
         add = f"`{add}`"
     trained = ", ".join(f"{part} {name}" for part, name in parts.items())
     return f"The checkpoint was trained with {trained}. Add {add}."
@@ -321,7 +327,7 @@ _BLOCK, _NUM_BLOCKS = 1 << 20, 256
 _LEAST_BLOCKS = 16  # blocks of each file, if there are many
 
 
-def resume(
+def resume_training(
     program: Program,
     folder: RunFolder,
     source: str | None,
@@ -348,15 +354,15 @@ def resume(
         SpecError: No sound checkpoint fits, or the training data has changed.
     """
     if program.world.is_first:
-        for half in manifest.half_written(folder.checkpoints):
+        for half in manifest.incomplete_checkpoints(folder.checkpoints):
             shutil.rmtree(half, ignore_errors=True)
     if source is None:
         return 0
-    paths = candidates(source, folder)
+    paths = resume_candidates(source, folder)
     path, verified, complaints = _load_newest(program, paths, source, exchange, accept_data)
     if path is None or verified is None:
         if source != AUTO or complaints:
-            raise none_sound(source, complaints)
+            raise no_checkpoint_error(source, complaints)
         LOG.info("resume  no checkpoint: starting from step 0")
         return 0
     _rename_later(folder, verified.step, exchange)
@@ -366,14 +372,14 @@ def resume(
     estimate = verified.step * int(str(trained.get("batch.global", size)))
     before = estimate if verified.samples is None else verified.samples
     program.sample_offset = before - verified.step * size
-    for warning in manifest.warnings(verified.trained, program.spec):
+    for warning in manifest.difference_lines(verified.trained, program.spec):
         LOG.warning("resume  %s", warning)
     was = f"{verified.spec} on {verified.world_size} ranks"
-    LOG.info("resume  step %d of %s (saved by %s)", verified.step, shown(path), was)
+    LOG.info("resume  step %d of %s (saved by %s)", verified.step, display_path(path), was)
     return verified.step
 
 
-def data_prints(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, int]]:
+def fingerprint_data(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, int]]:
     """Return the fingerprint of the training data: size, digest and modification time by key.
 
     - A file: its bytes, a SHA-256, and the time in ns. Up to 256 MiB are hashed in full. For a
@@ -391,13 +397,13 @@ def data_prints(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, i
             paths[f"data.sources.{index}.loss_mask"] = part.loss_mask
         files = {key: Path(path) for key, path in paths.items() if path}
         blocks = max(_NUM_BLOCKS // len(files), _LEAST_BLOCKS)
-        return {key: file_print(path, blocks) for key, path in files.items()}
+        return {key: fingerprint_file(path, blocks) for key, path in files.items()}
     is_user_code = data.function is not None
     size = source.num_samples(spec.batch.unpadded_tokens, Split.TRAIN) if is_user_code else 0
     return {"data": (size, source.digest() or "", 0)}
 
 
-def file_print(path: Path, blocks: int) -> tuple[int, str, int]:
+def fingerprint_file(path: Path, blocks: int) -> tuple[int, str, int]:
     """Return the fingerprint of a file.
 
     Args:
@@ -451,24 +457,24 @@ def _load_newest(
     """
     complaints: list[str] = []
     unreported: list[str] = []
-    remaining = [Path(text) for text in exchange.first([str(path) for path in paths])]
+    remaining = [Path(text) for text in exchange.broadcast([str(path) for path in paths])]
     while True:
-        path, verified, others = newest(remaining, exchange)
+        path, verified, others = find_newest_sound(remaining, exchange)
         complaints += others
         if path is None or verified is None:
             return None, None, complaints
         _log_skipped([*unreported, *others])
-        require_fitting(program.spec, source, path, verified)
+        require_compatible(program.spec, source, path, verified)
         if changes := "; ".join(_changed_data(verified.data, program.data_prints)):
             finding = f"its training data changed: {changes}"
             remedy = "Restore the data, or add `--accept-data` to continue with the changed data."
             if not accept_data:
-                raise refused(f"checkpoint {shown(path)}", finding, remedy)
+                raise refused(f"checkpoint {display_path(path)}", finding, remedy)
             LOG.warning("resume  %s", changes)
         load(program, path, verified, exchange)
-        if not (problem := finite.complaint(program, exchange)):
+        if not (problem := finite.describe_non_finite(program, exchange)):
             return path, verified, complaints
-        unreported = [f"checkpoint {shown(path)}: {problem}"]
+        unreported = [f"checkpoint {display_path(path)}: {problem}"]
         complaints += unreported
         remaining = remaining[remaining.index(path) + 1 :]
 
@@ -486,13 +492,15 @@ def _rename_later(folder: RunFolder, step: int, exchange: Exchange) -> None:
     if exchange.world.is_first:
         try:
             _rename_aside(
-                path for path in manifest.complete(folder.checkpoints) if step_of(path) > step
+                path
+                for path in manifest.complete_checkpoints(folder.checkpoints)
+                if step_in_name(path) > step
             )
         except OSError as error:
             problem = f"a later checkpoint cannot be renamed: {error}"
-    if problem := exchange.first(problem):
+    if problem := exchange.broadcast(problem):
         raise refused(
-            f"checkpoints in {shown(folder.path)}",
+            f"checkpoints in {display_path(folder.path)}",
             problem,
             "Make the folder writable, or use another one with `--run-dir DIR`.",
         )
@@ -502,7 +510,7 @@ def _rename_aside(paths: Iterable[Path]) -> None:
     for path in paths:
         aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
         path.rename(aside)
-        LOG.warning("renamed: %s to %s", shown(path), aside.name)
+        LOG.warning("renamed: %s to %s", display_path(path), aside.name)
 
 
 def _log_skipped(complaints: list[str]) -> None:

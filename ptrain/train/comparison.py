@@ -24,9 +24,9 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import versions
 from ptrain.meters.measure import Measurement
-from ptrain.report.record import Check, verdict, verdict_line
-from ptrain.report.record import compare as checks_of
-from ptrain.report.summary import summary
+from ptrain.report.record import Check, verdict_line, verdict_word
+from ptrain.report.record import compare_estimates as checks_of
+from ptrain.report.summary import training_summary
 from ptrain.spec.dials import GradientSync, Reshard, UnitKind, UnitSize
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
 from ptrain.spec.precision import LAYOUTS
@@ -48,7 +48,7 @@ _TUPLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Otherwise:
+class SpecVariant:
     """A variant of a spec, with the behavior of a wrapper under it and the text that selects it.
 
     Attributes:
@@ -58,11 +58,11 @@ class Otherwise:
     """
 
     spec: Spec
-    does: str
+    behavior: str
     words: str
 
 
-def otherwise(spec: Spec) -> Iterator[Otherwise]:
+def spec_variants(spec: Spec) -> Iterator[SpecVariant]:
     """Yield legal variants of a spec whose data axes behave differently.
 
     Variants with one change come first, then variants with two changes of different kinds.
@@ -82,11 +82,14 @@ def otherwise(spec: Spec) -> Iterator[Otherwise]:
         for both in second_way(first.spec):
             # A change that reads differently after the first one is another change: skip it.
             if both.words == second.words and is_sound(both.spec):
-                does, words = f"{first.does}, and {both.does}", f"{first.words} and {both.words}"
-                yield Otherwise(both.spec, does, words)
+                does, words = (
+                    f"{first.behavior}, and {both.behavior}",
+                    f"{first.words} and {both.words}",
+                )
+                yield SpecVariant(both.spec, does, words)
 
 
-def _reshard_variants(spec: Spec) -> Iterator[Otherwise]:
+def _reshard_variants(spec: Spec) -> Iterator[SpecVariant]:
     """Yield variants that reshard all-gathered units at another time after forward."""
     degree = spec.data_degree
     ways: dict[bool | int | Reshard, str] = {
@@ -104,10 +107,10 @@ def _reshard_variants(spec: Spec) -> Iterator[Otherwise]:
         now = spec.sync.reshard_after_forward
         if type(value) is not type(now) or value != now:
             sync = replace(spec.sync, reshard_after_forward=value)
-            yield Otherwise(replace(spec, sync=sync), does, f"reshard: {str(value).lower()}")
+            yield SpecVariant(replace(spec, sync=sync), does, f"reshard: {str(value).lower()}")
 
 
-def _sync_variants(spec: Spec) -> Iterator[Otherwise]:
+def _sync_variants(spec: Spec) -> Iterator[SpecVariant]:
     """Yield variants that reduce accumulated gradients at another time."""
     if spec.batch.accumulate == 1:
         return
@@ -115,17 +118,17 @@ def _sync_variants(spec: Spec) -> Iterator[Otherwise]:
         if value is not spec.sync.gradients:
             sync = replace(spec.sync, gradients=value)
             does = f"gradients are reduced after {value} micro-batch"
-            yield Otherwise(replace(spec, sync=sync), does, f"sync: {{gradients: {value}}}")
+            yield SpecVariant(replace(spec, sync=sync), does, f"sync: {{gradients: {value}}}")
 
 
-def _unit_variants(spec: Spec) -> Iterator[Otherwise]:
+def _unit_variants(spec: Spec) -> Iterator[SpecVariant]:
     """Yield the variant with the full model as one unit. Other unit sizes need other facts."""
     if spec.unit_size.kind is not UnitKind.MODEL:
         other = replace(spec, unit=UnitSize(kind=UnitKind.MODEL))
-        yield Otherwise(other, "the full model is one unit", f"unit: {UnitKind.MODEL}")
+        yield SpecVariant(other, "the full model is one unit", f"unit: {UnitKind.MODEL}")
 
 
-def _placement_variants(spec: Spec) -> Iterator[Otherwise]:
+def _placement_variants(spec: Spec) -> Iterator[SpecVariant]:
     """Yield variants that place the states of all data axes differently."""
     factors = data_factors(spec)
     for placement, does in _TUPLES.items():
@@ -136,15 +139,15 @@ def _placement_variants(spec: Spec) -> Iterator[Otherwise]:
             for factor in spec.factors
         )
         words = ", ".join(f"{factor.axis}: [{placement}]" for factor in factors)
-        yield Otherwise(replace(spec, factors=placed), does, f"placement: {{{words}}}")
+        yield SpecVariant(replace(spec, factors=placed), does, f"placement: {{{words}}}")
 
 
-def _layout_variants(spec: Spec) -> Iterator[Otherwise]:
+def _layout_variants(spec: Spec) -> Iterator[SpecVariant]:
     """Yield variants with another precision layout."""
     for name, layout in LAYOUTS.items():
         if layout != spec.precision.layout and not spec.precision.compute_fp64:
             other = replace(spec, precision=replace(spec.precision, layout=layout))
-            yield Otherwise(
+            yield SpecVariant(
                 other, f"dtypes follow the layout {name}", f"precision: {{layout: {name}}}"
             )
 
@@ -186,7 +189,7 @@ class Comparison:
     @property
     def holds(self) -> bool:
         """True if all checks hold."""
-        return verdict(self.checks) == "holds"
+        return verdict_word(self.checks) == "holds"
 
     def __iter__(self) -> Iterator[Check]:
         return iter(self.checks)
@@ -196,11 +199,11 @@ class Comparison:
 
     def __repr__(self) -> str:
         held = sum(check.holds for check in self.checks)
-        return f"Comparison({verdict(self.checks)}: {held} of {len(self.checks)})"
+        return f"Comparison({verdict_word(self.checks)}: {held} of {len(self.checks)})"
 
     def __str__(self) -> str:
         by_figure = checks_of(self.predicted, self.measured)  # without causes: printed once below
-        text = summary(self.predicted, self.measured, by_figure, torch=versions()["torch"])
+        text = training_summary(self.predicted, self.measured, by_figure, torch=versions()["torch"])
         cause = [f"cause: {self.cause}"] if self.cause else []
         return "\n".join([text, *cause, *(f"note: {note}" for note in self.notes)])
 
@@ -231,22 +234,22 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     """
     spec = replace(spec, device=measurement.device)  # activations depend on the device's kernels
     facts = facts or facts_of(spec)
-    exact = _without_setup(derive(spec, facts).exact.of_rank(measurement.rank))
+    exact = _drop_setup_traffic(derive(spec, facts).exact.of_rank(measurement.rank))
     measured = replace(measurement.estimate(), wire=())  # defined only as a mean over the ranks
     if measurement.spec is not None:
         checks = checks_of(exact, measured)
         return Comparison(predicted=exact, measured=measured, checks=checks)
-    seen = in_common(with_axes_of(measured, spec, measurement))
-    predicted = in_common(exact)
-    measured = _with_masters(seen, predicted)
+    seen = select_common_figures(name_groups_by_axes(measured, spec, measurement))
+    predicted = select_common_figures(exact)
+    measured = _recount_masters(seen, predicted)
     checks = checks_of(predicted, measured)
     comparison = Comparison(predicted=predicted, measured=measured, checks=checks)
     if comparison.holds:
         return comparison
-    return _with_cause(comparison, seen, spec, facts, measurement)
+    return _add_cause(comparison, seen, spec, facts, measurement)
 
 
-def _with_masters(measured: Estimate, predicted: Estimate) -> Estimate:
+def _recount_masters(measured: Estimate, predicted: Estimate) -> Estimate:
     """Return a wrapper's figures with its parameters counted as the prediction counts them.
 
     FSDP2's shards are parameters of the module. A spec with Θ = M counts them as master weights,
@@ -267,13 +270,13 @@ def _with_masters(measured: Estimate, predicted: Estimate) -> Estimate:
     return replace(measured, memory=tuple(rows.values()))
 
 
-def _without_setup(exact: Estimate) -> Estimate:
+def _drop_setup_traffic(exact: Estimate) -> Estimate:
     """Return the estimate without set-up traffic, which precedes the measured step."""
     steady = tuple(row for row in exact.traffic if row.key.phase is not Phase.SETUP)
     return replace(exact, traffic=steady)
 
 
-def _with_cause(
+def _add_cause(
     comparison: Comparison, seen: Estimate, spec: Spec, facts: ModelFacts, measured: Measurement
 ) -> Comparison:
     """Add the variant that explains the most differing figures, as the cause.
@@ -287,9 +290,9 @@ def _with_cause(
     """
     differed = _failed_checks(comparison.checks)
     cause, explained = "", frozenset[str]()
-    for other in otherwise(spec):
+    for other in spec_variants(spec):
         predicted = _predict_variant(other, facts)
-        left = _failed_checks(checks_of(predicted, _with_masters(seen, predicted)))
+        left = _failed_checks(checks_of(predicted, _recount_masters(seen, predicted)))
         names = differed - left
         # It must explain all figures, or break none and explain the three of one kind of call.
         if left and not (left < differed and len(names) >= _OF_A_KIND):
@@ -297,7 +300,7 @@ def _with_cause(
         if len(names) > len(explained):
             which = f"{len(names)} of the {len(differed)} figures that differ"
             claim = f"predicts {which if left else 'every figure'}"
-            cause, explained = f"{other.does}; use `{other.words}`, which {claim}", names
+            cause, explained = f"{other.behavior}; use `{other.words}`, which {claim}", names
         if not left:
             break
     checks = tuple(
@@ -312,10 +315,10 @@ def _failed_checks(checks: tuple[Check, ...]) -> frozenset[str]:
     return frozenset(check.name for check in checks if not check.holds)
 
 
-def _predict_variant(other: Otherwise, facts: ModelFacts) -> Estimate:
+def _predict_variant(other: SpecVariant, facts: ModelFacts) -> Estimate:
     """Return the prediction of a variant."""
     is_one = other.spec.unit_size.kind is UnitKind.MODEL
-    return in_common(derive(other.spec, facts.as_one_unit() if is_one else facts).exact)
+    return select_common_figures(derive(other.spec, facts.as_one_unit() if is_one else facts).exact)
 
 
 def ranks_over_axes(spec: Spec, rank: int) -> dict[Axes, tuple[int, ...]]:
@@ -328,7 +331,7 @@ def ranks_over_axes(spec: Spec, rank: int) -> dict[Axes, tuple[int, ...]]:
     }
 
 
-def with_axes_of(estimate: Estimate, spec: Spec, measurement: Measurement) -> Estimate:
+def name_groups_by_axes(estimate: Estimate, spec: Spec, measurement: Measurement) -> Estimate:
     """Return a measurement with groups named by mesh axes.
 
     A group of another framework has some name. It gets the axes of the spec over which the same
@@ -355,21 +358,21 @@ def _rename_groups(estimate: Estimate, names: Mapping[Axes, Axes]) -> Estimate:
     )
 
 
-def in_common(estimate: Estimate) -> Estimate:
+def select_common_figures(estimate: Estimate) -> Estimate:
     """Return the figures that both a program and a model of another framework have."""
     return replace(
         estimate,
         memory=tuple(row for row in estimate.memory if row.state in _STATES),
         peak=(),
         operations=(),
-        traffic=tuple(row for row in estimate.traffic if _is_in_common(row)),
+        traffic=tuple(row for row in estimate.traffic if _is_common_row(row)),
         accounts=(),
         account_of=(),
         undefined={kind: why for kind, why in estimate.undefined.items() if kind == "traffic"},
     )
 
 
-def _is_in_common(row: Traffic) -> bool:
+def _is_common_row(row: Traffic) -> bool:
     """Return True if a program and another framework make the same calls of this kind."""
     return (
         row.key.phase is not Phase.SETUP

@@ -34,8 +34,8 @@ from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train import environment, options
 from ptrain.train.failure import is_victim
-from ptrain.train.guard import module_of
-from ptrain.train.heading import parts_of_ranks
+from ptrain.train.guard import rank_module
+from ptrain.train.heading import rank_stage_texts
 from ptrain.train.options import Options
 
 BACKEND = "ptrain"
@@ -51,7 +51,7 @@ class _Backend(C10dRendezvousBackend):
         return BACKEND
 
 
-def register() -> None:
+def register_backend() -> None:
     """Register BACKEND with torch's launcher in this process."""
     rendezvous_handler_registry.register(BACKEND, _make_handler)
 
@@ -135,13 +135,13 @@ def _endpoint_error(endpoint: str, finding: str) -> SpecError:
 def main(argv: Sequence[str]) -> int:
     """Run one agent and return its exit code. All nodes get the same command line."""
     try:
-        return launch(options.parse(argv))
+        return launch_agent(options.parse_options(argv))
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
 
 
-def launch(settings: Options) -> int:
+def launch_agent(settings: Options) -> int:
     """Run torch's agent of this node and return the exit code.
 
     Raises:
@@ -158,15 +158,15 @@ def launch(settings: Options) -> int:
         local_addr=local_address(settings.rdzv_endpoint),
         max_restarts=settings.max_restarts,
     )
-    register()
-    environment.let_agents_restart()
+    register_backend()
+    environment.allow_agent_restarts()
     try:
         # -P keeps the current folder off the path of the ranks.
-        argv = ("-P", "-m", module_of(spec), *options.to_argv(settings))
+        argv = ("-P", "-m", rank_module(spec), *options.to_argv(settings))
         elastic_launch(config, sys.executable)(*argv)
     except ChildFailedError as error:
         rank, message = _root_cause(error)
-        part = dict(enumerate(parts_of_ranks(spec))).get(rank)
+        part = dict(enumerate(rank_stage_texts(spec))).get(rank)
         raise RankFailed(f"error: rank {rank}{f' ({part})' if part else ''}: {message}") from error
     except SignalException as error:
         return 128 + int(error.sigval)  # the convention of shells

@@ -35,7 +35,7 @@ RECORDED_PREFIXES = ("TORCH_", "TORCHELASTIC_", "NCCL_", "GLOO_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """The rendezvous of the ranks: a listening socket of the parent, which rank 0 inherits.
 
     Attributes:
@@ -49,20 +49,20 @@ class Meeting:
     descriptor: int
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Return True if a launcher (torchrun, a Slurm task, ptrain) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def world_size() -> int:
     """Return the number of ranks that the launcher started, 1 without a launcher."""
-    text = os.environ.get("WORLD_SIZE", "") if launched() else ""
+    text = os.environ.get("WORLD_SIZE", "") if is_launched() else ""
     return int(text) if text.isdigit() else 1
 
 
-def ranks_of_node() -> int:
+def num_ranks_of_node() -> int:
     """Return the number of ranks that the launcher started on this node, 0 if unknown."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "") if launched() else ""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "") if is_launched() else ""
     return int(text) if text.isdigit() else 0
 
 
@@ -78,11 +78,11 @@ def is_first_of_node() -> bool:
 
 def _is_zero(variable: str) -> bool:
     """Return True if the variable of a rank is 0, missing or no number."""
-    number = os.environ.get(variable, "0") if launched() else "0"
+    number = os.environ.get(variable, "0") if is_launched() else "0"
     return number == "0" or not number.isdigit()
 
 
-def agent() -> str:
+def agent_id() -> str:
     """Return an identifier of the torch agent that started this rank, "" without one.
 
     It contains the job's id, the host, the process id of the agent, and its start time in clock
@@ -96,7 +96,7 @@ def agent() -> str:
     return f"{run_id} {platform.node()} {os.getppid()} {since}"
 
 
-def recorded() -> dict[str, str]:
+def recorded_variables() -> dict[str, str]:
     """Return the allow-listed variables. Others may hold secrets and are never recorded."""
     return {
         name: value
@@ -111,7 +111,7 @@ def threads_per_rank(world_size: int) -> str:
 
 
 def rank_environment(
-    rank: int, world_size: int, meeting: Meeting, error_file: Path
+    rank: int, world_size: int, meeting: Rendezvous, error_file: Path
 ) -> dict[str, str]:
     """Return the environment of a rank that ptrain starts. Variables of the user are kept.
 
@@ -144,14 +144,14 @@ def rank_environment(
     return environment
 
 
-def alone(folders: Sequence[str]) -> dict[str, str]:
+def non_rank_environment(folders: Sequence[str]) -> dict[str, str]:
     """Return the environment of a process that is no rank, with this import path."""
     environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return environment
 
 
-def of_ptrain() -> dict[str, str]:
+def ptrain_environment() -> dict[str, str]:
     """Return the environment of a ptrain process that is started with `-P`.
 
     It imports this installation of ptrain, and no module of the current folder.
@@ -159,13 +159,13 @@ def of_ptrain() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": _python_path(os.environ)}
 
 
-def become(module: str, argv: Sequence[str]) -> NoReturn:
+def exec_module(module: str, argv: Sequence[str]) -> NoReturn:
     """Replace this process by one that runs a module of this installation of ptrain."""
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-P", "-m", module, *argv], of_ptrain())
+    os.execve(sys.executable, [sys.executable, "-P", "-m", module, *argv], ptrain_environment())
 
 
-def let_agents_restart() -> None:
+def allow_agent_restarts() -> None:
     """Set the variables that torch's agents need for restarts.
 
     By default, an agent gives each attempt the store of the failed one; 0 of 5 restarts recovered.

@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("=Q")  # the number of bytes that follow
 _FOLLOWER_FACTOR = 1.25
 
 
-class Joined:
+class PeerConnection:
     """A connection to another rank, which is lost after `seconds` of silence."""
 
     def __init__(self, connected: socket.socket, rank: int, seconds: float) -> None:
@@ -85,7 +85,7 @@ class Joined:
 class HostGroup:
     """A star of connections: rank 0 is connected to each other rank, in the order of ranks."""
 
-    def __init__(self, rank: int, joined: Sequence[Joined]) -> None:
+    def __init__(self, rank: int, joined: Sequence[PeerConnection]) -> None:
         self._is_first, self._joined = rank == 0, tuple(joined)
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -121,7 +121,7 @@ class HostGroup:
         return rows
 
 
-def meet(rank: int, size: int, seconds: float, gather: Gather) -> HostGroup | None:
+def connect_ranks(rank: int, size: int, seconds: float, gather: Gather) -> HostGroup | None:
     """Connect all ranks by Unix sockets. All ranks call it.
 
     Args:
@@ -152,7 +152,7 @@ def _accept_others(size: int, seconds: float, gather: Gather) -> HostGroup | Non
         by_rank = {}
         with ExitStack() as failing:
             for _ in range(1, size):
-                joined = Joined(listener.accept()[0], -1, seconds)  # sends its rank first
+                joined = PeerConnection(listener.accept()[0], -1, seconds)  # sends its rank first
                 failing.callback(joined.close)
                 joined.rank = int(joined.receive())
                 by_rank[joined.rank] = joined
@@ -164,7 +164,7 @@ def _connect_to_first(rank: int, seconds: float, gather: Gather) -> HostGroup | 
     """Connect to rank 0, as any other rank."""
     with ExitStack() as failing:
         path = gather("")[0]
-        first = _first(path, seconds * _FOLLOWER_FACTOR) if path else None
+        first = _open_connection(path, seconds * _FOLLOWER_FACTOR) if path else None
         if first is not None:
             failing.callback(first.close)
         have_joined = gather(first is not None)
@@ -189,7 +189,7 @@ def _open_listener(opened: ExitStack, size: int, seconds: float) -> socket.socke
     return None
 
 
-def _first(path: str, seconds: float) -> Joined | None:
+def _open_connection(path: str, seconds: float) -> PeerConnection | None:
     """Return a connection to rank 0.
 
     None on another host, where the path does not exist, or if the queue of the socket is full.
@@ -199,7 +199,7 @@ def _first(path: str, seconds: float) -> Joined | None:
         connected.settimeout(seconds)  # without a timeout, connecting blocks on a full queue
         connected.connect(path)
         failing.pop_all()
-        return Joined(connected, 0, seconds)
+        return PeerConnection(connected, 0, seconds)
     return None
 
 
@@ -228,9 +228,9 @@ class Exchange:
         if world.size > 1:
             waits = timedelta(seconds=world.timeout.step)
             self.group = dist.new_group(backend="gloo", timeout=waits, group_desc="ptrain exchange")
-            self._host = meet(world.rank, world.size, world.timeout.step, self.gather)
+            self._host = connect_ranks(world.rank, world.size, world.timeout.step, self.gather)
 
-    def add(self, values: list[float]) -> list[float]:
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Return the sum over the ranks of each value, added in the order of ranks.
 
         Between hosts it is an all-gather, which for a few numbers needs half the messages of an
@@ -242,7 +242,7 @@ class Exchange:
             sum(numbers) for numbers in zip(*self._gather_numbers(self.group, values), strict=True)
         ]
 
-    def first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return rank 0's value, on all ranks."""
         return self.gather(value if self.world.is_first else None)[0]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from ptrain.errors import RankFailed, VerdictFailed
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder
-from ptrain.train.rank_start import die_with
+from ptrain.train.rank_start import die_with_parent
 
 # Exit codes of a deliberate end: done, a verdict, wrong input, a check, SIGINT, SIGTERM.
 ORDERLY = (0, 1, 2, 4, 130, 143)
@@ -50,18 +50,18 @@ class Failure:
     is_victim: bool = False
 
 
-def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
+def find_failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
     """Return all failures, in the order in which they were noticed.
 
     Args:
         ranks: The ranks.
         now: The current time (monotonic). A rank that was stopped for too long counts as failed.
     """
-    failed = [failure for rank in ranks if (failure := _failure_of(rank, now))]
+    failed = [failure for rank in ranks if (failure := _classify_exit(rank, now))]
     return sorted(failed, key=lambda failure: failure.rank.ended or now)
 
 
-def root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
+def select_root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
     """Return the failure to report.
 
     This is the first failure that is no victim. If all are victims, it is a rank that still runs
@@ -86,7 +86,7 @@ def root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
     return failures[0]
 
 
-def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
+def format_failure(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
     """Return the report of a failure.
 
     Args:
@@ -105,13 +105,13 @@ def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
     return "\n".join(lines)
 
 
-def _failure_of(rank: Rank, now: float) -> Failure | None:
+def _classify_exit(rank: Rank, now: float) -> Failure | None:
     """Return the failure of a rank, None if it runs or ended in an orderly way."""
     if rank.code is None:
         if rank.stopped is None or now - rank.stopped < STOPPED_FOR:
             return None
         return Failure(rank=rank, cause=f"was stopped (SIGSTOP) for {STOPPED_FOR:g} s")
-    if rank.code in ORDERLY and not _died_early(rank):
+    if rank.code in ORDERLY and not _is_early_exit(rank):
         return None
     if rank.code < 0:
         return Failure(rank=rank, cause=_describe_signal(-rank.code))
@@ -134,7 +134,7 @@ def _describe_exception(raised: str) -> str:
     return f"failed: {message}" if name == RankFailed.__name__ else f"raised {raised}"
 
 
-def _died_early(rank: Rank) -> bool:
+def _is_early_exit(rank: Rank) -> bool:
     """Return True if exit code 1 is no verdict.
 
     Python also exits with 1 if an import fails; then the run folder has no summary.
@@ -143,7 +143,7 @@ def _died_early(rank: Rank) -> bool:
     return rank.code == VerdictFailed.exit_code and not summary.exists()
 
 
-def said(rank: Rank) -> str:
+def exception_message(rank: Rank) -> str:
     """Return the message of a rank's exception, without the class."""
     return re.sub(r"^\w+: ", "", _recorded_exception(rank))
 
@@ -205,13 +205,13 @@ class Rank:
         return f"rank {self.rank}{f' ({self.has})' * bool(self.has)}"
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """True until the process has ended."""
         return self.code is None
 
     def poll(self) -> None:
         """Update the state after an exit, a stop or a continuation, without blocking."""
-        if not self.lives:
+        if not self.is_running:
             return
         # Not Popen.poll, which reports no stops. Some systems lack WCONTINUED.
         flags = os.WNOHANG | os.WUNTRACED | getattr(os, "WCONTINUED", 0)
@@ -227,21 +227,21 @@ class Rank:
         else:
             self.stopped = None
 
-    def send(self, *signals: signal.Signals) -> None:
+    def send_signals(self, *signals: signal.Signals) -> None:
         """Send signals in this order, unless the rank has ended.
 
         An ended rank has been reaped, so its process id may belong to another process.
         """
         for number in signals:
-            if self.lives:
+            if self.is_running:
                 os.kill(self.process.pid, number)
 
 
-def start(
+def start_ranks(
     words: Sequence[str],
     *,
     num_ranks: int,
-    meeting: environment.Meeting,
+    meeting: environment.Rendezvous,
     folder: RunFolder,
     output: int | None = None,
     inherited: Sequence[int] = (),
@@ -266,7 +266,7 @@ def start(
             raise RankFailed(f"error: rank {rank} cannot be started: {error}") from error
 
 
-def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
+def end_ranks(ranks: Sequence[Rank], grace: float = 3.0) -> None:
     """End all ranks and wait for them.
 
     Stopped ranks are killed, because they would continue to train when woken. The others get
@@ -277,14 +277,14 @@ def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
         grace: The seconds between the two signals.
     """
     for rank in ranks:
-        rank.send(signal.SIGKILL if rank.stopped else signal.SIGTERM)
-    wait(ranks, grace)
+        rank.send_signals(signal.SIGKILL if rank.stopped else signal.SIGTERM)
+    wait_for_ranks(ranks, grace)
     for rank in ranks:
-        rank.send(signal.SIGKILL)
-    wait(ranks, 10.0)
+        rank.send_signals(signal.SIGKILL)
+    wait_for_ranks(ranks, 10.0)
 
 
-def wait(ranks: Iterable[Rank], seconds: float) -> bool:
+def wait_for_ranks(ranks: Iterable[Rank], seconds: float) -> bool:
     """Poll until all ranks have ended or the time is over.
 
     Args:
@@ -299,7 +299,7 @@ def wait(ranks: Iterable[Rank], seconds: float) -> bool:
     while True:
         for rank in ranks:
             rank.poll()
-        if not any(rank.lives for rank in ranks):
+        if not any(rank.is_running for rank in ranks):
             return True
         if time.monotonic() >= deadline:
             return False
@@ -310,7 +310,7 @@ def _start_rank(
     words: Sequence[str],
     rank: int,
     num_ranks: int,
-    meeting: environment.Meeting,
+    meeting: environment.Rendezvous,
     folder: RunFolder,
     output: int | None,
     inherited: Sequence[int],
@@ -328,7 +328,7 @@ def _start_rank(
             stderr=descriptor,
             pass_fds=(*inherited, *([meeting.descriptor] if rank == 0 else [])),
             start_new_session=True,  # Ctrl-C reaches only the parent, which forwards it
-            preexec_fn=partial(die_with, os.getpid()),
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
     finally:
         os.close(descriptor)

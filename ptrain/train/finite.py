@@ -40,9 +40,9 @@ from ptrain.report.finding import Subject
 from ptrain.report.routing import LayerRouting
 from ptrain.runtime.queue import DeviceQueue, Milestone
 from ptrain.train.exchange import Exchange
-from ptrain.train.interrupt import Interrupts, strongest
+from ptrain.train.interrupt import Interrupts, strongest_signal
 from ptrain.train.journal import Journal, StepReport
-from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_late
+from ptrain.train.look import DeviceSums, HostStepCheck, StepCheck, StepFigures, can_be_late
 from ptrain.units import grouped
 
 _REMEDY = "a lower `optimizer.lr`, a longer `optimizer.schedule.warmup`, or `optimizer.clip=1.0`"
@@ -57,7 +57,7 @@ _Place = tuple[int, int, int, str, str]  # in the model's order: state, stage, t
 
 
 @dataclass(frozen=True, slots=True)
-class Unsound:
+class NonFiniteTensor:
     """A tensor that is not finite.
 
     Attributes:
@@ -70,7 +70,7 @@ class Unsound:
     values: str
 
 
-class Guard:
+class FiniteGuard:
     """The check of each step: no update is applied unless loss and gradients are finite.
 
     If the host runs ahead of its device, the ranks agree on the device (`train.look`). `figures`
@@ -104,7 +104,7 @@ class Guard:
         self._program, self._queue = program, queue
         self._exchange, self._interrupts = exchange, interrupts
         self._updated = 0  # units that were updated in the backward pass of this step
-        self._left_out: list[Unsound] = []
+        self._left_out: list[NonFiniteTensor] = []
         self._is_repeated = True  # False after a failed recomputation
         if program.updates_in_backward:
             program.admits = self._admits_unit
@@ -115,7 +115,7 @@ class Guard:
         """True if the figures of a step arrive after the next step was launched."""
         return self._sums is not None
 
-    def look(self, step: int, share: torch.Tensor, norm: torch.Tensor | None) -> Look:
+    def start_check(self, step: int, share: torch.Tensor, norm: torch.Tensor | None) -> StepCheck:
         """Start the check of a step before its update.
 
         Args:
@@ -127,25 +127,25 @@ class Guard:
             TrainingStopped: As `figures`, unless figures are late.
         """
         if self._sums is not None:
-            return self._sums.look(share, norm)
+            return self._sums.start_check(share, norm)
         loss_share, length, is_sound = self._read_figures(share, norm)
         numbers = [loss_share, float(not is_sound), *self._interrupts.flags()]
-        loss, unsound, *flags = self._exchange.add(numbers)
+        loss, unsound, *flags = self._exchange.sum_over_ranks(numbers)
         is_sound = math.isfinite(loss) and not unsound
         figures = StepFigures(
-            loss=loss, is_sound=is_sound, interrupt=strongest(flags), gradient_norm=length
+            loss=loss, is_sound=is_sound, interrupt=strongest_signal(flags), gradient_norm=length
         )
         self._require_finite(step, figures, loss_share)
         self._updated = 0
-        return HostLook(self._queue, figures, self._program.scaling)
+        return HostStepCheck(self._queue, figures, self._program.scaling)
 
-    def figures(self, step: int, look: Look) -> StepFigures:
+    def read_figures(self, step: int, look: StepCheck) -> StepFigures:
         """Return the figures of a step whose update was launched.
 
         Raises:
             TrainingStopped: The loss or a gradient of a rank is not finite. Raised on all ranks.
         """
-        figures = look.figures()
+        figures = look.wait_for_figures()
         self._require_finite(step, figures)
         return figures
 
@@ -162,7 +162,7 @@ class Guard:
         if not self.is_late:  # recomputing replaces the gradients of the step, so it comes second
             _, origin = self._recompute(step, share)
         raise TrainingStopped(
-            f"step {step + 1}: {what}\n  {origin}\n  {self._parameters(step)}; step "
+            f"step {step + 1}: {what}\n  {origin}\n  {self._parameters_text(step)}; step "
             f"{step + 1} was not saved\n  remedy: Use {_REMEDY}."
         )
 
@@ -177,7 +177,7 @@ class Guard:
         known = f"the loss is not finite on rank {', '.join(ranks)}" if ranks else ""
         if self._program.updates_in_backward:
             return None, known or f"{_UNKNOWN}: backward has already changed parameters"
-        norm, witness = None, _Witness(self._program)
+        norm, witness = None, _NonFiniteFinder(self._program)
         with disable_modes(), witness.watch():
             self._program.wrapped.clear_gradients()  # else the step would add to them
             norm = self._repeat(step)
@@ -218,7 +218,7 @@ class Guard:
                 flags = [norm] if scaling is None else [norm, scaling.found_inf]
             elif scaling is None and not program.updates_in_backward:
                 flags = _extreme_values(program.gradients())
-            loss, *values = _on_host([share, *flags])
+            loss, *values = _copy_to_host([share, *flags])
         if norm is None:
             return loss, None, not self._left_out and all(map(math.isfinite, values))
         length, *is_skipped = values
@@ -230,7 +230,7 @@ class Guard:
         with disable_modes():
             if not self._left_out and not _is_finite([g for g in gradients if g is not None]):
                 self._left_out = list(
-                    _find_unsound(self._program, holdings.gradients(self._program))
+                    _find_non_finite(self._program, holdings.gradients(self._program))
                 )
         self._updated += not self._left_out
         return not self._left_out
@@ -242,9 +242,9 @@ class Guard:
             loss: The loss.
             norm: The norm of recomputed gradients. None: not recomputed.
         """
-        root_causes: Iterable[Unsound] = self._left_out
+        root_causes: Iterable[NonFiniteTensor] = self._left_out
         if not self._program.updates_in_backward:
-            root_causes = _find_unsound(self._program, holdings.gradients(self._program))
+            root_causes = _find_non_finite(self._program, holdings.gradients(self._program))
         problem = _first_problem(root_causes, self._exchange) if self._is_repeated else ""
         if not problem:  # all gradients are finite, but the sum of their squares overflowed
             problem = "the gradient norm is not finite, although every gradient is finite"
@@ -252,7 +252,7 @@ class Guard:
                 problem = "gradients are not finite"
         return f"the loss is {loss:.4f}, but {problem}"
 
-    def _parameters(self, step: int) -> str:
+    def _parameters_text(self, step: int) -> str:
         """Return a clause that names the step of the current parameters, equal on all ranks."""
         if not self._program.updates_in_backward:
             return f"the parameters are those of step {step}"
@@ -269,7 +269,7 @@ class Guard:
         )
 
 
-class _Witness:
+class _NonFiniteFinder:
     """The observer of a recomputed step, which records its first value that is not finite.
 
     Values are numbered within a micro-batch, in the same order on all ranks of a tp, cp or ep
@@ -305,7 +305,7 @@ class _Witness:
             program.observers.append(self)
             for piece in program.pieces:
                 inspect_output = partial(self._inspect_output, piece.index)
-                before = partial(self._parameters, piece.index)
+                before = partial(self._hook_parameters, piece.index)
                 modules = piece.module.named_modules()
                 hooks.enter_context(watch_modules(modules, before=before, after=inspect_output))
             yield
@@ -317,7 +317,7 @@ class _Witness:
             self.failure = [time.monotonic() - self._began, self._program.world.rank, words]
         return is_kept
 
-    def _parameters(self, stage: int, name: str, module: nn.Module, *_: object) -> None:
+    def _hook_parameters(self, stage: int, name: str, module: nn.Module, *_: object) -> None:
         """Hook the current parameters: all-gathered units have other ones than sharded units."""
         for key, parameter in module.named_parameters(name, recurse=False):
             if parameter.requires_grad and parameter not in self._hooked:
@@ -344,11 +344,11 @@ class _Witness:
             stored = AsyncCollectiveTensor(local_tensor(tensor)).trigger_wait()
             if not self.found and not _is_finite([stored]):
                 at = [self._number, self._pass is not Phase.FORWARD, stage]
-                values, rank = _counted([stored]), self._program.world.rank
+                values, rank = _count_text([stored]), self._program.world.rank
                 self.found = [*at, self._orders[self._number], place, values, rank]
 
 
-def require(program: Program, step: int, exchange: Exchange) -> None:
+def require_finite(program: Program, step: int, exchange: Exchange) -> None:
     """Raise TrainingStopped, on all ranks, if a checkpoint would not be finite.
 
     It reads all resident tensors once and copies none.
@@ -358,7 +358,7 @@ def require(program: Program, step: int, exchange: Exchange) -> None:
         step: The number of finished steps.
         exchange: The exchange of the ranks.
     """
-    if problem := complaint(program, exchange):
+    if problem := describe_non_finite(program, exchange):
         raise TrainingStopped(
             f"step {step}: {problem}\n  no checkpoint of step {step} was written\n  remedy: "
             f"Continue from an earlier checkpoint, with {_REMEDY}."
@@ -366,11 +366,11 @@ def require(program: Program, step: int, exchange: Exchange) -> None:
 
 
 @torch.no_grad()
-def complaint(program: Program, exchange: Exchange) -> str:
+def describe_non_finite(program: Program, exchange: Exchange) -> str:
     """Return the state and first tensor that are not finite, equal on all ranks; "" if none is."""
-    stored = list(_saved_holdings(program))
+    stored = list(_checkpoint_tensors(program))
     is_sound = _is_finite([part.tensor for part in stored])
-    return _first_problem([] if is_sound else _find_unsound(program, stored), exchange)
+    return _first_problem([] if is_sound else _find_non_finite(program, stored), exchange)
 
 
 def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
@@ -378,7 +378,7 @@ def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
 
     Each tensor is read once, none is copied, and one value transfer is made per device.
     """
-    return all(map(math.isfinite, _on_host(_extreme_values(tensors))))
+    return all(map(math.isfinite, _copy_to_host(_extreme_values(tensors))))
 
 
 def _extreme_values(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -395,7 +395,7 @@ def _extreme_values(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def _on_host(scalars: Sequence[torch.Tensor]) -> list[float]:
+def _copy_to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
     """Return the values of scalars, with one transfer per device."""
     if all(scalar.is_cpu for scalar in scalars):
         return [float(scalar) for scalar in scalars]
@@ -411,7 +411,7 @@ def _on_host(scalars: Sequence[torch.Tensor]) -> list[float]:
     return values
 
 
-def _saved_holdings(program: Program) -> Iterator[Holding]:
+def _checkpoint_tensors(program: Program) -> Iterator[Holding]:
     """Yield the local tensors that a checkpoint contains."""
     yield from holdings.parameters(program)
     yield from holdings.optimizer_state(program)
@@ -421,7 +421,7 @@ def _saved_holdings(program: Program) -> Iterator[Holding]:
             yield Holding(Subject.OPTIMIZER, holdings.names_of(target)[0], COUNTER, "", count)
 
 
-def _find_unsound(program: Program, stored: Iterable[Holding]) -> Iterator[Unsound]:
+def _find_non_finite(program: Program, stored: Iterable[Holding]) -> Iterator[NonFiniteTensor]:
     """Yield the tensors that are not finite, in the model's order, with their shards joined."""
     order = {
         name: (piece.index, place)
@@ -435,13 +435,13 @@ def _find_unsound(program: Program, stored: Iterable[Holding]) -> Iterator[Unsou
         parts.setdefault((state, stage, tensor, part.name, part.key), []).append(part.tensor)
     with torch.no_grad(), disable_modes():
         yield from (
-            Unsound(place, _counted(parts[place]))
+            NonFiniteTensor(place, _count_text(parts[place]))
             for place in sorted(parts)
             if not _is_finite(parts[place])
         )
 
 
-def _counted(tensors: Sequence[torch.Tensor]) -> str:
+def _count_text(tensors: Sequence[torch.Tensor]) -> str:
     """Return the counts of values that are not finite: `nan in 2 and inf in 1 of 64 elements`."""
     counts = dict.fromkeys(("nan", "inf", "-inf"), 0)
     for chunk in chain.from_iterable(
@@ -453,7 +453,7 @@ def _counted(tensors: Sequence[torch.Tensor]) -> str:
     return f"{words} of {sum(tensor.numel() for tensor in tensors)} elements"
 
 
-def _first_problem(root_causes: Iterable[Unsound], exchange: Exchange) -> str:
+def _first_problem(root_causes: Iterable[NonFiniteTensor], exchange: Exchange) -> str:
     """Return the first state and tensor that are not finite on any rank.
 
     The text lists the values of all ranks, is equal on all of them, and is "" if all are finite.
@@ -474,7 +474,7 @@ def _first_problem(root_causes: Iterable[Unsound], exchange: Exchange) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedStep:
     """A step whose update has been launched.
 
     Attributes:
@@ -488,13 +488,13 @@ class Launched:
 
     step: int
     rate: float
-    look: Look
+    check: StepCheck
     span: tuple[Milestone, Milestone]
     routing: Sequence[LayerRouting]
     seen: Mapping[str, float]
 
 
-class Reports:
+class StepReports:
     """The reports of the steps of a training. Each step is written once, in order.
 
     A step is judged and written when its figures have arrived. All ranks have the same figures, so
@@ -503,7 +503,7 @@ class Reports:
 
     def __init__(
         self,
-        guard: Guard,
+        guard: FiniteGuard,
         journal: Journal,
         judge: Callable[[int, float, float | None], None],
         *,
@@ -518,11 +518,11 @@ class Reports:
             most: The number of launched steps that may wait for their report.
         """
         self._guard, self._journal, self._judge, self._most = guard, journal, judge, most
-        self._waiting: deque[Launched] = deque()
+        self._waiting: deque[LaunchedStep] = deque()
         self.loss: float | None = None  # of the last step that was written down
         self.interrupt: Signals | None = None  # that was seen so far
 
-    def add(self, launched: Launched) -> None:
+    def add(self, launched: LaunchedStep) -> None:
         """Add a launched step, and write the reports that may not wait any longer.
 
         Raises:
@@ -531,7 +531,7 @@ class Reports:
         self._waiting.append(launched)
         self._write_reports(self._most)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait for all launched steps and write their reports. Raises as `add` does."""
         self._write_reports(0)
 
@@ -539,16 +539,18 @@ class Reports:
         """Write reports until at most `left` steps wait."""
         while len(self._waiting) > left:
             launched = self._waiting.popleft()
-            figures = self._guard.figures(launched.step, launched.look)
+            figures = self._guard.read_figures(launched.step, launched.check)
             self._write_report(launched, figures)
             self._judge(launched.step, figures.loss, figures.gradient_norm)
 
-    def _write_report(self, launched: Launched, figures: StepFigures) -> None:
+    def _write_report(self, launched: LaunchedStep, figures: StepFigures) -> None:
         """Write the report of a step, after the device has finished it."""
         began, ended = launched.span
         ended.wait()
         seconds, known = ended.seconds_since(began), (launched.routing, launched.seen)
-        self._journal.step(StepReport(launched.step + 1, figures, launched.rate, seconds, *known))
+        self._journal.write_step(
+            StepReport(launched.step + 1, figures, launched.rate, seconds, *known)
+        )
         self.loss = figures.loss
         self.interrupt = self.interrupt or figures.interrupt
 
@@ -569,5 +571,5 @@ class Reports:
         with suppress(RuntimeError, OSError):  # the device may be lost, or the disk full
             while self._waiting and (waits or self._waiting[0].span[1].is_passed):
                 launched = self._waiting.popleft()
-                if (figures := launched.look.figures()).is_sound:
+                if (figures := launched.check.wait_for_figures()).is_sound:
                     self._write_report(launched, figures)

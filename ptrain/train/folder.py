@@ -195,7 +195,7 @@ class Claim:
     def _restore_content(self) -> None:
         """Restore `latest`, remove new entries, and restore overwritten files."""
         path = self.folder.path
-        if latest_of(path.parent) == path.name:
+        if read_latest(path.parent) == path.name:
             _point_latest(path.parent, self.latest)
         for entry in _list_entries(path) - self.entries:
             if entry.is_dir() and not entry.is_symlink():
@@ -237,35 +237,37 @@ def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) ->
     return claim
 
 
-def begin(folder: RunFolder, root: Path = ROOT) -> None:
+def mark_as_latest(folder: RunFolder, root: Path = ROOT) -> None:
     """Point `runs/latest` to this run, whose first step is next, if it is below `runs/`."""
     if folder.path.parent == root.resolve():
         _point_latest(folder.path.parent, folder.path.name)
 
 
-def run_of_agent(agent: str) -> Path | None:
+def find_run_of_agent(agent: str) -> Path | None:
     """Return the newest run below `runs/` that this torch agent started, None without one."""
     runs = sorted((file.parent for file in ROOT.glob("*/env.json")), reverse=True)
-    owned = (run for run in runs if not run.is_symlink() and is_of_agent(run, agent))
+    owned = (run for run in runs if not run.is_symlink() and is_run_of_agent(run, agent))
     return next(owned, None)
 
 
-def is_of_agent(run: Path, agent: str) -> bool:
+def is_run_of_agent(run: Path, agent: str) -> bool:
     """Return True if this torch agent started the run."""
     return bool(agent) and _read_environment(run).get("agent") == agent
 
 
-def saved_since(folder: RunFolder) -> list[Path]:
+def attempt_checkpoints(folder: RunFolder) -> list[Path]:
     """Return the checkpoints that the attempts of this run have written, newest first.
 
     Checkpoints that existed when the run began are left out.
     """
     before = _read_environment(folder.path).get("checkpoints")
     names = before if isinstance(before, list) else []
-    return [path for path in manifest.complete(folder.checkpoints) if path.name not in names]
+    return [
+        path for path in manifest.complete_checkpoints(folder.checkpoints) if path.name not in names
+    ]
 
 
-def latest_of(root: Path) -> str | None:
+def read_latest(root: Path) -> str | None:
     """Return the target of the link `latest`, None without one."""
     link = root / "latest"
     return os.readlink(link) if link.is_symlink() else None
@@ -292,7 +294,7 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Return a path as a user would type it.
 
     It is `runs/latest` if the link leads there, else relative if it is below the current folder.
@@ -325,9 +327,9 @@ def _write_first_files(folder: RunFolder, spec: Spec, command: str) -> None:
 def _checkpoints_before(folder: RunFolder) -> object:
     """Return the names of the checkpoints that existed before the run's first attempt."""
     before = _read_environment(folder.path)
-    if is_of_agent(folder.path, environment.agent()):
+    if is_run_of_agent(folder.path, environment.agent_id()):
         return before.get("checkpoints", [])
-    return [path.name for path in manifest.complete(folder.checkpoints)]
+    return [path.name for path in manifest.complete_checkpoints(folder.checkpoints)]
 
 
 def _read_environment(run: Path) -> dict[str, object]:
@@ -384,7 +386,7 @@ def _record_claim(path: Path, new_folders: Sequence[Path], taken: Lock) -> Claim
         folders=tuple(new_folders),
         entries=frozenset(_list_entries(path)),
         texts={file: _read_content(file) for file in files if file.exists()},
-        latest=latest_of(path.parent),
+        latest=read_latest(path.parent),
     )
 
 
@@ -419,8 +421,8 @@ def _describe_environment(num_ranks: int) -> Mapping[str, object]:
         "cores": cores(),
         "threads_per_rank": environment.threads_per_rank(num_ranks),
         "git": _revision(Path.cwd()),
-        "agent": environment.agent(),
-        "environment": environment.recorded(),
+        "agent": environment.agent_id(),
+        "environment": environment.recorded_variables(),
     }
 
 
@@ -461,7 +463,7 @@ def _first_line(path: Path) -> str:
 AUTO = "auto"
 
 
-def candidates(source: str, own: RunFolder) -> list[Path]:
+def resume_candidates(source: str, own: RunFolder) -> list[Path]:
     """Return the checkpoints to resume from, in the order in which they are tried (newest first).
 
     Args:
@@ -469,10 +471,14 @@ def candidates(source: str, own: RunFolder) -> list[Path]:
             other runs with its name may have another dataset, seed or learning rate.
         own: This run folder.
     """
-    return manifest.complete(own.checkpoints) if source == AUTO else _checkpoints_at(Path(source))
+    return (
+        manifest.complete_checkpoints(own.checkpoints)
+        if source == AUTO
+        else _find_checkpoints(Path(source))
+    )
 
 
-def again(before: str | None, own: RunFolder) -> str:
+def restart_source(before: str | None, own: RunFolder) -> str:
     """Return the `--resume` of restarted ranks.
 
     Args:
@@ -482,15 +488,15 @@ def again(before: str | None, own: RunFolder) -> str:
     Returns:
         `auto` once the run has written checkpoints, else `before`; `auto` if that is None.
     """
-    return AUTO if saved_since(own) else before or AUTO
+    return AUTO if attempt_checkpoints(own) else before or AUTO
 
 
 def is_done(spec: Spec, own: RunFolder) -> bool:
     """Return True if the run has saved its last step."""
-    return any(manifest.step_of(path) >= spec.train.steps for path in saved_since(own))
+    return any(manifest.step_in_name(path) >= spec.train.steps for path in attempt_checkpoints(own))
 
 
-def continued(options: Options) -> Options:
+def apply_agent_restart(options: Options) -> Options:
     """Return the options of a rank that a torch agent may have restarted.
 
     A restarted rank continues the run that the attempt before began. At the first attempt, the
@@ -499,33 +505,33 @@ def continued(options: Options) -> Options:
     TORCHELASTIC_RESTART_COUNT is not used: an agent does not count a restart of its ranks that was
     caused by a failure on another node.
     """
-    agent = environment.agent()
-    run = options.run_dir or run_of_agent(agent)
-    if run is None or not is_of_agent(run, agent):
+    agent = environment.agent_id()
+    run = options.run_dir or find_run_of_agent(agent)
+    if run is None or not is_run_of_agent(run, agent):
         return options
-    return replace(options, run_dir=run, resume=again(options.resume, RunFolder(run)))
+    return replace(options, run_dir=run, resume=restart_source(options.resume, RunFolder(run)))
 
 
 def require_resumable(spec: Spec, options: Options) -> None:
     """Raise SpecError if manifests and file sizes show that a training cannot resume."""
     source, own = options.resume, RunFolder(options.run_dir or ROOT / "new")
     complaints: list[str] = []
-    for path in candidates(source, own) if source else ():
+    for path in resume_candidates(source, own) if source else ():
         try:
             checkpoint = manifest.read(path)
         except PtrainError as error:
             complaints.append(str(error))
             continue
-        if damaged := manifest.wrong_sizes(path, checkpoint):
-            complaints.append(f"checkpoint {shown(path)}: {damaged[0]}")
+        if damaged := manifest.find_wrong_sizes(path, checkpoint):
+            complaints.append(f"checkpoint {display_path(path)}: {damaged[0]}")
             continue
-        require_fitting(spec, source or "", path, checkpoint)
+        require_compatible(spec, source or "", path, checkpoint)
         return
     if source and (source != AUTO or complaints):
-        raise none_sound(source, complaints)
+        raise no_checkpoint_error(source, complaints)
 
 
-def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -> None:
+def require_compatible(spec: Spec, source: str, path: Path, checkpoint: Manifest) -> None:
     """Reject a checkpoint of a finished training or of another model.
 
     Args:
@@ -543,11 +549,11 @@ def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -
             f"already at step {checkpoint.step} of {spec.train.steps}",
             f"Set `train.steps` to more than {checkpoint.step}.",
         )
-    if fault := manifest.other_model(checkpoint.trained, spec):
-        raise SpecError(fault._replace(source=f"checkpoint {shown(path)}"))
+    if fault := manifest.model_fault(checkpoint.trained, spec):
+        raise SpecError(fault._replace(source=f"checkpoint {display_path(path)}"))
 
 
-def none_sound(source: str, complaints: Sequence[str]) -> SpecError:
+def no_checkpoint_error(source: str, complaints: Sequence[str]) -> SpecError:
     """Return the error that no checkpoint exists, or that none is sound."""
     if not complaints:
         return refused(
@@ -566,14 +572,16 @@ def none_sound(source: str, complaints: Sequence[str]) -> SpecError:
 
 def _resume_option(source: str) -> str:
     """Return the option `--resume` as typed, for messages."""
-    return f"--resume {source if source == AUTO else shown(Path(source))}"
+    return f"--resume {source if source == AUTO else display_path(Path(source))}"
 
 
-def _checkpoints_at(path: Path) -> list[Path]:
+def _find_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints of a path, newest first.
 
     The path is a checkpoint, a run folder, or the folder `checkpoints/` of a run.
     """
-    if (path / manifest.NAME).exists() or manifest.is_name(path.name):
+    if (path / manifest.NAME).exists() or manifest.is_checkpoint_name(path.name):
         return [path]
-    return manifest.complete(path / "checkpoints") or manifest.complete(path)
+    return manifest.complete_checkpoints(path / "checkpoints") or manifest.complete_checkpoints(
+        path
+    )

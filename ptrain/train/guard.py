@@ -26,13 +26,13 @@ class StepGuard:
     def __init__(self, *_: object) -> None:
         """Accept the arguments of `MakeGuard`."""
 
-    def around(
+    def step_context(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
         """Return the context of a step (from 0), which contains the context `watch`."""
         return watch
 
-    def judge(self, step: int, loss: float, norm: float | None) -> None:
+    def check_step(self, step: int, loss: float, norm: float | None) -> None:
         """Check a finished step.
 
         Args:
@@ -52,6 +52,6 @@ MakeGuard: TypeAlias = (
 )
 
 
-def module_of(spec: Spec) -> str:
+def rank_module(spec: Spec) -> str:
     """Return the module that runs a rank of a training of this spec."""
     return GUARDED if spec.verify_every else PLAIN

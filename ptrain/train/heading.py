@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of, stages_text
 from ptrain.cost import Estimate
-from ptrain.report.heading import batch, by_data_lines, model_name, needs_gpu, telling
+from ptrain.report.heading import (
+    batch_text,
+    by_data_lines,
+    measuring_command,
+    model_name,
+    needs_gpu,
+)
 from ptrain.selection.fit import (
     HOST_UNKNOWN,
     fit,
@@ -21,7 +27,7 @@ from ptrain.train import environment
 from ptrain.units import format_bytes, format_count
 
 
-def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
+def job_line(spec: Spec, *, numel: int, backend: str, device: str) -> str:
     """Return the line that describes the job.
 
     Example: `zero3 · llama 0.8M · 2 ranks gloo/cpu · batch 16 = 2 micro × 4 accumulated × 2 data`.
@@ -38,7 +44,7 @@ def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
             f"{model_name(spec)} {format_count(numel)}",
             f"{spec.world_size} rank{'s' * (spec.world_size > 1)} "
             + (device if backend == "none" else f"{backend}/{device}"),
-            batch(spec),
+            batch_text(spec),
         )
     )
 
@@ -46,12 +52,12 @@ def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
 def announce_node(rank: int, size: int) -> None:
     """Print the ranks of this node, on the first rank of each node except rank 0's."""
     if rank and environment.is_first_of_node():
-        last = rank + max(1, environment.ranks_of_node()) - 1
+        last = rank + max(1, environment.num_ranks_of_node()) - 1
         ranks = f"ranks {rank} to {last}" if last > rank else f"rank {rank}"
         print(f"{ranks} of {size} run on this node; rank 0 prints the results", flush=True)
 
 
-def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
+def rank_stage_texts(spec: Spec) -> tuple[str, ...]:
     """Return the stages of each rank (`stage 1`, `stages 0 and 3`); () without a pipeline."""
     if pipeline_of(spec) is None:
         return ()
@@ -77,7 +83,7 @@ def preflight_lines(
     lines = [*batch_lines(spec.batch, spec.data_degree), preflight_line(spec, exact)]
     memory_fit = fit(spec, exact)
     if memory_fit.peak_bytes is None:
-        command = telling(spec, exact, words, allow_import=allow_import)
+        command = measuring_command(spec, exact, words, allow_import=allow_import)
         where = " on a GPU" if needs_gpu(spec, exact) else ""
         lines.append(f"unknown: {memory_fit.why}. Run{where}: {command}")
     elif memory_fit.is_host_unknown and memory_fit.fits is None:

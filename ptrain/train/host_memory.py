@@ -32,7 +32,7 @@ def require_host_memory(needed: int, what: str, remedy: str) -> None:
         raise refused("host memory", finding + format_memory(here), remedy)
 
 
-def require_host_holds(spec: Spec, exact: Estimate, words: str, *, nodes: int = 1) -> None:
+def require_ranks_fit_host(spec: Spec, exact: Estimate, words: str, *, nodes: int = 1) -> None:
     """Reject a training whose ranks run on this host's CPU and need more memory than it has.
 
     Args:

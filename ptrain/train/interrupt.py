@@ -27,7 +27,7 @@ class Interrupts:
         return [float(number in self.received) for number in SIGNALS]
 
 
-def strongest(flags: list[float]) -> signal.Signals | None:
+def strongest_signal(flags: list[float]) -> signal.Signals | None:
     """Return the first of SIGNALS that any rank received, None without one.
 
     Args:
@@ -41,7 +41,7 @@ def exit_code(number: signal.Signals) -> int:
     return 130 if number is signal.SIGINT else 143
 
 
-def caught_here() -> tuple[signal.Signals, ...]:
+def handled_signals() -> tuple[signal.Signals, ...]:
     """Return SIGNALS, without SIGHUP if `nohup` made this process ignore it."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return tuple(number for number in SIGNALS if number is not signal.SIGHUP)
@@ -49,13 +49,13 @@ def caught_here() -> tuple[signal.Signals, ...]:
 
 
 @contextmanager
-def caught() -> Iterator[Interrupts]:
+def record_signals() -> Iterator[Interrupts]:
     """Temporarily record SIGNALS. SIGUSR2 writes the stacks of all threads to standard error."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts  # only the main thread may set handlers
         return
-    before = {number: signal.signal(number, interrupts) for number in caught_here()}
+    before = {number: signal.signal(number, interrupts) for number in handled_signals()}
     # Descriptor 2, because sys.stderr may have been replaced by an object without a descriptor.
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     try:

@@ -31,7 +31,7 @@ from ptrain.meters.traffic import CollectiveCounter
 from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.report import routing
 from ptrain.report.routing import LayerRouting
-from ptrain.report.screen import show
+from ptrain.report.screen import print_screen
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder, write_text
 from ptrain.train.look import StepFigures
@@ -42,8 +42,8 @@ from ptrain.train.tracker import (
     TrackedRun,
     Tracker,
     WeightsAndBiases,
-    identity_of,
-    names_of_trackers,
+    continued_run_id,
+    tracker_names,
 )
 from ptrain.units import format_memory
 
@@ -78,7 +78,7 @@ def is_shown(spec: Spec, step: int) -> bool:
     return step % spec.log_every == 0 or step in (1, spec.train.steps)
 
 
-class Sink(Protocol):
+class FigureSink(Protocol):
     """A receiver of figures in addition to metrics.jsonl."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
@@ -95,7 +95,7 @@ class Journal:
         first: int = 0,
         bar: bool = False,
         quiet: bool = False,
-        sink: Sink | None = None,
+        sink: FigureSink | None = None,
     ) -> None:
         """Set up the journal.
 
@@ -119,12 +119,12 @@ class Journal:
         self._uncounted = 0  # steps since the counter was last read
         self._progress = _start_progress(spec.train.steps) if bar else None
 
-    def measured(self, estimate: Estimate) -> None:
+    def record_measurement(self, estimate: Estimate) -> None:
         """Record the meters' figures of this rank, to be added to the rows of the next steps."""
         peak, sent = estimate.peak_bytes(), estimate.sent_bytes()
         self._measured = ({} if peak is None else {"peak_bytes": peak}) | {"sent_bytes": sent}
 
-    def seen(self, step: int) -> Mapping[str, float]:
+    def launch_figures(self, step: int) -> Mapping[str, float]:
         """Return the figures of meters and counter when a step (from 1) is launched.
 
         They are the last measured step, and the collectives if the counter was read. Call it once
@@ -132,7 +132,7 @@ class Journal:
         """
         return {**self._measured, **self._counted_collectives(step)}
 
-    def step(self, report: StepReport) -> None:
+    def write_step(self, report: StepReport) -> None:
         """Write a row of metrics, and print a line at each `log_every`th, first and last step."""
         self.seconds.append(report.seconds)
         if self._path is None:
@@ -148,7 +148,7 @@ class Journal:
             self._metrics.flush()
             LOG.log(self.level, self._step_line(report.step, figures))
 
-    def held_out(self, step: int, loss: float) -> None:
+    def write_held_out_loss(self, step: int, loss: float) -> None:
         """Write and print the held-out loss after a step."""
         if self._path is None:
             return
@@ -194,7 +194,7 @@ class Journal:
         if report.figures.gradient_norm is not None:
             figures["gradient_norm"] = report.figures.gradient_norm
         if report.routing:
-            figures |= routing.figures(report.routing)
+            figures |= routing.routing_figures(report.routing)
         if report.figures.loss_scale is not None:
             figures |= self._scale_figures(report.figures.loss_scale, report.figures, figures)
         return {**figures, **report.seen}
@@ -244,7 +244,7 @@ class Journal:
         parts = [f"step {step}/{self.spec.train.steps}", f"loss {figures['loss']:.4f}"]
         parts += [text(figures[name]) for name, text in _TEXTS.items() if name in figures]
         if "expert_load" in figures:
-            parts.append(routing.words(figures))
+            parts.append(routing.routing_text(figures))
         if figures.get("skipped_steps"):
             parts.append(f"{figures['skipped_steps']:g} skipped")
         if "peak_bytes" in figures:
@@ -288,7 +288,7 @@ class _Console(logging.Handler):
         if _Console.progress is not None:
             _Console.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            show(text)
+            print_screen(text)
 
 
 def _start_progress(steps: int) -> Progress | None:
@@ -353,7 +353,7 @@ class TrackerThread:
         self._thread = threading.Thread(target=self._run_calls, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def call(self, call: Callable[[Tracker], object]) -> None:
+    def enqueue(self, call: Callable[[Tracker], object]) -> None:
         """Queue a call and return at once."""
         if not self.is_given_up:
             try:
@@ -363,7 +363,7 @@ class TrackerThread:
 
     def finish(self) -> None:
         """Queue the end of the thread and return at once."""
-        self.call(lambda _: self._calls.put(None))
+        self.enqueue(lambda _: self._calls.put(None))
 
     def join(self, deadline: float) -> None:
         """Wait for the end of the thread until `deadline` (monotonic); then disable the tracker."""
@@ -411,17 +411,17 @@ class Trackers:
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Send the figures of a step, counted from 1, to all trackers."""
         for thread in self._threads:
-            thread.call(lambda tracker: tracker.log(step, figures))
+            thread.enqueue(lambda tracker: tracker.log(step, figures))
 
     def conclude(self, verdict: str) -> None:
         """Send the verdict to all trackers."""
         for thread in self._threads:
-            thread.call(lambda tracker: tracker.conclude(verdict))
+            thread.enqueue(lambda tracker: tracker.conclude(verdict))
 
     def __enter__(self) -> Self:
         for name, run in self._run_of.items():
             thread = TrackerThread(name, TRACKERS[name]())
-            thread.call(partial(_begin_run, run, RunFolder(run.folder).identity(name)))
+            thread.enqueue(partial(_begin_run, run, RunFolder(run.folder).identity(name)))
             self._threads.append(thread)
         return self
 
@@ -433,13 +433,13 @@ class Trackers:
     ) -> None:
         deadline = time.monotonic() + PATIENCE
         for thread in self._threads:
-            thread.call(lambda tracker: tracker.close(has_failed=error is not None))
+            thread.enqueue(lambda tracker: tracker.close(has_failed=error is not None))
             thread.finish()
         for thread in self._threads:  # all of them finish in parallel, with one deadline
             thread.join(deadline)
 
 
-def trackers_of(
+def make_trackers(
     spec: Spec, options: Options, folder: RunFolder, predicted: Estimate, *, first: int
 ) -> Trackers:
     """Return the trackers of rank 0.
@@ -460,8 +460,8 @@ def trackers_of(
     )
     return Trackers(
         {
-            name: replace(run, identity=identity_of(folder, name, options.resume, spec.name))
-            for name in names_of_trackers(spec, options)
+            name: replace(run, identity=continued_run_id(folder, name, options.resume, spec.name))
+            for name in tracker_names(spec, options)
         }
     )
 

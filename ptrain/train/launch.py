@@ -19,8 +19,8 @@ from types import FrameType
 from ptrain.errors import PtrainError, RankFailed, TrainingStopped
 from ptrain.output import standard_output
 from ptrain.train import failure, interrupt
-from ptrain.train.environment import Meeting
-from ptrain.train.failure import Rank, end, start, wait
+from ptrain.train.environment import Rendezvous
+from ptrain.train.failure import Rank, end_ranks, start_ranks, wait_for_ranks
 from ptrain.train.folder import RunFolder
 
 _EVERY = 0.05  # seconds between two polls
@@ -39,9 +39,9 @@ class LauncherSignals:
         self.received.append(signal.Signals(number))
 
     @contextmanager
-    def caught(self) -> Iterator[LauncherSignals]:
+    def record_signals(self) -> Iterator[LauncherSignals]:
         """Temporarily record signals instead of being ended by them."""
-        before = {number: signal.signal(number, self) for number in interrupt.caught_here()}
+        before = {number: signal.signal(number, self) for number in interrupt.handled_signals()}
         try:
             yield self
         finally:
@@ -49,7 +49,7 @@ class LauncherSignals:
                 signal.signal(number, handler)
 
 
-def launch(
+def launch_ranks(
     argv: Sequence[str],
     *,
     num_ranks: int,
@@ -74,7 +74,7 @@ def launch(
         TrainingStopped: A check stopped the training.
         PtrainError: A rank rejected the user's input.
     """
-    with LauncherSignals().caught() as interrupts:
+    with LauncherSignals().record_signals() as interrupts:
         try:
             return _run_ranks(
                 [module, *argv],
@@ -106,10 +106,10 @@ def _run_ranks(
         listener.bind(("127.0.0.1", 0))  # port 0: the kernel selects a free one
         listener.listen(num_ranks + 16)
         address, port = listener.getsockname()
-        meeting = Meeting(address=address, port=port, descriptor=listener.fileno())
+        meeting = Rendezvous(address=address, port=port, descriptor=listener.fileno())
         ranks: list[Rank] = []
         try:
-            for rank in start(
+            for rank in start_ranks(
                 words,
                 num_ranks=num_ranks,
                 meeting=meeting,
@@ -124,7 +124,7 @@ def _run_ranks(
             listener.close()
             return _watch(ranks, interrupts)
         finally:
-            end(ranks)
+            end_ranks(ranks)
 
 
 def _watch(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
@@ -139,15 +139,15 @@ def _watch(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
         for rank in ranks:
             rank.poll()
         now = time.monotonic()
-        if not interrupts.received and failure.failures(ranks, now):
+        if not interrupts.received and failure.find_failures(ranks, now):
             return _raise_root_cause(ranks)
-        if not any(rank.lives for rank in ranks):
+        if not any(rank.is_running for rank in ranks):
             return _exit_code(ranks, interrupts)
-        if any(not rank.lives for rank in ranks):
+        if any(not rank.is_running for rank in ranks):
             deadline = min(deadline, now + _ORDERLY_GRACE)
         if len(interrupts.received) > passed:
             for rank in ranks:
-                rank.send(*interrupts.received[passed:])
+                rank.send_signals(*interrupts.received[passed:])
             passed = len(interrupts.received)
             deadline = min(deadline, now + (_INTERRUPT_GRACE if passed == 1 else 0.0))
         if now >= deadline:
@@ -173,9 +173,9 @@ def _raise_reported(ranks: Sequence[Rank]) -> None:
     """Raise the error of the first rank that rejected its input or stopped the training."""
     for rank in ranks:
         if rank.code == TrainingStopped.exit_code:
-            raise TrainingStopped(failure.said(rank) or f"stopped; see {rank.log}")
+            raise TrainingStopped(failure.exception_message(rank) or f"stopped; see {rank.log}")
         if rank.code == PtrainError.exit_code:
-            if reason := failure.said(rank):
+            if reason := failure.exception_message(rank):
                 raise PtrainError(reason)
             raise RankFailed(f"error: {rank} stopped without a message; see {rank.log}")
 
@@ -183,10 +183,10 @@ def _raise_reported(ranks: Sequence[Rank]) -> None:
 def _handle_overdue(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
     """Return the exit code if ranks outlive an interrupt. Raises RankFailed if one does not end."""
     if interrupts.received or any(rank.code for rank in ranks):
-        return _exit_code([rank for rank in ranks if not rank.lives], interrupts)
-    silent = next(rank for rank in ranks if rank.lives)
+        return _exit_code([rank for rank in ranks if not rank.is_running], interrupts)
+    silent = next(rank for rank in ranks if rank.is_running)
     cause = f"does not end; the other ranks ended {_ORDERLY_GRACE:g} s ago"
-    raise RankFailed(failure.message(failure.Failure(rank=silent, cause=cause), 1))
+    raise RankFailed(failure.format_failure(failure.Failure(rank=silent, cause=cause), 1))
 
 
 def _raise_root_cause(ranks: Sequence[Rank]) -> int:
@@ -197,9 +197,9 @@ def _raise_root_cause(ranks: Sequence[Rank]) -> int:
     """
     deadline = time.monotonic() + _SETTLE
     while True:
-        wait(ranks, 0.3)  # seconds in which peers report a lost connection
-        failures = failure.failures(ranks, time.monotonic())
-        living = [rank for rank in ranks if rank.lives]
+        wait_for_ranks(ranks, 0.3)  # seconds in which peers report a lost connection
+        failures = failure.find_failures(ranks, time.monotonic())
+        living = [rank for rank in ranks if rank.is_running]
         orderly = [rank for rank in ranks if rank.code and rank.code in failure.ORDERLY]
         certain = not all(suspect.is_victim for suspect in failures) or orderly
         if certain or not living or time.monotonic() > deadline:
@@ -209,11 +209,13 @@ def _raise_root_cause(ranks: Sequence[Rank]) -> int:
     if orderly and all(suspect.is_victim for suspect in failures):
         _raise_reported(orderly)
         return orderly[0].code or 0
-    raise RankFailed(failure.message(failure.root_cause(failures, living), len(failures)))
+    raise RankFailed(
+        failure.format_failure(failure.select_root_cause(failures, living), len(failures))
+    )
 
 
 def _request_stacks(living: Sequence[Rank]) -> None:
     """Make ranks that hang write their stacks to their logs (faulthandler, SIGUSR2)."""
     for rank in living:
-        rank.send(signal.SIGUSR2)
+        rank.send_signals(signal.SIGUSR2)
     time.sleep(0.3)

@@ -22,7 +22,7 @@ from ptrain.interpreter.program import Program
 from ptrain.models.objective import sent_to
 from ptrain.runtime.queue import DeviceQueue, Milestone
 from ptrain.spec.placement import Tier
-from ptrain.train.interrupt import SIGNALS, Interrupts, strongest
+from ptrain.train.interrupt import SIGNALS, Interrupts, strongest_signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +46,20 @@ class StepFigures:
     is_skipped: bool = False
 
 
-class Look(Protocol):
+class StepCheck(Protocol):
     """The check of a step. `halted` is the flag that `Program.apply` takes."""
 
     halted: torch.Tensor | None
 
-    def send(self) -> None:
+    def start_copy(self) -> None:
         """Start copying remaining figures to the host. Called after the update was launched."""
 
-    def figures(self) -> StepFigures:
+    def wait_for_figures(self) -> StepFigures:
         """Wait for the figures and return them."""
         ...
 
 
-class HostLook:
+class HostStepCheck:
     """A check whose figures are on the host, except for the loss scale that the update changes."""
 
     halted = None
@@ -69,14 +69,14 @@ class HostLook:
         self._sent: tuple[torch.Tensor, Milestone] | None = None
 
     @torch.no_grad()
-    def send(self) -> None:
+    def start_copy(self) -> None:
         """Start copying the loss scale to the host, if there is one."""
         if self._scaling is not None:
             with disable_modes():
                 numbers = torch.stack([self._scaling.scale, self._scaling.found_inf])
                 self._sent = self._queue.to_host(numbers), self._queue.mark()
 
-    def figures(self) -> StepFigures:
+    def wait_for_figures(self) -> StepFigures:
         """Return the figures, after the loss scale has arrived."""
         if self._sent is None:
             return self._figures
@@ -86,7 +86,7 @@ class HostLook:
         return replace(self._figures, loss_scale=scale, is_skipped=bool(is_skipped))
 
 
-class DeviceLook:
+class DeviceStepCheck:
     """A check in the queue of the device.
 
     Args:
@@ -113,7 +113,7 @@ class DeviceLook:
         self._sent: Milestone | None = None
 
     @torch.no_grad()
-    def send(self) -> None:
+    def start_copy(self) -> None:
         """Start copying all figures to the host, and free their device tensors."""
         scaling = self._scaling
         (sums, *norm), self._known = self._known, []
@@ -125,7 +125,7 @@ class DeviceLook:
             self._numbers = self._queue.to_host(numbers)
         self._sent = self._queue.mark()
 
-    def figures(self) -> StepFigures:
+    def wait_for_figures(self) -> StepFigures:
         """Return the figures, after they have arrived."""
         assert self._numbers is not None and self._sent is not None, (
             "values are sent before they are read"
@@ -137,7 +137,7 @@ class DeviceLook:
         return StepFigures(
             loss=loss,
             is_sound=not halted,
-            interrupt=strongest(flags),
+            interrupt=strongest_signal(flags),
             gradient_norm=others[0] if self._has_norm else None,
             loss_scale=scale,
             is_skipped=bool(is_skipped),
@@ -172,7 +172,7 @@ class DeviceSums:
         self.halted = torch.zeros((), dtype=torch.float32, device=program.world.device)
 
     @torch.no_grad()
-    def look(self, share: torch.Tensor, norm: torch.Tensor | None) -> DeviceLook:
+    def start_check(self, share: torch.Tensor, norm: torch.Tensor | None) -> DeviceStepCheck:
         """Launch the check of a step before its update.
 
         Args:
@@ -192,7 +192,7 @@ class DeviceSums:
             is_unsound = sums[0].isfinite().logical_not_().logical_or_(sums[1] > 0)
             # A new tensor in each step: the meters count storages that are older than a step.
             self.halted = torch.maximum(self.halted, is_unsound.float())
-        return DeviceLook(self._queue, self.halted, sums, norm, self._program.scaling)
+        return DeviceStepCheck(self._queue, self.halted, sums, norm, self._program.scaling)
 
     def _unsound_flag(self, norm: torch.Tensor | None) -> torch.Tensor:
         """Return a flag that is set if this rank's gradients are not finite.

@@ -6,18 +6,18 @@ from functools import partial
 
 import torch
 
-from ptrain.data.sampler import SampleSource, Split, batch
+from ptrain.data.sampler import SampleSource, Split, read_batch
 from ptrain.interpreter.program import Program
 from ptrain.models.modes import seed_device, seed_of_step
 from ptrain.models.objective import StepBatch
 from ptrain.runtime.queue import DeviceQueue, Milestone
 from ptrain.spec.job import CheckpointSpec
-from ptrain.train.finite import Guard, Launched, Reports
-from ptrain.train.parts import Outcome, Parts
+from ptrain.train.finite import FiniteGuard, LaunchedStep, StepReports
+from ptrain.train.parts import LoopInputs, Outcome
 from ptrain.train.schedule import learning_rate
 
 
-def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
+def train(program: Program, parts: LoopInputs, *, first: int = 0) -> Outcome:
     """Train from step `first` to the spec's last step and return the result.
 
     If the host runs ahead of its device, nothing is read from the device between two steps. A step
@@ -29,11 +29,11 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     """
     spec, queue = program.spec, DeviceQueue(program.world.device)
     repeat = partial(_repeat_step, program, parts)
-    guard = Guard(program, queue, parts.exchange, parts.interrupts, repeat)
+    guard = FiniteGuard(program, queue, parts.exchange, parts.interrupts, repeat)
     steps, held_out = first, None
     before: Milestone | None = None  # the end of the previous step, if no other work came after it
     most = 1 if queue.runs_ahead and not spec.verify_every else 0
-    with Reports(guard, parts.journal, parts.judge, most=most) as reports:
+    with StepReports(guard, parts.journal, parts.check_step, most=most) as reports:
         while steps < spec.train.steps and not reports.interrupt:
             step, steps = steps, steps + 1
             local = local_batch(program, parts.corpus, step)
@@ -42,24 +42,24 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
             began = before or queue.mark()
             with parts.watch(step):
                 share = program.forward_backward(local, rate)
-                look = guard.look(step, share, program.reduce())
+                look = guard.start_check(step, share, program.reduce())
                 program.apply(rate, look.halted)
-                look.send()
+                look.start_copy()
             ended, routing = queue.mark(), parts.routing(step)
             before = ended if queue.runs_ahead else None
-            seen = parts.journal.seen(steps)
-            reports.add(Launched(step, rate, look, (began, ended), routing, seen))
+            seen = parts.journal.launch_figures(steps)
+            reports.add(LaunchedStep(step, rate, look, (began, ended), routing, seen))
             if parts.consistency.is_due(steps):
-                reports.settle()
-                parts.consistency.require(steps)
+                reports.finish()
+                parts.consistency.require_agreement(steps)
                 before = None
             if _is_due(steps, spec.eval.every):
-                reports.settle()
+                reports.finish()
                 held_out, before = _held_out_loss(program, parts), None
-                parts.journal.held_out(steps, held_out)
+                parts.journal.write_held_out_loss(steps, held_out)
             is_last = steps == spec.train.steps
             if is_last or reports.interrupt or _is_due(steps, spec.checkpoint.every):
-                reports.settle()
+                reports.finish()
                 if _is_save_due(spec.checkpoint, steps, is_last or bool(reports.interrupt)):
                     parts.save(steps)
                 before = None
@@ -68,7 +68,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     )
 
 
-def _repeat_step(program: Program, parts: Parts, step: int) -> torch.Tensor | None:
+def _repeat_step(program: Program, parts: LoopInputs, step: int) -> torch.Tensor | None:
     """Recompute the gradients of a step and return their norm."""
     rate = learning_rate(program.spec.optimizer, step)
     local = local_batch(program, parts.corpus, step)
@@ -81,7 +81,7 @@ def local_batch(
     program: Program, source: SampleSource, step: int, split: Split = Split.TRAIN
 ) -> StepBatch:
     """Return this rank's share of the global batch of `step` (from 0), on its device."""
-    local = batch(
+    local = read_batch(
         source,
         spec=program.spec,
         step=step,
@@ -99,13 +99,13 @@ def seed_dropout(program: Program, step: int) -> None:
     seed_device(seed, program.world.device)
 
 
-def _held_out_loss(program: Program, parts: Parts) -> float:
+def _held_out_loss(program: Program, parts: LoopInputs) -> float:
     """Return the mean loss of the held-out batches, which are the same in each evaluation."""
     count, split = program.spec.eval.batches, Split.HELD_OUT
     share = torch.zeros((), dtype=torch.float64, device=program.world.device)
     for index in range(count):
         share.add_(program.evaluate(local_batch(program, parts.corpus, index, split)))
-    return parts.exchange.add([float(share)])[0] / count
+    return parts.exchange.sum_over_ranks([float(share)])[0] / count
 
 
 def _is_due(steps: int, every: int) -> bool:

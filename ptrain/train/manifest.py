@@ -42,7 +42,7 @@ _WHEREABOUTS = ("preset", "folder", "pretrained")
 _WATCHED = {"optimizer": (), "data": (), "train": ("seed",), "batch": ("global", "sequence")}
 
 
-def trained(spec: Spec) -> dict[str, object]:
+def trained_sections(spec: Spec) -> dict[str, object]:
     """Return the sections of a spec that a manifest stores, as read back from JSON."""
     plain = json.loads(json.dumps(spec.resolved, default=str))
     model = {key: value for key, value in plain["model"].items() if key not in _WHEREABOUTS}
@@ -53,7 +53,7 @@ def trained(spec: Spec) -> dict[str, object]:
     return {"model": model, **watched}
 
 
-def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
+def model_fault(was: Mapping[str, object], spec: Spec) -> Fault | None:
     """Return the fault if a checkpoint has another model, else None.
 
     Manifests of older versions, without a model section, are accepted.
@@ -62,7 +62,7 @@ def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
         was: `Manifest.trained` of the checkpoint.
         spec: The spec of the training.
     """
-    before, now = was.get("model"), trained(spec)["model"]
+    before, now = was.get("model"), trained_sections(spec)["model"]
     if not isinstance(before, dict) or _as_json(before) == _as_json(now):
         return None
     assert isinstance(now, dict)
@@ -78,7 +78,7 @@ def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
     )
 
 
-def warnings(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
+def difference_lines(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
     """Yield one line per key that differs from the checkpoint and may be intended.
 
     Sections that an older manifest lacks are not compared.
@@ -87,20 +87,23 @@ def warnings(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
         was: `Manifest.trained` of the checkpoint.
         spec: The spec of the training.
     """
-    before, now = dict(leaves(was)), dict(leaves(trained(spec)))
+    before, now = dict(leaves(was)), dict(leaves(trained_sections(spec)))
     for place in {**before, **now}:
         section = place.partition(".")[0]
         is_kept = place in before or isinstance(was.get(section), dict)
         if section in _WATCHED and is_kept and before.get(place) != now.get(place):
-            yield f"{place}: {_shown(before, place)} in the checkpoint, {_shown(now, place)} now"
+            yield (
+                f"{place}: {_format_value(before, place)} in the checkpoint, "
+                f"{_format_value(now, place)} now"
+            )
 
 
-def is_other_optimizer(was: Mapping[str, object], spec: Spec) -> bool:
+def has_other_optimizer(was: Mapping[str, object], spec: Spec) -> bool:
     """Return True if the checkpoint was trained with another optimizer."""
     return dict(leaves(was)).get("optimizer.name", spec.optimizer.name) != spec.optimizer.name
 
 
-def _shown(values: Mapping[str, object], place: str) -> str:
+def _format_value(values: Mapping[str, object], place: str) -> str:
     """Return the value at a dotted key, for messages."""
     return _as_json(values[place]) if place in values else "nothing"
 
@@ -160,7 +163,7 @@ class _Row(Leaf):
         if not isinstance(value, list) or len(value) != len(self.leaves):
             got = f"a list of {len(value)}" if isinstance(value, list) else describe(value)
             reject(f"must be a list of {len(self.leaves)}; got {got}")
-        return tuple(_take_values(dict(enumerate(self.leaves)), dict(enumerate(value))).values())
+        return tuple(_check_values(dict(enumerate(self.leaves)), dict(enumerate(value))).values())
 
 
 _COUNT, _TEXT = Integer("", 0, _MOST), Text("", r"(?s:.*)")
@@ -183,28 +186,28 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def is_name(text: str) -> bool:
+def is_checkpoint_name(text: str) -> bool:
     """Return True for the name of a complete checkpoint."""
     return bool(_STEP.fullmatch(text))
 
 
-def step_of(folder: Path) -> int:
+def step_in_name(folder: Path) -> int:
     """Return the step in the name of a complete checkpoint."""
     return int(folder.name.removeprefix("step-"))
 
 
-def complete(parent: Path) -> list[Path]:
+def complete_checkpoints(parent: Path) -> list[Path]:
     """Return the complete checkpoints in `parent`, newest first."""
-    paths = [path for path in parent.glob("step-*") if is_name(path.name)]
-    return sorted(paths, key=step_of, reverse=True)
+    paths = [path for path in parent.glob("step-*") if is_checkpoint_name(path.name)]
+    return sorted(paths, key=step_in_name, reverse=True)
 
 
-def half_written(parent: Path) -> list[Path]:
+def incomplete_checkpoints(parent: Path) -> list[Path]:
     """Return the folders of checkpoints whose job was killed while saving."""
     return sorted(parent.glob("step-*.tmp-*"))
 
 
-def digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
+def file_digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
     """Return size and SHA-256 of each file."""
     return {name: _file_digest(folder / name) for name in names}
 
@@ -214,13 +217,13 @@ def write(folder: Path, manifest: Manifest) -> None:
     # O_EXCL: a manifest is never overwritten.
     descriptor = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(sealed(asdict(manifest)))
+        file.write(seal_text(asdict(manifest)))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
 
 
-def sealed(content: Mapping[str, object]) -> bytes:
+def seal_text(content: Mapping[str, object]) -> bytes:
     """Return the text of a manifest with its seal: the SHA-256 of the text without the seal."""
     text = json.dumps(content, indent=1).encode()
     return text.removesuffix(b"\n}") + b',\n "seal": "%s"\n}' % _sha256(text).encode()
@@ -236,7 +239,7 @@ def read(folder: Path) -> Manifest:
     manifest = _parse_manifest(folder, text)
     if not is_sealed and manifest.format != UNSEALED:
         raise PtrainError(f"checkpoint {folder}: {NAME} has no seal")
-    if is_name(folder.name) and manifest.step != step_of(folder):
+    if is_checkpoint_name(folder.name) and manifest.step != step_in_name(folder):
         raise PtrainError(f"checkpoint {folder}: {NAME} belongs to step {manifest.step}")
     if strange := [
         name for name in manifest.files if not _FILE.fullmatch(name) or name in (".", "..")
@@ -289,10 +292,10 @@ def _build_manifest(content: object) -> Manifest:
             reject(f"{spot.name}: is missing")
     if strange := known.keys() - _LEAF_OF.keys():
         reject(f"{min(strange)}: unknown field", f"Allowed fields: {', '.join(_LEAF_OF)}.")
-    return Manifest(**_take_values(_LEAF_OF, known))
+    return Manifest(**_check_values(_LEAF_OF, known))
 
 
-def _take_values(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> dict[Any, Any]:
+def _check_values(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> dict[Any, Any]:
     """Return the values after their leaves have checked them. A fault names its key."""
     taken = {}
     for key, value in values.items():
@@ -308,7 +311,7 @@ def _sha256(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """Return the faults of these files, before they are loaded."""
     return [
         f"{name}: {problem}"
@@ -317,7 +320,7 @@ def problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str
     ]
 
 
-def wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
+def find_wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
     """Return the files that are missing or have another size, without reading them."""
     return [
         f"{name}: {problem}"

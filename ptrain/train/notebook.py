@@ -22,14 +22,14 @@ from ptrain.cost import Column
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped, refused
 from ptrain.installed import require_torch
-from ptrain.report.recorded import read
-from ptrain.report.summary import summary
+from ptrain.report.recorded import decode_record
+from ptrain.report.summary import training_summary
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
-from ptrain.train.host_memory import require_host_holds
+from ptrain.train.host_memory import require_ranks_fit_host
 
 _ERRORS = {error.exit_code: error for error in (PtrainError, RankFailed, TrainingStopped)}
 _INTERRUPTED = (130, 143)
@@ -64,10 +64,10 @@ class Run:
         return bool(self.record["verdict"] == "holds")
 
     def __str__(self) -> str:
-        account = read(self.record)
+        account = decode_record(self.record)
         if (measured := account.estimates.get(Column.MEASURED)) is None:
             return "no verdict: a run needs at least three steps"
-        return summary(
+        return training_summary(
             account.predicted,
             measured,
             account.checks,
@@ -146,7 +146,7 @@ def load_trainable(
     if isinstance(spec.model, ModelShape):  # any other model's sizes are known to its code only
         name = str(source) if isinstance(source, str | Path) else spec.name
         words = words or shlex.join([name, *overrides])
-        require_host_holds(spec, derive(spec).exact, words)
+        require_ranks_fit_host(spec, derive(spec).exact, words)
     return spec
 
 
@@ -164,7 +164,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     """Run a command of ptrain in another process and return its output."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "ptrain", *words],
-        env=environment.of_ptrain(),
+        env=environment.ptrain_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

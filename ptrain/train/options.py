@@ -122,7 +122,7 @@ def _resolve_resume(resume: str | None) -> str | None:
     return str(path)
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str]) -> Options:
     """Parse the options of `python -m ptrain.train`. Raises SystemExit(2) for an unknown option."""
     parser = argparse.ArgumentParser(
         prog="python -m ptrain.train",
@@ -131,10 +131,10 @@ def parse(argv: Sequence[str]) -> Options:
     )
     add_arguments(parser, "train", without=("--chart",))
     # Intermixed: options may be between the SPEC and its overrides.
-    return from_arguments(parser.parse_intermixed_args(dotlist(argv)))
+    return from_arguments(parser.parse_intermixed_args(strip_dashes(argv)))
 
 
-def dotlist(argv: Sequence[str]) -> list[str]:
+def strip_dashes(argv: Sequence[str]) -> list[str]:
     """Remove the dashes of overrides: `--mesh.dp_shard=4` becomes `mesh.dp_shard=4`."""
     return [re.sub(r"^--(?=[a-z_]+(\.[a-z_]+)+=)", "", word) for word in argv]
 
@@ -163,7 +163,7 @@ def elastic_argv(options: Options) -> list[str]:
     return [*argv, "--rdzv-id", options.rdzv_id] if options.rdzv_id else argv
 
 
-def require_reachable(spec: Spec) -> None:
+def require_profiled_steps(spec: Spec) -> None:
     """Raise SpecError if a step to profile is not a step of the training."""
     steps = spec.train.steps
     if beyond := [step for step in spec.profile if not 1 <= step <= steps]:

@@ -18,7 +18,7 @@ from ptrain.train.journal import LOG, Journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class LoopInputs:
     """The objects that the training loop uses in addition to its program.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parts:
     journal: Journal
     watch: Callable[[int], AbstractContextManager[object]]
     routing: Callable[[int], Sequence[LayerRouting]]
-    judge: Callable[[int, float, float | None], None]
+    check_step: Callable[[int, float, float | None], None]
     consistency: Consistency
     save: Callable[[int], None]
 
@@ -76,7 +76,7 @@ class Consistency:
         self._resume = resume
         self._checked = 0  # the number of steps at the last comparison
 
-    def around(
+    def step_context(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
         """Return the context of a step (from 0).
@@ -93,7 +93,7 @@ class Consistency:
         """
         return self.every > 0 and steps % self.every == 0
 
-    def require(self, steps: int) -> None:
+    def require_agreement(self, steps: int) -> None:
         """Require that the ranks agree after this number of steps.
 
         It does nothing if they were compared after this step already, or if the check is off.

@@ -32,7 +32,7 @@ from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG
 
 
-def moved(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
+def moved_profiles(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
     """Return the step that is traced instead, for each step to profile that is measured.
 
     Args:
@@ -42,14 +42,14 @@ def moved(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
     return {step: max(metered) + 1 for step in spec.profile if step in metered}
 
 
-def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
+def moved_profiles_line(spec: Spec, metered: tuple[int, ...]) -> str:
     """Return one line about steps that are traced instead of measured ones, "" without any.
 
     Args:
         spec: The spec, whose `profile` lists steps from 1.
         metered: The measured steps, from 1.
     """
-    if not (moves := moved(spec, metered)):
+    if not (moves := moved_profiles(spec, metered)):
         return ""
     steps, instead = " and ".join(map(str, moves)), max(metered) + 1
     end = "is traced instead" if instead <= spec.train.steps else "would be traced instead"
@@ -57,7 +57,7 @@ def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
 
 
 @contextmanager
-def traced(folder: Path, step: int, world: World) -> Iterator[None]:
+def profile_step(folder: Path, step: int, world: World) -> Iterator[None]:
     """Temporarily profile, and write `rank<r>-step<n>.json.gz` at the end; `step` counts from 1."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU]
@@ -101,13 +101,13 @@ class Probe:
     ) -> None:
         self._program = program
         self._folder = folder
-        self.steady = first_steady(program.spec, first)
+        self.steady = first_steady_step(program.spec, first)
         metered = (self.steady, self.steady + 1)  # from 1: the step before the steady one, and it
-        instead = moved(program.spec, metered)
+        instead = moved_profiles(program.spec, metered)
         self._traced = {instead.get(step, step) for step in program.spec.profile}
         self._every = every
         self._measured = measured
-        if line := announcement(program.spec, metered):
+        if line := moved_profiles_line(program.spec, metered):
             LOG.warning(line)
         self._before: Estimate | None = None
         self.estimate: Estimate | None = None  # of the first steady step, with the set-up rows
@@ -121,7 +121,7 @@ class Probe:
         """Run a step with the meters and profilers that are due."""
         with ExitStack() as stack:
             if step + 1 in self._traced:
-                stack.enter_context(traced(self._folder.trace, step + 1, self._program.world))
+                stack.enter_context(profile_step(self._folder.trace, step + 1, self._program.world))
             measurement = (
                 stack.enter_context(measure(self._program)) if self.is_measured(step) else None
             )
@@ -161,7 +161,7 @@ class Probe:
             return
         if step == self.steady:
             assert self._before is not None
-            rows = (*estimate.traffic, *set_up(self._before.traffic, estimate.traffic))
+            rows = (*estimate.traffic, *setup_traffic(self._before.traffic, estimate.traffic))
             undefined = {"blocked_seconds": "no step was timed"} | estimate.undefined
             self.estimate = replace(estimate, traffic=add_traffic(rows), undefined=undefined)
         self._measured(estimate)
@@ -180,7 +180,7 @@ class Probe:
         self.estimate = replace(self.estimate, blocked=rows, undefined=undefined)
 
 
-def first_steady(spec: Spec, first: int) -> int:
+def first_steady_step(spec: Spec, first: int) -> int:
     """Return the third step after `first`, from 0.
 
     If the next forward pass all-gathers updated units, it is the first later step that follows no
@@ -194,7 +194,7 @@ def first_steady(spec: Spec, first: int) -> int:
     return next((step for step in later if all(step % period for period in periods)), third)
 
 
-def set_up(before: tuple[Traffic, ...], steady: tuple[Traffic, ...]) -> Iterator[Traffic]:
+def setup_traffic(before: tuple[Traffic, ...], steady: tuple[Traffic, ...]) -> Iterator[Traffic]:
     """Yield the set-up traffic: the calls of a step in addition to the steady step's calls.
 
     Args:

@@ -17,20 +17,20 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ptrain.errors import PtrainError, RankFailed
 from ptrain.output import outlive_readers
-from ptrain.train.rank_start import code_of
+from ptrain.train.rank_start import report_error
 
 
-def live(run: Callable[[], int]) -> NoReturn:
+def run_and_exit(run: Callable[[], int]) -> NoReturn:
     """Run a rank from start to end, and exit with the code that `run` returns.
 
     A reader that closes the output of the rank does not make it fail.
     """
     outlive_readers()
-    sys.excepthook = _leave_failed
-    leave(coded(run))
+    sys.excepthook = _exit_failed
+    exit_process(run_for_exit_code(run))
 
 
-def coded(run: Callable[[], int]) -> int:
+def run_for_exit_code(run: Callable[[], int]) -> int:
     """Call `run` and return its exit code. A PtrainError other than RankFailed is printed.
 
     Raises:
@@ -42,19 +42,19 @@ def coded(run: Callable[[], int]) -> int:
     except RankFailed:
         raise
     except PtrainError as error:
-        return code_of(error)
+        return report_error(error)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Flush the output and exit without the interpreter's exit handlers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _leave_failed(
+def _exit_failed(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> NoReturn:
     """Print the traceback and exit with the code of a failed rank. Installed as sys.excepthook."""
     traceback.print_exception(kind, error, trace)
-    leave(RankFailed.exit_code)
+    exit_process(RankFailed.exit_code)

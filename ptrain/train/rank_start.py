@@ -25,21 +25,21 @@ _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-def begin() -> None:
+def begin_rank() -> None:
     """Begin a rank, before torch is imported.
 
     Importing torch takes seconds, in which torch's agent may be killed; its ranks must end with it.
     If `require_torch` raises, the rank prints the message and exits with code 2.
     """
-    if environment.agent():
-        die_with(os.getppid())
+    if environment.agent_id():
+        die_with_parent(os.getppid())
     try:
         require_torch()
     except PtrainError as error:
-        sys.exit(code_of(error))
+        sys.exit(report_error(error))
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends; at once if the parent has changed.
 
     Args:
@@ -52,7 +52,7 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def code_of(error: PtrainError) -> int:
+def report_error(error: PtrainError) -> int:
     """Print an error and return its exit code.
 
     Only the first rank of a node prints. Another node may have another error, such as a missing

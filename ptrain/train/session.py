@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 
 from ptrain.cost import Estimate
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import require as require_corpus
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import require_trainable_data as require_corpus
 from ptrain.derivation.estimate import Derivation, by_counts, derive, step_tokens
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.meters.routing import RoutingMeter, sum_histograms, sum_routing
 from ptrain.processor import cores
-from ptrain.report.record import Check, compare, record, time_checks, verdict
-from ptrain.report.routing import LayerRouting, routes, rows
+from ptrain.report.record import Check, compare_estimates, result_record, time_checks, verdict_word
+from ptrain.report.routing import LayerRouting, is_routing_recorded, routing_rows
 from ptrain.report.screen import next_line
-from ptrain.report.summary import summary
+from ptrain.report.summary import training_summary
 from ptrain.runtime.queue import keep_freed_memory
 from ptrain.runtime.world import World
 from ptrain.selection.preflight import require_fit
@@ -45,27 +45,27 @@ from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, interrupt, manifest
-from ptrain.train.checkpoint import data_prints, resume
+from ptrain.train.checkpoint import fingerprint_data, resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import (
     Claim,
     RunFolder,
-    begin,
-    continued,
+    apply_agent_restart,
+    display_path,
+    mark_as_latest,
     open_run,
     require_resumable,
-    shown,
     write_json,
     write_text,
 )
 from ptrain.train.guard import GUARDED, MakeGuard, StepGuard
-from ptrain.train.heading import announce_node, header, preflight_line, preflight_lines
-from ptrain.train.journal import LOG, Journal, Trackers, is_shown, set_up_logging, trackers_of
+from ptrain.train.heading import announce_node, job_line, preflight_line, preflight_lines
+from ptrain.train.journal import LOG, Journal, Trackers, is_shown, make_trackers, set_up_logging
 from ptrain.train.loop import train
-from ptrain.train.options import Options, require_reachable
-from ptrain.train.parts import Consistency, Outcome, Parts
+from ptrain.train.options import Options, require_profiled_steps
+from ptrain.train.parts import Consistency, LoopInputs, Outcome
 from ptrain.train.probe import Probe
-from ptrain.train.tracker import names_of_trackers, require_trackers
+from ptrain.train.tracker import require_trackers, tracker_names
 
 
 class RoutingLog:
@@ -94,13 +94,13 @@ class RoutingLog:
         self._last: tuple[int, Sequence[LayerRouting]] | None = None
         self.counted: dict[int, Histogram] = {}
 
-    def around(
+    def step_context(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
         """Return the context of a step, in which its routers are watched if necessary."""
         return self._watch_routers(watch) if self._is_due(step) else watch
 
-    def of_step(self, step: int) -> Sequence[LayerRouting]:
+    def step_routing(self, step: int) -> Sequence[LayerRouting]:
         """Return the counts of all ranks in a finished step; empty if it is not printed.
 
         All ranks call it.
@@ -122,7 +122,7 @@ class RoutingLog:
             return None
         step, layers = self._last
         ranks = ranks_over(self._spec, self._spec.expert_axes)
-        return {"step": step + 1, "layers": rows(layers, ranks)}
+        return {"step": step + 1, "layers": routing_rows(layers, ranks)}
 
     @contextmanager
     def _watch_routers(self, watch: AbstractContextManager[object]) -> Iterator[None]:
@@ -140,7 +140,9 @@ class RoutingLog:
 
     def _is_due(self, step: int) -> bool:
         """Return True if the model routes and the step is printed or measured."""
-        return routes(self._spec) and (is_shown(self._spec, step + 1) or self._is_measured(step))
+        return is_routing_recorded(self._spec) and (
+            is_shown(self._spec, step + 1) or self._is_measured(step)
+        )
 
 
 def emulated_line(spec: Spec, device: torch.device) -> str:
@@ -203,7 +205,7 @@ class Session:
     trackers: Trackers = field(default_factory=Trackers)
 
 
-def run(options: Options, guarded: MakeGuard | None = None) -> int:
+def train_rank(options: Options, guarded: MakeGuard | None = None) -> int:
     """Train on this rank and return the exit code.
 
     A process group that exists is used and not destroyed.
@@ -219,13 +221,13 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
     """
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
     spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
-    require_reachable(spec)
+    require_profiled_steps(spec)
     if spec.verify_every and guarded is None:
         raise refused(
             "verify_every", _UNGUARDED, f"Use `-m {GUARDED}` instead of `-m ptrain.train`."
         )
     make_guard = guarded if spec.verify_every and guarded else StepGuard
-    with interrupt.caught() as interrupts, ExitStack() as stack:
+    with interrupt.record_signals() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
         stack.callback(world.close)
         if world.device.type == "cpu":
@@ -236,13 +238,7 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
         folder, options = _open_folder(spec, options, exchange, stack)
-        session = Session(
-            spec=spec,
-            options=options,
-            world=world,
-            exchange=exchange,
-            folder=folder,
-        )
+        session = Session(spec=spec, options=options, world=world, exchange=exchange, folder=folder)
         # With --json, standard output only holds the record.
         set_up_logging(folder, rank=world.rank, speaks=world.is_first and not options.json)
         if not options.json:
@@ -254,7 +250,7 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
         return _run_training(session, interrupts, make_guard)
 
 
-def on_device(spec: Spec, device: torch.device) -> Spec:
+def replace_device(spec: Spec, device: torch.device) -> Spec:
     """Return the spec for the device that it runs on, instead of the device of its cluster.
 
     Kernels, and with them predicted activations, depend on the kind of the device and on the
@@ -279,16 +275,16 @@ def _run_training(session: Session, interrupts: interrupt.Interrupts, make_guard
     """Build the model, resume, train and compare. Returns the exit code."""
     spec, options, world = session.spec, session.options, session.world
     speaks = world.is_first and not options.json
-    text = corpus(spec.data)
+    text = open_corpus(spec.data)
     require_corpus(text, spec)
     if not spec.data.is_of_files:  # a token file may be too large to digest
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
-    placed = on_device(spec, world.device)
+    placed = replace_device(spec, world.device)
     facts = facts_of(
         placed,
         allow_import=options.allow_import,
-        share=partial(_on_first, session.exchange),
+        share=partial(_run_on_first_rank, session.exchange),
         runs_fakes=False,
         progress=LOG.info,
     )
@@ -296,43 +292,42 @@ def _run_training(session: Session, interrupts: interrupt.Interrupts, make_guard
     derivation = derive(placed, facts)
     if not options.force:
         require_fit(placed, derivation.exact, facts)
-    heading = header(spec, numel=facts.numel, backend=world.backend, device=world.device.type)
+    heading = job_line(spec, numel=facts.numel, backend=world.backend, device=world.device.type)
     session = replace(session, heading=heading)
     _announce(session, derivation.exact, program.whole_because)
     folder, exchange = session.folder, session.exchange
     if options.resume or spec.checkpoint.every or spec.checkpoint.at_end:
-        read = partial(data_prints, spec, text)
-        program.data_prints = _on_first(exchange, read, "read the training data")
-    first = resume(program, folder, options.resume, exchange, options.accept_data)
+        read = partial(fingerprint_data, spec, text)
+        program.data_prints = _run_on_first_rank(exchange, read, "read the training data")
+    first = resume_training(program, folder, options.resume, exchange, options.accept_data)
     if world.is_first:
-        trackers = trackers_of(spec, options, session.folder, derivation.exact, first=first)
+        trackers = make_trackers(spec, options, session.folder, derivation.exact, first=first)
         session = replace(session, trackers=trackers)
     with session.trackers:
         with _make_journal(session, first, bar=speaks and not options.quiet) as journal:
-            probe = Probe(
-                program, folder, first=first, every=options.measure, measured=journal.measured
-            )
+            record = journal.record_measurement
+            probe = Probe(program, folder, first=first, every=options.measure, measured=record)
             resuming = partial(_resume_command, session)
             consistency = Consistency(program, session.exchange, resuming)
             routing = RoutingLog(program, session.exchange, session.folder, probe.is_measured)
             guard = make_guard(program, session.exchange, probe.is_measured, resuming)
-            parts = Parts(
+            parts = LoopInputs(
                 corpus=text,
                 exchange=session.exchange,
                 interrupts=interrupts,
                 journal=journal,
-                watch=lambda step: guard.around(
-                    step, consistency.around(step, routing.around(step, probe(step)))
+                watch=lambda step: guard.step_context(
+                    step, consistency.step_context(step, routing.step_context(step, probe(step)))
                 ),
-                routing=routing.of_step,
-                judge=guard.judge,
+                routing=routing.step_routing,
+                check_step=guard.check_step,
                 consistency=consistency,
                 save=partial(_save_checkpoint, program, session, consistency),
             )
             if world.is_first:
-                begin(session.folder)
+                mark_as_latest(session.folder)
             outcome = train(program, parts, first=first)
-        of_run = _predictions_of(derivation, probe, routing)
+        of_run = _make_predictions(derivation, probe, routing)
         return _conclude_run(session, of_run, probe.estimate, outcome, journal, routing.record())
 
 
@@ -349,7 +344,7 @@ class Predictions:
     counted: Estimate | None = None
 
     @property
-    def judged(self) -> Estimate:
+    def verdict_prediction(self) -> Estimate:
         """The prediction that the verdict uses."""
         return self.counted or self.derivation.exact
 
@@ -360,7 +355,7 @@ class Predictions:
         return [column for column in columns if column is not None]
 
 
-def _predictions_of(derivation: Derivation, probe: Probe, routing: RoutingLog) -> Predictions:
+def _make_predictions(derivation: Derivation, probe: Probe, routing: RoutingLog) -> Predictions:
     """Return the predictions, with the routing counts of the steady step if it has any."""
     if (histogram := routing.counted.get(probe.steady)) is None:
         return Predictions(derivation=derivation)
@@ -368,7 +363,7 @@ def _predictions_of(derivation: Derivation, probe: Probe, routing: RoutingLog) -
     return Predictions(derivation=derivation, counted=counted)
 
 
-def _on_first(exchange: Exchange, trace: Callable[[], Any], action: str = _TRACES) -> Any:
+def _run_on_first_rank(exchange: Exchange, trace: Callable[[], Any], action: str = _TRACES) -> Any:
     """Run `trace` on rank 0 and return its result on all ranks.
 
     If it fails, the error propagates on rank 0. The others return `{"problem": …}`, whose text
@@ -382,7 +377,7 @@ def _on_first(exchange: Exchange, trace: Callable[[], Any], action: str = _TRACE
         if error := sys.exception():
             last = traceback.format_exception_only(error)[-1].strip()
             answer = {"problem": f"rank 0 could not {action}: {last}"}
-        answer = exchange.first(answer)
+        answer = exchange.broadcast(answer)
     return answer
 
 
@@ -400,9 +395,9 @@ def _open_folder(
     chosen = {"path": "", "problem": "", "resume": options.resume}
     if exchange.world.is_first:
         try:
-            goes_on = continued(options)
+            goes_on = apply_agent_restart(options)
             require_resumable(spec, goes_on)
-            require_trackers(names_of_trackers(spec, goes_on))
+            require_trackers(tracker_names(spec, goes_on))
             claim = open_run(
                 spec,
                 given=goes_on.run_dir,
@@ -414,7 +409,7 @@ def _open_folder(
             chosen |= {"path": str(claim.folder.path), "resume": goes_on.resume}
         except PtrainError as error:
             chosen["problem"] = str(error)
-    chosen = exchange.first(chosen)
+    chosen = exchange.broadcast(chosen)
     if chosen["problem"]:
         raise PtrainError(chosen["problem"])
     folder = RunFolder(Path(chosen["path"]))
@@ -440,7 +435,7 @@ def _announce(session: Session, exact: Estimate, whole_because: str) -> None:
     LOG.info(session.heading)
     options = session.options
     words = (options.spec, *options.overrides)
-    placed = on_device(session.spec, session.world.device)
+    placed = replace_device(session.spec, session.world.device)
     for line in preflight_lines(placed, exact, words, allow_import=options.allow_import):
         LOG.info(line)
     if whole_because:
@@ -463,9 +458,9 @@ def _save_checkpoint(
     program: Program, session: Session, consistency: Consistency, steps: int
 ) -> None:
     """Check that the ranks agree, and write a checkpoint."""
-    consistency.require(steps)
+    consistency.require_agreement(steps)
     path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
-    LOG.info("checkpoint  %s", shown(path))
+    LOG.info("checkpoint  %s", display_path(path))
 
 
 def _conclude_run(
@@ -481,15 +476,18 @@ def _conclude_run(
     The exit code is equal on all ranks.
     """
     # rank 0's median: the verdict, and so the exit code, must be equal on all ranks
-    measured, seconds = None, session.exchange.first(journal.step_seconds())
+    measured, seconds = None, session.exchange.broadcast(journal.step_seconds())
     if estimate is not None:
         measured = join_estimates(gather_estimates(session.world, estimate))
     checks: tuple[Check, ...] = ()
     if measured:
-        step = predictions.judged.step
-        checks = (*compare(predictions.judged, measured), *time_checks(session.spec, step, seconds))
+        step = predictions.verdict_prediction.step
+        checks = (
+            *compare_estimates(predictions.verdict_prediction, measured),
+            *time_checks(session.spec, step, seconds),
+        )
     if session.world.is_first:
-        result = record(
+        result = result_record(
             session.spec.name,
             [*predictions.columns, *([measured] if measured else [])],
             checks=checks,
@@ -506,8 +504,12 @@ def _conclude_run(
     # The launcher reads exit code 1 without a summary as a crash (failure._died_early).
     session.exchange.barrier()
     if measured:
-        text = summary(
-            predictions.judged, measured, checks, torch=torch.__version__, step_seconds=seconds
+        text = training_summary(
+            predictions.verdict_prediction,
+            measured,
+            checks,
+            torch=torch.__version__,
+            step_seconds=seconds,
         )
         LOG.info(text + _closing_line(session))
     else:
@@ -515,7 +517,7 @@ def _conclude_run(
     if outcome.interrupt:
         _log_interrupted(session, outcome)
         return interrupt.exit_code(outcome.interrupt)
-    if session.options.strict and checks and verdict(checks) != "holds":
+    if session.options.strict and checks and verdict_word(checks) != "holds":
         return VerdictFailed.exit_code
     return 0
 
@@ -523,12 +525,12 @@ def _conclude_run(
 def _verdict_text(checks: Sequence[Check]) -> str:
     """Return the verdict with its numbers, for trackers."""
     held = f" ({sum(check.holds for check in checks)} of {len(checks)})"
-    return verdict(checks) + held if checks else "none"
+    return verdict_word(checks) + held if checks else "none"
 
 
 def _closing_line(session: Session) -> str:
     """Return the end of the last lines: the run folder and the next command."""
-    path = shown(session.folder.path)
+    path = display_path(session.folder.path)
     allowed = " --allow-import" if session.options.allow_import else ""
     return f" · {path}\n\n{next_line(f'ptrain verify {path}{allowed}')}"
 
@@ -543,7 +545,7 @@ def _run_figures(session: Session, outcome: Outcome, derivation: Derivation) -> 
         "steps": outcome.steps,
         "loss": outcome.loss,
         "held_out_loss": outcome.held_out_loss,
-        "text_digest": None if data.is_of_files else corpus(data).digest(),
+        "text_digest": None if data.is_of_files else open_corpus(data).digest(),
         "interrupted_by": outcome.interrupt.name if outcome.interrupt else None,
     }
 
@@ -568,9 +570,9 @@ def _log_interrupted(session: Session, outcome: Outcome) -> None:
 
 def _resume_command(session: Session) -> str:
     """Return the command that continues from the last checkpoint, "" without one."""
-    if not manifest.complete(session.folder.checkpoints):
+    if not manifest.complete_checkpoints(session.folder.checkpoints):
         return ""
-    run = shlex.quote(shown(session.folder.path))
+    run = shlex.quote(display_path(session.folder.path))
     allowed = " --allow-import" if session.options.allow_import else ""
     return f"ptrain train {run}/spec.resolved.yaml --resume {run}{allowed}"
 

@@ -67,7 +67,7 @@ class Tracker(Protocol):
     def close(self, *, has_failed: bool) -> None: ...
 
 
-def names_of_trackers(spec: Spec, options: Options) -> tuple[str, ...]:
+def tracker_names(spec: Spec, options: Options) -> tuple[str, ...]:
     """Return the trackers of a run, in the order of the spec."""
     by_option = ("tensorboard",) if options.tensorboard else ()
     return tuple(dict.fromkeys((*spec.log.trackers, *by_option)))
@@ -92,7 +92,7 @@ def require_trackers(names: Sequence[str]) -> None:
         raise SpecError(*faults)
 
 
-def identity_of(folder: RunFolder, tracker: str, source: str | None, name: str) -> str:
+def continued_run_id(folder: RunFolder, tracker: str, source: str | None, name: str) -> str:
     """Return the id that a tracker gave a continued run, "" for a new one.
 
     The id is in this run folder, or in the run of `source` if that has the same name.
@@ -116,10 +116,10 @@ def _continued_runs(source: str | None, name: str) -> list[RunFolder]:
     path = Path(source)
     runs = [RunFolder(run) for run in (path, *path.parents[:2])]
     nearest = [run for run in runs if run.resolved.exists()][:1]
-    return [run for run in nearest if _name_of(run) == name]
+    return [run for run in nearest if _run_name(run) == name]
 
 
-def _name_of(run: RunFolder) -> str:
+def _run_name(run: RunFolder) -> str:
     """Return the name in the resolved spec of a run. The file is not parsed as YAML."""
     lines = run.resolved.read_text(encoding="utf-8").splitlines()
     names = (line.partition(":")[2] for line in lines if line.startswith("name:"))

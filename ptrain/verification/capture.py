@@ -46,29 +46,29 @@ from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
 from ptrain.units import row_major
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.parts import full, held
+from ptrain.verification.parts import full_copy, local_cpu
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.updates.repeat import UpdateRecorder
 
 Patterns = tuple[str, ...]
 
 
-def gives_addend(roles: Roles, module: str) -> bool:
+def is_output_addend(roles: Roles, module: str) -> bool:
     """Return True if the outputs of a module on the ranks sum to the reference's output."""
-    return any(matches_pattern(pattern, module) for pattern in _giving(roles))
+    return any(matches_pattern(pattern, module) for pattern in _output_addends(roles))
 
 
-def gets_addend(roles: Roles, module: str) -> bool:
+def is_gradient_addend(roles: Roles, module: str) -> bool:
     """Return True if the ranks' gradients of a module's output sum to the reference's gradient."""
     return any(
         matches_pattern(pattern, name)
-        for pattern in _getting(roles)
+        for pattern in _gradient_addends(roles)
         for name in module_prefixes(module)
     )
 
 
 @lru_cache(maxsize=16)
-def _giving(roles: Roles) -> Patterns:
+def _output_addends(roles: Roles) -> Patterns:
     """Return the modules with sharded inputs and the modules that contain them, except the expert
     layer that sums."""
     sums = tuple(pattern for pattern, role in roles if role is Role.EXPERTS)
@@ -78,7 +78,7 @@ def _giving(roles: Roles) -> Patterns:
 
 
 @lru_cache(maxsize=16)
-def _getting(roles: Roles) -> Patterns:
+def _gradient_addends(roles: Roles) -> Patterns:
     """Return the modules whose output gradient on a rank is an addend.
 
     These are latent projections, whose output all heads share while a rank has only some heads, and
@@ -99,9 +99,9 @@ class LeafShard(ParameterShard):
     target: NamedTarget
     numel: int  # of the tensor that the optimizer steps, and of its elementwise state
 
-    def like(self, state: Tensor) -> Tensor | None:
-        row = held(state).flatten()
-        row = row if self.within is None or row.numel() != self.numel else row[self.within]
+    def select_state(self, state: Tensor) -> Tensor | None:
+        row = local_cpu(state).flatten()
+        row = row if self.flat_index is None or row.numel() != self.numel else row[self.flat_index]
         return row if state.dim() and state.numel() == self.numel else None
 
 
@@ -110,7 +110,7 @@ _MOST_RANKS = int(2.0**53 / _APART) - 1  # above 2**53 fp64 cannot represent eve
 
 
 @torch.no_grad()
-def shards_of(program: Program) -> dict[str, LeafShard]:
+def leaf_shards(program: Program) -> dict[str, LeafShard]:
     """Return the elements of each parameter that this rank's optimizers update, by canonical name.
 
     An optimizer may step tensors that are no parameters (flat units, shards, master copies). So
@@ -127,24 +127,24 @@ def shards_of(program: Program) -> dict[str, LeafShard]:
         shape = torch.Size(getattr(target, "shape", None) or target.value().shape)
         numbers = torch.arange(shape.numel(), dtype=torch.float64, device=program.world.device)
         placed = program.canonical(target.named((numbers + first).view(shape)))
-        for name, row in ((name, full(its)) for name, its in placed.items()):
+        for name, row in ((name, full_copy(its)) for name, its in placed.items()):
             at = ((row >= first) & (row < first + _APART)).flatten().nonzero().flatten()
             within = (row.flatten()[at] - first).long()
             shards[name] = LeafShard(
                 name, tensor_of(leaf), row.shape, target=target, numel=numbers.numel(),
-                at=None if at.numel() == row.numel() else at,
-                within=None if torch.equal(within, numbers.cpu().long()) else within,
+                indices=None if at.numel() == row.numel() else at,
+                flat_index=None if torch.equal(within, numbers.cpu().long()) else within,
             )  # fmt: skip
     return shards
 
 
-def taken(updates: UpdateRecorder, factor: float = 1.0) -> dict[str, Tensor]:
+def optimizer_gradients(updates: UpdateRecorder, factor: float = 1.0) -> dict[str, Tensor]:
     """Return this rank's gradients that an optimizer used, divided by the clipping `factor`."""
     gradients = updates.gradients
     return {name: gradients[name] / factor for name in gradients if name in updates.updated}
 
 
-def whole_gradients(
+def full_gradients(
     program: Program, updates: UpdateRecorder, exchange: Exchange, norm: float | None
 ) -> dict[str, Tensor]:
     """Return the full gradients before clipping, by name, in fp64 on the CPU.
@@ -160,7 +160,7 @@ def whole_gradients(
     Returns:
         The gradients. Elements that several ranks hold are averaged over these ranks.
     """
-    own = taken(updates, clipped_by(program.spec, norm))
+    own = optimizer_gradients(updates, clip_factor(program.spec, norm))
     shapes: dict[str, list[int]] = {}
     for its in exchange.gather({name: list(updates.holds[name].shape) for name in own}):
         shapes |= its
@@ -168,7 +168,7 @@ def whole_gradients(
     for name, shape in shapes.items():
         sums = torch.zeros(2, math.prod(shape), dtype=torch.float64)  # row 1: the number of copies
         if name in own:
-            at = updates.holds[name].at
+            at = updates.holds[name].indices
             rows = torch.stack([own[name].double(), torch.ones_like(own[name]).double()])
             sums[:, slice(None) if at is None else at] = rows
         if exchange.world.size > 1:
@@ -177,7 +177,7 @@ def whole_gradients(
     return gradients
 
 
-def as_held(
+def shard_outputs(
     program: Program, outputs: Mapping[str, Tensor], is_addend: Callable[[Roles, str], bool]
 ) -> dict[str, Tensor]:
     """Return the reference's outputs in the layout of this rank's modules, by path.
@@ -187,11 +187,11 @@ def as_held(
     routers and experts if a rank has only some tokens of a sample.
     """
     tensor, experts = program.plan.tensor, program.plan.experts
-    own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
+    own, roles = TokenSelection(program.spec, program.world.rank), tensor.roles if tensor else ()
     routes_slices = program.plan.context or (experts and experts.folded)
-    apart = tuple(_of_rows(program)) if routes_slices else ()
+    apart = tuple(_flattened_modules(program)) if routes_slices else ()
     return {
-        path: program.order.held_features(path, own.of_output(output))
+        path: program.order.held_features(path, own.select_output(output))
         for path, output in outputs.items()
         if not is_addend(roles, path)
         and not (experts and experts.is_inside(path))
@@ -199,7 +199,7 @@ def as_held(
     }
 
 
-def clipped_by(spec: Spec, norm: float | None) -> float:
+def clip_factor(spec: Spec, norm: float | None) -> float:
     """Return the factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients.
 
     It is 1.0 if the spec does not clip, or if the norm is None or not finite. The addend 1e-6 is
@@ -211,20 +211,20 @@ def clipped_by(spec: Spec, norm: float | None) -> float:
     return min(1.0, clip / (norm + 1e-6))
 
 
-def _of_rows(program: Program) -> Iterator[str]:
+def _flattened_modules(program: Program) -> Iterator[str]:
     """Yield the paths of routers and experts, whose outputs have samples and tokens in one
     dimension, so that their shape does not show which rows belong to a token shard."""
-    for path, module in paths(program):
+    for path, module in module_paths(program):
         if isinstance(module, MoE):
             yield from (f"{path}.{name}" for name in ("router", "experts"))
 
 
-def modules(program: Program) -> list[nn.Module]:
+def model_parts(program: Program) -> list[nn.Module]:
     """Return this rank's pieces of the model (the model, or its pipeline stages)."""
     return [piece.module for piece in program.pieces]
 
 
-def paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
+def module_paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that this rank runs, by path in the model; the root of a pipeline stage is
     left out, because the model has no such module."""
     for piece in program.pieces:
@@ -233,7 +233,9 @@ def paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
                 yield path, module
 
 
-def drive(program: Program, source: SampleSource, step: int) -> tuple[float, float | None]:
+def run_training_step(
+    program: Program, source: SampleSource, step: int
+) -> tuple[float, float | None]:
     """Run one training step of the program.
 
     Returns:
@@ -247,15 +249,15 @@ def drive(program: Program, source: SampleSource, step: int) -> tuple[float, flo
     return loss, None if norm is None else float(norm)
 
 
-def drive_and_add(
+def run_step_for_global_loss(
     program: Program, source: SampleSource, step: int, exchange: Exchange
 ) -> tuple[float, float | None]:
     """Run one training step like `drive`, but return the global mean loss, equal on all ranks."""
-    share, norm = drive(program, source, step)
-    return exchange.add([share])[0], norm
+    share, norm = run_training_step(program, source, step)
+    return exchange.sum_over_ranks([share])[0], norm
 
 
-def data_place(spec: Spec, rank: int) -> int:
+def data_rank_index(spec: Spec, rank: int) -> int:
     """Return the index of this rank's share of every global batch."""
     where = coordinates(spec, rank)
     return row_major((where[axis], spec.degree(axis)) for axis in SAMPLE_AXES if axis in where)
@@ -264,21 +266,21 @@ def data_place(spec: Spec, rank: int) -> int:
 _OF_HEADS = 4  # dimensions of a tensor [samples, heads, tokens, features]
 
 
-def own_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
+def token_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
     """Return the token ranges of a rank in its order; empty if it has all tokens of a sample."""
     step = context_of(spec)
     return spans_at(step, coordinates(spec, rank)[step.axis]) if step else ()
 
 
-class TokensOfRank:
+class TokenSelection:
     """The selection of a rank's tokens (or of the tokens in `spans`) from full tensors."""
 
     def __init__(self, spec: Spec, rank: int, spans: Sequence[Span] | None = None) -> None:
-        self._spans = own_spans(spec, rank) if spans is None else spans
+        self._spans = token_spans(spec, rank) if spans is None else spans
         self._sequence = spec.batch.sequence
         self._is_built_in = isinstance(spec.model, ModelShape)
 
-    def of_output(self, whole: torch.Tensor) -> torch.Tensor:
+    def select_output(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the rank's tokens of a module's output.
 
         The layout is [samples, tokens, ...] or [samples, heads, tokens, features]. A tensor without
@@ -287,15 +289,15 @@ class TokensOfRank:
         dims = (2, 1) if whole.dim() == _OF_HEADS else (1,)
         sizes = dict(zip(range(whole.dim()), whole.shape, strict=True))
         dim = next((dim for dim in dims if sizes.get(dim) == self._sequence), None)
-        return whole if dim is None else self._taken(whole, dim)
+        return whole if dim is None else self._select(whole, dim)
 
-    def of_buffer(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def select_buffer(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return the rank's rows of a built-in model's buffer with a row per token; other buffers
         are returned unchanged."""
         is_cut = self._is_built_in and name.endswith(OF_TOKENS)
-        return self._taken(whole, 0) if is_cut else whole
+        return self._select(whole, 0) if is_cut else whole
 
-    def _taken(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def _select(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         if not self._spans:
             return whole
         parts = [whole.narrow(dim, first, behind - first) for first, behind in self._spans]
@@ -306,7 +308,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class SampleFaults:
     """The rows of a global batch that the ranks missed or saw too often.
 
     Attributes:
@@ -323,7 +325,9 @@ class Samples:
         return bool(self.missing or self.doubled)
 
 
-def ledger_of(reference: Sequence[T], everyones: Sequence[Sequence[T]]) -> Samples | None:
+def find_sample_faults(
+    reference: Sequence[T], everyones: Sequence[Sequence[T]]
+) -> SampleFaults | None:
     """Compare the rows that all ranks saw with the rows of the global batch.
 
     Ranks that share a batch (tp, cp) all see it, so absolute counts differ on purpose. A row is
@@ -342,7 +346,7 @@ def ledger_of(reference: Sequence[T], everyones: Sequence[Sequence[T]]) -> Sampl
     if not known or set(seen) - set(expected):
         return None
     usual = median_low(multimode(known.values()))
-    return Samples(
+    return SampleFaults(
         missing=tuple(i for i, row in enumerate(reference) if seen[row] < expected[row]),
         doubled=tuple(i for i, row in enumerate(reference) if known.get(row, 0) > usual),
         count=len(reference),
@@ -368,26 +372,26 @@ def sample_mismatches(
     """
     spec = reference.spec
     what = "tokens" if spec.data.function is None else "samples"
-    own_tokens = TokensOfRank(spec, rank)
-    expected = _expected(reference, step, own_tokens)
+    own_tokens = TokenSelection(spec, rank)
+    expected = _expected_samples(reference, step, own_tokens)
     names: dict[bytes, int] = {}  # equal tokens count as one sample, even if the batch repeats them
     for ids in expected.values():
         for sample, key in ids:
             names.setdefault(key, sample)
-    given_tokens = TokensOfRank(spec, rank, ())
-    seen = [names.get(_key(row, given_tokens), UNKNOWN) for row in given.micro_batches(1)]
+    given_tokens = TokenSelection(spec, rank, ())
+    seen = [names.get(_input_key(row, given_tokens), UNKNOWN) for row in given.micro_batches(1)]
     everyone: list[list[int]] = exchange.gather(seen)
-    own = [names[key] for _, key in expected[data_place(spec, rank)]]
+    own = [names[key] for _, key in expected[data_rank_index(spec, rank)]]
     if seen == own:
         return
     wanted = [names[key] for ids in expected.values() for _, key in ids]
     known = [[sample for sample in its if sample != UNKNOWN] for its in everyone]
-    ledger = ledger_of(wanted, known) or Samples((), (), len(wanted))
+    ledger = find_sample_faults(wanted, known) or SampleFaults((), (), len(wanted))
     is_order = not ledger and UNKNOWN not in seen
     descriptions = [
-        _listed("missing", [*dict.fromkeys(wanted[row] for row in ledger.missing)]),
-        _listed("seen twice", [*dict.fromkeys(wanted[row] for row in ledger.doubled)]),
-        _listed("in another order or place", own if is_order else []),
+        _samples_text("missing", [*dict.fromkeys(wanted[row] for row in ledger.missing)]),
+        _samples_text("seen twice", [*dict.fromkeys(wanted[row] for row in ledger.doubled)]),
+        _samples_text("in another order or place", own if is_order else []),
         f"{what} of no sample of this step" if UNKNOWN in seen else "",
     ]
     yield Mismatch(
@@ -400,26 +404,26 @@ def sample_mismatches(
     )
 
 
-def _expected(
-    reference: ReferenceTraining, step: int, own: TokensOfRank
+def _expected_samples(
+    reference: ReferenceTraining, step: int, own: TokenSelection
 ) -> dict[int, list[tuple[int, bytes]]]:
     """Return the samples of each data rank as (sample, key of the tokens that this rank has)."""
     samples: dict[int, list[tuple[int, bytes]]] = {}
     for micro_batch in reference.micro_batches(step):
         samples.setdefault(micro_batch.data_index, []).extend(
-            (sample, _key(micro_batch.row(row).samples, own))
+            (sample, _input_key(micro_batch.single_sample(row).samples, own))
             for row, sample in enumerate(micro_batch.sample_ids)
         )
     return samples
 
 
-def _key(sample: SampleBatch, own: TokensOfRank) -> bytes:
+def _input_key(sample: SampleBatch, own: TokenSelection) -> bytes:
     """Return the bytes of a sample's model input at a rank's tokens. Targets are not included,
     because the comparison of losses covers them."""
-    tensor = own.of_output(sample.tensors[0])
+    tensor = own.select_output(sample.tensors[0])
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _listed(what: str, samples: list[int]) -> str:
+def _samples_text(what: str, samples: list[int]) -> str:
     shown = ", ".join(map(str, samples[:4])) + (" …" if len(samples) > 4 else "")
     return f"sample{'s' * (len(samples) != 1)} {shown} {what}" if samples else ""

@@ -18,10 +18,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ptrain.report.finding import Mismatch, Moment, Subject, Way
+from ptrain.report.finding import DifferenceKind, Mismatch, Moment, Subject
 from ptrain.report.record import Check
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.parts import Magnitude, difference, norm, numbers_apart, ratio
+from ptrain.verification.parts import Magnitude, difference, norm, number_difference, relative_size
 from ptrain.verification.reference import Trajectory
 
 STILL = 1e-6  # a relative distance; parameters that moved less count as unchanged
@@ -32,31 +32,34 @@ STILL = 1e-6  # a relative distance; parameters that moved less count as unchang
 FP64_LOSS, FP64_NORM, FP64_PARAMETERS = 1e-12, 1e-11, 1e-9
 
 
-def alive(name: str, run: Trajectory) -> Iterator[Check]:
+def learning_checks(name: str, run: Trajectory) -> Iterator[Check]:
     """Yield the checks that a run learned anything; two runs that learn nothing agree perfectly."""
     if run.gradient_norms:  # the result of min() with NaN depends on the order
         norms = (norm for norm in run.gradient_norms if not math.isnan(norm))
         least = min(norms, default=math.nan)
-        yield claim(f"{name}: gradients", least, least > 0.0, "every gradient is zero")
-    yield claim(
-        f"{name}: parameters move", run.travelled, run.travelled > STILL,
+        yield condition_check(f"{name}: gradients", least, least > 0.0, "every gradient is zero")
+    yield condition_check(
+        f"{name}: parameters move", run.moved_distance, run.moved_distance > STILL,
         "the parameters did not change",
     )  # fmt: skip
     if not run.losses:
         return
     wrong = sum(not math.isfinite(loss) for loss in run.losses)
-    yield claim(f"{name}: losses are finite", None, wrong == 0, f"{wrong} losses are not finite")
-    if run.again is not None:  # on the batch of step 0, so that batches do not add noise
-        first, fall = run.losses[0], run.losses[0] - run.again
-        yield claim(
+    yield condition_check(
+        f"{name}: losses are finite", None, wrong == 0, f"{wrong} losses are not finite"
+    )
+    if run.repeated_loss is not None:  # on the batch of step 0, so that batches do not add noise
+        first, fall = run.losses[0], run.losses[0] - run.repeated_loss
+        yield condition_check(
             f"{name}: learns",
             fall,
             fall > 0.0,
-            f"the loss of the first batch was {first:.6g} and is {run.again:.6g} after the updates",
+            f"the loss of the first batch was {first:.6g} and is {run.repeated_loss:.6g} "
+            "after the updates",
         )
 
 
-def parted(
+def norm_checks(
     reference: Trajectory, run: Trajectory, limits: Sequence[float] | None, parameters: float | None
 ) -> Iterator[Check]:
     """Yield the checks of the gradient norm of every step, and of the final parameters by norm.
@@ -71,28 +74,30 @@ def parted(
     norms = reference.gradient_norms, run.gradient_norms
     if limits is not None and all(norms):
         differences = [  # 0 where both overflowed and skipped the step
-            0.0 if math.isinf(norm) and not math.isfinite(its) else numbers_apart(norm, its)
+            0.0 if math.isinf(norm) and not math.isfinite(its) else number_difference(norm, its)
             for norm, its in zip(*norms, strict=True)
         ]
-        step = worst_of(differences, limits)
-        yield _relative("gradient norms", differences[step], limits[step], f"step {step}")
+        step = worst_index(differences, limits)
+        yield _relative_check("gradient norms", differences[step], limits[step], f"step {step}")
     if parameters is None:
         return
     if names := reference.parameters.keys() ^ run.parameters.keys():
-        yield claim("parameters", len(names), False, f"{sorted(names)[0]} exists on one side only")
+        yield condition_check(
+            "parameters", len(names), False, f"{sorted(names)[0]} exists on one side only"
+        )
         return
-    sizes = apart_by_tensor(reference.parameters, run.parameters)
+    sizes = tensor_differences(reference.parameters, run.parameters)
     name = max(sizes, key=sizes.__getitem__)
-    yield _relative("parameters by norm", sizes[name], parameters, name)
+    yield _relative_check("parameters by norm", sizes[name], parameters, name)
 
 
-def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
+def condition_check(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
     """Return the check of a condition; `value` is the measurement, if it is a number."""
     why = "" if holds else otherwise
     return Check(name=name, predicted=None, measured=value, tolerance=0.0, holds=holds, why=why)
 
 
-def counted(name: str, number: int, differing: int, why: str) -> Check:
+def count_check(name: str, number: int, differing: int, why: str) -> Check:
     """Return the check that none of `number` things differs."""
     return Check(
         name=name, predicted=number, measured=number - differing, tolerance=0.0,
@@ -100,7 +105,7 @@ def counted(name: str, number: int, differing: int, why: str) -> Check:
     )  # fmt: skip
 
 
-def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
+def joint_difference(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
     """Return the relative difference of two sets of tensors, each set taken as one vector.
 
     Args:
@@ -120,10 +125,10 @@ def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float
         other = torch.zeros(()) if other is None else other.double()
         distance += float((other - one).square().sum())
         length += float(one.square().sum())
-    return ratio(math.sqrt(distance), math.sqrt(length)) if length > 0 else math.inf
+    return relative_size(math.sqrt(distance), math.sqrt(length)) if length > 0 else math.inf
 
 
-def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
+def _norm_difference(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
     """Return the relative difference of a tensor; infinite if the shapes differ."""
     if expected.shape != actual.shape:
         return math.inf
@@ -131,7 +136,7 @@ def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
     return difference(actual, expected, max(norm(expected), noise))
 
 
-def apart_by_tensor(
+def tensor_differences(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """Return the relative difference of each tensor.
@@ -146,7 +151,7 @@ def apart_by_tensor(
         expected tensors are zero.
     """
     names = {**expected, **actual}
-    scale = Magnitude.of(expected)
+    scale = Magnitude.measure(expected)
     if scale.usual == 0.0:
         return dict.fromkeys(names, math.inf)
     differences = {}
@@ -154,17 +159,17 @@ def apart_by_tensor(
         one, other = expected.get(name), actual.get(name)
         one = torch.zeros_like(actual[name]) if one is None else one
         other = torch.zeros_like(one) if other is None else other
-        differences[name] = _by_norm(one, other, scale)
+        differences[name] = _norm_difference(one, other, scale)
     return differences
 
 
-def share_of(measured: float, allowed: float) -> float:
+def tolerance_share(measured: float, allowed: float) -> float:
     """Return the measured difference as a fraction of the tolerance; infinite if a number is not
     finite."""
-    return ratio(measured, allowed) if math.isfinite(allowed) else math.inf
+    return relative_size(measured, allowed) if math.isfinite(allowed) else math.inf
 
 
-def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
+def limit_check(name: str, difference: float, allowed: float, why: str) -> Check:
     """Return the check that a difference is within its tolerance; `why` explains a failure."""
     holds = difference <= allowed  # false for NaN
     return Check(
@@ -173,15 +178,15 @@ def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
     )  # fmt: skip
 
 
-def worst_of(differences: Sequence[float], allowed: Sequence[float]) -> int:
+def worst_index(differences: Sequence[float], allowed: Sequence[float]) -> int:
     """Return the index of the difference that uses the largest fraction of its tolerance."""
-    shares = [share_of(*pair) for pair in zip(differences, allowed, strict=False)]
+    shares = [tolerance_share(*pair) for pair in zip(differences, allowed, strict=False)]
     return max(range(len(shares)), key=shares.__getitem__)
 
 
-def _relative(name: str, difference: float, tolerance: float, place: str) -> Check:
+def _relative_check(name: str, difference: float, tolerance: float, place: str) -> Check:
     why = f"differs by {difference:.3g} (relative) at {place}"
-    return at_most(name, difference, tolerance, why)
+    return limit_check(name, difference, tolerance, why)
 
 
 Kind: TypeAlias = tuple[Moment, Subject]
@@ -196,7 +201,7 @@ _NAMES = {
 }
 
 
-def _name(moment: Moment, subject: Subject) -> str:
+def _check_name(moment: Moment, subject: Subject) -> str:
     """Return the name of the check for a moment and a subject."""
     if moment is Moment.START and subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
         return f"initial {subject}"
@@ -220,11 +225,11 @@ class ParameterMove:
     sure: Tensor
 
     @property
-    def stood_still(self) -> bool:
+    def is_unchanged(self) -> bool:
         return self.run_before.equal(self.run_after)
 
     @property
-    def reference_moved(self) -> bool:
+    def has_reference_moved(self) -> bool:
         """True if most of the `sure` elements moved in the reference, so that rounding does not
         explain a loop that stood still."""
         moved = (self.after != self.before) & self.sure
@@ -244,9 +249,9 @@ class LargestDifference:
     @property
     def share(self) -> float:
         """The largest difference as a fraction of the tolerance."""
-        return share_of(self.difference, self.tolerance)
+        return tolerance_share(self.difference, self.tolerance)
 
-    def see(self, difference: float, place: str, tolerance: float = 0.0) -> None:
+    def record(self, difference: float, place: str, tolerance: float = 0.0) -> None:
         """Record a difference at `place`, and keep it if it is the largest or NaN."""
         self.count += 1
         self.tolerance = max(self.tolerance, tolerance)
@@ -256,7 +261,7 @@ class LargestDifference:
     def check(self, first: Mismatch | None = None) -> Check:
         """Return the check that no tensor of the kind differs; `first` is the first mismatch, if
         any."""
-        check = _relative(self.name, self.difference, self.tolerance, self.place)
+        check = _relative_check(self.name, self.difference, self.tolerance, self.place)
         if first is None:
             return check
         words = f" ({first.told})" if first.told else ""
@@ -283,16 +288,16 @@ class Differences:
     step: int
     rank: int
     mismatches: list[Mismatch] = field(default_factory=list)
-    courses: dict[str, ParameterMove] = field(default_factory=dict)
+    moves: dict[str, ParameterMove] = field(default_factory=dict)
     largest: dict[Kind, LargestDifference] = field(default_factory=dict)
     modules: dict[str, int] = field(default_factory=dict)
 
-    def see(self, kind: Kind, difference: float, tolerance: float, name: str = "") -> None:
+    def record(self, kind: Kind, difference: float, tolerance: float, name: str = "") -> None:
         """Record a difference, if it is the largest of its kind."""
-        largest = self.largest.setdefault(kind, LargestDifference(_name(*kind), tolerance))
-        largest.see(difference, name, tolerance)
+        largest = self.largest.setdefault(kind, LargestDifference(_check_name(*kind), tolerance))
+        largest.record(difference, name, tolerance)
 
-    def most(self, moment: Moment, subject: Subject) -> float:
+    def largest_of(self, moment: Moment, subject: Subject) -> float:
         """Return the largest difference of a kind so far."""
         largest = self.largest.get((moment, subject))
         return largest.difference if largest else 0.0
@@ -305,14 +310,14 @@ class Differences:
         *,
         difference: float,
         tolerance: float,
-        way: Way = Way.VALUE,
+        way: DifferenceKind = DifferenceKind.VALUE,
         index: int = 0,
         words: str = "",
     ) -> None:
         """Record a difference, and add a mismatch if it exceeds the tolerance or is a difference of
         shape or dtype."""
-        self.see((moment, subject), difference, tolerance, name)
-        if way is not Way.VALUE or difference > tolerance:
+        self.record((moment, subject), difference, tolerance, name)
+        if way is not DifferenceKind.VALUE or difference > tolerance:
             self.mismatches.append(
                 Mismatch(
                     step=self.step, moment=moment, subject=subject, name=name, rank=self.rank,
@@ -320,11 +325,16 @@ class Differences:
                 )
             )  # fmt: skip
 
-    def add(
-        self, moment: Moment, subject: Subject, name: str, words: str, way: Way = Way.VALUE
+    def add_mismatch(
+        self,
+        moment: Moment,
+        subject: Subject,
+        name: str,
+        words: str,
+        way: DifferenceKind = DifferenceKind.VALUE,
     ) -> None:
         """Add a mismatch of something that is not a tensor, or that only one side has."""
-        self.see((moment, subject), math.inf, 0.0, name)
+        self.record((moment, subject), math.inf, 0.0, name)
         self.mismatches.append(
             Mismatch(
                 step=self.step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
@@ -350,7 +360,7 @@ class AllDifferences:
         self._parameters = {name: place for place, name in enumerate(parameters)}
         self._modules: dict[str, int] = {}
 
-    def take(self, own: Differences) -> bool:
+    def gather_step(self, own: Differences) -> bool:
         """Add every rank's differences of a step; return True if anything differs. All ranks must
         call it."""
         self._modules |= own.modules
@@ -362,16 +372,16 @@ class AllDifferences:
             for kind, of_rank in kinds.items():
                 largest = self._largest.setdefault(kind, LargestDifference(of_rank.name, 0.0))
                 place = f"{of_rank.place}, step {own.step}"
-                largest.see(of_rank.difference, place, of_rank.tolerance)
+                largest.record(of_rank.difference, place, of_rank.tolerance)
         self.mismatches = []
-        self.add(mismatches)
+        self.add_mismatches(mismatches)
         return bool(self.mismatches)
 
-    def add(self, mismatches: Iterable[Mismatch]) -> None:
+    def add_mismatches(self, mismatches: Iterable[Mismatch]) -> None:
         """Add mismatches that all ranks have."""
-        self.mismatches = sorted([*self.mismatches, *mismatches], key=self._when)
+        self.mismatches = sorted([*self.mismatches, *mismatches], key=self._time_key)
 
-    def allow(self, mismatches: Sequence[Mismatch]) -> None:
+    def raise_tolerances(self, mismatches: Sequence[Mismatch]) -> None:
         """Raise the tolerances to include these mismatches, and drop them. All ranks must pass the
         same ones."""
         for mismatch in mismatches:
@@ -380,9 +390,9 @@ class AllDifferences:
         self.mismatches = [its for its in self.mismatches if its not in mismatches]
 
     @property
-    def first(self) -> list[Mismatch]:
+    def first_mismatches(self) -> list[Mismatch]:
         """The mismatches of the earliest step and moment."""
-        return [its for its in self.mismatches if its.when == self.mismatches[0].when]
+        return [its for its in self.mismatches if its.order_key == self.mismatches[0].order_key]
 
     def checks(self, since: Moment = Moment.START) -> Iterator[Check]:
         """Yield a check per kind of difference from moment `since` on.
@@ -391,13 +401,13 @@ class AllDifferences:
         replicas are left out, because they do not compare the run with a single device.
         """
         mismatches = [its for its in self.mismatches if not its.between]
-        first = {_name(its.moment, its.subject): its for its in reversed(mismatches)}
+        first = {_check_name(its.moment, its.subject): its for its in reversed(mismatches)}
         rows: dict[str, LargestDifference] = {}
         for its in (its for (moment, _), its in self._largest.items() if moment >= since):
             rows[its.name] = max(rows.get(its.name, its), its, key=lambda row: row.difference)
         yield from (largest.check(first.get(name)) for name, largest in rows.items())
 
-    def _when(self, mismatch: Mismatch) -> tuple[int, ...]:
+    def _time_key(self, mismatch: Mismatch) -> tuple[int, ...]:
         """Return the sort key of a mismatch: parameters in use come before their module's
         output."""
         is_used = mismatch.moment is Moment.FORWARD and mismatch.subject is Subject.PARAMETERS
@@ -406,6 +416,6 @@ class AllDifferences:
         place = self._modules.get(module, place)
         is_loss = mismatch.subject is Subject.LOSS
         return (
-            *mismatch.when, int(is_loss), mismatch.index,
+            *mismatch.order_key, int(is_loss), mismatch.index,
             -place if mismatch.moment is Moment.BACKWARD else place, not is_used, mismatch.rank,
         )  # fmt: skip

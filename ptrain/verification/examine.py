@@ -18,29 +18,29 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local_tensor
 from ptrain.models.watch import add_listeners
-from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
+from ptrain.report.finding import Certainty, DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import (
     LeafShard,
-    TokensOfRank,
-    as_held,
-    clipped_by,
-    data_place,
-    drive,
-    gets_addend,
-    gives_addend,
-    modules,
-    paths,
+    TokenSelection,
+    clip_factor,
+    data_rank_index,
+    is_gradient_addend,
+    is_output_addend,
+    leaf_shards,
+    model_parts,
+    module_paths,
+    optimizer_gradients,
+    run_training_step,
     sample_mismatches,
-    shards_of,
-    taken,
+    shard_outputs,
 )
 from ptrain.verification.compare import Differences
 from ptrain.verification.jobs.job import (
@@ -49,22 +49,26 @@ from ptrain.verification.jobs.job import (
     Job,
     LoopVerdict,
     Terms,
-    ranks_of_spec,
+    ranks_from_spec,
 )
 from ptrain.verification.jobs.modules import ModuleRecorder
 from ptrain.verification.jobs.record import Buffers, StepRecorder, shared_buffers
-from ptrain.verification.jobs.root_causes import families, first_difference, root_cause
+from ptrain.verification.jobs.root_causes import (
+    first_mismatch_cause,
+    list_families,
+    make_root_cause,
+)
 from ptrain.verification.jobs.run import Examiner
-from ptrain.verification.jobs.shards import ParameterShard, part_of
+from ptrain.verification.jobs.shards import ParameterShard, local_part
 from ptrain.verification.jobs.step import StepComparison
 from ptrain.verification.parts import (
     Magnitude,
     factor_text,
-    held,
-    numbers_apart,
-    relative,
-    whole,
-    without_masks,
+    gather_full_tensors,
+    local_cpu,
+    number_difference,
+    relative_difference,
+    zero_shared_infinities,
 )
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.updates.explain import UPDATED, explain_update
@@ -162,9 +166,9 @@ class ProgramEvidence:
     def __init__(self, program: Program, exchange: Exchange) -> None:
         self.program, self.exchange, self.spec = program, exchange, program.spec
         self.reference = ReferenceTraining(self.spec)
-        self.source = corpus(self.spec.data)
+        self.source = open_corpus(self.spec.data)
         self.passes = {0, self.spec.batch.accumulate - 1}
-        self.ranks, self._shards = ranks_of_spec(self.spec, exchange), shards_of(program)
+        self.ranks, self._shards = ranks_from_spec(self.spec, exchange), leaf_shards(program)
 
     def recorders(
         self, wholes: Mapping[str, ParameterShard], holds: Mapping[str, ParameterShard]
@@ -175,9 +179,9 @@ class ProgramEvidence:
         rank.
         """
         plain, model = self.reference.module, self.program.model
-        modules = ModuleRecorder(plain, kept={self._first_pass + k for k in self.passes})
+        modules = ModuleRecorder(plain, kept={self._first_pass_index + k for k in self.passes})
         self.expected = SideRecorder(plain, wholes, modules)
-        modules = ModuleRecorder(model, modules=paths(self.program), kept=self.passes)
+        modules = ModuleRecorder(model, modules=module_paths(self.program), kept=self.passes)
         self.seen = SideRecorder(model, holds, modules)
         return self.expected, self.seen
 
@@ -187,7 +191,7 @@ class ProgramEvidence:
         gradients = {name: gradient.flatten() for name, gradient in its.gradients.items()}
         expected.norm = self.reference.update(number, its.sums)
         expected.gradients, expected.loss = gradients, its.loss
-        expected.clip = clipped_by(self.spec, expected.norm)
+        expected.clip = clip_factor(self.spec, expected.norm)
         return its.loss
 
     def run(self, number: int) -> float:
@@ -195,32 +199,32 @@ class ProgramEvidence:
         seen = self.seen
         observers = add_listeners(self.program.observers, seen.modules)
         with observers, add_listeners(self.program.gradient_observers, seen):
-            share, seen.norm = drive(self.program, self.source, number)
-        seen.loss = self.exchange.add([share])[0]
-        seen.clip = clipped_by(self.spec, seen.norm)
-        seen.gradients = taken(seen, seen.clip)
+            share, seen.norm = run_training_step(self.program, self.source, number)
+        seen.loss = self.exchange.sum_over_ranks([share])[0]
+        seen.clip = clip_factor(self.spec, seen.norm)
+        seen.gradients = optimizer_gradients(seen, seen.clip)
         seen.omitted = seen.reached - seen.updated
         seen.in_use = {}  # `compare_step` compares those that modules use
         return share
 
-    def state(self) -> ProgramState:
+    def copy_state(self) -> ProgramState:
         return ProgramState(self.program)
 
     def shards(self) -> dict[str, ParameterShard]:
         return dict(self._shards)
 
-    def values(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
-        now = whole(self.program.state_dict()["model"], self.exchange)
-        return {name: shard.of(now[name]).clone() for name, shard in holds.items()}
+    def parameter_values(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
+        now = gather_full_tensors(self.program.state_dict()["model"], self.exchange)
+        return {name: shard.select(now[name]).clone() for name, shard in holds.items()}
 
-    def kept(self) -> dict[str, dict[str, Tensor]]:
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         tensors = {id(target): its for target, its in self.program.update.tensors()}
         return {name: tensors[id(shard.target)] for name, shard in self._shards.items()}
 
     def buffers(self, reference: nn.Module) -> Buffers:
-        own = TokensOfRank(self.spec, self.program.world.rank)
-        named = (its.named_modules() for its in modules(self.program))
-        return shared_buffers(reference, chain.from_iterable(named), own.of_buffer)
+        own = TokenSelection(self.spec, self.program.world.rank)
+        named = (its.named_modules() for its in model_parts(self.program))
+        return shared_buffers(reference, chain.from_iterable(named), own.select_buffer)
 
     def compare_step(self, differences: Differences) -> None:
         program, step, expected, seen = self.program, differences.step, self.expected, self.seen
@@ -232,26 +236,26 @@ class ProgramEvidence:
         )
         differences.mismatches += samples
         size = math.inf if samples else 0.0
-        differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
+        differences.record((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
         in_use = program.order.to_model_order(seen.modules.in_use), expected.modules.in_use
-        self._tensors(differences, Moment.FORWARD, Subject.PARAMETERS, in_use)
+        self._compare_tensors(differences, Moment.FORWARD, Subject.PARAMETERS, in_use)
         for moment, what, is_addend in (
-            (Moment.FORWARD, attrgetter("output"), gives_addend),
-            (Moment.BACKWARD, attrgetter("upstream"), gets_addend),
+            (Moment.FORWARD, attrgetter("output"), is_output_addend),
+            (Moment.BACKWARD, attrgetter("upstream"), is_gradient_addend),
         ):
             for k in sorted(self.passes):
-                mine = seen.modules.of_pass(k, what)
-                whole = expected.modules.of_pass(self._first_pass + k, what)
-                both = mine, as_held(program, whole, is_addend)
-                self._tensors(differences, moment, Subject.ACTIVATIONS, both, k)
-        self._number(differences, Moment.FORWARD, Subject.LOSS, seen.loss, expected.loss)
+                mine = seen.modules.pass_tensors(k, what)
+                whole = expected.modules.pass_tensors(self._first_pass_index + k, what)
+                both = mine, shard_outputs(program, whole, is_addend)
+                self._compare_tensors(differences, moment, Subject.ACTIVATIONS, both, k)
+        self._compare_number(differences, Moment.FORWARD, Subject.LOSS, seen.loss, expected.loss)
         rate = learning_rate(self.spec.optimizer, step)
         for actual in sorted(seen.rates):
-            self._number(differences, Moment.GRADIENTS, Subject.LEARNING_RATE, actual, rate)
+            self._compare_number(differences, Moment.GRADIENTS, Subject.LEARNING_RATE, actual, rate)
         if seen.norm is not None and expected.norm is not None:
             both_skip = math.isinf(expected.norm) and not math.isfinite(seen.norm)
             norm = expected.norm if both_skip else seen.norm
-            self._number(differences, Moment.CLIP, Subject.NORM, norm, expected.norm)
+            self._compare_number(differences, Moment.CLIP, Subject.NORM, norm, expected.norm)
 
     def explain(
         self, mismatches: Sequence[Mismatch], step: StepComparison, by_gradients: Explain
@@ -261,15 +265,17 @@ class ProgramEvidence:
         gradients = [its for its in mismatches if its.subject is Subject.GRADIENTS]
         is_gradient = first.moment in (Moment.BACKWARD, Moment.GRADIENTS)
         if first.moment is Moment.UPDATE or first.subject is Subject.LEARNING_RATE:
-            said = self._of_update(mismatches, step)
+            said = self._explain_update(mismatches, step)
         elif gradients and (is_gradient or first.subject is Subject.LOSS):
-            said = self._without_gradient(step, gradients) or by_gradients(gradients)
+            said = self._explain_missing_gradients(step, gradients) or by_gradients(gradients)
         is_clip = said is not None and said.state is Subject.NORM  # which is compared by itself
         if said is not None and said.certainty is not Certainty.UNEXPLAINED and not is_clip:
             return said
-        return first_difference(mismatches, ranks, said.tried if said else "")
+        return first_mismatch_cause(mismatches, ranks, said.tried if said else "")
 
-    def _of_update(self, mismatches: Sequence[Mismatch], step: StepComparison) -> RootCause | None:
+    def _explain_update(
+        self, mismatches: Sequence[Mismatch], step: StepComparison
+    ) -> RootCause | None:
         """Return the root cause of mismatches after the update; None without any."""
         updated = [
             its
@@ -280,15 +286,15 @@ class ProgramEvidence:
         omitted = sorted({name for its in everyones for name in its})
         if not (updated and omitted):
             return explain_update(updated, step.case, self.ranks) if updated else None
-        return root_cause(
+        return make_root_cause(
             updated, self.ranks, state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
             who=[rank for rank, its in enumerate(everyones) if its],
-            sentence=f"{families(omitted)}: a gradient is there, but no optimizer steps it on "
+            sentence=f"{list_families(omitted)}: a gradient is there, but no optimizer steps it on "
                      "these ranks.",
             fix="Give it to the optimizer, and step every shard's optimizer.",
         )  # fmt: skip
 
-    def _without_gradient(
+    def _explain_missing_gradients(
         self, step: StepComparison, mismatches: Sequence[Mismatch]
     ) -> RootCause | None:
         """Return the root cause of parameters that no gradient reaches; None without any.
@@ -301,19 +307,19 @@ class ProgramEvidence:
         lost = [name for name, its in rights if name not in reached and bool(its.any())]
         if not lost:
             return None
-        return root_cause(
+        return make_root_cause(
             mismatches, self.ranks, state=Subject.GRADIENTS, factor="no gradient", names=lost,
-            sentence=f"No gradient reaches {families(lost)}, and one does in the reference.",
+            sentence=f"No gradient reaches {list_families(lost)}, and one does in the reference.",
             fix="Let backward reach these parameters, and hand their gradients to the optimizer.",
             tried="whether all other differences follow from it was not tested",
         )  # fmt: skip
 
     @property
-    def _first_pass(self) -> int:
+    def _first_pass_index(self) -> int:
         """Index of this rank's first micro-batch among the reference's micro-batches."""
-        return data_place(self.spec, self.program.world.rank) * self.spec.batch.accumulate
+        return data_rank_index(self.spec, self.program.world.rank) * self.spec.batch.accumulate
 
-    def _tensors(
+    def _compare_tensors(
         self, differences: Differences, moment: Moment, subject: Subject,
         sides: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], index: int = 0,
     ) -> None:  # fmt: skip
@@ -322,26 +328,26 @@ class ProgramEvidence:
         An activation without a known part is skipped: its layout differs on purpose.
         """
         actual, expected = sides
-        shown = {n: without_masks(its, its)[0] for n, its in expected.items()}
-        scale, place = Magnitude.of(shown), coordinates(self.spec, differences.rank)
+        shown = {n: zero_shared_infinities(its, its)[0] for n, its in expected.items()}
+        scale, place = Magnitude.measure(shown), coordinates(self.spec, differences.rank)
         for name in (name for name in actual if name in expected):
-            its = part_of(
+            its = local_part(
                 expected[name], actual[name], degree=self.spec.degree(Axis.TP),
                 place=place.get(Axis.TP, 0),
             )  # fmt: skip
             if its is None and subject is Subject.ACTIVATIONS:
                 continue
-            way, size = Way.SHAPE, math.inf
+            way, size = DifferenceKind.SHAPE, math.inf
             if its is not None:
-                own, its = without_masks(held(actual[name]), its)
-                way = Way.VALUE if own.dtype == its.dtype else Way.DTYPE
-                size = relative(own, its, scale.length(shown[name], its))
+                own, its = zero_shared_infinities(local_cpu(actual[name]), its)
+                way = DifferenceKind.VALUE if own.dtype == its.dtype else DifferenceKind.DTYPE
+                size = relative_difference(own, its, scale.scale_of(shown[name], its))
             differences.compare(
                 moment, subject, name, difference=size, tolerance=TOLERANCE, way=way, index=index,
-                words="" if way is Way.VALUE else f"another {way}",
+                words="" if way is DifferenceKind.VALUE else f"another {way}",
             )  # fmt: skip
 
-    def _number(
+    def _compare_number(
         self, differences: Differences, moment: Moment, subject: Subject, actual: float,
         expected: float,
     ) -> None:  # fmt: skip
@@ -350,7 +356,7 @@ class ProgramEvidence:
             words += f", {factor_text(actual / expected, self.ranks.degrees, _EXACT)}"
         differences.compare(
             moment, subject, str(subject), words=words, tolerance=TOLERANCE,
-            difference=0.0 if actual == expected else numbers_apart(expected, actual),
+            difference=0.0 if actual == expected else number_difference(expected, actual),
         )  # fmt: skip
 
 

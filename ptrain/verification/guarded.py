@@ -9,15 +9,15 @@ from ptrain.import_path import leave_current_folder
 if __name__ == "__main__":
     leave_current_folder()
 
-from ptrain.train.rank_start import begin  # `leave_current_folder` changes the import path
+from ptrain.train.rank_start import begin_rank  # `leave_current_folder` changes the import path
 
 if __name__ == "__main__":
-    begin()
+    begin_rank()
 
-from ptrain.train.options import parse
-from ptrain.train.rank_exit import live
-from ptrain.train.session import run
-from ptrain.verification.trajectory import BesideOneDevice
+from ptrain.train.options import parse_options
+from ptrain.train.rank_exit import run_and_exit
+from ptrain.train.session import train_rank
+from ptrain.verification.trajectory import ReferenceGuard
 
 if __name__ == "__main__":
-    live(lambda: run(parse(sys.argv[1:]), BesideOneDevice))
+    run_and_exit(lambda: train_rank(parse_options(sys.argv[1:]), ReferenceGuard))

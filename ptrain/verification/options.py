@@ -12,7 +12,7 @@ from ptrain.commands import add_arguments
 from ptrain.errors import refused
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import SPEC_FOLDERS, list_files, load_names, resolve_alias
-from ptrain.train.options import dotlist
+from ptrain.train.options import strip_dashes
 
 STEPS, LEAST_STEPS = 100, 3
 
@@ -55,14 +55,14 @@ def require_steps(steps: int) -> None:
         )
 
 
-def source_of(spec: str) -> str:
+def spec_source(spec: str) -> str:
     """Return the spec of a run folder, or `spec` itself if it is none."""
     resolved = Path(spec) / "spec.resolved.yaml"
     is_named = resolve_alias(spec) in list_files(*SPEC_FOLDERS)
     return spec if is_named or not resolved.is_file() else str(resolved)
 
 
-def parse(argv: Sequence[str]) -> VerifyOptions:
+def parse_options(argv: Sequence[str]) -> VerifyOptions:
     """Parse the command line of a rank.
 
     Raises:
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
     )
     add_arguments(parser, "verify")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_intermixed_args(dotlist(argv))
+    options = parser.parse_intermixed_args(strip_dashes(argv))
     specs, overrides = split_arguments(options.arguments)
     if len(specs) > 1:
         raise refused(
@@ -93,10 +93,10 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
 
 def to_argv(options: VerifyOptions) -> list[str]:
     """Return the command line that passes these options to a rank."""
-    return [options.spec, *options.overrides, *said(options)]
+    return [options.spec, *options.overrides, *option_words(options)]
 
 
-def said(options: VerifyOptions) -> Iterator[str]:
+def option_words(options: VerifyOptions) -> Iterator[str]:
     """Yield the command-line words other than the spec and the overrides."""
     yield from ("--steps", str(options.steps))
     yield from ("--" + flag.replace("_", "-") for flag in FLAGS if getattr(options, flag))

@@ -75,17 +75,17 @@ class LeastSquares:
         (factor,) = self.coefficients
         return factor
 
-    def holds(self, tolerance: float) -> bool:
+    def is_within(self, tolerance: float) -> bool:
         """Return True if the residual is within the tolerance."""
         return self.residual <= tolerance
 
 
-def multiple(actual: Tensor, expected: Tensor) -> LeastSquares:
+def fit_multiple(actual: Tensor, expected: Tensor) -> LeastSquares:
     """Fit actual = factor * expected, and return the fit."""
-    return combination(actual, [expected])
+    return fit_combination(actual, [expected])
 
 
-def combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
+def fit_combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
     """Fit target = sum of coefficient * basis, and return the fit.
 
     If there are several solutions, the shortest is returned, so that equal tensors get equal
@@ -105,7 +105,7 @@ def combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
     )
 
 
-def are_alike(parts: Sequence[Tensor] | Tensor, tolerance: float) -> bool:
+def are_equal_on_ranks(parts: Sequence[Tensor] | Tensor, tolerance: float) -> bool:
     """Return True if all ranks have the same tensor, so that no sum over them is missing."""
     first = parts[0].double()
     length = float(torch.linalg.vector_norm(first))
@@ -115,7 +115,7 @@ def are_alike(parts: Sequence[Tensor] | Tensor, tolerance: float) -> bool:
     )
 
 
-def missing_sum(
+def missing_sum_factor(
     parts: Tensor, truths: Tensor, groups: Sequence[Sequence[int]], tolerance: float
 ) -> float | None:
     """Return the factor that corrects the sum over each group: 1 if the sum is missing, 1/N if the
@@ -140,8 +140,12 @@ def missing_sum(
                 return None  # ranks with different elements: no sum
             continue
         rows, right = rows[:, has], right[:, has]
-        fit = multiple(right[0], rows.double().sum(0))
-        if are_alike(rows, 1e-6) or not are_alike(right, 1e-6) or not fit.holds(tolerance):
+        fit = fit_multiple(right[0], rows.double().sum(0))
+        if (
+            are_equal_on_ranks(rows, 1e-6)
+            or not are_equal_on_ranks(right, 1e-6)
+            or not fit.is_within(tolerance)
+        ):
             return None
         factors.append(fit.factor)
     return factors[0] if factors and is_even(factors, tolerance) else None
@@ -165,16 +169,16 @@ class DegreeProduct:
         if len(self.powers) == 1 and abs(self.powers[0][1]) == 0.5:
             squared = round(max(self.value, inverse) ** 2)
             return f"× √{squared}" if self.value > 1 else f"× 1/√{squared}"
-        if _is_whole(self.value):
+        if _is_integer(self.value):
             return f"× {round(self.value)}"
-        return f"÷ {round(inverse)}" if _is_whole(inverse) else f"× {self.value:.4g}"
+        return f"÷ {round(inverse)}" if _is_integer(inverse) else f"× {self.value:.4g}"
 
 
-def _is_whole(value: float) -> bool:
+def _is_integer(value: float) -> bool:
     return abs(value - round(value)) <= 1e-6 * value
 
 
-def products(
+def matching_products(
     ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4
 ) -> tuple[DegreeProduct, ...]:
     """Return the products of degrees (`dp` -> 2, `K` -> 4, …) that equal `ratio`, simplest first.
@@ -204,11 +208,11 @@ def _candidates(degrees: Mapping[str, int]) -> Iterator[DegreeProduct]:
 
 def factor_text(ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4) -> str:
     """Return the simplest matching product as text (`× 2`), or the ratio with four digits."""
-    fits = products(ratio, degrees, tolerance)
+    fits = matching_products(ratio, degrees, tolerance)
     return str(fits[0]) if fits else f"× {ratio:.4g}"
 
 
-def absent(coefficients: Sequence[float]) -> tuple[int, ...]:
+def absent_addends(coefficients: Sequence[float]) -> tuple[int, ...]:
     """Return the indices of addends that a sum lacks: their coefficients are negligible next to the
     largest."""
     usual = max(abs(coefficient) for coefficient in coefficients)
@@ -223,7 +227,7 @@ def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
     return most - least <= tolerance * max(abs(least), abs(most))
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
+def local_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of the tensor on the CPU, where the reference is."""
     return local_tensor(tensor.detach()).cpu()
 
@@ -233,12 +237,12 @@ def norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
-def square(tensor: torch.Tensor) -> float:
+def squared_norm(tensor: torch.Tensor) -> float:
     """Return the sum of the squares of all elements, in fp64."""
     return float(tensor.detach().double().square().sum())
 
 
-def ratio(size: float, length: float) -> float:
+def relative_size(size: float, length: float) -> float:
     """Return a distance relative to a length; infinite if one of them is not finite or only the
     length is 0."""
     if size == 0.0:
@@ -248,10 +252,10 @@ def ratio(size: float, length: float) -> float:
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, length: float) -> float:
     """Return the 2-norm of the difference relative to `length`; infinite if it is not finite."""
-    return ratio(norm(actual.double() - expected.to(actual.device).double()), length)
+    return relative_size(norm(actual.double() - expected.to(actual.device).double()), length)
 
 
-def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
     """Return the 2-norm of the difference over the larger of `least` and the norm of `expected`.
 
     The result is infinite if both are zero and `actual` is not, or if a value is not finite.
@@ -263,29 +267,31 @@ def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -
 def root_mean_square(tensors: Collection[torch.Tensor]) -> float:
     """Return the root mean square of all elements of all tensors; 0 without tensors."""
     numel = sum(tensor.numel() for tensor in tensors)
-    return math.sqrt(sum(map(square, tensors)) / numel) if numel else 0.0
+    return math.sqrt(sum(map(squared_norm, tensors)) / numel) if numel else 0.0
 
 
-def numbers_apart(right: float, measured: float) -> float:
+def number_difference(right: float, measured: float) -> float:
     """Return the relative difference of a number to the single-device one; infinite if it is not
     finite."""
-    return ratio(abs(measured - right), abs(right))
+    return relative_size(abs(measured - right), abs(right))
 
 
-def without_masks(own: torch.Tensor, its: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def zero_shared_infinities(
+    own: torch.Tensor, its: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both tensors with zeros where both are -inf, as in attention masks; the difference of
     equal infinities would be NaN."""
     hidden = (own == -math.inf) & (its == -math.inf)
     return own.masked_fill(hidden, 0), its.masked_fill(hidden, 0)
 
 
-def whole(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
+def gather_full_tensors(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
     """Return full tensors by name, as copies on the CPU.
 
     A tensor that only some ranks have is broadcast from the first of them. All ranks must call it,
     and ranks of one mesh with the same names in the same order.
     """
-    own = {name: full(tensor) for name, tensor in named.items()}
+    own = {name: full_copy(tensor) for name, tensor in named.items()}
     described = {
         name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
         for name, tensor in own.items()
@@ -302,7 +308,7 @@ def whole(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
     return own
 
 
-def full(tensor: Tensor) -> Tensor:
+def full_copy(tensor: Tensor) -> Tensor:
     """Return a copy of the full tensor on the CPU. All ranks of its mesh must call it."""
     every = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return every.detach().to("cpu", copy=True).contiguous()
@@ -327,19 +333,19 @@ class Magnitude:
     usual: float
 
     @classmethod
-    def of(cls, tensors: Mapping[Any, Tensor]) -> Magnitude:
+    def measure(cls, tensors: Mapping[Any, Tensor]) -> Magnitude:
         """Return the magnitude of these tensors."""
         return cls(root_mean_square(tensors.values()))
 
-    def length(self, whole: Tensor, part: Tensor) -> float:
+    def scale_of(self, whole: Tensor, part: Tensor) -> float:
         """Return the length to which a difference of `part` is relative.
 
         If the full tensor is noise compared to the others, it is the usual length of as many
         elements.
         """
-        return max(norm(part), self.quiet(whole) * math.sqrt(part.numel()))
+        return max(norm(part), self.negligible_size(whole) * math.sqrt(part.numel()))
 
-    def quiet(self, whole: Tensor) -> float:
+    def negligible_size(self, whole: Tensor) -> float:
         """Return the size below which an element of the tensor counts as negligible."""
         mean = mean_size(whole)
         least = _CANCELLED * self.usual if whole.numel() == 1 else 0.0
@@ -358,16 +364,16 @@ def mean_size(tensor: Tensor) -> float:
 COARSER = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the tensor rounded to another dtype, in its original dtype."""
     return tensor.to(dtype).to(tensor.dtype)
 
 
-def is_number_of(tensor: Tensor, dtype: torch.dtype) -> bool:
+def is_representable(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Return True if every element is exactly representable in `dtype`."""
-    return torch.equal(rounded(tensor, dtype), tensor)
+    return torch.equal(round_to_dtype(tensor, dtype), tensor)
 
 
-def named(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ptrain.cost import Phase
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program
 from ptrain.meters.replicas import (
     ReplicaMeter,
@@ -37,18 +37,23 @@ from ptrain.meters.replicas import (
 from ptrain.meters.traffic import CollectiveLedger
 from ptrain.models.modes import drops_out, own_dropouts
 from ptrain.models.watch import add_listeners, watch_modules
-from ptrain.report.copies import SHARED, alike_apart, listed, root_cause
+from ptrain.report.copies import (
+    SHARED,
+    explain_replica_mismatches,
+    find_equal_generators,
+    format_ranks,
+)
 from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.runtime.world import World
 from ptrain.spec.placement import TOKEN_AXES
 from ptrain.spec.spec import Spec, rank_groups
 from ptrain.train.exchange import Exchange
-from ptrain.verification.capture import drive, paths
-from ptrain.verification.compare import counted
+from ptrain.verification.capture import module_paths, run_training_step
+from ptrain.verification.compare import count_check
 from ptrain.verification.jobs.job import Verdict
-from ptrain.verification.jobs.record import digest
-from ptrain.verification.parts import held
+from ptrain.verification.jobs.record import checksum
+from ptrain.verification.parts import local_cpu
 
 DIFFERENT = "differs where it must be shared"
 UNLIKE = "differs where shards of one mask are needed"
@@ -56,10 +61,10 @@ EVALUATES = "evaluates while others train"
 Seen = tuple[str, str, bool]  # what a module is given, where the generator stands, does it train
 
 
-class Masks:
+class MaskObserver:
     """The random state and inputs of all modules that draw random numbers, during one step.
 
-    Enter `Masks(program).noted()` around a step; then all ranks call `check`.
+    Enter `MaskObserver(program).observe()` around a step; then all ranks call `check`.
     """
 
     def __init__(self, program: Program) -> None:
@@ -68,12 +73,14 @@ class Masks:
         self._now: int | None = None
 
     @contextmanager
-    def noted(self) -> Iterator[Masks]:
+    def observe(self) -> Iterator[MaskObserver]:
         """Temporarily record the inputs of modules that draw, and the state of the generator."""
-        drawing = ((path, its) for path, its in paths(self.program) if any(own_dropouts(its)))
+        drawing = (
+            (path, its) for path, its in module_paths(self.program) if any(own_dropouts(its))
+        )
         with (
             add_listeners(self.program.observers, self),
-            watch_modules(drawing, before=self._before),
+            watch_modules(drawing, before=self._record_input),
         ):
             yield self
 
@@ -81,7 +88,7 @@ class Masks:
         """Record only forward passes; a pass that is recomputed in backward repeats its draws."""
         self._now = micro_batch if phase is Phase.FORWARD else None
 
-    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _record_input(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._now is not None:
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             what, state = (
@@ -101,7 +108,7 @@ class Masks:
             seen = {rank: its[key] for rank, its in enumerate(everyone) if key in its}
             mismatches += (
                 replace(mismatch, step=step, name=path, index=int(micro_batch))
-                for mismatch in differing(seen, lines)
+                for mismatch in find_mask_mismatches(seen, lines)
             )
         return tuple(mismatches)
 
@@ -109,7 +116,7 @@ class Masks:
         """Return the root cause of the mismatches: the ranks with wrong masks; None without
         mismatches."""
         same = [its for its in mismatches if its.told == mismatches[0].told]
-        cause = root_cause(same, gather_coordinates(self.program))
+        cause = explain_replica_mismatches(same, gather_coordinates(self.program))
         if cause is None:
             return None
         first, ranks = same[0], cause.ranks
@@ -117,7 +124,7 @@ class Masks:
             alike = (mismatch for mismatch in same if mismatch.name == first.name)
             ranks = tuple(sorted({rank for mismatch in alike for rank in mismatch.between}))
         what, fix = _REMEDIES[first.told]
-        sentence = f"Dropout in {first.place} on {listed(ranks)} {what}."
+        sentence = f"Dropout in {first.place} on {format_ranks(ranks)} {what}."
         return replace(
             cause, factor=first.told, place=first.place, ranks=ranks, sentence=sentence, fix=fix
         )
@@ -136,7 +143,9 @@ _REMEDIES = {
 }  # fmt: skip
 
 
-def differing(seen: Mapping[int, Seen], lines: Mapping[int, Sequence[int]]) -> Iterator[Mismatch]:
+def find_mask_mismatches(
+    seen: Mapping[int, Seen], lines: Mapping[int, Sequence[int]]
+) -> Iterator[Mismatch]:
     """Yield the mismatches of one module's pass.
 
     Args:
@@ -161,7 +170,9 @@ def differing(seen: Mapping[int, Seen], lines: Mapping[int, Sequence[int]]) -> I
                 yield _mismatch(rank, group, DIFFERENT if is_copy else UNLIKE)
     places = {rank: (whole, seen[rank][1]) for whole, group in groups.items() for rank in group}
     if not still:  # who evaluates draws nothing
-        yield from alike_apart([places.get(rank) for rank in range(len(lines))], Moment.FORWARD, 0)
+        yield from find_equal_generators(
+            [places.get(rank) for rank in range(len(lines))], Moment.FORWARD, 0
+        )
 
 
 def _mismatch(rank: int, between: Iterable[int], fault: str) -> Mismatch:
@@ -174,7 +185,7 @@ def _mismatch(rank: int, between: Iterable[int], fault: str) -> Mismatch:
 EVERY = 10  # steps of a trajectory
 
 
-class Watch:
+class StepObserver:
     """Observes the steps of a program, and keeps the first mismatches. All ranks must observe the
     same steps."""
 
@@ -190,16 +201,20 @@ class Watch:
         self.broken = ""  # by what a step that did not end stops
         self.bits: list[dict[str, str]] = []  # of what each step left, by name
 
-    def start(self) -> None:
+    def check_start(self) -> None:
         """Check the state before the first step."""
-        self._take("state that ranks share", self.replicas, self.replicas.check(0, Moment.START))
+        self._add_result(
+            "state that ranks share", self.replicas, self.replicas.check(0, Moment.START)
+        )
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def observe_step(self, step: int) -> Iterator[None]:
         """Observe one step; when the block ends, compare the ranks."""
         with ExitStack() as stack:
             stack.enter_context(self.replicas.record_gradients())
-            masks = stack.enter_context(Masks(self.program).noted()) if self.draws else None
+            masks = (
+                stack.enter_context(MaskObserver(self.program).observe()) if self.draws else None
+            )
             ledger = (
                 stack.enter_context(CollectiveLedger(self.program))
                 if self.every_collective
@@ -209,15 +224,15 @@ class Watch:
         if self.broken:  # on some rank the step has not ended, and its state cannot be read
             return
         if masks is not None:
-            self._take("masks of dropout", masks, masks.check(self.exchange, step))
+            self._add_result("masks of dropout", masks, masks.check(self.exchange, step))
         if ledger is not None:
-            self._take("collectives", ledger, ledger.check(self.exchange, step))
-        self._take("state that ranks share", self.replicas, self.replicas.check(step))
+            self._add_result("collectives", ledger, ledger.check(self.exchange, step))
+        self._add_result("state that ranks share", self.replicas, self.replicas.check(step))
 
-    def _take(
+    def _add_result(
         self,
         name: str,
-        by: ReplicaMeter | CollectiveLedger | Masks,
+        by: ReplicaMeter | CollectiveLedger | MaskObserver,
         mismatches: tuple[Mismatch, ...],
     ) -> None:
         self.looks[name] += self.exchange.world.size > 1  # one rank shares nothing
@@ -237,7 +252,7 @@ class Watch:
             ranks = ", ".join(map(str, first.between or (first.rank,)))
             why = f"step {first.step}: {first.subject} {first.name} differs between ranks {ranks}"
         return tuple(
-            counted(name, looks, int(name == self.failed), why if name == self.failed else "")
+            count_check(name, looks, int(name == self.failed), why if name == self.failed else "")
             for name, looks in self.looks.items()
             if looks
         )
@@ -248,19 +263,19 @@ REPEATED = "the same run twice"
 Make: TypeAlias = "Callable[[Spec, World], Program]"
 
 
-def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:
+def observe_run(program: Program, exchange: Exchange, *, every_collective: bool) -> StepObserver:
     """Run STEPS observed steps, or fewer if one shows a mismatch or raises. All ranks must
     call it."""
-    source = corpus(program.spec.data)
-    watch = Watch(program, exchange, every_collective=every_collective)
-    watch.start()
+    source = open_corpus(program.spec.data)
+    watch = StepObserver(program, exchange, every_collective=every_collective)
+    watch.check_start()
     for step in range(STEPS):
         if watch.mismatches:
             break
         broken, share = "", 0.0
-        with watch.step(step):
+        with watch.observe_step(step):
             try:
-                share, _ = drive(program, source, step)
+                share, _ = run_training_step(program, source, step)
             except (RuntimeError, TypeError) as error:
                 words = str(error).strip().partition("\n")[0]
                 broken = f"step {step} stops: {type(error).__name__}: {words}"
@@ -269,12 +284,14 @@ def consistency(program: Program, exchange: Exchange, *, every_collective: bool)
             break
         state = program.state_dict().items()
         left = {f"{kind} {name}": its for kind, named in state for name, its in named.items()}
-        watch.bits.append({"loss": repr(share)} | {n: digest(held(its)) for n, its in left.items()})
+        watch.bits.append(
+            {"loss": repr(share)} | {n: checksum(local_cpu(its)) for n, its in left.items()}
+        )
     del watch.program, watch.replicas  # the next program may need the memory
     return watch
 
 
-def preconditions(
+def check_preconditions(
     spec: Spec, world: World, exchange: Exchange, make: Make, *, every_collective: bool = False
 ) -> Verdict:
     """Run two programs of the spec for STEPS steps each, and compare replicas and the two runs.
@@ -291,16 +308,16 @@ def preconditions(
     Returns:
         The verdict. If a step raises, it has only the check of steps that end.
     """
-    with deterministic():
-        first = consistency(make(spec, world), exchange, every_collective=every_collective)
+    with use_deterministic_algorithms():
+        first = observe_run(make(spec, world), exchange, every_collective=every_collective)
         if first.broken:
             left = STEPS - len(first.bits)
-            return Verdict(checks=(counted("steps that end", STEPS, left, first.broken),))
-        again = consistency(make(spec, world), exchange, every_collective=False)
+            return Verdict(checks=(count_check("steps that end", STEPS, left, first.broken),))
+        again = observe_run(make(spec, world), exchange, every_collective=False)
         if again.broken:
             why = f"of the second run, {again.broken}"
             left = STEPS - len(again.bits)
-            return Verdict(checks=(counted("steps that end", STEPS, left, why),))
+            return Verdict(checks=(count_check("steps that end", STEPS, left, why),))
     differing = [
         [step, name]
         for step, (mine, its) in enumerate(zip(first.bits, again.bits, strict=False))
@@ -316,7 +333,7 @@ def preconditions(
             "function of the spec (an operator, an order of arrival, the random state)"
         )
     number = min(len(first.bits), len(again.bits))
-    same = counted(REPEATED, number, number - wrong[0] if wrong else 0, why)
+    same = count_check(REPEATED, number, number - wrong[0] if wrong else 0, why)
     seen = again if again.mismatches and not first.mismatches else first
     return Verdict(
         checks=(same, *seen.checks()), mismatches=seen.mismatches, root_cause=seen.root_cause
@@ -324,7 +341,7 @@ def preconditions(
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def use_deterministic_algorithms() -> Iterator[None]:
     """Temporarily set torch's deterministic algorithms, as with `deterministic: true` in a spec."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -25,13 +25,13 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import require as require_corpus
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import require_trainable_data as require_corpus
 from ptrain.errors import VerdictFailed
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.contract import forward_once
 from ptrain.report.record import Check
-from ptrain.report.screen import show
+from ptrain.report.screen import print_screen
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
@@ -41,40 +41,40 @@ from ptrain.spec.spec import Spec
 from ptrain.train import environment
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json
-from ptrain.train.heading import announce_node, header
+from ptrain.train.heading import announce_node, job_line
 from ptrain.train.session import device_name
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.job import Verdict
 from ptrain.verification.options import VerifyOptions
-from ptrain.verification.preconditions import REPEATED, Make, Watch, preconditions
+from ptrain.verification.preconditions import REPEATED, Make, StepObserver, check_preconditions
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.references import (
     NOTE,
-    Ask,
     Progress,
+    ReferenceRequest,
     ReferenceRun,
-    dropping,
-    exactly,
-    references,
-    undropped,
+    disable_dropout,
+    has_dropout,
+    run_references,
+    with_fp64,
     without_dropout,
 )
 from ptrain.verification.tolerances import (
-    Allowed,
     ReferencePlan,
-    fixed_in_fp32,
-    fixed_in_fp64,
-    in_fp64,
-    in_own_dtypes,
-    plan,
+    RunTolerances,
+    derive_fp64_tolerances,
+    derive_own_tolerances,
+    fixed_fp32_tolerances,
+    fixed_fp64_tolerances,
+    plan_references,
 )
 from ptrain.verification.trajectory import (
-    Corridor,
+    LossCorridor,
     ProgramRun,
-    checks,
-    follow,
-    of_dtypes,
-    of_reference,
+    explain_dtypes,
+    explain_reference,
+    run_trajectory,
+    trajectory_checks,
 )
 
 
@@ -94,7 +94,7 @@ class Verification(Verdict):
 
 
 @dataclass(slots=True)
-class Context:
+class VerificationContext:
     """The context of the stages.
 
     Attributes:
@@ -113,30 +113,30 @@ class Context:
     plan: ReferencePlan | None = None
     references: dict[str, ReferenceRun] = field(default_factory=dict)
 
-    def runs(self, asks: Sequence[Ask]) -> list[ReferenceRun]:
+    def run_missing(self, asks: Sequence[ReferenceRequest]) -> list[ReferenceRun]:
         """Return the runs of these references, and run missing ones. All ranks call it."""
         missing = [ask for ask in asks if ask.key not in self.references]
         if missing:
-            self.references |= references(missing, self.exchange, self.progress)
+            self.references |= run_references(missing, self.exchange, self.progress)
         return [self.references[ask.key] for ask in asks]
 
 
-Stage: TypeAlias = "Callable[[Context], Verdict]"
+Stage: TypeAlias = "Callable[[VerificationContext], Verdict]"
 Speak: TypeAlias = "Callable[[str, Sequence[Check], float], None]"
 
 
-def interpreted(spec: Spec, world: World) -> Program:
+def interpret_spec(spec: Spec, world: World) -> Program:
     """Build a program as a training builds it."""
     return interpret(spec, world=world, allow_import=True)
 
 
-def verify_here(
+def verify_on_ranks(
     spec: Spec,
     world: World,
     exchange: Exchange,
     request: VerifyOptions | None = None,
     *,
-    make: Make = interpreted,
+    make: Make = interpret_spec,
     speak: Speak | None = None,
     progress: Progress | None = None,
 ) -> Verification:
@@ -154,7 +154,7 @@ def verify_here(
     Returns:
         The verdict, equal on all ranks.
     """
-    context = Context(
+    context = VerificationContext(
         spec=spec, world=world, exchange=exchange, request=request or VerifyOptions(), make=make,
         progress=progress or Progress(),
     )  # fmt: skip
@@ -166,14 +166,14 @@ def verify_here(
     for name, stage in stages.items():
         context.progress.begin(name)
         began = time.perf_counter()
-        with nullcontext() if name in _WITH_DROPOUT else undropped(spec):
+        with nullcontext() if name in _WITH_DROPOUT else disable_dropout(spec):
             outcome = stage(context)
         gc.collect()  # programs are cycles, and hold the model several times
         seconds = time.perf_counter() - began
-        result = _with(result, name, outcome, seconds)
+        result = _append_stage(result, name, outcome, seconds)
         if speak is not None:
             speak(name, outcome.checks, seconds)
-        failed = failed or (name if outcome.fails else "")
+        failed = failed or (name if outcome.has_failed else "")
         # a state or a counter that is not one device's is explained beside one device, if the run
         # is a function of its spec
         same = all(its.holds for its in outcome.checks if its.name.startswith(REPEATED))
@@ -184,7 +184,9 @@ def verify_here(
     return result
 
 
-def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> Verification:
+def _append_stage(
+    result: Verification, name: str, outcome: Verdict, seconds: float
+) -> Verification:
     steps = {name: outcome.trajectory} if outcome.trajectory else {}
     named = tuple(replace(check, name=f"{name}: {check.name}") for check in outcome.checks)
     return Verification(
@@ -197,10 +199,10 @@ def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> 
     )
 
 
-def _preconditions(context: Context) -> Verdict:
+def _run_preconditions(context: VerificationContext) -> Verdict:
     """Check the preconditions, with the dtypes and the dropout of the spec."""
     every = context.request.every_collective
-    outcome = preconditions(
+    outcome = check_preconditions(
         context.spec, context.world, context.exchange, context.make, every_collective=every
     )
     note = "the results of collectives are not hashed; use `--every-collective`"
@@ -209,62 +211,70 @@ def _preconditions(context: Context) -> Verdict:
     return outcome if every and context.world.size > 1 else replace(outcome, notes=(note,))
 
 
-def _examination(context: Context) -> Verdict:
-    drops = dropping(context.spec, context.exchange)
-    program = context.make(exactly(context.spec), context.world)
+def _run_examination(context: VerificationContext) -> Verdict:
+    drops = has_dropout(context.spec, context.exchange)
+    program = context.make(with_fp64(context.spec), context.world)
     examination = examine(program, context.exchange)
     return replace(examination, notes=(NOTE,)) if drops else examination
 
 
-def _in_fp64(context: Context) -> Verdict:
+def _run_fp64_trajectory(context: VerificationContext) -> Verdict:
     """Compare the trajectory in fp64, after running the references that all trajectories need.
 
     These run in one call, so that the ranks share the work.
     """
-    context.plan = plan(context.spec, context.request.steps)
-    reference, permuted = context.runs(context.plan.asks)[0], context.plan.permuted
-    within = Corridor(
+    context.plan = plan_references(context.spec, context.request.steps)
+    reference, permuted = context.run_missing(context.plan.required)[0], context.plan.permuted
+    within = LossCorridor(
         center=reference.losses,
-        allowed=fixed_in_fp64(reference),
-        wider=lambda: in_fp64([reference, *context.runs(permuted)], context.exchange),
+        allowed=fixed_fp64_tolerances(reference),
+        derive_wider=lambda: derive_fp64_tolerances(
+            [reference, *context.run_missing(permuted)], context.exchange
+        ),
     )
-    spec, exchange = exactly(context.spec), context.exchange
-    run, outcome = _followed(context, spec, reference, within)
-    if run.stopped is not None and outcome.root_cause is None:
-        beside = examine(context.make(spec, context.world), exchange, run.stopped + 1)
+    spec, exchange = with_fp64(context.spec), context.exchange
+    run, outcome = _follow_trajectory(context, spec, reference, within)
+    if run.stop_step is not None and outcome.root_cause is None:
+        beside = examine(context.make(spec, context.world), exchange, run.stop_step + 1)
         outcome = replace(outcome, mismatches=beside.mismatches, root_cause=beside.root_cause)
     return replace(
-        outcome, root_cause=outcome.root_cause or of_reference(outcome.checks, context.world.size)
+        outcome,
+        root_cause=outcome.root_cause or explain_reference(outcome.checks, context.world.size),
     )
 
 
-def _in_own_dtypes(context: Context) -> Verdict:
+def _run_own_trajectory(context: VerificationContext) -> Verdict:
     assert context.plan is not None, "the trajectory in fp64 comes before"
     asks, spec = context.plan.own, without_dropout(context.spec)
     if not asks:
         return Verdict(checks=(), notes=("own dtypes: they are fp64",))
-    (reference,) = context.runs(asks[:1])
+    (reference,) = context.run_missing(asks[:1])
 
-    def wider() -> Allowed:
-        return in_own_dtypes(spec, context.runs(asks))
+    def wider() -> RunTolerances:
+        return derive_own_tolerances(spec, context.run_missing(asks))
 
-    allowed = wider() if context.plan.is_banded else fixed_in_fp32(reference)
-    within = Corridor(center=reference.losses, allowed=allowed, wider=wider)
-    run, outcome = _followed(context, spec, reference, within)
+    allowed = wider() if context.plan.is_order_sensitive else fixed_fp32_tolerances(reference)
+    within = LossCorridor(center=reference.losses, allowed=allowed, derive_wider=wider)
+    run, outcome = _follow_trajectory(context, spec, reference, within)
     size, layout = context.world.size, spec.precision.layout.name
-    said = outcome.root_cause or of_reference(outcome.checks, size)
-    said = said or of_dtypes(outcome.checks, run.stopped, layout, size)
+    said = (
+        outcome.root_cause
+        or explain_reference(outcome.checks, size)
+        or explain_dtypes(outcome.checks, run.stop_step, layout, size)
+    )
     return replace(outcome, root_cause=said)
 
 
-def _followed(
-    context: Context, spec: Spec, reference: ReferenceRun, within: Corridor
+def _follow_trajectory(
+    context: VerificationContext, spec: Spec, reference: ReferenceRun, within: LossCorridor
 ) -> tuple[ProgramRun, Verdict]:
     exchange = context.exchange
     program = context.make(spec, context.world)
-    watch = Watch(program, exchange, every_collective=context.request.every_collective)
-    run = follow(program, exchange, within, watch, context.progress)
-    own_checks = within.judged(lambda allowed: checks(reference, run, allowed, exchange))
+    watch = StepObserver(program, exchange, every_collective=context.request.every_collective)
+    run = run_trajectory(program, exchange, within, watch, context.progress)
+    own_checks = within.check_with(
+        lambda allowed: trajectory_checks(reference, run, allowed, exchange)
+    )
     allowed = within.allowed
     notes = (allowed.explanation,) if allowed.explanation else ()
     steps = {
@@ -275,18 +285,17 @@ def _followed(
         "allowed": allowed.losses,
         "references": allowed.references,
     }
-    all_checks = (*own_checks, *watch.checks())
     return run, Verdict(
-        checks=all_checks, mismatches=watch.mismatches, root_cause=watch.root_cause, notes=notes,
-        trajectory=steps,
+        checks=(*own_checks, *watch.checks()), mismatches=watch.mismatches,
+        root_cause=watch.root_cause, notes=notes, trajectory=steps,
     )  # fmt: skip
 
 
 STAGES: dict[str, Stage] = {
-    "preconditions": _preconditions,
-    "examination": _examination,
-    "trajectory in fp64": _in_fp64,
-    "trajectory in own dtypes": _in_own_dtypes,
+    "preconditions": _run_preconditions,
+    "examination": _run_examination,
+    "trajectory in fp64": _run_fp64_trajectory,
+    "trajectory in own dtypes": _run_own_trajectory,
 }
 _OF_STEPS = ("preconditions", "examination")  # single steps: what `quick` runs
 _HINT = "--every-collective"  # in a note that states no limit of the verdict
@@ -294,7 +303,7 @@ _QUICK = "quick: no trajectory; use `--full` to run them"
 _WITH_DROPOUT = ("preconditions",)  # it compares ranks, and a run with itself
 
 
-def run(options: VerifyOptions) -> int:
+def verify_on_rank(options: VerifyOptions) -> int:
     """Verify on this rank and return the exit code, which is equal on all ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is half written: gone at once
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
@@ -306,9 +315,9 @@ def run(options: VerifyOptions) -> int:
         stack.callback(world.close)
         exchange = Exchange(world)
         stack.callback(exchange.close)
-        require_corpus(corpus(spec.data), spec, logits)
+        require_corpus(open_corpus(spec.data), spec, logits)
         gc.freeze()  # what imports made is looked at by no collection after
-        return _verify(spec, world, exchange, options)
+        return _verify_and_report(spec, world, exchange, options)
 
 
 def _num_logits(spec: Spec) -> int | None:
@@ -324,22 +333,22 @@ def _num_logits(spec: Spec) -> int | None:
         return forward_once(model, spec)
 
 
-def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions) -> int:
+def _verify_and_report(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions) -> int:
     heading = ""
     if world.is_first:
         numel = sum(its.numel() for its in ReferenceTraining(spec).parameters.values())
-        heading = header(spec, numel=numel, backend=world.backend, device=world.device.type)
+        heading = job_line(spec, numel=numel, backend=world.backend, device=world.device.type)
     speaks = world.is_first and not options.json
     progress = Progress(sys.stderr if speaks else None)
 
     def print_stage(name: str, checks: Sequence[Check], seconds: float) -> None:
-        show(stage_text(name, checks, seconds, verbose=options.verbose))
+        print_screen(stage_text(name, checks, seconds, verbose=options.verbose))
 
     if speaks:
-        show(heading)
+        print_screen(heading)
     elif not options.json:
         announce_node(world.rank, world.size)
-    verification = verify_here(
+    verification = verify_on_ranks(
         spec, world, exchange, options, speak=print_stage if speaks else None, progress=progress
     )
     if world.is_first:
@@ -362,7 +371,7 @@ def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions
             print(json.dumps(result, indent=2, ensure_ascii=False))
     if speaks:
         notes = [note for note in verification.notes if options.verbose or _HINT not in note]
-        show(
+        print_screen(
             end_text(
                 verification.checks, torch=torch.__version__,
                 root_cause=verification.root_cause, notes=notes,

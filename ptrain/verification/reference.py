@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import Split, batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import Split, read_batch
 from ptrain.facts.float8 import products_of
 from ptrain.models.float8 import use_float8
 from ptrain.models.initialize import build_model, cast_module, initialize, read_module_weights
@@ -40,7 +40,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
 
 
-class Updater:
+class ReferenceOptimizer:
     """The optimizers of the reference, with master copies and the loss scale.
 
     Attributes:
@@ -66,7 +66,7 @@ class Updater:
                 name: parameter.detach().to(dtype, copy=True)
                 for name, parameter in self.updated.items()
             }
-        within = _within_blocks(module)
+        within = _block_parameters(module)
         self._rules = {
             name: rule_of(spec.optimizer, name in within and tensor.dim() == 2)
             for name, tensor in self.updated.items()
@@ -112,11 +112,11 @@ class Updater:
         self._rescale(overflowed=False)
         return norm
 
-    def owner(self, name: str) -> torch.optim.Optimizer:
+    def optimizer_of(self, name: str) -> torch.optim.Optimizer:
         """Return the optimizer that updates a tensor."""
         return self.optimizers[self._rules[name]]
 
-    def initial(self, name: str) -> dict[str, Tensor]:
+    def initial_entries(self, name: str) -> dict[str, Tensor]:
         """Return the optimizer state of a tensor as torch creates it in the first step."""
         return initial_state(self._rules[name], self.spec.optimizer, self.updated[name])
 
@@ -147,7 +147,7 @@ class Updater:
             self.steps_since_change = 0
 
 
-def _within_blocks(module: nn.Module) -> set[str]:
+def _block_parameters(module: nn.Module) -> set[str]:
     """Return the names of the parameters inside blocks."""
     blocks = [name for unit in unit_modules(module) for name in unit if name != ROOT]
     return {
@@ -174,8 +174,8 @@ class Trajectory:
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     parameters: Mapping[str, Tensor]
-    travelled: float = 0.0
-    again: float | None = None
+    moved_distance: float = 0.0
+    repeated_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ class MicroBatch:
         loss = objective.run(module, self.samples)
         return loss / objective.divisor(self.batch, self.samples)
 
-    def row(self, index: int) -> MicroBatch:
+    def single_sample(self, index: int) -> MicroBatch:
         """Return one sample as a micro-batch."""
         return replace(self, samples=self.samples.slice_rows(index, index + 1))
 
@@ -239,9 +239,9 @@ class ReferenceTraining:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.module = _module(spec)
-        self.updater = Updater(self.module, spec)
-        self.source = corpus(spec.data)
+        self.module = _build_module(spec)
+        self.updater = ReferenceOptimizer(self.module, spec)
+        self.source = open_corpus(spec.data)
         self.objective = objective_of(spec)
         self.sample_offset = 0
 
@@ -257,7 +257,7 @@ class ReferenceTraining:
 
     def micro_batches_of(self, index: int, step: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one data rank."""
-        local = batch(
+        local = read_batch(
             self.source, spec=self.spec, step=step, data_index=index,
             data_degree=self.spec.data_degree, split=Split.TRAIN, offset=self.sample_offset,
         )  # fmt: skip
@@ -286,7 +286,7 @@ class ReferenceTraining:
             scale_losses(self.module, torch.tensor(self.updater.scale))
         sums: dict[str, Tensor] = {}
         total = 0.0
-        clear_counts(self.module)
+        clear_router_counts(self.module)
         for micro_batch in self.micro_batches(step):
             if micro_batch.k == 0:
                 torch.manual_seed(seed_of_step(self.spec.train.seed, step, micro_batch.data_index))
@@ -313,11 +313,11 @@ class ReferenceTraining:
             The gradient norm before clipping; infinite if the step is skipped.
         """
         norm = self.updater.update(sums, learning_rate(self.spec.optimizer, step))
-        move_biases(self.module)
+        update_router_biases(self.module)
         return norm
 
 
-def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory | None]:
+def run_reference(device: ReferenceTraining, steps: int) -> Iterator[Trajectory | None]:
     """Run steps of a reference from the initial weights, as a generator that can be interleaved.
 
     Args:
@@ -339,19 +339,19 @@ def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory
     parameters = device.parameters
     yield Trajectory(
         losses=tuple(losses), gradient_norms=tuple(norms), parameters=parameters,
-        travelled=distance(initial, parameters),
-        again=device.accumulate(0).loss,
+        moved_distance=relative_distance(initial, parameters),
+        repeated_loss=device.accumulate(0).loss,
     )  # fmt: skip
 
 
-def distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
+def relative_distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
     """Return |end - start| / |start| in the 2-norm of all tensors as one vector."""
     moved = sum((end[name].double() - start[name].double()).square().sum() for name in start)
     length = sum(start[name].double().square().sum() for name in start)
     return float(torch.as_tensor(moved / length).sqrt())
 
 
-def _module(spec: Spec) -> nn.Module:
+def _build_module(spec: Spec) -> nn.Module:
     with torch.device("cpu"):
         module = build_model(
             spec.model, sequence=spec.batch.sequence, allow_import=True, seed=spec.train.seed
@@ -367,7 +367,7 @@ def _module(spec: Spec) -> nn.Module:
     return module
 
 
-def clear_counts(module: nn.Module) -> None:
+def clear_router_counts(module: nn.Module) -> None:
     """Reset the counts of tokens per expert in all routers of a model."""
     for gate in module.modules():
         if isinstance(gate, Gate) and gate.load_E is not None:
@@ -375,7 +375,7 @@ def clear_counts(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def move_biases(module: nn.Module) -> None:
+def update_router_biases(module: nn.Module) -> None:
     """Update the biases of all routers by their counts of a full step, and reset the counts.
 
     Source: Wang et al. 2024 (arXiv:2408.15664), algorithm 1: b_i += u sign(mean(c) - c_i), with the
@@ -387,4 +387,4 @@ def move_biases(module: nn.Module) -> None:
             assert rate is not None, "there are biases"
             chosen_E = gate.load_E.double()
             gate.bias_E += rate * (chosen_E.mean() - chosen_E).sign()
-    clear_counts(module)
+    clear_router_counts(module)

@@ -49,13 +49,13 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Matmul
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.jobs.draws import DrawMode
+from ptrain.verification.jobs.draws import DrawRecorder
 from ptrain.verification.reference import (
     MicroBatch,
     Pass,
     ReferenceTraining,
     Trajectory,
-    one_device_run,
+    run_reference,
 )
 
 _FIXED = (DType.FP32, DType.FP64)
@@ -68,7 +68,7 @@ def without_dropout(spec: Spec) -> Spec:
     return spec
 
 
-def exactly(spec: Spec) -> Spec:
+def with_fp64(spec: Spec) -> Spec:
     """Return the spec without dropout, in fp64.
 
     In fp64 a sum in another order differs by 1e-15, and a fault by 1e-5.
@@ -76,13 +76,13 @@ def exactly(spec: Spec) -> Spec:
     return replace(without_dropout(spec), precision=replace(spec.precision, compute_fp64=True))
 
 
-def on_one_device(spec: Spec) -> Spec:
+def single_device_spec(spec: Spec) -> Spec:
     """Return the spec for one rank that runs all micro-batches of the global batch."""
     batch = replace(spec.batch, accumulate=spec.batch.accumulate * spec.data_degree)
     return replace(spec, factors=(), batch=batch)
 
 
-def is_banded(spec: Spec) -> bool:
+def is_order_sensitive(spec: Spec) -> bool:
     """Return True if the order of summation can change results by more than the fixed tolerances.
 
     This is the case if a state is stored in 16 bits, or if the update rule enlarges rounding errors
@@ -111,7 +111,7 @@ NOTE = (
 
 
 @contextmanager
-def undropped(spec: Spec) -> Iterator[DisabledDropout]:
+def disable_dropout(spec: Spec) -> Iterator[DisabledDropout]:
     """Temporarily switch off torch's dropout functions, unless the model is built in."""
     if isinstance(spec.model, ModelShape):
         yield DisabledDropout()
@@ -127,7 +127,7 @@ def undropped(spec: Spec) -> Iterator[DisabledDropout]:
             yield off
 
 
-def dropping(spec: Spec, exchange: Exchange) -> bool:
+def has_dropout(spec: Spec, exchange: Exchange) -> bool:
     """Return True if a model that is not built in uses dropout. All ranks must call it.
 
     The first rank runs two or three forward passes.
@@ -137,29 +137,32 @@ def dropping(spec: Spec, exchange: Exchange) -> bool:
     """
     if isinstance(spec.model, ModelShape):
         return False
-    seen = _seen(spec) if exchange.world.is_first else None
+    seen = _probe_dropout(spec) if exchange.world.is_first else None
     drops, place, finding = next(answer for answer in exchange.gather(seen) if answer is not None)
     if finding:
-        remedy = "Draw with torch.nn.functional.dropout, called by this name, as nn.Dropout "
-        remedy += "does; it is switched off here. Or draw nothing for the verdict."
-        raise refused(place, finding, remedy)
+        raise refused(
+            place,
+            finding,
+            "Draw with torch.nn.functional.dropout, called by this name, as nn.Dropout does; it is "
+            "switched off here. Or draw nothing for the verdict.",
+        )
     return bool(drops)
 
 
-def _seen(spec: Spec) -> tuple[bool, str, str]:
+def _probe_dropout(spec: Spec) -> tuple[bool, str, str]:
     """Run forward passes of one micro-batch with different seeds, and compare their losses.
 
     Returns:
         Whether dropout was switched off, and the place and finding of other random numbers that
         change the loss ("" if there are none).
     """
-    device = ReferenceTraining(exactly(spec))
+    device = ReferenceTraining(with_fp64(spec))
     micro_batch: MicroBatch = next(iter(device.micro_batches(0)))
 
     def run() -> Tensor:
         return micro_batch.loss(device.objective, device.module)
 
-    with undropped(spec) as off, fork_generators(), torch.no_grad():
+    with disable_dropout(spec) as off, fork_generators(), torch.no_grad():
         losses = []
         for seed in (0, 1):
             reseed(seed)
@@ -167,12 +170,14 @@ def _seen(spec: Spec) -> tuple[bool, str, str]:
         if losses[0] == losses[1] or math.isnan(losses[0]):
             return off.drops, "", ""
         place, name = named_in_spec(device.module, spec)
-        with DrawMode(device.module) as drawn:
+        with DrawRecorder(device.module) as drawn:
             run()
         paths = [draw.path or type(device.module).__name__ for draw in drawn.draws]
         module = f"{paths[0] if paths else 'the loss'} of {name}"
-    finding = f"{module} draws random numbers by itself, and the loss depends on them: no two "
-    return off.drops, place, f"{finding}runs with other draws can be compared"
+    return off.drops, place, (
+        f"{module} draws random numbers by itself, and the loss depends on them: no two runs with "
+        "other draws can be compared"
+    )  # fmt: skip
 
 
 SECONDS = 10.0  # between two lines
@@ -213,14 +218,14 @@ class PermutedSums(OperatorMode):
         super().__init__()
         self.generator = generator
         self.rules: dict[Any, Rule] = {
-            aten.mm.default: self._product,
-            aten.bmm.default: self._product,
-            aten.addmm.default: partial(self._product, add=torch.addmm),
-            aten.baddbmm.default: partial(self._product, add=torch.baddbmm),
-            torch.ops.ptrain.scaled_mm.default: self._scaled_product,
-            aten.sum.dim_IntList: self._sum,
-            aten.mean.dim: self._mean,
-            aten.embedding_dense_backward.default: self._rows,
+            aten.mm.default: self._permuted_product,
+            aten.bmm.default: self._permuted_product,
+            aten.addmm.default: partial(self._permuted_product, add=torch.addmm),
+            aten.baddbmm.default: partial(self._permuted_product, add=torch.baddbmm),
+            torch.ops.ptrain.scaled_mm.default: self._permuted_scaled_product,
+            aten.sum.dim_IntList: self._permuted_sum,
+            aten.mean.dim: self._permuted_mean,
+            aten.embedding_dense_backward.default: self._permuted_rows,
         }
 
     def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,12 +234,12 @@ class PermutedSums(OperatorMode):
             return func(*args, **kwargs)
         return rule(*args, **kwargs)
 
-    def _drawn(self, size: int) -> tuple[Tensor, int]:
+    def _draw_order(self, size: int) -> tuple[Tensor, int]:
         """Draw an order of `size` terms, and the number of groups to split them into."""
         choice = int(torch.randint(len(PARTS), (), generator=self.generator))
         return torch.randperm(size, generator=self.generator), PARTS[choice]
 
-    def _product(
+    def _permuted_product(
         self, *factors: Tensor, add: Callable[..., Tensor] | None = None, **scales: float
     ) -> Tensor:
         """Return a matrix product as a sum of partial products.
@@ -243,49 +248,53 @@ class PermutedSums(OperatorMode):
         epilogue of a GEMM kernel adds it.
         """
         *added, left, right = factors
-        (first, its), *others = self._factors(left, right)
+        (first, its), *others = self._partial_factors(left, right)
         total = add(*added, first, its, **scales) if add else first @ its
         for columns, rows in others:
             total.add_(columns @ rows, alpha=scales.get("alpha", 1))
         return total
 
-    def _scaled_product(self, left: Tensor, right: Tensor, *scales: Any) -> Tensor:
+    def _permuted_scaled_product(self, left: Tensor, right: Tensor, *scales: Any) -> Tensor:
         """Add the groups' products, each rounded to the dtype of the result."""
         operator = torch.ops.ptrain.scaled_mm
-        total, *others = (operator(*pair, *scales) for pair in self._factors(left, right))
+        total, *others = (operator(*pair, *scales) for pair in self._partial_factors(left, right))
         for other in others:
             total.add_(other)
         return total
 
-    def _factors(self, left: Tensor, right: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    def _partial_factors(self, left: Tensor, right: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the columns of the left and the rows of the right factor, per partial sum."""
-        order, parts = self._drawn(left.shape[-1])
+        order, parts = self._draw_order(left.shape[-1])
         columns, rows = left.index_select(-1, order), right.index_select(-2, order)
         return zip(columns.chunk(parts, -1), rows.chunk(parts, -2), strict=True)
 
-    def _sum(self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    def _permuted_sum(
+        self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any
+    ) -> Tensor:
         along = max(dims or range(terms.dim()), key=lambda dim: terms.shape[dim], default=None)
         if along is None or terms.shape[along] < 2:
             return aten.sum.dim_IntList(terms, dims, keepdim, **kwargs)
-        order, parts = self._drawn(terms.shape[along])
+        order, parts = self._draw_order(terms.shape[along])
         first, *others = terms.index_select(along, order).chunk(parts, along)
         total = torch.sum(first, dims, keepdim, **kwargs)
         for group in others:
             total.add_(torch.sum(group, dims, keepdim, **kwargs))
         return total
 
-    def _mean(self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any) -> Tensor:
-        total = self._sum(terms, dims, keepdim, **kwargs)
+    def _permuted_mean(
+        self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any
+    ) -> Tensor:
+        total = self._permuted_sum(terms, dims, keepdim, **kwargs)
         return total.div_(terms.numel() / total.numel())
 
-    def _rows(self, gradient: Tensor, indices: Tensor, *others: Any) -> Tensor:
+    def _permuted_rows(self, gradient: Tensor, indices: Tensor, *others: Any) -> Tensor:
         """Return the gradient of an embedding, which adds the rows of repeated indices."""
         rows = gradient.reshape(-1, gradient.shape[-1])
         order = torch.randperm(rows.shape[0], generator=self.generator)
         return aten.embedding_dense_backward(rows[order], indices.reshape(-1)[order], *others)
 
 
-class Permuted(ReferenceTraining):
+class PermutedReference(ReferenceTraining):
     """A reference whose sums run in random orders, drawn by a seed."""
 
     def __init__(self, spec: Spec, seed: int) -> None:
@@ -313,7 +322,7 @@ _PERMUTED = 2.3  # the duration of a permuted run relative to a usual one, measu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ReferenceRequest:
     """A request for a reference run.
 
     Attributes:
@@ -336,7 +345,7 @@ class Ask:
     @property
     def key(self) -> str:
         """The digest of everything that the run depends on, which excludes the mesh."""
-        spec = on_one_device(self.spec)
+        spec = single_device_spec(self.spec)
         parts = (
             spec.model,
             spec.batch,
@@ -345,9 +354,9 @@ class Ask:
             spec.precision.effective_layout,
             *filter(None, [spec.loss.user_function]),
         )
-        plain = [asdict(part) for part in parts]
         drawn = spec.train.seed, self.steps, self.seed
-        fields = [type(spec.model).__name__, *plain, spec.precision.matmul, *drawn]
+        plain = [*map(asdict, parts), spec.precision.matmul]
+        fields = [type(spec.model).__name__, *plain, *drawn]
         return hashlib.sha256(json.dumps(fields, default=str).encode()).hexdigest()[:32]
 
 
@@ -365,11 +374,11 @@ class ReferenceRun:
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     owner: int
-    solo: Trajectory | None
+    trajectory: Trajectory | None
 
 
-def references(
-    asks: Sequence[Ask], exchange: Exchange, progress: Progress
+def run_references(
+    asks: Sequence[ReferenceRequest], exchange: Exchange, progress: Progress
 ) -> dict[str, ReferenceRun]:
     """Run references, shared by the ranks. All ranks must call it with equal requests.
 
@@ -382,7 +391,7 @@ def references(
         The runs by key.
     """
     every = {ask.key: ask for ask in asks}
-    owners = _owners(list(every.values()), exchange.world.size)
+    owners = _assign_owners(list(every.values()), exchange.world.size)
     to_do = [every[key] for key, owner in owners.items() if owner == exchange.world.rank]
     solos: dict[str, Trajectory] = {}
     count = sum(exchange.gather(sum(ask.steps for ask in to_do)))
@@ -393,7 +402,7 @@ def references(
         until = time.monotonic() + _WORKED
         while to_do and time.monotonic() < until:
             ask = to_do[0]
-            run = run or _begun(ask)
+            run = run or _start_reference(ask)
             done += 1
             if (solo := next(run)) is not None:
                 solos[ask.key] = solo
@@ -406,13 +415,13 @@ def references(
             losses=tuple(everyone[owner][key][0]),
             norms=tuple(everyone[owner][key][1]),
             owner=owner,
-            solo=solos.get(key),
+            trajectory=solos.get(key),
         )
         for key, owner in owners.items()
     }
 
 
-def _owners(asks: Sequence[Ask], size: int) -> dict[str, int]:
+def _assign_owners(asks: Sequence[ReferenceRequest], size: int) -> dict[str, int]:
     """Return the rank of each run by key, equal on all ranks.
 
     Runs are assigned in descending order of duration, each to the rank with the least work so far
@@ -426,7 +435,7 @@ def _owners(asks: Sequence[Ask], size: int) -> dict[str, int]:
     return owners
 
 
-def _begun(ask: Ask) -> Iterator[Trajectory | None]:
-    spec = on_one_device(ask.spec)
-    device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
-    return one_device_run(device, ask.steps)
+def _start_reference(ask: ReferenceRequest) -> Iterator[Trajectory | None]:
+    spec = single_device_spec(ask.spec)
+    device = ReferenceTraining(spec) if ask.seed is None else PermutedReference(spec, ask.seed)
+    return run_reference(device, ask.steps)

@@ -40,14 +40,14 @@ from ptrain.verification.compare import (
     FP64_LOSS,
     FP64_NORM,
     FP64_PARAMETERS,
-    apart_by_tensor,
+    tensor_differences,
 )
-from ptrain.verification.parts import whole
+from ptrain.verification.parts import gather_full_tensors
 from ptrain.verification.references import (
-    Ask,
+    ReferenceRequest,
     ReferenceRun,
-    exactly,
-    is_banded,
+    is_order_sensitive,
+    with_fp64,
     without_dropout,
 )
 
@@ -58,7 +58,7 @@ _FP32 = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowed:
+class RunTolerances:
     """The tolerances of a run.
 
     Attributes:
@@ -86,124 +86,130 @@ class ReferencePlan:
     to the fixed figures.
     """
 
-    exact: Ask
-    permuted: tuple[Ask, ...]
-    own: tuple[Ask, ...]
-    is_banded: bool
+    exact: ReferenceRequest
+    permuted: tuple[ReferenceRequest, ...]
+    own: tuple[ReferenceRequest, ...]
+    is_order_sensitive: bool
 
     @property
-    def asks(self) -> tuple[Ask, ...]:
-        return (self.exact, *(self.own if self.is_banded else self.own[:1]))
+    def required(self) -> tuple[ReferenceRequest, ...]:
+        return (self.exact, *(self.own if self.is_order_sensitive else self.own[:1]))
 
 
-def plan(spec: Spec, steps: int) -> ReferencePlan:
+def plan_references(spec: Spec, steps: int) -> ReferencePlan:
     """Return the references that a verification may need.
 
     References that serve several parts have one key, so that they run once.
     """
-    own, exact = without_dropout(spec), exactly(spec)
-    banded = is_banded(own)
-    first, *permuted = _permuted(exact, steps, FEW)
+    own, exact = without_dropout(spec), with_fp64(spec)
+    banded = is_order_sensitive(own)
+    first, *permuted = _make_requests(exact, steps, FEW)
     return ReferencePlan(
         exact=first,
         permuted=tuple(permuted),
         own=()
         if own.precision == exact.precision
-        else _permuted(own, steps, MANY if banded else FEW),
-        is_banded=banded,
+        else _make_requests(own, steps, MANY if banded else FEW),
+        is_order_sensitive=banded,
     )
 
 
-def _permuted(spec: Spec, steps: int, number: int) -> tuple[Ask, ...]:
-    plain = Ask(spec=spec, steps=steps)
+def _make_requests(spec: Spec, steps: int, number: int) -> tuple[ReferenceRequest, ...]:
+    plain = ReferenceRequest(spec=spec, steps=steps)
     return (plain, *(replace(plain, seed=seed) for seed in range(number)))
 
 
-def fixed_in_fp64(exact: ReferenceRun) -> Allowed:
+def fixed_fp64_tolerances(exact: ReferenceRun) -> RunTolerances:
     """Return the tolerances of an fp64 run as long as its differences are pure rounding."""
-    return Allowed(
+    return RunTolerances(
         losses=tuple(FP64_LOSS * abs(loss) for loss in exact.losses),
         norms=(FP64_NORM,) * len(exact.norms),
         parameters=FP64_PARAMETERS,
     )
 
 
-def in_fp64(runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
+def derive_fp64_tolerances(runs: Sequence[ReferenceRun], exchange: Exchange) -> RunTolerances:
     """Derive the tolerances of an fp64 run from references, the first of them in the usual order.
 
     The results are at least the fixed figures. All ranks must call it.
     """
-    fixed = fixed_in_fp64(runs[0])
-    losses = _larger(fixed.losses, _spread([run.losses for run in runs]))
-    parameters = from_permuted(_distances(runs, exchange))
+    fixed = fixed_fp64_tolerances(runs[0])
+    losses = _elementwise_max(fixed.losses, _step_tolerances([run.losses for run in runs]))
+    parameters = parameter_tolerance(_parameter_distances(runs, exchange))
     return replace(
         fixed,
         losses=losses,
-        references=_farthest(runs),
+        references=_largest_differences(runs),
         norms=tuple(
             max(FP64_NORM, spread / norm) if norm else FP64_NORM
             for spread, norm in zip(
-                _spread([its.norms for its in runs]), runs[0].norms, strict=True
+                _step_tolerances([its.norms for its in runs]), runs[0].norms, strict=True
             )
         ),
         parameters=max(FP64_PARAMETERS, parameters),
-        explanation=_until("fp64", "1e-12", fixed.losses, losses, len(runs)),
+        explanation=_growth_sentence("fp64", "1e-12", fixed.losses, losses, len(runs)),
     )
 
 
-def fixed_in_fp32(own: ReferenceRun) -> Allowed:
+def fixed_fp32_tolerances(own: ReferenceRun) -> RunTolerances:
     """Return the tolerances of an fp32 run as long as its differences are pure rounding."""
-    return Allowed(
+    return RunTolerances(
         losses=(FP32_LOSS,) * len(own.losses),
     )
 
 
-def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun]) -> Allowed:
+def derive_own_tolerances(spec: Spec, runs: Sequence[ReferenceRun]) -> RunTolerances:
     """Derive the tolerances in the spec's dtypes from references in these; in fp32, the results are
     at least the fixed figures."""
-    spread = _spread([run.losses for run in runs])
-    if not is_banded(spec):
-        fixed = fixed_in_fp32(runs[0])
-        losses = _larger(fixed.losses, spread)
+    spread = _step_tolerances([run.losses for run in runs])
+    if not is_order_sensitive(spec):
+        fixed = fixed_fp32_tolerances(runs[0])
+        losses = _elementwise_max(fixed.losses, spread)
         return replace(
             fixed,
             losses=losses,
-            references=_farthest(runs),
-            explanation=_until("own dtypes", "1e-4", fixed.losses, losses, len(runs)),
+            references=_largest_differences(runs),
+            explanation=_growth_sentence("own dtypes", "1e-4", fixed.losses, losses, len(runs)),
         )
     num_addends = spec.batch.accumulate * spec.data_degree
-    rounding = _factor(len(runs)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
-    return Allowed(
+    rounding = (
+        _deviation_factor(len(runs)) * _FP32 / 2 * math.sqrt(2 * num_addends)
+    )  # of the loss's sum
+    return RunTolerances(
         losses=tuple(
             deviation + rounding * abs(loss)
             for deviation, loss in zip(spread, runs[0].losses, strict=True)
         ),
-        references=_farthest(runs),
-        explanation=f"own dtypes: a loss may differ by {_factor(len(runs)):.1f} deviations "
-        f"of {len(runs)} references, {len(runs) - 1} of them with permuted sums",
+        references=_largest_differences(runs),
+        explanation="own dtypes: a loss may differ by "
+        f"{_deviation_factor(len(runs)):.1f} deviations of {len(runs)} references, "
+        f"{len(runs) - 1} of them with permuted sums",
     )
 
 
-def _larger(fixed: Sequence[float], spread: Sequence[float]) -> tuple[float, ...]:
+def _elementwise_max(fixed: Sequence[float], spread: Sequence[float]) -> tuple[float, ...]:
     """Return the larger tolerance of each step; the fixed figure if the spread is not a number."""
     return tuple(max(pair) for pair in zip(fixed, spread, strict=True))
 
 
-def _factor(number: int) -> float:
+def _deviation_factor(number: int) -> float:
     return QUANTILES[number - 1] * math.sqrt(2)
 
 
-def _spread(runs: Sequence[Sequence[float]]) -> tuple[float, ...]:
+def _step_tolerances(runs: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return the tolerance of each step from its values in all runs.
 
     It is NaN from the first step with a NaN value. An infinite value (a skipped step) does not
     change the spread of the steps before.
     """
     deviations = (_deviation(values) for values in zip(*runs, strict=True))
-    return tuple(_factor(len(runs)) * deviation for deviation in accumulate(deviations, _largest))
+    return tuple(
+        _deviation_factor(len(runs)) * deviation
+        for deviation in accumulate(deviations, _max_or_nan)
+    )
 
 
-def _farthest(runs: Sequence[ReferenceRun]) -> tuple[float, ...]:
+def _largest_differences(runs: Sequence[ReferenceRun]) -> tuple[float, ...]:
     """Return the largest difference of each step's loss to the first reference."""
     by_step = zip(*(run.losses for run in runs), strict=True)
     return tuple(max(abs(loss - first) for loss in others) for first, *others in by_step)
@@ -218,30 +224,32 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def _largest(before: float, now: float) -> float:
+def _max_or_nan(before: float, now: float) -> float:
     return now if math.isnan(now) or now > before else before
 
 
-def _distances(runs: Sequence[ReferenceRun], exchange: Exchange) -> list[float]:
+def _parameter_distances(runs: Sequence[ReferenceRun], exchange: Exchange) -> list[float]:
     """Return, per permuted reference, the largest relative difference of a parameter to the first.
 
     Each rank computes the distances of its runs, and the ranks gather them.
     """
-    first = whole(runs[0].solo.parameters if runs[0].solo else {}, exchange)
-    solos = (run.solo for run in runs[1:] if run.solo)
-    own = [max(apart_by_tensor(first, solo.parameters).values()) for solo in solos]
+    first = gather_full_tensors(
+        runs[0].trajectory.parameters if runs[0].trajectory else {}, exchange
+    )
+    solos = (run.trajectory for run in runs[1:] if run.trajectory)
+    own = [max(tensor_differences(first, solo.parameters).values()) for solo in solos]
     distances = [distance for its in exchange.gather(own) for distance in its]
     assert len(distances) == len(runs) - 1, "each permuted reference is some rank's"
     return distances
 
 
-def from_permuted(distances: Sequence[float]) -> float:
+def parameter_tolerance(distances: Sequence[float]) -> float:
     """Return the tolerance for the distances of FEW or MANY permuted references from the first."""
     squares = [distance**2 for distance in distances]
-    return _factor(len(distances) + 1) * math.sqrt(statistics.fmean(squares) / 2)
+    return _deviation_factor(len(distances) + 1) * math.sqrt(statistics.fmean(squares) / 2)
 
 
-def _until(
+def _growth_sentence(
     place: str, fixed: str, least: Sequence[float], allowed: Sequence[float], number: int
 ) -> str:
     """Return a sentence about the step at which rounding exceeds the fixed figure; "" if it never
@@ -254,6 +262,6 @@ def _until(
         return ""
     return (
         f"{place}: losses may differ by {fixed} up to step {first}; from there rounding has "
-        f"grown to more, and {_factor(number):.1f} deviations of {number} references are "
+        f"grown to more, and {_deviation_factor(number):.1f} deviations of {number} references are "
         f"allowed, {number - 1} of them with permuted sums"
     )

@@ -28,7 +28,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.errors import TrainingStopped, refused
 from ptrain.interpreter.program import Program
 from ptrain.models.modes import fork_generators
@@ -39,28 +39,28 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.train.guard import StepGuard
 from ptrain.train.journal import LOG
-from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
+from ptrain.verification.capture import full_gradients, leaf_shards, run_step_for_global_loss
 from ptrain.verification.compare import (
     LargestDifference,
-    alive,
-    apart,
-    at_most,
-    parted,
-    worst_of,
+    joint_difference,
+    learning_checks,
+    limit_check,
+    norm_checks,
+    worst_index,
 )
 from ptrain.verification.jobs.job import TOLERANCES, Tolerance
-from ptrain.verification.parts import whole
-from ptrain.verification.preconditions import EVERY, Watch
+from ptrain.verification.parts import gather_full_tensors
+from ptrain.verification.preconditions import EVERY, StepObserver
 from ptrain.verification.reference import ReferenceTraining, Trajectory
 from ptrain.verification.references import (
     Progress,
     ReferenceRun,
-    dropping,
-    is_banded,
+    has_dropout,
+    is_order_sensitive,
     without_dropout,
 )
 from ptrain.verification.tolerances import (
-    Allowed,
+    RunTolerances,
 )
 from ptrain.verification.updates.repeat import UpdateRecorder
 
@@ -85,7 +85,7 @@ class ReferenceStep:
 
 
 @dataclass(slots=True)
-class Onward:
+class ReferenceContinuation:
     """A comparison of a run with the reference, continued from the run's state.
 
     Enter `step_context` around a step, and call `check_step` after it and after the next one. All
@@ -117,19 +117,20 @@ class Onward:
             return replace(TOLERANCES[torch.float64], gradients=1e-12)
         layout = self.spec.precision.effective_layout
         dtypes = (layout.parameters, layout.reduced, layout.gradients)
-        rows = [TOLERANCES[TORCH_DTYPES[dtype]] for dtype in dtypes]
-        return max(rows, key=lambda its: its.gradients)
+        return max(
+            (TOLERANCES[TORCH_DTYPES[dtype]] for dtype in dtypes), key=lambda its: its.gradients
+        )
 
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
+    def step_context(self, step: int) -> Iterator[None]:
         """Run the reference from the state before a step, and record the step's update."""
         with fork_generators():
-            self.take(step)
-        self._updates = UpdateRecorder(shards_of(self.program))
+            self.continue_from(step)
+        self._updates = UpdateRecorder(leaf_shards(self.program))
         with self._updates:
             yield
 
-    def judge(self, step: int, loss: float, norm: float | None) -> bool:
+    def check_step(self, step: int, loss: float, norm: float | None) -> bool:
         """Compare after a step inside `step_context`, or after the step that follows it.
 
         Args:
@@ -141,67 +142,73 @@ class Onward:
             True on all ranks if a figure differs.
         """
         if self._updates is not None:
-            self.compare(loss, whole_gradients(self.program, self._updates, self.exchange, norm))
+            self.compare_step(
+                loss, full_gradients(self.program, self._updates, self.exchange, norm)
+            )
             self._updates = None
         else:
             self.compare_following(step, loss)
-        return self.differs(step)
+        return self.has_difference(step)
 
     @property
     def is_recorded(self) -> bool:
         """True while the step inside `step_context` has not been checked."""
         return self._updates is not None
 
-    def take(self, step: int) -> None:
+    def continue_from(self, step: int) -> None:
         """Run the reference on rank 0, from the state before `step`."""
         state = {
-            kind: whole(tensors, self.exchange)
+            kind: gather_full_tensors(tensors, self.exchange)
             for kind, tensors in self.program.state_dict().items()
         }
         self._of, is_first = step, self.exchange.world.is_first
-        self._first = self._onward(ReferenceTraining(self.spec), state) if is_first else None
+        self._first = self._run_two_steps(ReferenceTraining(self.spec), state) if is_first else None
 
-    def _onward(self, device: ReferenceTraining, states: States) -> ReferenceStep:
+    def _run_two_steps(self, device: ReferenceTraining, states: States) -> ReferenceStep:
         """Run two steps from a state; the second without an update."""
         step, device.sample_offset = self._of, self.program.sample_offset
-        load(device, states)
+        load_program_state(device, states)
         accumulated = device.accumulate(step)
         gradients = accumulated.gradients  # before they are clipped in place
         device.update(step, accumulated.sums)
         return ReferenceStep(accumulated.loss, gradients, device.accumulate(step + 1).loss)
 
-    def compare(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
+    def compare_step(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
         """Compare the run's loss and its gradients before clipping, on rank 0."""
         if (first := self._first) is not None:
-            self._add("loss", loss - first.loss, self.limit.losses * abs(first.loss))
+            self._record("loss", loss - first.loss, self.limit.losses * abs(first.loss))
             if not (_overflows(first.gradients) and _overflows(gradients)):  # both skip the update
-                self._add("gradient", apart(first.gradients, gradients), self.limit.gradients)
+                self._record(
+                    "gradient", joint_difference(first.gradients, gradients), self.limit.gradients
+                )
 
     def compare_following(self, step: int, loss: float) -> None:
         """Compare the run's loss if `step` follows the checked one, on rank 0."""
         if self._first is not None and step == self._of + 1:
             right = self._first.following
             # an update by signs, or in 16 bits, enlarges a rounding of the gradient
-            limit = TOLERANCES[torch.bfloat16] if is_banded(self.spec) else self.limit
-            self._add("loss after the update", loss - right, limit.losses * abs(right))
+            limit = TOLERANCES[torch.bfloat16] if is_order_sensitive(self.spec) else self.limit
+            self._record("loss after the update", loss - right, limit.losses * abs(right))
 
-    def _add(self, name: str, difference: float, allowed: float) -> None:
+    def _record(self, name: str, difference: float, allowed: float) -> None:
         name, place = f"from its own state: {name}", f"step {self._of}"
         now = LargestDifference(name, allowed, abs(difference), place)
         self.worst[name] = max(self.worst.get(name, now), now, key=lambda its: its.share)
 
-    def differs(self, step: int) -> bool:
+    def has_difference(self, step: int) -> bool:
         """Return True on all ranks if a figure compared in this step differs. All ranks call it."""
         if self._of < 0 or step - self._of > 1:
             return False
-        return bool(self.exchange.first(any(worst.share > 1.0 for worst in self.worst.values())))
+        return bool(
+            self.exchange.broadcast(any(worst.share > 1.0 for worst in self.worst.values()))
+        )
 
     def checks(self) -> Iterator[Check]:
         """Yield a check per figure; none on ranks other than 0."""
         for worst in self.worst.values():
             why = f"{worst.place}: the reference, continued from the run's state, differs"
             allowed = worst.tolerance if math.isfinite(worst.tolerance) else math.nan
-            yield at_most(worst.name, worst.difference, allowed, why)
+            yield limit_check(worst.name, worst.difference, allowed, why)
 
 
 def _overflows(gradients: Mapping[str, Tensor]) -> bool:
@@ -210,7 +217,7 @@ def _overflows(gradients: Mapping[str, Tensor]) -> bool:
 
 
 @torch.no_grad()
-def load(device: ReferenceTraining, states: States) -> None:
+def load_program_state(device: ReferenceTraining, states: States) -> None:
     """Load a program's state into a reference.
 
     Args:
@@ -224,10 +231,10 @@ def load(device: ReferenceTraining, states: States) -> None:
         updated = updater.updated[name]
         if updated is not parameter:
             updated.copy_(optimizer[f"{name}.master"])
-        owner = updater.owner(name)
+        owner = updater.optimizer_of(name)
         own = {
             key: optimizer[f"{name}.{key}"].to(value.dtype)
-            for key, value in updater.initial(name).items()
+            for key, value in updater.initial_entries(name).items()
         }
         owner.state[updated].update(own)
     if "scaling" in states:
@@ -243,7 +250,7 @@ _REFERENCE = "reference: "  # the prefix of checks of the reference alone
 
 
 @dataclass(slots=True, kw_only=True)
-class Corridor:
+class LossCorridor:
     """The expected loss of each step, with its tolerance.
 
     Attributes:
@@ -254,8 +261,8 @@ class Corridor:
     """
 
     center: tuple[float, ...]
-    allowed: Allowed
-    wider: Callable[[], Allowed] | None = None
+    allowed: RunTolerances
+    derive_wider: Callable[[], RunTolerances] | None = None
 
     def contains(self, step: int, loss: float) -> bool:
         """Return True if a loss is finite and within the tolerance, widened if necessary.
@@ -264,25 +271,25 @@ class Corridor:
         """
         if not math.isfinite(loss):
             return False
-        return self._is_near(step, loss) or (self._widens() and self._is_near(step, loss))
+        return self._is_near(step, loss) or (self._widen() and self._is_near(step, loss))
 
-    def judged(self, checks: Callable[[Allowed], Checks]) -> Checks:
+    def check_with(self, checks: Callable[[RunTolerances], Checks]) -> Checks:
         """Return the checks for the tolerances, widened if a check fails.
 
         All ranks must call it, and must get equal checks.
         """
         own = checks(self.allowed)
         is_beyond = any(not check.holds and check.tolerance for check in own)
-        return checks(self.allowed) if is_beyond and self._widens() else own
+        return checks(self.allowed) if is_beyond and self._widen() else own
 
     def _is_near(self, step: int, loss: float) -> bool:
         return abs(loss - self.center[step]) <= self.allowed.losses[step]
 
-    def _widens(self) -> bool:
-        if self.wider is None:
+    def _widen(self) -> bool:
+        if self.derive_wider is None:
             return False
         with fork_generators():  # the references must not advance the run's generators
-            self.allowed, self.wider = self.wider(), None
+            self.allowed, self.derive_wider = self.derive_wider(), None
         return True
 
 
@@ -295,12 +302,16 @@ class ProgramRun(Trajectory):
         continuation_checks: The checks of references that continued from the run's states.
     """
 
-    stopped: int | None
-    onward: tuple[Check, ...] = ()
+    stop_step: int | None
+    continuation_checks: tuple[Check, ...] = ()
 
 
-def follow(
-    program: Program, exchange: Exchange, within: Corridor, watch: Watch, progress: Progress
+def run_trajectory(
+    program: Program,
+    exchange: Exchange,
+    within: LossCorridor,
+    watch: StepObserver,
+    progress: Progress,
 ) -> ProgramRun:
     """Run a program until a step differs from the reference, or ranks differ from each other.
 
@@ -316,62 +327,62 @@ def follow(
     Returns:
         The trajectory.
     """
-    source = corpus(program.spec.data)
+    source = open_corpus(program.spec.data)
     losses: list[float] = []
     norms: list[float] = []
     stopped = None
-    onward = Onward(program, exchange)
+    onward = ReferenceContinuation(program, exchange)
     for step in range(len(within.center)):
         with ExitStack() as stack:
             if step % STATE_EVERY == 0 and step < len(within.center) - 1:
-                stack.enter_context(onward.around(step))
+                stack.enter_context(onward.step_context(step))
             if step % EVERY == 0:
-                stack.enter_context(watch.step(step))
-            loss, norm = drive_and_add(program, source, step, exchange)
-        differs = onward.judge(step, loss, norm)
+                stack.enter_context(watch.observe_step(step))
+            loss, norm = run_step_for_global_loss(program, source, step, exchange)
+        differs = onward.check_step(step, loss, norm)
         progress.step("the ranks", step + 1, len(within.center))
         losses.append(loss)
         norms += [] if norm is None else [norm]
         if watch.mismatches or differs or not within.contains(step, loss):
             stopped = step
             break
-    parameters = whole(program.state_dict()["model"], exchange)
+    parameters = gather_full_tensors(program.state_dict()["model"], exchange)
     return ProgramRun(
         losses=tuple(losses),
         gradient_norms=tuple(norms),
         parameters=parameters,
-        stopped=stopped,
-        onward=from_rank(0, list(onward.checks()), exchange),
+        stop_step=stopped,
+        continuation_checks=broadcast_checks(0, list(onward.checks()), exchange),
     )
 
 
-def checks(
-    reference: ReferenceRun, run: ProgramRun, allowed: Allowed, exchange: Exchange
+def trajectory_checks(
+    reference: ReferenceRun, run: ProgramRun, allowed: RunTolerances, exchange: Exchange
 ) -> tuple[Check, ...]:
     """Return all checks of a run, which the owner of the reference computes, on all ranks."""
     own: list[Check] = []
-    if (solo := reference.solo) is not None:
+    if (solo := reference.trajectory) is not None:
         own = [
-            of_losses(  # a run that was stopped is outside of the tolerance in its last step
+            loss_check(  # a run that was stopped is outside of the tolerance in its last step
                 "loss of every step",
                 run.losses,
                 reference.losses,
                 allowed.losses,
-                worst=None if run.stopped is None else len(run.losses) - 1,
+                worst=None if run.stop_step is None else len(run.losses) - 1,
             ),
-            *alive("reference", solo),
+            *learning_checks("reference", solo),
         ]
-        if run.stopped is None:
-            own += parted(solo, run, allowed.norms, allowed.parameters)
-    return (*from_rank(reference.owner, own, exchange), *run.onward)
+        if run.stop_step is None:
+            own += norm_checks(solo, run, allowed.norms, allowed.parameters)
+    return (*broadcast_checks(reference.owner, own, exchange), *run.continuation_checks)
 
 
-def from_rank(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, ...]:
+def broadcast_checks(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, ...]:
     """Return the checks of one rank on all ranks."""
     return tuple(exchange.gather(own, list[Check])[rank])
 
 
-def of_losses(
+def loss_check(
     name: str, losses: Sequence[float], center: Sequence[float], allowed: Sequence[float],
     words: str = "the reference has {}", worst: int | None = None,
 ) -> Check:  # fmt: skip
@@ -386,14 +397,14 @@ def of_losses(
         worst: The step to report; default: the one with the largest share.
     """
     off = [abs(loss - its) for loss, its in zip(losses, center, strict=False)]
-    worst = worst_of(off, allowed) if worst is None else worst
+    worst = worst_index(off, allowed) if worst is None else worst
     why = f"step {worst}: the loss is {losses[worst]:.12g}"
     if math.isfinite(losses[worst]):
         why += f", {words.format(f'{center[worst]:.12g}')}"
-    return at_most(name, off[worst], allowed[worst], why)
+    return limit_check(name, off[worst], allowed[worst], why)
 
 
-def of_reference(checks: Sequence[Check], size: int) -> RootCause | None:
+def explain_reference(checks: Sequence[Check], size: int) -> RootCause | None:
     """Return the root cause of a reference that does not learn; None if it learns.
 
     Two runs that do not learn agree whatever their sums are, so such a comparison proves nothing.
@@ -411,10 +422,10 @@ def of_reference(checks: Sequence[Check], size: int) -> RootCause | None:
         sentence=f"The reference itself fails ({failed[0].name.removeprefix(_REFERENCE)}: "
         f"{failed[0].why}), so there is nothing to compare with.",
         fix="Use another `optimizer.lr`, or more `--steps`.",
-    ).proven("the reference was run alone")
+    ).as_proven("the reference was run alone")
 
 
-def of_dtypes(
+def explain_dtypes(
     checks: Sequence[Check], stopped: int | None, layout: str, size: int
 ) -> RootCause | None:
     """Return the root cause of checks that hold in fp64 but fail in the spec's dtypes.
@@ -441,10 +452,10 @@ def of_dtypes(
         sentence="In fp64 the same steps match the reference, so every sum is right.",
         fix="Look for a state that is stored, reduced or cast in a coarser dtype than "
         "precision.layout, and for an overflow.",
-    ).unexplained("every sum, because in fp64 the same steps match the reference")
+    ).as_unexplained("every sum, because in fp64 the same steps match the reference")
 
 
-class BesideOneDevice(StepGuard):
+class ReferenceGuard(StepGuard):
     """A guard of a training that runs the induction step of Theorem 5 every `verify_every` steps.
 
     All ranks must call all methods, because states are all-gathered.
@@ -472,7 +483,7 @@ class BesideOneDevice(StepGuard):
             SpecError: The model uses dropout. Its ranks draw other masks than the reference.
         """
         spec = program.spec
-        if without_dropout(spec) is not spec or dropping(spec, exchange):
+        if without_dropout(spec) is not spec or has_dropout(spec, exchange):
             raise refused(
                 "verify_every",
                 "the model uses dropout, and ranks may draw other masks than the reference",
@@ -482,18 +493,18 @@ class BesideOneDevice(StepGuard):
         self._program, self._exchange = program, exchange
         self._is_measured, self._resume = is_measured, resume
         self._is_owed = False
-        self._onward: Onward | None = None
+        self._onward: ReferenceContinuation | None = None
 
     @contextmanager
-    def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
+    def step_context(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
         """Return the context of a step (from 0), which runs the reference first if that is due."""
         if not self._is_due(step):
             with watch:
                 yield
             return
         self._is_owed = False
-        self._onward = Onward(self._program, self._exchange)
-        with self._onward.around(step), watch:
+        self._onward = ReferenceContinuation(self._program, self._exchange)
+        with self._onward.step_context(step), watch:
             yield
 
     def _is_due(self, step: int) -> bool:
@@ -507,7 +518,7 @@ class BesideOneDevice(StepGuard):
         is_last = step + 1 == self._program.spec.train.steps
         return self._is_owed and not (is_metered or is_last) and self._onward is None
 
-    def judge(self, step: int, loss: float, norm: float | None) -> None:
+    def check_step(self, step: int, loss: float, norm: float | None) -> None:
         """Compare a finished step.
 
         Raises:
@@ -517,13 +528,13 @@ class BesideOneDevice(StepGuard):
         if onward is None:
             return
         is_first = onward.is_recorded
-        if onward.judge(step, loss, norm):
+        if onward.check_step(step, loss, norm):
             self._stop(onward, step)
         if not is_first:
             self._onward = None
             LOG.debug("step %d  the reference continues like the run", step + 1)
 
-    def _stop(self, onward: Onward, step: int) -> None:
+    def _stop(self, onward: ReferenceContinuation, step: int) -> None:
         differing = [
             (
                 f"{check.name.removeprefix('from its own state: ')} differs by "
@@ -532,7 +543,7 @@ class BesideOneDevice(StepGuard):
             for check in onward.checks()
             if not check.holds
         ]
-        words = self._exchange.first("; ".join(differing))
+        words = self._exchange.broadcast("; ".join(differing))
         command = self._resume()
         again = f" Then resume from the last checkpoint: {command}" if command else ""
         raise TrainingStopped(

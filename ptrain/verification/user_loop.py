@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ptrain.errors import PtrainError
 from ptrain.internals.process_groups import default_store
-from ptrain.verification.jobs.job import Job, LoopVerdict, Terms, each_tensor
-from ptrain.verification.jobs.root_causes import families
+from ptrain.verification.jobs.job import Job, LoopVerdict, Terms, map_tensors
+from ptrain.verification.jobs.root_causes import list_families
 from ptrain.verification.jobs.run import Examiner
-from ptrain.verification.jobs.step import Unattributed
+from ptrain.verification.jobs.step import UnattributedDraws
 
 Make = Job | Callable[[], Job]
 
@@ -109,14 +109,14 @@ def _compared(
 
     try:
         return run(())
-    except Unattributed as first:
+    except UnattributedDraws as first:
         if not is_built:
             raise _not_told(
                 first, "Pass functions that make the jobs, so that both can run again."
             ) from None
         try:
             return run(first.paths)
-        except Unattributed as second:
+        except UnattributedDraws as second:
             raise _not_told(second, "Set its rate to 0 for the verdict, on both sides.") from None
 
 
@@ -184,12 +184,12 @@ def share_of(batch: Any, rank: int | None = None, size: int | None = None) -> An
             )
         return samples.chunk(size)[rank]
 
-    return each_tensor(batch, part)
+    return map_tensors(batch, part)
 
 
-def _not_told(unattributed: Unattributed, remedy: str) -> PtrainError:
+def _not_told(unattributed: UnattributedDraws, remedy: str) -> PtrainError:
     return PtrainError(
-        f"verify: {families(unattributed.paths)}: its random draws cannot be attributed to "
+        f"verify: {list_families(unattributed.paths)}: its random draws cannot be attributed to "
         f"samples\n  remedy: {remedy}"
     )
 

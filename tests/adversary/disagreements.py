@@ -9,7 +9,7 @@ from typing import Any
 
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
-from ptrain.report.record import Check, compare
+from ptrain.report.record import Check, compare_estimates
 from ptrain.simulation.execute import simulate
 from ptrain.traces.facts import facts_of
 from tests.adversary.random_specs import accepted
@@ -63,7 +63,7 @@ def compared(written: dict[str, Any], ranks: Sequence[int]) -> Comparison:
         exact = derive(spec, facts_of(spec)).exact
         checks: list[tuple[int, Check]] = []
         for rank in ranks:
-            rows = compare(exact.of_rank(rank), simulate(spec, rank).estimate)
+            rows = compare_estimates(exact.of_rank(rank), simulate(spec, rank).estimate)
             checks += [(rank, check) for check in rows]
     except PtrainError as error:
         return Comparison(refused=str(error).splitlines()[0])

@@ -34,7 +34,7 @@ def train(folder: Path, name: str, *more: str) -> int:
     options = Options(
         spec=name, overrides=words, run_dir=folder, quiet=True, allow_import=True, force=True
     )
-    return session.run(options)
+    return session.train_rank(options)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

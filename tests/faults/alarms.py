@@ -16,7 +16,7 @@ from ptrain.spec.load import Document, load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.options import VerifyOptions
-from ptrain.verification.protocol import Verification, verify_here
+from ptrain.verification.protocol import Verification, verify_on_ranks
 from tests.ranks import Ranks
 
 SEEDS = range(5)
@@ -96,7 +96,7 @@ def cases() -> Iterator[tuple[str, str]]:
 def verified(spec: Spec, references: Path) -> Verification:
     """On this rank of a pool."""
     world = World.join(spec.timeout)
-    return verify_here(
+    return verify_on_ranks(
         spec, world, Exchange(world), VerifyOptions(steps=STEPS, references=references)
     )
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
-from ptrain.verification.capture import drive
+from ptrain.verification.capture import run_training_step
 from tests.faults.catalogue import FAULTS
 
 STEPS = 3
@@ -47,10 +47,10 @@ def _apart(here: torch.Tensor, there: torch.Tensor) -> float:
 
 
 def _after_steps(program: Program) -> list[torch.Tensor]:
-    source = corpus(program.spec.data)
+    source = open_corpus(program.spec.data)
     held: list[torch.Tensor] = []
     for step in range(STEPS):
-        drive(program, source, step)
+        run_training_step(program, source, step)
         held += [
             tensor.detach().clone()
             for state, tensor in program.storages()

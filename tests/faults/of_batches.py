@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import LocalBatch, batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import LocalBatch, read_batch
 from ptrain.interpreter.program import Program
 from ptrain.models.objective import SampleBatch, TokenPair
 from ptrain.report.finding import Subject
@@ -71,8 +71,8 @@ def batch_of(
     if seed is not None:
         spec = replace(spec, train=replace(spec.train, seed=seed))
     index = program.data_index if data_index is None else data_index
-    source = corpus(spec.data)
-    return batch(source, spec=spec, step=step, data_index=index, data_degree=spec.data_degree)
+    source = open_corpus(spec.data)
+    return read_batch(source, spec=spec, step=step, data_index=index, data_degree=spec.data_degree)
 
 
 def same_samples(program: Program) -> None:

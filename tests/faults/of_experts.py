@@ -14,7 +14,7 @@ from ptrain.interpreter.program import Program
 from ptrain.models.moe import Balance, Journey, MoE, run_dropless
 from ptrain.report.finding import Subject
 from ptrain.spec.placement import Axis
-from ptrain.verification.capture import paths
+from ptrain.verification.capture import module_paths
 from tests.faults.fault import Fault, Setting
 from tests.faults.planting import modules
 
@@ -41,7 +41,7 @@ Combine = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def router_gradient_lost(program: Program) -> None:
     """One router's weights are taken out of the graph: nothing reaches what made them."""
-    for path, module in paths(program):
+    for path, module in module_paths(program):
         if path == "blocks.1.mlp.router":
             module.register_forward_hook(lambda _, __, output: (output[0].detach(), output[1]))
 

@@ -12,7 +12,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.report.finding import Certainty, Subject
 from ptrain.runtime.world import World
 from ptrain.train.exchange import Exchange
-from ptrain.verification.preconditions import consistency
+from ptrain.verification.preconditions import observe_run
 from tests.faults.alarms import EXPERTS, SEEDS, STRATEGIES, calm, layouts
 from tests.faults.catalogue import FAULTS
 from tests.faults.effects import changes
@@ -110,7 +110,7 @@ def bits_that_are_seen() -> list[int]:
     for bit in range(32):
         program = interpret(spec, world=world)
         flipped(bit)(program)
-        watch = consistency(program, exchange, every_collective=False)
+        watch = observe_run(program, exchange, every_collective=False)
         if watch.root_cause is not None and watch.root_cause.state is Subject.PARAMETERS:
             found.append(bit)
     return found

@@ -14,7 +14,7 @@ from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.options import VerifyOptions
-from ptrain.verification.protocol import Verification, verify_here
+from ptrain.verification.protocol import Verification, verify_on_ranks
 from tests.faults.catalogue import FAULTS
 from tests.faults.fault import Fault
 from tests.ranks import Ranks
@@ -90,7 +90,7 @@ def verified(name: str) -> Verification:
         return program
 
     exchange = Exchange(world)
-    return verify_here(spec, world, exchange, VerifyOptions(steps=STEPS), make=make)
+    return verify_on_ranks(spec, world, exchange, VerifyOptions(steps=STEPS), make=make)
 
 
 def tried(ranks: Ranks, name: str) -> Trial:

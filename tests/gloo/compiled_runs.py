@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from ptrain.cost import Estimate
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
 from ptrain.models import compiled
@@ -78,7 +78,7 @@ def run_steps(spec: Spec) -> Steps:
 def _steps(spec: Spec, world: World) -> Steps:
     counters.clear()
     program = interpret(spec, world=world)
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     losses: list[float] = []
     gradients: list[list[torch.Tensor | None]] = []
     first = 0

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters import holdings
@@ -26,7 +26,7 @@ from ptrain.train import session
 from ptrain.train.exchange import Exchange
 from ptrain.train.guard import MakeGuard
 from ptrain.train.options import Options
-from ptrain.verification.capture import drive
+from ptrain.verification.capture import run_training_step
 
 Fault = Callable[[Program, int], None]  # program, step: before that step's check
 
@@ -50,12 +50,12 @@ def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     program = interpret(spec, world=world, allow_import=True)
     exchange = Exchange(world)
     replicas = ReplicaMeter(program, exchange)
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     mismatches = replicas.check(0, Moment.START)
     done = 0
     while not mismatches and done < steps:
         with replicas.record_gradients():
-            drive(program, source, done)
+            run_training_step(program, source, done)
         done += 1
         if fault is not None:
             fault(program, done)
@@ -78,7 +78,7 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     world = World.join(spec.timeout)
     program = interpret(spec, world=world, allow_import=True)
     exchange = Exchange(world)
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     ledger = CollectiveLedger(program)
     mismatches: tuple[Mismatch, ...] = ()
     done = calls = 0
@@ -87,7 +87,7 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
         if fault is not None:
             fault(program, done + 1)
         with ledger:
-            drive(program, source, done)
+            run_training_step(program, source, done)
         dist.all_reduce = untouched
         done += 1
         calls += sum(map(len, ledger.calls.values()))
@@ -216,7 +216,7 @@ def trained(
     session.interpret = sabotaged
     try:
         options = Options(spec=spec, overrides=overrides, run_dir=folder, quiet=True)
-        return session.run(options, guarded), ""
+        return session.train_rank(options, guarded), ""
     except TrainingStopped as stopped:
         return stopped.exit_code, str(stopped)
     finally:

@@ -13,7 +13,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.meters.measure import join_estimates
-from ptrain.report.record import Check, compare
+from ptrain.report.record import Check, compare_estimates
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
@@ -152,7 +152,7 @@ def cell(ranks: Ranks, model: str, column: str) -> Cell:
         beside = run_exactly(ranks, exactly, TOLERANCES.get(model, FP64))
     except PtrainError as error:
         return Cell(refusal=str(error))
-    return Cell(checks=(*compare(exact, measured), *beside.checks, *beside.against))
+    return Cell(checks=(*compare_estimates(exact, measured), *beside.checks, *beside.against))
 
 
 @dataclass

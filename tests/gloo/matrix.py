@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks._machine import header, save
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
-from ptrain.report.record import Check, compare
+from ptrain.report.record import Check, compare_estimates
 from ptrain.runtime.world import World
 from ptrain.simulation.execute import simulate
 from ptrain.spec.placement import Axis
@@ -20,8 +20,8 @@ from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import Trajectory
-from ptrain.verification.references import Progress, references
-from ptrain.verification.tolerances import in_fp64, plan
+from ptrain.verification.references import Progress, run_references
+from ptrain.verification.tolerances import derive_fp64_tolerances, plan_references
 from tests.gloo.band import loss_band
 from tests.gloo.recording import counted, named, relative
 from tests.gloo.runs import judged, train
@@ -85,7 +85,7 @@ def run(
     truth = truth or reference(spec, steps)
     reports = ranks.run(spec.world_size, train, spec, len(truth.losses), MEASURED)
     measured = join_estimates([report.measured for report in reports if report.measured])
-    checks = compare(judged(derive(spec, facts_of(spec)), reports, MEASURED), measured)
+    checks = compare_estimates(judged(derive(spec, facts_of(spec)), reports, MEASURED), measured)
     trajectory = reports[0].trajectory
     assert trajectory is not None
     is_exact = spec.precision.compute_fp64
@@ -100,11 +100,11 @@ def run(
 def _norms_of_one_device(spec: Spec, steps: int) -> tuple[float, ...] | None:
     """Return by how much the norm of each step may differ, relative: what references of this spec
     part by that add in other orders."""
-    planned = plan(spec, steps)
+    planned = plan_references(spec, steps)
     alone = Exchange(World())
-    runs = references([planned.exact, *planned.permuted], alone, Progress())
+    runs = run_references([planned.exact, *planned.permuted], alone, Progress())
     growth = [runs[ask.key] for ask in (planned.exact, *planned.permuted)]
-    return in_fp64(growth, alone).norms
+    return derive_fp64_tolerances(growth, alone).norms
 
 
 def simulated_alike(spec: Spec) -> tuple[Check, ...]:
@@ -114,7 +114,7 @@ def simulated_alike(spec: Spec) -> tuple[Check, ...]:
     exact = derive(spec, facts_of(spec)).exact.of_rank(last)
     return tuple(
         replace(check, name=f"simulated {check.name}", holds=check.predicted == check.measured)
-        for check in compare(exact, simulate(spec, last, allow_import=True).estimate)
+        for check in compare_estimates(exact, simulate(spec, last, allow_import=True).estimate)
     )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
-from ptrain.report.record import Check, compare
+from ptrain.report.record import Check, compare_estimates
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.verification.reference import Trajectory
@@ -45,7 +45,7 @@ class Outcome:
 
     @cached_property
     def checks(self) -> tuple[Check, ...]:
-        return compare(self.exact, self.measured)
+        return compare_estimates(self.exact, self.measured)
 
 
 class Runs:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ptrain.cost import Estimate, Traffic
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.derivation.estimate import Derivation, by_counts
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
@@ -20,9 +20,9 @@ from ptrain.meters.traffic import TrafficMeter
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch, seed_dropout
-from ptrain.train.probe import set_up
+from ptrain.train.probe import setup_traffic
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.reference import Trajectory, distance
+from ptrain.verification.reference import Trajectory, relative_distance
 from tests.gloo.faults import Fault, sabotage
 
 REBUILDING_STEP = 1  # DDP fits its buckets to the first backward pass at the start of the second
@@ -46,7 +46,7 @@ def train(
     world = World.join(spec.timeout)
     program = interpret(spec, world=world, allow_import=True)
     initial = own_parameters(program)
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     losses, norms = [], []
     second: tuple[Traffic, ...] = ()
     measured: Estimate | None = None
@@ -92,7 +92,7 @@ def judged(derivation: Derivation, reports: Sequence[Report], step: int) -> Esti
 
 def _with_set_up(steady: Estimate, second: tuple[Traffic, ...]) -> Estimate:
     """The steady step's account, and what the second step sent beyond it as set-up."""
-    return replace(steady, traffic=(*steady.traffic, *set_up(second, steady.traffic)))
+    return replace(steady, traffic=(*steady.traffic, *setup_traffic(second, steady.traffic)))
 
 
 def _trajectory(
@@ -111,7 +111,7 @@ def _trajectory(
         losses=tuple(total.tolist()),
         gradient_norms=tuple(norms),
         parameters=parameters,
-        travelled=distance(initial, own),
+        moved_distance=relative_distance(initial, own),
     )
 
 

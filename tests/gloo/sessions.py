@@ -12,9 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 from pytest import MonkeyPatch
 
-from ptrain.train.options import parse
-from ptrain.train.rank_exit import coded
-from ptrain.train.session import run
+from ptrain.train.options import parse_options
+from ptrain.train.rank_exit import run_for_exit_code
+from ptrain.train.session import train_rank
 from tests.ranks import Ranks
 
 
@@ -29,7 +29,7 @@ class Ended:
 
 def trained(words: tuple[str, ...]) -> Ended:
     with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as error:
-        code = coded(lambda: run(parse(words)))
+        code = run_for_exit_code(lambda: train_rank(parse_options(words)))
     return Ended(code, output.getvalue(), error.getvalue())
 
 

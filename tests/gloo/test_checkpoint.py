@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from ptrain.algebra.legality import require_runnable
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train import checkpoint, manifest
-from ptrain.train.checkpoint import METADATA, IndexReader, resume
+from ptrain.train.checkpoint import METADATA, IndexReader, resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.loop import local_batch
@@ -39,7 +39,7 @@ def program_of(name: str, *overrides: str) -> Program:
 
 def step(program: Program, index: int) -> None:
     spec = program.spec
-    local = local_batch(program, corpus(spec.data), index)
+    local = local_batch(program, open_corpus(spec.data), index)
     program.forward_backward(local)
     program.step(1e-3)
 
@@ -68,7 +68,9 @@ def load_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[st
 def load_saved(program: Program, folder: str) -> dict[str, torch.Tensor]:
     """The state in full after loading what was saved after STEPS steps."""
     exchange = Exchange(program.world)
-    path, found, _ = checkpoint.newest([Path(folder) / manifest.folder_name(STEPS)], exchange)
+    path, found, _ = checkpoint.find_newest_sound(
+        [Path(folder) / manifest.folder_name(STEPS)], exchange
+    )
     assert path is not None and found is not None and found.step == STEPS
     checkpoint.load(program, path, found, exchange)
     return whole(program)
@@ -114,7 +116,7 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved):
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    path, found, complaints = checkpoint.newest([newer, saved], exchange)
+    path, found, complaints = checkpoint.find_newest_sound([newer, saved], exchange)
     assert path == saved
     assert found is not None and found.step == 1
     assert len(complaints) == 1 and data.name in complaints[0]
@@ -125,9 +127,9 @@ def test_a_checkpoint_that_was_passed_over_does_not_stand_for_the_one_that_is_du
     exchange, run = Exchange(program.world), RunFolder(saved.parents[1])
     newer = checkpoint.save(program, saved.parent, 2, exchange)
     (newer / manifest.NAME).write_text("{")
-    assert resume(program, run, "auto", exchange) == 1
-    assert manifest.complete(run.checkpoints) == [saved]
-    checkpoint.verify(checkpoint.save(program, run.checkpoints, 2, exchange), exchange)
+    assert resume_training(program, run, "auto", exchange) == 1
+    assert manifest.complete_checkpoints(run.checkpoints) == [saved]
+    checkpoint.verify_files(checkpoint.save(program, run.checkpoints, 2, exchange), exchange)
 
 
 def test_a_strangers_checkpoint_beside_is_not_continued(tmp_path):
@@ -136,14 +138,14 @@ def test_a_strangers_checkpoint_beside_is_not_continued(tmp_path):
     stranger = tmp_path / "20260101-000000-zero3"
     checkpoint.save(program, stranger / "checkpoints", 1, exchange)
     own = RunFolder(tmp_path / "20260102-000000-zero3")
-    assert resume(program, own, "auto", exchange) == 0
-    assert resume(program, own, str(stranger), exchange) == 1
+    assert resume_training(program, own, "auto", exchange) == 0
+    assert resume_training(program, own, str(stranger), exchange) == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
     program = alone("model.hidden=64")
     exchange = Exchange(program.world)
-    found = checkpoint.verify(saved, exchange)
+    found = checkpoint.verify_files(saved, exchange)
     with pytest.raises(PtrainError, match="another model: hidden: 32; this spec has hidden: 64"):
         checkpoint.load(program, saved, found, exchange)
     older = replace(found, trained={})
@@ -175,7 +177,7 @@ def test_another_layout_is_refused_with_the_one_that_was_trained(tmp_path, train
     step(program, 0)
     exchange = Exchange(program.world)
     saved = checkpoint.save(program, tmp_path, 1, exchange)
-    found = checkpoint.verify(saved, exchange)
+    found = checkpoint.verify_files(saved, exchange)
     with pytest.raises(PtrainError) as caught:
         checkpoint.load(alone(f"precision.{asked}"), saved, found, exchange)
     assert remedy in str(caught.value).partition("remedy: The checkpoint was trained with ")[2]
@@ -184,7 +186,7 @@ def test_another_layout_is_refused_with_the_one_that_was_trained(tmp_path, train
 def test_heads_that_change_no_shape_are_another_model_all_the_same(saved):
     program = alone("model.heads=4", "model.kv_heads=2")
     exchange = Exchange(program.world)
-    found = checkpoint.verify(saved, exchange)
+    found = checkpoint.verify_files(saved, exchange)
     with pytest.raises(PtrainError, match="heads: 2, kv_heads: 1; this spec has heads: 4"):
         checkpoint.load(program, saved, found, exchange)
 
@@ -193,7 +195,7 @@ def test_a_tensor_that_would_be_dropped_is_refused(tmp_path):
     larger = alone("model.layers=2")
     exchange = Exchange(larger.world)
     saved = checkpoint.save(larger, tmp_path, 1, exchange)
-    older = replace(checkpoint.verify(saved, exchange), trained={})
+    older = replace(checkpoint.verify_files(saved, exchange), trained={})
     with pytest.raises(
         PtrainError, match=r"tensors that this model or optimizer does not have.*\n.*remedy"
     ):
@@ -201,7 +203,7 @@ def test_a_tensor_that_would_be_dropped_is_refused(tmp_path):
 
 
 def test_another_optimizer_text_seed_or_batch_is_said():
-    was = manifest.trained(alone().spec)
+    was = manifest.trained_sections(alone().spec)
     other = alone(
         "optimizer.name=sgd",
         "optimizer.lr=0.5",
@@ -209,18 +211,22 @@ def test_another_optimizer_text_seed_or_batch_is_said():
         "train.seed=7",
         "batch.global=8",
     )
-    lines = dict(line.split(": ", 1) for line in manifest.warnings(was, other.spec))
+    lines = dict(line.split(": ", 1) for line in manifest.difference_lines(was, other.spec))
     assert lines["optimizer.lr"] == f"{alone().spec.optimizer.lr} in the checkpoint, 0.5 now"
     assert {"optimizer.name", "data.corpus", "train.seed", "batch.global"} < set(lines)
-    assert not list(manifest.warnings({}, other.spec))
+    assert not list(manifest.difference_lines({}, other.spec))
 
 
 def test_a_manifest_of_an_older_format_is_compared_in_what_it_kept():
     spec = alone("train.seed=7", "optimizer.lr=0.5").spec
-    was = {"optimizer.name": "sgd", "train.seed": 0, "data": manifest.trained(spec)["data"]}
-    places = [line.partition(":")[0] for line in manifest.warnings(was, spec)]
+    was = {
+        "optimizer.name": "sgd",
+        "train.seed": 0,
+        "data": manifest.trained_sections(spec)["data"],
+    }
+    places = [line.partition(":")[0] for line in manifest.difference_lines(was, spec)]
     assert places == ["optimizer.name", "train.seed"]
-    assert manifest.is_other_optimizer(was, spec)
+    assert manifest.has_other_optimizer(was, spec)
 
 
 def test_a_training_that_is_done_is_not_continued(saved, tmp_path):
@@ -228,7 +234,7 @@ def test_a_training_that_is_done_is_not_continued(saved, tmp_path):
     with pytest.raises(
         PtrainError, match=r"already at step 1 of 1\n.*`train.steps` to more than 1"
     ):
-        resume(program, run, str(saved), Exchange(program.world))
+        resume_training(program, run, str(saved), Exchange(program.world))
 
 
 def test_a_run_that_saved_nothing_is_said_to_hold_no_checkpoint(tmp_path):
@@ -237,7 +243,7 @@ def test_a_run_that_saved_nothing_is_said_to_hold_no_checkpoint(tmp_path):
     with pytest.raises(
         PtrainError, match=r"^error: --resume .*: contains no checkpoint\n  remedy: "
     ):
-        resume(program, run, str(tmp_path / "other"), Exchange(program.world))
+        resume_training(program, run, str(tmp_path / "other"), Exchange(program.world))
 
 
 class Malice:
@@ -254,7 +260,7 @@ def test_nothing_in_the_index_is_executed(tmp_path, monkeypatch):
 
 
 def test_the_index_leads_to_no_file_that_the_manifest_does_not_list(saved):
-    found = checkpoint.verify(saved, Exchange(World()))
+    found = checkpoint.verify_files(saved, Exchange(World()))
     data = {name for name in found.files if name.endswith(".distcp")}
     with pytest.raises(PtrainError, match="does not list"):
         IndexReader(saved, listed=frozenset(found.files) - data).read_metadata()

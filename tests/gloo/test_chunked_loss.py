@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ptrain.algebra.legality import require_runnable
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import Split
 from ptrain.interpreter.program import interpret
 from ptrain.models.objective import can_fuse
@@ -102,7 +102,7 @@ def against_one_device(ranks: Ranks, spec: Spec) -> None:
 def held_out(spec: Spec) -> float:
     """The loss of a program that has learnt nothing, summed over the ranks."""
     program = interpret(spec, world=World.join(spec.timeout))
-    local = local_batch(program, corpus(spec.data), 0, Split.HELD_OUT)
+    local = local_batch(program, open_corpus(spec.data), 0, Split.HELD_OUT)
     share = program.evaluate(local)
     if dist.is_initialized():
         dist.all_reduce(share)

@@ -12,7 +12,7 @@ import pytest
 from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
-from ptrain.report.record import compare
+from ptrain.report.record import compare_estimates
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -96,7 +96,7 @@ def test_compiled_blocks_are_predicted_and_simulated_to_the_byte(ranks: Ranks, r
     spec = spec_of(row, "compile=block")
     exact = derive(spec, facts_of(spec)).exact
     last = spec.world_size - 1
-    checks = compare(exact.of_rank(last), simulate(spec, last).estimate)
+    checks = compare_estimates(exact.of_rank(last), simulate(spec, last).estimate)
     assert any(check.name.startswith("peak") for check in checks)
     assert not [check for check in checks if check.predicted != check.measured]
     pairs = ranks.run(spec.world_size, run_pair, spec_of(row), spec, "inductor", timeout=600.0)

@@ -11,7 +11,7 @@ import pytest
 from ptrain.algebra.legality import require_runnable
 from ptrain.errors import PtrainError
 from ptrain.report.copies import DIFFERS, SHARED
-from ptrain.report.finding import Moment, Subject, Way
+from ptrain.report.finding import DifferenceKind, Moment, Subject
 from ptrain.spec.load import load
 from ptrain.spec.names import list_files
 from ptrain.spec.placement import Axis
@@ -173,17 +173,17 @@ PER_TENSOR = ("overlap=none", "bucket=per-tensor")
 @pytest.mark.parametrize(
     ("fault", "told", "way"),
     [
-        (runs.to_maximum, "MAX for SUM", Way.VALUE),
-        (runs.to_integers, "int32 for float32", Way.DTYPE),
+        (runs.to_maximum, "MAX for SUM", DifferenceKind.VALUE),
+        (runs.to_integers, "int32 for float32", DifferenceKind.DTYPE),
         (
             runs.out_of_order,
             "gradients embed.weight for gradients head.weight",
-            Way.VALUE,
+            DifferenceKind.VALUE,
         ),
     ],
 )
 def test_a_call_that_differs_on_one_rank_is_named(
-    ranks: Ranks, fault: runs.Fault, told: str, way: Way
+    ranks: Ranks, fault: runs.Fault, told: str, way: DifferenceKind
 ) -> None:
     spec = spec_of("ddp", *REPLICAS, *PER_TENSOR)
     for seen in ranks.run(4, listen, spec, 3, fault):

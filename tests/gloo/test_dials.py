@@ -13,7 +13,7 @@ import torch
 
 from ptrain.axes.data.cost import assign_owners
 from ptrain.cost import Collective, Phase, State
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import Split
 from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
@@ -179,7 +179,7 @@ def test_a_run_goes_on_under_another_placement(
 def _bytes_after_evaluation(spec: Spec) -> dict[State, int]:
     program = interpret(spec, world=World.join(spec.timeout))
     step(program, 0)
-    local = local_batch(program, corpus(spec.data), 0, Split.HELD_OUT)
+    local = local_batch(program, open_corpus(spec.data), 0, Split.HELD_OUT)
     program.evaluate(local)
     return {state: tiers[Tier.DEVICE] for state, tiers in resident(program).items()}
 

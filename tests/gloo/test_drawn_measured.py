@@ -16,11 +16,11 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.report.record import Check, compare
+from ptrain.report.record import Check, compare_estimates
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from ptrain.train.probe import FIRST_STEADY, set_up
+from ptrain.train.probe import FIRST_STEADY, setup_traffic
 from tests.adversary.random_specs import Written, accepted, drawn
 from tests.ranks import CALL_SECONDS, Pool, RankError, Ranks
 
@@ -57,7 +57,7 @@ def steady(spec: Spec) -> Estimate:
             program.step(LR)
         estimates.append(measurement.estimate())
     _, before, after = estimates
-    return replace(after, traffic=(*after.traffic, *set_up(before.traffic, after.traffic)))
+    return replace(after, traffic=(*after.traffic, *setup_traffic(before.traffic, after.traffic)))
 
 
 def is_off(check: Check) -> bool:
@@ -86,7 +86,7 @@ def compared(ranks: Ranks, three: Pool, written: Written) -> Iterator[Check]:
         else:
             estimates = ranks.run(spec.world_size, steady, spec)
         for rank, measured in enumerate(estimates):
-            yield from compare(exact.of_rank(rank), measured)
+            yield from compare_estimates(exact.of_rank(rank), measured)
     except PtrainError:
         return
     except RankError as error:

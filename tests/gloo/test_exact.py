@@ -11,7 +11,7 @@ from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter import look
 from ptrain.meters.measure import join_estimates
-from ptrain.report.record import Check, compare, verdict
+from ptrain.report.record import Check, compare_estimates, verdict_word
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from tests.gloo.cases import DEFAULT, STRATEGIES, SYNC_POLICIES, Case, named, parameters
@@ -110,7 +110,10 @@ def test_the_measurement_of_one_strategy_fails_the_prediction_of_another(
     settings = _settings(executed)
     predicted = named(claimed, 4, **settings).spec()
     measured = runs.of(named(executed, 4, **settings)).measured
-    assert verdict(compare(derive(predicted, facts_of(predicted)).exact, measured)) == "fails"
+    assert (
+        verdict_word(compare_estimates(derive(predicted, facts_of(predicted)).exact, measured))
+        == "fails"
+    )
 
 
 def _settings(strategy: str) -> dict[str, object]:
@@ -138,6 +141,6 @@ def test_a_program_that_executes_another_plan_than_predicted_fails(
     spec, other = named("zero3", 2).spec(), named(executed, 2).spec()
     reports = ranks.run(2, _train_another_plan, spec, other, MEASURED_STEP + 1)
     measured = join_estimates([report.measured for report in reports if report.measured])
-    checks = compare(derive(spec, facts_of(spec)).exact, measured)
-    assert verdict(checks) == "fails"
-    assert not failing(compare(derive(other, facts_of(other)).exact, measured))
+    checks = compare_estimates(derive(spec, facts_of(spec)).exact, measured)
+    assert verdict_word(checks) == "fails"
+    assert not failing(compare_estimates(derive(other, facts_of(other)).exact, measured))

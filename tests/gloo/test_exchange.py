@@ -21,10 +21,14 @@ def exchanged(share_a_host: bool) -> tuple[bool, list[Any]]:
     world = World.join()
     with pytest.MonkeyPatch.context() as patch:
         if not share_a_host:
-            patch.setattr(exchange, "meet", lambda *_: None)
+            patch.setattr(exchange, "connect_ranks", lambda *_: None)
         ranks = Exchange(world)
     shares = [value * (world.rank + 1) for value in VALUES]
-    heard = [ranks.add(shares), ranks.gather({"rank": world.rank}), ranks.first(world.rank + 7)]
+    heard = [
+        ranks.sum_over_ranks(shares),
+        ranks.gather({"rank": world.rank}),
+        ranks.broadcast(world.rank + 7),
+    ]
     has_sockets = ranks._host is not None
     ranks.close()
     return has_sockets, heard

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
@@ -211,7 +211,7 @@ def trained(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], float, fl
     of the next samples: of an evaluation, and of a step."""
     program = interpret(spec, world=World.join(spec.timeout))
     for index in range(STEPS):
-        program.forward_backward(local_batch(program, corpus(spec.data), index))
+        program.forward_backward(local_batch(program, open_corpus(spec.data), index))
         program.step(1e-3)
     checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
     return whole(program), *losses(program)
@@ -221,14 +221,16 @@ def loaded(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], float, flo
     """Return the same of a program that loads what was saved."""
     program = interpret(spec, world=World.join(spec.timeout))
     exchange = Exchange(program.world)
-    path, saved, _ = checkpoint.newest([Path(folder) / manifest.folder_name(STEPS)], exchange)
+    path, saved, _ = checkpoint.find_newest_sound(
+        [Path(folder) / manifest.folder_name(STEPS)], exchange
+    )
     assert path is not None and saved is not None
     checkpoint.load(program, path, saved, exchange)
     return whole(program), *losses(program)
 
 
 def losses(program: Program) -> tuple[float, float]:
-    local = local_batch(program, corpus(program.spec.data), STEPS)
+    local = local_batch(program, open_corpus(program.spec.data), STEPS)
     shares = (program.evaluate(local).clone(), program.forward_backward(local).clone())
     evaluated, stepped = (sum(Exchange(program.world).gather(float(x))) for x in shares)
     return evaluated, stepped

@@ -7,8 +7,8 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ptrain.cost import Estimate
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import LocalBatch, batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import LocalBatch, read_batch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
@@ -23,12 +23,12 @@ STEADY = 2
 def _run(spec: Spec, rank: int) -> Estimate:
     """Three steps as rank `rank` of a world that has no other ranks and no values."""
     world = fake_world(rank, spec.world_size)
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     with FakeTensorMode() as mode:
         program = interpret(spec, world=world)
         assert all(isinstance(held, FakeTensor) for _, held in program.storages())
         for step in range(STEADY + 1):
-            real = batch(
+            real = read_batch(
                 source,
                 spec=spec,
                 step=step,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ptrain.cli.main import main
-from ptrain.data.vocabulary import START, TARGET, mask_beside
+from ptrain.data.vocabulary import START, TARGET, mask_path
 from tests.chat_folders import CHATML, drawn_chats, save_tokenizer, write_chats
 from tests.jobs import ROOT, TINY, losses, run
 from tests.published_folders import saved
@@ -36,7 +36,7 @@ def loss_of_class(folder: Path, rows: Path) -> float:
     """Return the mean loss of the answers in the last twentieth of rows: each chat by itself, by
     the class of transformers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokens, marks = np.load(rows), np.load(mask_beside(rows))
+    tokens, marks = np.load(rows), np.load(mask_path(rows))
     losses = 0.0
     first = len(tokens) - len(tokens) // 20
     for row, kinds in zip(tokens[first:], marks[first:], strict=True):
@@ -101,7 +101,7 @@ def test_chats_and_texts_by_weight_go_on_where_they_stopped_on_other_ranks(tmp_p
     assert main(text) == 0
     call = ["tokenize", str(chats), "--chat", "--sequence", str(SEQUENCE), *words]
     assert main([*call, str(tmp_path / "rows.npy")]) == 0
-    mask = mask_beside(tmp_path / "rows.npy")
+    mask = mask_path(tmp_path / "rows.npy")
     sources = f"[{{path: {tmp_path / 'rows.npy'}, weight: 2, loss_mask: {mask}}}, "
     settings = (
         *TINY,

@@ -17,7 +17,7 @@ from ptrain.meters import holdings
 from ptrain.report.finding import Subject
 from ptrain.spec.load import load
 from ptrain.train import checkpoint, finite, manifest, session
-from ptrain.train.checkpoint import resume
+from ptrain.train.checkpoint import resume_training
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.options import Options
@@ -72,7 +72,7 @@ def trained(name: str, overrides: tuple[str, ...], folder: str, target: int = -1
         spec=name, overrides=common, run_dir=Path(folder), quiet=True, allow_import=True
     )
     try:
-        return Stopped(code=session.run(options), text="", changed=())
+        return Stopped(code=session.train_rank(options), text="", changed=())
     except TrainingStopped as stopped:
         now = dict(stored(programs[0]))
         changed = {
@@ -288,7 +288,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     step(program, 1)
     spoil(program, Subject.OPTIMIZER, "exp_avg")
     with monkeypatch.context() as before:
-        before.setattr(finite, "require", lambda *_: None)
+        before.setattr(finite, "require_finite", lambda *_: None)
         checkpoint.save(program, folder.checkpoints, 2, exchange)
     return folder
 
@@ -299,12 +299,12 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over_for_an_older_one(
     program, other = alone(), alone()
     exchange = Exchange(program.world)
     monkeypatch.setattr(logging.getLogger("ptrain"), "propagate", True)
-    assert resume(program, run, str(run.path), exchange) == 1
+    assert resume_training(program, run, str(run.path), exchange) == 1
     (warning,) = [line for line in caplog.messages if line.startswith("skipped: checkpoint ")]
     assert manifest.folder_name(2) in warning
     assert "optimizer state is not finite: " in warning and "exp_avg has nan in 1 of" in warning
     first = run.checkpoints / manifest.folder_name(1)
-    checkpoint.load(other, first, checkpoint.verify(first, exchange), exchange)
+    checkpoint.load(other, first, checkpoint.verify_files(first, exchange), exchange)
     expected = whole(other)
     assert all(torch.equal(value, expected[name]) for name, value in whole(program).items())
 
@@ -313,5 +313,5 @@ def test_the_one_that_is_named_or_the_only_one_is_refused_with_its_tensor(run: R
     program = alone()
     named = run.checkpoints / manifest.folder_name(2)
     with pytest.raises(PtrainError, match=r"cannot be used: .*exp_avg has nan in 1 of") as caught:
-        resume(program, run, str(named), Exchange(program.world))
+        resume_training(program, run, str(named), Exchange(program.world))
     assert caught.value.exit_code == 2

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pytest import MonkeyPatch
 
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import read_batch
 from ptrain.interpreter.program import Program, interpret
 from ptrain.spec.load import load
 from ptrain.train import session
@@ -46,7 +46,9 @@ def poison(path: Path, words: tuple[str, ...], rank: int) -> None:
     """Write BAD into the sample that is micro-batch MICRO of a data rank in step STEP."""
     spec = load(words[0], words[1:]).spec
     degree = spec.data_degree
-    local = batch(corpus(spec.data), spec=spec, step=STEP, data_index=rank, data_degree=degree)
+    local = read_batch(
+        open_corpus(spec.data), spec=spec, step=STEP, data_index=rank, data_degree=degree
+    )
     ids = np.load(path)
     ids[8 * local.sample_ids[MICRO] + 3] = BAD
     np.save(path, ids)

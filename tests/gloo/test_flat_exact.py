@@ -9,7 +9,7 @@ from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.plan.lower import lower
-from ptrain.report.record import compare
+from ptrain.report.record import compare_estimates
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM
@@ -59,7 +59,7 @@ def inexact(ranks: Ranks, spec: Spec) -> list[str]:
     reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
     measured = join_estimates([each.measured for each in reports if each.measured])
     exact = derive(spec, facts_of(spec)).exact
-    found = failing(compare(exact, measured))
+    found = failing(compare_estimates(exact, measured))
     peaks = {(row.phase, row.rank): row.device_bytes for row in measured.peak}
     for row in exact.peak:
         if abs(row.device_bytes - peaks[row.phase, row.rank]) > SCALARS:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.runtime.world import World
 from ptrain.spec.precision import LAYOUTS
@@ -33,7 +33,7 @@ State = dict[str, torch.Tensor]
 
 
 def advance(program: Program, steps: range) -> None:
-    source = corpus(program.spec.data)
+    source = open_corpus(program.spec.data)
     for step in steps:
         program.forward_backward(local_batch(program, source, step), RATE)
         program.step(RATE)
@@ -113,7 +113,7 @@ def evaluate_between_steps(spec: Spec) -> list[float]:
     program = interpret(spec, world=World.join(spec.timeout))
     losses = []
     for step in range(STEPS + 1):
-        total = program.evaluate(local_batch(program, corpus(spec.data), 100)).double()
+        total = program.evaluate(local_batch(program, open_corpus(spec.data), 100)).double()
         torch.distributed.all_reduce(total)
         losses.append(total.item())
         advance(program, range(step, step + 1))

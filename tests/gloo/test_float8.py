@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import require_runnable
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
@@ -51,7 +51,7 @@ CASES = [
 
 def spec_of(row: str, recipe: str, base: list[str]) -> Spec:
     name, *overrides = ROWS[row]
-    return require(load(name, [*base, *overrides, f"precision.matmul={recipe}"]))
+    return require_runnable(load(name, [*base, *overrides, f"precision.matmul={recipe}"]))
 
 
 def sent(estimate: Estimate) -> dict[object, tuple[int, int]]:
@@ -86,7 +86,9 @@ def test_in_fp64_losses_are_those_of_one_device(ranks: Ranks, row, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_blocks_have_the_gradients_of_eager_ones(ranks: Ranks, recipe):
     eager = spec_of("zero3", recipe, SMALL)
-    compiled = require(load("zero3", [*SMALL, f"precision.matmul={recipe}", "compile=block"]))
+    compiled = require_runnable(
+        load("zero3", [*SMALL, f"precision.matmul={recipe}", "compile=block"])
+    )
     pairs = ranks.run(eager.world_size, run_pair, eager, compiled, "aot_eager", timeout=600.0)
     for pair in pairs:
         assert pair.difference <= 1e-12 and pair.without_gradient == 0
@@ -102,7 +104,7 @@ def run_resumed(spec: Spec, folder: str) -> bool:
     step(saved, 0)
     path = checkpoint.save(saved, Path(folder), 1, exchange)
     step(saved, 1)
-    _, found, _ = checkpoint.newest([path], exchange)
+    _, found, _ = checkpoint.find_newest_sound([path], exchange)
     assert found is not None, "the checkpoint is whole"
     checkpoint.load(loaded, path, found, exchange)
     step(loaded, 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ptrain
-from ptrain.convert.export import Adapters, export
+from ptrain.convert.export import Adapters, export_checkpoint
 from ptrain.convert.saved import SavedModel
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
@@ -314,14 +314,14 @@ def test_adapters_leave_as_a_folder_of_transformers_or_as_one_of_peft(
     for end in sessions.train(ranks, 2, "zero3", *words, folder=tmp_path / "run"):
         assert end.code == 0, end.error
     saved = SavedModel(tmp_path / "run")
-    (module, _), (plain, _) = (saved.built(allow_import=True) for _ in range(2))
+    (module, _), (plain, _) = (saved.build(allow_import=True) for _ in range(2))
     tokens = torch.arange(12).view(1, 12)
     before = module(tokens)
     module.load_state_dict(saved.load(saved.parameters))
     expected = module(tokens)
     assert not torch.allclose(expected, before, atol=1e-3), "it has learned"
     for how in Adapters:
-        export(tmp_path / "run", tmp_path / how, adapters=how, allow_import=True)
+        export_checkpoint(tmp_path / "run", tmp_path / how, adapters=how, allow_import=True)
     merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-5)
     for layer in plain.model.model.layers:
@@ -337,5 +337,5 @@ def test_a_model_without_adapters_is_not_exported_as_one(ranks: Ranks, tmp_path:
     (end,) = sessions.train(ranks, 1, *one, folder=tmp_path / "run")
     assert end.code == 0, end.error
     with pytest.raises(SpecError, match="Transformer has no PEFT adapters"):
-        export(tmp_path / "run", tmp_path / "out", adapters=Adapters.MERGED)
+        export_checkpoint(tmp_path / "run", tmp_path / "out", adapters=Adapters.MERGED)
     assert not (tmp_path / "out").exists()

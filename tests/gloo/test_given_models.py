@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ptrain
-from ptrain.data.sampler import positions
+from ptrain.data.sampler import batch_positions
 from ptrain.errors import SpecError
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
@@ -77,7 +77,7 @@ def _shared() -> bool:
     program = ptrain.interpret(spec, world=World.join(spec.timeout))
     local = program.samples(0)
     whole = torch.zeros(spec.batch.global_samples, spec.batch.sequence + 1, dtype=torch.int64)
-    places = positions(spec, data_index=program.data_index, data_degree=spec.data_degree)
+    places = batch_positions(spec, data_index=program.data_index, data_degree=spec.data_degree)
     whole[list(places)] = local.tensors[0]
     shared = program.share(whole)
     with pytest.raises(SpecError, match="the full global batch"):

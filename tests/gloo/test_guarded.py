@@ -12,7 +12,7 @@ import pytest
 from ptrain.errors import SpecError
 from ptrain.train import session
 from ptrain.train.options import Options
-from ptrain.verification.trajectory import BesideOneDevice
+from ptrain.verification.trajectory import ReferenceGuard
 from tests import jobs
 from tests.gloo import guarded_faults as faults
 from tests.gloo.consistency_runs import Fault, trained
@@ -40,7 +40,7 @@ def saved(folder: Path) -> list[str]:
 def test_what_all_ranks_do_wrong_alike_stops_the_training_and_names_step_and_figure(
     ranks: Ranks, tmp_path: Path, fault: Fault, step: int, words: str
 ) -> None:
-    ended = ranks.run(2, trained, TWO, tmp_path / "run", fault, "ddp", BesideOneDevice)
+    ended = ranks.run(2, trained, TWO, tmp_path / "run", fault, "ddp", ReferenceGuard)
     assert {code for code, _ in ended} == {4}
     (text,) = {text for _, text in ended}
     assert text.startswith(f"step {step}: the reference, continued from the run's state, differs\n")
@@ -64,7 +64,7 @@ def test_a_sound_training_goes_on_to_its_end(
     ranks: Ranks, tmp_path: Path, spec: str, more: tuple[str, ...]
 ) -> None:
     overrides, folder = (*JOB, *more, "train.steps=7"), tmp_path / "run"  # looks at 5 and 7
-    ended = ranks.run(2, trained, overrides, folder, faults.nothing, spec, BesideOneDevice)
+    ended = ranks.run(2, trained, overrides, folder, faults.nothing, spec, ReferenceGuard)
     assert ended == [(0, ""), (0, "")]
     log = (folder / "logs" / "rank0.log").read_text()
     assert log.count("the reference continues like the run") >= 2
@@ -90,7 +90,9 @@ def test_a_model_that_drops_out_is_refused_and_leaves_nothing(tmp_path: Path) ->
 
 def test_a_rank_that_cannot_look_says_how_it_is_started() -> None:
     with pytest.raises(SpecError, match=r"-m ptrain\.verification\.guarded"):
-        session.run(Options(spec="ddp", overrides=("mesh={dp_replicate: 1}", "verify_every=5")))
+        session.train_rank(
+            Options(spec="ddp", overrides=("mesh={dp_replicate: 1}", "verify_every=5"))
+        )
 
 
 @pytest.mark.nightly

@@ -21,7 +21,7 @@ from ptrain.meters import holdings
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train import session
-from ptrain.train.finite import Guard
+from ptrain.train.finite import FiniteGuard
 from ptrain.train.interrupt import Interrupts
 from ptrain.train.look import DeviceSums
 from ptrain.train.options import Options
@@ -106,7 +106,7 @@ def train(
             allow_import=True,
         )
         try:
-            code, text = session.run(options), ""
+            code, text = session.train_rank(options), ""
         except TrainingStopped as stopped:
             code, text = stopped.exit_code, str(stopped)
     return Ended(code=code, text=text, held=held(programs[0]), before=before)
@@ -126,7 +126,7 @@ def saved(folder: Path) -> list[str]:
 def counted(words: tuple[str, ...], folder: str, is_played: bool) -> dict[int, list[str]]:
     options = Options(spec=words[0], overrides=words[1:], run_dir=Path(folder), quiet=True)
     with behind_its_host(is_played=is_played), reads_of_steps() as reads:
-        session.run(options)
+        session.train_rank(options)
     return {step: names for step, names in reads.by_step.items() if FIRST <= step < STEPS - 1}
 
 
@@ -168,7 +168,7 @@ def sums_by_group() -> dict[str, int]:
     sums = DeviceSums(program, PlayedQueue(program.world.device), Interrupts())
     groups = {name: group for group, name in process_groups.group_names().items()}
     before = {name: process_groups.count_collectives([group]) for name, group in groups.items()}
-    sums.look(program.loss.share, None)
+    sums.start_check(program.loss.share, None)
     issued = {name: process_groups.count_collectives([group]) for name, group in groups.items()}
     return {name: count - before[name] for name, count in issued.items() if count != before[name]}
 
@@ -295,19 +295,21 @@ def done(queue: PlayedQueue) -> PlayedMilestone:
 
 def broken_off(folder: str) -> str:
     """In the fourth step, when the device is done with the third."""
-    look, looks = Guard.look, iter(range(9))
+    look, looks = FiniteGuard.start_check, iter(range(9))
 
-    def breaking(guard: Guard, step: int, *others: Any) -> Any:
+    def breaking(guard: FiniteGuard, step: int, *others: Any) -> Any:
         if next(looks) == 3:
             raise KeyError("broken off")
         return look(guard, step, *others)
 
     words = ("mesh.dp_replicate=1", *SMALL, "train.steps=6")
     with pytest.MonkeyPatch.context() as patch, behind_its_host():
-        patch.setattr(Guard, "look", breaking)
+        patch.setattr(FiniteGuard, "start_check", breaking)
         patch.setattr(PlayedQueue, "mark", done)
         try:
-            session.run(Options(spec="ddp", overrides=words, run_dir=Path(folder), quiet=True))
+            session.train_rank(
+                Options(spec="ddp", overrides=words, run_dir=Path(folder), quiet=True)
+            )
         except KeyError as error:
             return str(error.args[0])
     return ""

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require_runnable
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import read_batch
 from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.look import build_module
 from ptrain.interpreter.program import Program, interpret, require_equal_models
@@ -155,7 +155,7 @@ def program_of(spec: Spec) -> Program:
 
 
 def step(program: Program, index: int) -> torch.Tensor | None:
-    local = local_batch(program, corpus(program.spec.data), index)
+    local = local_batch(program, open_corpus(program.spec.data), index)
     program.forward_backward(local, 1e-3)
     return program.step(1e-3)
 
@@ -286,7 +286,7 @@ def test_ranks_whose_dtypes_or_shapes_differ_refuse_to_start(ranks: Ranks) -> No
 
 def refusal_without_a_rate(spec: Spec) -> str:
     program = program_of(spec)
-    local = batch(corpus(spec.data), spec=spec, step=0, data_index=0, data_degree=1)
+    local = read_batch(open_corpus(spec.data), spec=spec, step=0, data_index=0, data_degree=1)
     try:
         program.forward_backward(local)
     except PtrainError as error:

@@ -66,7 +66,7 @@ def test_the_script_prints_that_it_holds(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
         [sys.executable, *torchrun, str(script)],
-        env=environment.alone([str(ROOT)]),
+        env=environment.non_rank_environment([str(ROOT)]),
         capture_output=True,
         text=True,
         timeout=150,

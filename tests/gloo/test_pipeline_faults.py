@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.algebra.legality import require_runnable
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.errors import RankFailed
 from ptrain.interpreter.program import interpret
 from ptrain.models.transformer import Block
@@ -102,7 +102,7 @@ def what_a_rank_says(spec: Spec, fault: Fault, broken: int, verb: str) -> str:
     """Of a step in which `fault` happens on the rank `broken`, to the first layer it has."""
     world = World.join(spec.timeout)
     program = interpret(spec, world=world)
-    local = local_batch(program, corpus(spec.data), 0)
+    local = local_batch(program, open_corpus(spec.data), 0)
     if world.rank == broken:
         layer = next(m for m in program.model.modules() if isinstance(m, Block))
         layer.register_forward_hook(breaks(fault))

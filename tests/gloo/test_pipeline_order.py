@@ -17,8 +17,8 @@ from ptrain.axes.pipeline.catalogue import make_schedule, pipeline_of
 from ptrain.axes.pipeline.run.stage import PipelinedPasses, StageRunner
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.stage_facts import count_in_flight
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import read_batch
 from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
@@ -77,7 +77,7 @@ def executed(specs: Sequence[Spec]) -> list[list[tuple[Action, Holding]]]:
         recording = Recording()
         for stage in pipelined.stages:
             recording.watch(stage)
-        local = batch(corpus(spec.data), spec=spec, step=0, data_index=0, data_degree=1)
+        local = read_batch(open_corpus(spec.data), spec=spec, step=0, data_index=0, data_degree=1)
         program.forward_backward(local)
         assert not any(recording.holding().values()), "after the last backward"
         found.append(recording.log)

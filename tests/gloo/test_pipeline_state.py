@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import Split, batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import Split, read_batch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.cross_entropy import token_loss_sum
@@ -86,13 +86,13 @@ def resumed(spec: Spec, folder: str, step: int) -> tuple[Program, Exchange]:
     exchange = Exchange(program.world)
     if step:
         path = Path(folder) / manifest.folder_name(step)
-        checkpoint.load(program, path, checkpoint.verify(path, exchange), exchange)
+        checkpoint.load(program, path, checkpoint.verify_files(path, exchange), exchange)
     return program, exchange
 
 
 def continue_and_save(spec: Spec, folder: str, first: int) -> Leg:
     program, exchange = resumed(spec, folder, first)
-    source, losses = corpus(spec.data), []
+    source, losses = open_corpus(spec.data), []
     for step in range(first, first + STEPS):
         seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
@@ -110,8 +110,8 @@ def held_out_loss(spec: Spec, parameters: Mapping[str, torch.Tensor]) -> float:
     """Of a plain module with these parameters."""
     module = build_model(spec.model, sequence=spec.batch.sequence, seed=0).double()
     assert not module.load_state_dict(dict(parameters), strict=False).unexpected_keys
-    whole = batch(
-        corpus(spec.data),
+    whole = read_batch(
+        open_corpus(spec.data),
         spec=spec,
         step=HELD_OUT,
         data_index=0,
@@ -132,7 +132,9 @@ def test_a_training_that_moves_between_placements_is_that_of_one_device(
         leg = ranks.run(spec.world_size, continue_and_save, spec, str(tmp_path), first)[0]
         truth = one_device(spec, first + STEPS)
         losses += leg.losses
-        run = Trajectory(losses=losses, gradient_norms=(), parameters=leg.parameters, travelled=1.0)
+        run = Trajectory(
+            losses=losses, gradient_norms=(), parameters=leg.parameters, moved_distance=1.0
+        )
         assert not failing(compare_runs(truth, run, FP64)), placement
         assert leg.held_out == pytest.approx(held_out_loss(spec, truth.parameters), rel=1e-12)
 
@@ -142,7 +144,7 @@ def load_older(spec: Spec, folder: str) -> str:
     program = interpret(spec, world=World.join(spec.timeout))
     exchange = Exchange(program.world)
     path = Path(folder) / manifest.folder_name(1)
-    found = replace(checkpoint.verify(path, exchange), trained={})
+    found = replace(checkpoint.verify_files(path, exchange), trained={})
     with pytest.raises(PtrainError) as caught:
         checkpoint.load(program, path, found, exchange)
     exchange.close()

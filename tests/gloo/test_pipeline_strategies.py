@@ -10,7 +10,7 @@ import pytest
 from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
-from ptrain.report.record import compare
+from ptrain.report.record import compare_estimates
 from ptrain.spec.load import load
 from ptrain.spec.names import list_files
 from ptrain.spec.placement import Axis
@@ -52,6 +52,6 @@ def differences(ranks: Ranks, spec: Spec) -> list[str]:
     writes."""
     reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
     measured = join_estimates([each.measured for each in reports if each.measured])
-    checks = compare(derive(spec, facts_of(spec)).exact, measured)
+    checks = compare_estimates(derive(spec, facts_of(spec)).exact, measured)
     MATRIX.results.append(Result(spec, checks, against=()))
     return failing(checks)

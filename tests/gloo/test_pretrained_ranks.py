@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.convert.export import export
+from ptrain.convert.export import export_checkpoint
 from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter import look
@@ -87,7 +87,7 @@ def test_ranks_begin_with_what_the_files_have(
     read = ranks.run(spec.world_size, begun, spec, str(tmp_path / "run" / "checkpoints"))
     assert min(read) > 0.9 and max(read) < 1.01, "whole rows: of flat units some are cut"
     (tmp_path / "run" / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
-    export(tmp_path / "run", tmp_path / "out")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     for name, tensor in after.items():
@@ -172,7 +172,7 @@ def test_ranks_with_a_class_of_transformers_begin_with_what_the_files_have(
     size = sum(tensor.nbytes for tensor in tensors(folder).values())
     require_parts(begun, size)
     (tmp_path / "run" / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
-    export(tmp_path / "run", tmp_path / "out")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -247,7 +247,7 @@ def test_ranks_with_a_model_of_ones_own_read_what_they_keep(
     before = tensors(folder)
     require_parts(begun, sum(tensor.nbytes for tensor in before.values()))
     (tmp_path / "run" / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
-    export(tmp_path / "run", tmp_path / "out", allow_import=True)
+    export_checkpoint(tmp_path / "run", tmp_path / "out", allow_import=True)
     after = tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -340,7 +340,7 @@ def test_experts_fewer_than_ranks_are_exported_as_one_device_trains_them(
         run = tmp_path / name
         ranks.run(spec.world_size, saved_after_two_steps, spec, str(run))
         (run / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
-        export(run, tmp_path / f"{name}-exported")
+        export_checkpoint(run, tmp_path / f"{name}-exported")
         exported.append(tensors(tmp_path / f"{name}-exported"))
     one, many = exported
     assert one.keys() == many.keys()

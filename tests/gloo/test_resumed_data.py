@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ptrain.train import checkpoint, loop, manifest
-from ptrain.train.checkpoint import file_print
+from ptrain.train.checkpoint import fingerprint_file
 from tests import jobs
 from tests.gloo import sessions
 from tests.ranks import Ranks
@@ -147,32 +147,32 @@ def test_a_large_file_is_sampled_in_blocks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checkpoint, "_BLOCK", 64)
     path = tmp_path / "large"
     path.write_bytes(bytes(10_000))
-    before = file_print(path, 4)
+    before = fingerprint_file(path, 4)
     assert before[:2] == (10_000, "sha256 of 4 blocks: " + hashlib.sha256(bytes(256)).hexdigest())
     for place, is_read in ((0, True), (9_999, True), (100, False)):
         content = bytearray(10_000)
         content[place] = 1
         path.write_bytes(content)
-        assert (file_print(path, 4)[1] != before[1]) is is_read
+        assert (fingerprint_file(path, 4)[1] != before[1]) is is_read
     path.write_bytes(bytes(256))
-    assert file_print(path, 4)[1] == "sha256: " + hashlib.sha256(bytes(256)).hexdigest()
+    assert fingerprint_file(path, 4)[1] == "sha256: " + hashlib.sha256(bytes(256)).hexdigest()
 
 
 def record_samples(words: tuple[str, ...], folder: str) -> int:
     """Train on this rank, and write the ids of its samples to a file of the folder."""
     ids: list[int] = []
-    batch = loop.batch
+    batch = loop.read_batch
 
     def recorded(*args: object, **kwargs: object) -> object:
         local = batch(*args, **kwargs)  # type: ignore[arg-type]
         ids.extend(local.sample_ids)
         return local
 
-    loop.batch = recorded  # type: ignore[assignment]
+    loop.read_batch = recorded  # type: ignore[assignment]
     try:
         ended = sessions.of_no_launcher(words)
     finally:
-        loop.batch = batch
+        loop.read_batch = batch
     assert ended.code == 0, ended.error
     with (Path(folder) / f"ids{os.getpid()}").open("a") as file:
         file.writelines(f"{number}\n" for number in ids)
@@ -191,21 +191,24 @@ def test_each_sample_is_seen_once_though_the_batch_changes_at_every_resume(
         source = ("--resume", run)
     seen = [int(line) for path in tmp_path.glob("ids*") for line in path.read_text().split()]
     assert sorted(seen) == list(range(WINDOWS))
-    assert manifest.read(manifest.complete(tmp_path / "run2" / "checkpoints")[0]).samples == WINDOWS
+    assert (
+        manifest.read(manifest.complete_checkpoints(tmp_path / "run2" / "checkpoints")[0]).samples
+        == WINDOWS
+    )
 
 
 def test_a_checkpoint_without_samples_counts_steps_of_its_own_batch(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     earlier = Path(__file__).parents[1] / "fixtures" / "5a419e96"
-    (path,) = manifest.complete(earlier / "zero3" / "checkpoints")
+    (path,) = manifest.complete_checkpoints(earlier / "zero3" / "checkpoints")
     saved = manifest.read(path)
     assert (saved.step, saved.samples, saved.data) == (2, None, {})
     words = (f"data.path={earlier / 'tokens.npy'}", "batch.global=8", "train.steps=3")
     given = (str(earlier / "zero3" / "spec.resolved.yaml"), *words, "--resume", str(path))
     ends = sessions.train(ranks, 2, *given, folder=tmp_path / "run")
     assert [end.code for end in ends] == [0, 0], ends[0].error
-    (path,) = manifest.complete(tmp_path / "run" / "checkpoints")
+    (path,) = manifest.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert manifest.read(path).samples == 2 * 4 + 8
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ptrain.algebra.legality import require_runnable
 from ptrain.cost import State
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import RoleFinder, RoleRow
 from ptrain.runtime.world import World
@@ -68,7 +68,7 @@ def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
     if fault:
         declare_wrongly(program, State(fault))
     for step in range(3):
-        local = local_batch(program, corpus(spec.data), step)
+        local = local_batch(program, open_corpus(spec.data), step)
         with RoleFinder(program) if step == 2 else nullcontext() as finder:
             program.forward_backward(local, RATE)
             program.step(RATE)

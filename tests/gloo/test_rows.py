@@ -12,7 +12,7 @@ import pytest
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
-from ptrain.report.record import compare
+from ptrain.report.record import compare_estimates
 from ptrain.traces.facts import facts_of
 from ptrain.verification.reference import Trajectory
 from tests.gloo.band import loss_band
@@ -53,7 +53,7 @@ def result_of(ranks: Ranks, setting: Setting) -> Result:
     spec = setting.spec()
     reports = ranks.run(setting.size, train, spec, STEPS, MEASURED_STEP)
     measured: Estimate = join_estimates([each.measured for each in reports if each.measured])
-    checks = compare(derive(spec, facts_of(spec)).exact, measured)
+    checks = compare_estimates(derive(spec, facts_of(spec)).exact, measured)
     run, truth = reports[0].trajectory, reference(setting, STEPS)
     assert run is not None
     tolerances = FP64 if setting.fp64 else Tolerances(losses=loss_band(spec, truth))

@@ -74,14 +74,16 @@ def test_an_interrupted_test_leaves_what_it_has(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return replace(RESULT, name=spec.name)
 
-    monkeypatch.setattr(selftest, "_result", result)
+    monkeypatch.setattr(selftest, "_test_spec", result)
     _choose(monkeypatch, "ddp", "zero1")
     code, page = _page_of(tmp_path)
     assert code == 130
     assert "| ok | ddp |" in page and "1 of 1 specs pass; interrupted before 1 more" in page
 
 
-RESULT = selftest.Result(name="zero3", ranks=2, holds=True, seconds=1.0, apart=1e-7, limit=1e-4)
+RESULT = selftest.SpecResult(
+    name="zero3", ranks=2, holds=True, seconds=1.0, difference=1e-7, limit=1e-4
+)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +91,13 @@ RESULT = selftest.Result(name="zero3", ranks=2, holds=True, seconds=1.0, apart=1
     [{"holds": False}, {"apart": 2e-4}, {"apart": float("inf")}, {"error": "rank 1 died"}],
 )
 def test_a_spec_passes_only_if_everything_does(change):
-    assert RESULT.passes
-    assert not replace(RESULT, **change).passes
+    assert RESULT.has_passed
+    assert not replace(RESULT, **change).has_passed
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4, 6, 8])
 def test_every_chosen_spec_can_run_on_so_many_ranks(ranks):
-    specs, left_out = selftest._cases(ranks, "cpu", selftest.list_files(*selftest._FOLDERS))
+    specs, left_out = selftest._select_specs(ranks, "cpu", selftest.list_files(*selftest._FOLDERS))
     for spec in specs:
         derive(load_trainable(spec), is_timed=False)
     degrees = {spec.name: spec.world_size for spec in specs}
@@ -127,7 +129,7 @@ def test_a_page_that_cannot_be_written_is_one_message_before_anything_runs(
     tmp_path, monkeypatch, capsys
 ):
     _choose(monkeypatch, "ddp")
-    monkeypatch.setattr(selftest, "_result", None)
+    monkeypatch.setattr(selftest, "_test_spec", None)
     for out in (tmp_path, tmp_path / "no" / "page.md"):
         assert main(["selftest", "--brief", "--device", "cpu", "--out", str(out)]) == 2
         assert "--out: cannot write" in capsys.readouterr().err
@@ -136,7 +138,7 @@ def test_a_page_that_cannot_be_written_is_one_message_before_anything_runs(
 def test_ranks_may_share_gpus_and_then_nothing_is_timed(tmp_path, monkeypatch):
     monkeypatch.setenv("PTRAIN_SHARE_GPUS", "1")
     monkeypatch.setattr(selftest, "_usable_gpus", lambda: 1)
-    monkeypatch.setattr(selftest, "_result", lambda spec, *_: replace(RESULT, name=spec.name))
+    monkeypatch.setattr(selftest, "_test_spec", lambda spec, *_: replace(RESULT, name=spec.name))
     _choose(monkeypatch, "ddp")
     page = tmp_path / "page.md"
     words = ["--ranks", "2", "--device", "cuda", "--brief", "--out", str(page)]

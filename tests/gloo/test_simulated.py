@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ptrain.cost import Estimate
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.report.record import compare
+from ptrain.report.record import compare_estimates
 from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
@@ -20,7 +20,7 @@ from ptrain.spec.names import list_files
 from ptrain.spec.placement import M
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch
-from ptrain.train.probe import FIRST_STEADY, set_up
+from ptrain.train.probe import FIRST_STEADY, setup_traffic
 from tests.gloo import context_cases, expert_cases
 from tests.gloo.matrix import simulated_alike
 from tests.gloo.test_exact import failing
@@ -77,7 +77,7 @@ def short(strategy: str, *shorter: str) -> Spec:
 def steady(spec: Spec) -> Estimate:
     """What this rank measured of the third step, of which nothing but the program is kept."""
     program = interpret(spec, world=World.join(spec.timeout))
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     estimates = []
     for step in range(FIRST_STEADY + 1):
         found = local_batch(program, source, step)
@@ -86,7 +86,7 @@ def steady(spec: Spec) -> Estimate:
             program.step(LR)
         estimates.append(measurement.estimate())
     _, before, after = estimates
-    return replace(after, traffic=(*after.traffic, *set_up(before.traffic, after.traffic)))
+    return replace(after, traffic=(*after.traffic, *setup_traffic(before.traffic, after.traffic)))
 
 
 def differences(ranks: Ranks, spec: Spec) -> list[str]:
@@ -94,6 +94,6 @@ def differences(ranks: Ranks, spec: Spec) -> list[str]:
     return [
         f"rank {rank} {check.name}: {check.predicted} simulated, {check.measured} measured"
         for rank, measured in enumerate(ranks.run(spec.world_size, steady, spec))
-        for check in compare(simulate(spec, rank).estimate, measured)
+        for check in compare_estimates(simulate(spec, rank).estimate, measured)
         if check.predicted != check.measured
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from ptrain.derivation.estimate import derive
 from ptrain.facts.parameters import expert_modules
-from ptrain.report.record import compare
+from ptrain.report.record import compare_estimates
 from ptrain.simulation.execute import simulate
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import Bound, Histogram, Routing, read_routing
@@ -73,7 +73,7 @@ def differing(spec: Spec, routing: Routing, rank: int) -> list[str]:
     spec = replace(spec, routing=routing)
     exact = derive(spec, facts_of(spec)).exact
     assert exact.peak, "it is predicted"
-    checks = compare(exact.of_rank(rank), simulate(spec, rank).estimate)
+    checks = compare_estimates(exact.of_rank(rank), simulate(spec, rank).estimate)
     return [check.name for check in checks if check.predicted != check.measured]
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import read_batch
 from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
@@ -156,7 +156,7 @@ def twice_seeded(spec: Spec) -> tuple[Masks, Masks]:
     program = interpret(spec, world=World.join(spec.timeout))
     drawn = []
     for _ in range(2):
-        local = batch(corpus(spec.data), spec=spec, step=0, data_index=0, data_degree=1)
+        local = read_batch(open_corpus(spec.data), spec=spec, step=0, data_index=0, data_degree=1)
         seed_dropout(program, 3)
         with Drawn() as masks:
             program.forward_backward(local)

@@ -14,7 +14,7 @@ import torch
 from ptrain.axes.data.run.target import cutting_axes
 from ptrain.axes.tensor.run.apply import micro_batch, parallelize
 from ptrain.cost import Phase, State, Traffic
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.execute import execute
 from ptrain.interpreter.program import Program, interpret, prepare_construction
@@ -96,7 +96,7 @@ def moved(spec: Spec, *, is_wrapped_first: bool) -> set[bool]:
     assert holding == [True, not is_wrapped_first, True]
     cut = [each for each in program.model.parameters() if cutting_axes(each)]
     before = [local_tensor(each).detach().clone() for each in cut]
-    samples = local_batch(program, corpus(spec.data), 0)
+    samples = local_batch(program, open_corpus(spec.data), 0)
     program.forward_backward(samples)
     program.step(1e-3)
     after = [local_tensor(each) for each in cut]
@@ -104,7 +104,7 @@ def moved(spec: Spec, *, is_wrapped_first: bool) -> set[bool]:
 
 
 def seen_of(program: Program, steps: int) -> Seen:
-    source = corpus(program.spec.data)
+    source = open_corpus(program.spec.data)
     for step in range(steps):
         local = local_batch(program, source, step)
         with measure(program) if step == steps - 1 else nullcontext() as measurement:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ptrain.axes.pipeline.run.stage import StagedModel
 from ptrain.cost import Collective, State, Traffic
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import Measurement, measure
@@ -67,7 +67,7 @@ def watch(spec: Spec) -> Seen:
     """Some steps on this rank, with the meters on the last of them."""
     program = interpret(spec, world=World.join(spec.timeout))
     for step in range(STEPS):
-        local = local_batch(program, corpus(spec.data), step)
+        local = local_batch(program, open_corpus(spec.data), step)
         with measure(program) if step == STEPS - 1 else nullcontext() as measurement:
             ends = _ends(measurement) if measurement else []
             program.forward_backward(local)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import yaml
 
 from ptrain.algebra.legality import require_runnable
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
 from tests import jobs
@@ -110,7 +110,7 @@ def test_the_run_folder_holds_what_is_needed_to_repeat_and_to_read_the_run(finis
         "trace",
         "checkpoints",
     }
-    digest = corpus(DataSpec()).digest()
+    digest = open_corpus(DataSpec()).digest()
     assert (
         f"corpus  python-docs, digest {digest}" in (finished.folder / "logs/rank0.log").read_text()
     )

@@ -12,7 +12,7 @@ from ptrain.cost import Column, Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.wire import TOLERANCE, wire_rows
 from ptrain.meters.measure import WireMeter, join_estimates
-from ptrain.report.record import compare, record
+from ptrain.report.record import compare_estimates, result_record
 from ptrain.runtime.comm import Mesh
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
@@ -71,7 +71,7 @@ def test_the_kernel_counts_what_was_predicted(
     measured = join_estimates([report.measured for report in reports if report.measured])
     assert not measured.undefined
     exact = derive(spec, facts_of(spec)).exact
-    assert not [check for check in compare(exact, measured) if not check.holds]
+    assert not [check for check in compare_estimates(exact, measured) if not check.holds]
     rows = wire_rows(exact, measured)
     assert {row.axes for row in rows} == {(axis,) for axis in AXES.get(strategy, ("dp_shard",))}
     for row in rows:
@@ -79,7 +79,7 @@ def test_the_kernel_counts_what_was_predicted(
         assert 0 < row.measured_bytes / row.predicted_bytes - 1 < TOLERANCE, row
     is_doubled = strategy not in {"ddp", "hsdp", *CONTEXT} - {"cp-all-gather"} and size > 2
     assert any("reduce_scatter 2" in row.factor for row in rows) == (is_doubled and via == "native")
-    recorded = record("wire", [exact, measured])["wire"]
+    recorded = result_record("wire", [exact, measured])["wire"]
     assert isinstance(recorded, list) and len(recorded) == len(rows)
 
 
@@ -151,6 +151,6 @@ def test_what_was_not_measured_has_no_row() -> None:
     reason = {"wire": "nccl does not use sockets"}
     measured = Estimate(column=Column.MEASURED, world_size=2, undefined=reason)
     assert wire_rows(exact, measured) == ()
-    told = record("wire", [exact, measured])
+    told = result_record("wire", [exact, measured])
     assert told["wire"] == []
     assert told["undefined"]["measured"] == reason and "wire" not in told["undefined"]["exact"]

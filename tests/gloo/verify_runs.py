@@ -14,11 +14,11 @@ from ptrain.runtime.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.options import VerifyOptions
-from ptrain.verification.preconditions import preconditions
+from ptrain.verification.preconditions import check_preconditions
 from ptrain.verification.protocol import (
     Verification,
-    interpreted,
-    verify_here,
+    interpret_spec,
+    verify_on_ranks,
 )
 
 LATE = 4  # the step in which a program goes wrong that did well until then
@@ -40,7 +40,7 @@ class Made:
     number: int = 0
 
     def __call__(self, spec: Spec, world: World) -> Program:
-        program = interpreted(spec, world)
+        program = interpret_spec(spec, world)
         self.number += 1
         if self.otherwise is not None:
             _spoil(program, self.otherwise, self.number)
@@ -86,7 +86,7 @@ def presupposed(spec: Spec, otherwise: Otherwise | None) -> tuple[Check, ...]:
     world = World.join(spec.timeout)
     exchange = Exchange(world)
     try:
-        return preconditions(spec, world, exchange, Made(otherwise)).checks
+        return check_preconditions(spec, world, exchange, Made(otherwise)).checks
     finally:
         exchange.close()
 
@@ -95,6 +95,6 @@ def verified(spec: Spec, asked: VerifyOptions, otherwise: Otherwise | None = Non
     world = World.join(spec.timeout)
     exchange = Exchange(world)
     try:
-        return verify_here(spec, world, exchange, asked, make=Made(otherwise))
+        return verify_on_ranks(spec, world, exchange, asked, make=Made(otherwise))
     finally:
         exchange.close()

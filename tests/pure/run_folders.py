@@ -23,8 +23,8 @@ def trained(run: Path, *steps: int, model: object = None) -> list[Path]:
     for path, step in zip(paths, steps, strict=True):
         path.mkdir(parents=True)
         (path / "__0_0.distcp").write_bytes(bytes(64))
-        files = manifest.digests(path, ["__0_0.distcp"])
-        was = manifest.trained(SPEC) | ({"model": model} if model else {})
+        files = manifest.file_digests(path, ["__0_0.distcp"])
+        was = manifest.trained_sections(SPEC) | ({"model": model} if model else {})
         manifest.write(
             path,
             Manifest(step=step, spec="zero3", world_size=2, torch="2", files=files, trained=was),

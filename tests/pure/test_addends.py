@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.facts.parameters import roles_of
-from ptrain.verification.capture import gets_addend, gives_addend
+from ptrain.verification.capture import is_gradient_addend, is_output_addend
 from tests.pure.build import ODD_SHAPE
 
 LATENT = replace(
@@ -33,8 +33,8 @@ EXPERTS = replace(ODD_SHAPE, experts=4, shared_experts=1, dense_layers=1, qk_nor
 )
 def test_what_is_summed_behind_the_experts_is_an_addend_before(module, gives, gets):
     roles = roles_of(EXPERTS)
-    assert (gives_addend(roles, module), gets_addend(roles, module)) == (gives, gets)
-    assert not gives_addend((), module) and not gets_addend((), module)
+    assert (is_output_addend(roles, module), is_gradient_addend(roles, module)) == (gives, gets)
+    assert not is_output_addend((), module) and not is_gradient_addend((), module)
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_what_is_summed_behind_the_experts_is_an_addend_before(module, gives, ge
 )
 def test_the_gradient_of_what_all_heads_share_is_an_addend_of_each_ranks(module, gets):
     roles = roles_of(LATENT)
-    assert gets_addend(roles, module) is gets and not gives_addend(roles, module)
+    assert is_gradient_addend(roles, module) is gets and not is_output_addend(roles, module)

@@ -10,7 +10,7 @@ import pytest
 from ptrain.algebra.legality import require_runnable
 from ptrain.errors import SpecError
 from ptrain.plan.lower import built_in_facts
-from ptrain.report.reasons import advice_lines, advice_record, thresholds_of
+from ptrain.report.reasons import advice_lines, advice_record, parse_thresholds
 from ptrain.selection.algorithm1 import (
     Advice,
     Requirements,
@@ -149,12 +149,12 @@ def test_a_layer_is_the_largest_block_and_a_laptop_is_not_fast():
 @pytest.mark.parametrize("text", ["", "0.7", "0.7,0.3,0.1", "70,30", "a,b", "0,0.3", "nan,0.3"])
 def test_thresholds_that_are_no_two_shares_are_refused(text):
     with pytest.raises(SpecError, match="--thresholds"):
-        thresholds_of(text)
+        parse_thresholds(text)
 
 
 def test_thresholds_are_read_as_they_are_written():
-    assert thresholds_of("0.7,0.3") == Thresholds()
-    assert thresholds_of("0.85, 0.2") == Thresholds(states=0.85, layer=0.2)
+    assert parse_thresholds("0.7,0.3") == Thresholds()
+    assert parse_thresholds("0.85, 0.2") == Thresholds(states=0.85, layer=0.2)
 
 
 def test_an_answer_is_plain_data_with_what_makes_a_spec_of_it():

@@ -10,7 +10,7 @@ import pytest
 from ptrain.cost import Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
-from ptrain.report.reasons import axis_reasons, reasons
+from ptrain.report.reasons import axis_reasons, placement_reasons
 from ptrain.selection.fit import fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import Batch, batch_lines, nearest_power_of_two
@@ -170,7 +170,7 @@ def test_a_micro_batch_that_was_chosen_is_said_aloud():
 
 
 def reasons_of(name: str, *overrides: str) -> str:
-    return "\n".join(reasons(derive(load(name, overrides).spec)))
+    return "\n".join(placement_reasons(derive(load(name, overrides).spec)))
 
 
 def test_the_reasons_are_fit_then_batch_then_throughput_then_axes_in_the_order_to_reach_for_them():

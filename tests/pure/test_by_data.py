@@ -15,11 +15,11 @@ from ptrain.derivation.layers import model_timeline
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of_shape
-from ptrain.report.predict import Prediction, one
-from ptrain.report.record import Check, compare, record, verdict_line
-from ptrain.report.recorded import read
-from ptrain.report.summary import summary
-from ptrain.report.sweep import pair
+from ptrain.report.predict import Prediction, prediction_screen
+from ptrain.report.record import Check, compare_estimates, result_record, verdict_line
+from ptrain.report.recorded import decode_record
+from ptrain.report.summary import training_summary
+from ptrain.report.sweep import pair_screen
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import require_fit
 from ptrain.spec.load import load
@@ -113,7 +113,7 @@ def check_of(size: int) -> Check:
         for row in EXACT.peak
     )
     measured = replace(EXACT, column=Column.MEASURED, peak=peaks, memory=tuple(EXACT.memory))
-    return next(c for c in compare(EXACT, measured) if c.name == "peak forward rank 0")
+    return next(c for c in compare_estimates(EXACT, measured) if c.name == "peak forward rank 0")
 
 
 def test_a_figure_holds_within_its_bounds_and_its_check_names_both():
@@ -139,20 +139,20 @@ def test_activations_hold_to_the_byte_at_both_bounds():
         (row.device_bytes + 1, False),
     ):
         rows = tuple(replace(r, device_bytes=size) if r == row else r for r in EXACT.memory)
-        checks = compare(EXACT, replace(EXACT, memory=rows))
+        checks = compare_estimates(EXACT, replace(EXACT, memory=rows))
         assert next(c for c in checks if c.name == "memory activations rank 0").holds is holds
 
 
 def test_the_record_adds_bounds_where_there_are_any_and_is_read_back():
     measured = replace(EXACT, column=Column.MEASURED)
-    checks = compare(EXACT, measured)
-    plain = json.loads(json.dumps(record("routed", (EXACT, measured), checks=checks)))
+    checks = compare_estimates(EXACT, measured)
+    plain = json.loads(json.dumps(result_record("routed", (EXACT, measured), checks=checks)))
     bounded = [row for row in plain["memory"] if "lower_bytes" in row]
     assert bounded and all(row["state"] == "activations" for row in bounded)
     assert all(row["upper_bytes"] == row["device_bytes"] for row in bounded)
     assert plain["by_data"]["exact"]["peak"].startswith(WHO)
     assert {"lower" in check for check in plain["checks"]} == {True, False}
-    back = read(plain)
+    back = decode_record(plain)
     assert list(back.estimates[Column.EXACT].memory) == list(EXACT.memory)
     assert back.estimates[Column.EXACT].by_data == EXACT.by_data
     assert back.checks == checks
@@ -179,20 +179,24 @@ def prediction(spec: Spec) -> Prediction:
 def test_every_page_says_that_sizes_depend_on_data():
     lower, upper = EXACT.lower_peak_bytes(), EXACT.peak_bytes()
     assert lower is not None and upper is not None
-    text = one(prediction(with_memory(upper + 10**6)))
+    text = prediction_screen(prediction(with_memory(upper + 10**6)))
     assert " … " in next(line for line in text.splitlines() if line.startswith("activations"))
     assert "976.6 KiB to spare or more" in text
     assert f"sizes depend on data: {WHO}" in text
-    assert "Unknown whether it fits: " in one(prediction(with_memory(upper - 1)))
-    assert "upper bounds: routed: sizes depend on data" in pair(prediction(SPEC), prediction(SPEC))
+    assert "Unknown whether it fits: " in prediction_screen(prediction(with_memory(upper - 1)))
+    assert "upper bounds: routed: sizes depend on data" in pair_screen(
+        prediction(SPEC), prediction(SPEC)
+    )
     first, *others = preflight_lines(SPEC, EXACT)
     assert " … " in first and f"sizes depend on data: {WHO}" in others[0]
     measured = replace(EXACT, column=Column.MEASURED)
-    ended = summary(EXACT, measured, compare(EXACT, measured), torch="2.13.0")
+    ended = training_summary(EXACT, measured, compare_estimates(EXACT, measured), torch="2.13.0")
     assert "within" in ended and "are bounds: sizes depend on data" in ended
-    assert "bounds" not in verdict_line(compare(MOST, MOST), torch="2.13.0")
+    assert "bounds" not in verdict_line(compare_estimates(MOST, MOST), torch="2.13.0")
 
 
 def test_traffic_has_no_bounds():
     assert all(isinstance(row, Traffic) for row in EXACT.traffic)
-    assert not any(check.lower for check in compare(EXACT, EXACT) if "traffic" in check.name)
+    assert not any(
+        check.lower for check in compare_estimates(EXACT, EXACT) if "traffic" in check.name
+    )

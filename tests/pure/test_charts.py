@@ -10,7 +10,7 @@ import pytest
 from ptrain.axes.pipeline.catalogue import make_schedule
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.axes.pipeline.simulate import simulate
-from ptrain.charts.schedule import Box, Heading, boxes, schedule_sheet
+from ptrain.charts.schedule import Box, Heading, schedule_boxes, schedule_sheet
 from ptrain.charts.sheet import Label, Sheet, ink_on, luminance, shades
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
@@ -54,7 +54,7 @@ XYZ = (
 
 
 def boxes_of(made: Schedule) -> list[Box]:
-    return list(boxes(made, simulate(made)))
+    return list(schedule_boxes(made, simulate(made)))
 
 
 def sheet_of(name: ScheduleName, size: PipelineShape, spec: str = "some-spec") -> Sheet:

@@ -190,10 +190,12 @@ def test_every_option_says_what_it_does_its_values_and_its_default():
 
 
 def test_the_defaults_of_options_are_those_of_the_program():
-    assert train_options.parse([]) == train_options.Options(spec=load_names().default)
-    assert verify_options.parse([]) == verify_options.VerifyOptions(spec=load_names().default)
+    assert train_options.parse_options([]) == train_options.Options(spec=load_names().default)
+    assert verify_options.parse_options([]) == verify_options.VerifyOptions(
+        spec=load_names().default
+    )
     assert calibration.parse_options([]) == calibration.CalibrationOptions()
-    args = CommandParser("select").read([])
+    args = CommandParser("select").parse_words([])
     assert args.thresholds == THRESHOLDS and SearchGoal(args.objective) is SearchGoal.TIME
     texts = {(verb, name): how["help"] for verb, found, how in options() for name in found}
     assert f"Default: {TOP}," in texts["select", "--top"]
@@ -246,7 +248,7 @@ def test_a_mistake_is_one_message_without_the_usage(words, message, capsys):
 def test_an_option_is_written_in_full(words, capsys):
     assert main(words.split()) == WRONG_INPUT
     assert "unknown option --" in capsys.readouterr().err
-    for parse in (train_options.parse, verify_options.parse):
+    for parse in (train_options.parse_options, verify_options.parse_options):
         with pytest.raises(SystemExit):
             parse(["--allow"])
 

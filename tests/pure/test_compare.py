@@ -16,10 +16,10 @@ import pytest
 
 from ptrain.cli.main import main
 from ptrain.cost import Column, Footprint, State
-from ptrain.report.comparison import compare_records, exceeded, limits
+from ptrain.report.comparison import compare_records, find_violations, parse_limits
 from ptrain.report.finding import RootCause, Subject
-from ptrain.report.record import Check, record
-from ptrain.report.recorded import FigureGroup, FigureKind, Recorded, recorded
+from ptrain.report.record import Check, result_record
+from ptrain.report.recorded import FigureGroup, FigureKind, RecordedTraining, read_trainings
 from ptrain.report.verification import as_record as verification_record
 from tests.pure.test_record import EXACT, KEY, MEASURED
 
@@ -59,21 +59,25 @@ def verification(name: str = "zero3", *, holds: bool = True) -> dict[str, object
 
 
 def run_record(*, loss: float = 2.5, seconds: float = 0.5, name: str = "run") -> dict[str, Any]:
-    result = record(name, (EXACT, MEASURED), step_seconds={"measured": seconds})
+    result = result_record(name, (EXACT, MEASURED), step_seconds={"measured": seconds})
     return result | {"run": {"loss": loss, "held_out_loss": None}, "tokens_per_step": 100}
 
 
-def one(*groups: tuple[FigureKind, dict[str, int | float | None]], name: str = "a") -> Recorded:
-    return Recorded(
+def one(
+    *groups: tuple[FigureKind, dict[str, int | float | None]], name: str = "a"
+) -> RecordedTraining:
+    return RecordedTraining(
         name=name,
         groups={FigureGroup(kind, "predicted"): figures for kind, figures in groups},
         verdicts={},
     )
 
 
-def failures(base: Iterable[Recorded], head: Iterable[Recorded], text: str) -> list[str]:
+def failures(
+    base: Iterable[RecordedTraining], head: Iterable[RecordedTraining], text: str
+) -> list[str]:
     sides = [{its.name: its for its in side} for side in (base, head)]
-    return exceeded(compare_records(*sides, names=("base", "head")), limits(text))
+    return find_violations(compare_records(*sides, names=("base", "head")), parse_limits(text))
 
 
 def test_two_specs_are_predicted_and_what_differs_is_shown_with_its_difference(printed):
@@ -124,7 +128,7 @@ def test_a_run_folder_is_its_summary_and_only_what_both_say_is_compared(printed,
     assert "seconds a step, measured" in text and "-250 ms (-50.0%)" in text
     assert "tokens/s, measured" in text and "+200 (+100.0%)" in text
     assert "loss at the end" in text and "-0.5 (-20.0%)" in text
-    prediction = written(tmp_path / "p.json", record("run", (EXACT,)))
+    prediction = written(tmp_path / "p.json", result_record("run", (EXACT,)))
     assert "only in head: measured memory, peak, bytes, calls, time, tokens; loss" in printed(
         "compare", prediction, head
     )
@@ -142,10 +146,10 @@ def test_documents_of_one_name_in_a_file_are_one_training(printed, tmp_path):
 
 
 def test_two_records_of_a_kind_with_one_name_stay_two():
-    assert [*recorded([run_record(), run_record(loss=1.0)], "x")] == ["run", "run (2)"]
-    assert [*recorded([run_record(), verification("run")], "x")] == ["run"]
+    assert [*read_trainings([run_record(), run_record(loss=1.0)], "x")] == ["run", "run (2)"]
+    assert [*read_trainings([run_record(), verification("run")], "x")] == ["run"]
     three = [run_record(), verification("run"), run_record(loss=1.0)]
-    assert [*recorded(three, "x")] == ["run", "run (2)"]
+    assert [*read_trainings(three, "x")] == ["run", "run (2)"]
 
 
 def test_lists_are_paired_by_name_and_what_is_alone_is_named(printed, tmp_path):
@@ -170,7 +174,7 @@ def test_a_row_of_one_side_alone_is_marked():
 
 
 def test_calls_of_several_phases_are_one_row_and_the_largest_rank_counts():
-    its = recorded([record("x", (EXACT,))], "x")["x"].groups
+    its = read_trainings([result_record("x", (EXACT,))], "x")["x"].groups
     assert its[FigureGroup(FigureKind.CALLS, "predicted")] == {"all_gather over dp_shard, calls": 3}
     assert its[FigureGroup(FigureKind.BYTES, "predicted")] == {
         f"{KEY.collective} over dp_shard, bytes": 150
@@ -180,7 +184,7 @@ def test_calls_of_several_phases_are_one_row_and_the_largest_rank_counts():
 
 def test_states_on_other_tiers_have_rows_of_their_own():
     row = Footprint(state=State.OPTIMIZER, rank=0, device_bytes=0, host_bytes=7, file_bytes=9)
-    its = recorded([record("x", (replace(EXACT, memory=(row,)),))], "x")["x"].groups
+    its = read_trainings([result_record("x", (replace(EXACT, memory=(row,)),))], "x")["x"].groups
     assert its[FigureGroup(FigureKind.MEMORY, "predicted")] == {
         "optimizer on the host": 7,
         "optimizer in files": 9,
@@ -215,10 +219,10 @@ def test_what_head_does_not_know_is_beyond_any_limit(base, head, number):
 
 
 def test_activations_that_a_record_leaves_out_are_unknown_and_not_nothing():
-    its = json.loads(json.dumps(record("x", (EXACT,))))
+    its = json.loads(json.dumps(result_record("x", (EXACT,))))
     its["memory"] = [row for row in its["memory"] if row["state"] not in ("activations",)]
     its["undefined"] = {"exact": {"activations": "why"}}
-    figures = recorded([its], "x")["x"].groups[FigureGroup(FigureKind.MEMORY, "predicted")]
+    figures = read_trainings([its], "x")["x"].groups[FigureGroup(FigureKind.MEMORY, "predicted")]
     assert figures["activations"] is None
 
 
@@ -324,7 +328,7 @@ def test_the_record_has_equal_rows_too_and_what_is_no_number_as_a_word(printed, 
 @pytest.mark.parametrize("column", [Column.EXACT, Column.MEASURED])
 def test_each_side_is_compared_with_its_like(column):
     source = "predicted" if column is Column.EXACT else "measured"
-    groups = recorded([run_record()], "x")["run"].groups
+    groups = read_trainings([run_record()], "x")["run"].groups
     assert {group.kind for group in groups if group.source == source} >= {
         FigureKind.MEMORY,
         FigureKind.PEAK,

@@ -8,8 +8,8 @@ import pytest
 
 from ptrain.report import calls, copies
 from ptrain.report.calls import Call
-from ptrain.report.copies import Copy, alike_apart, axes_between
-from ptrain.report.finding import Mismatch, Moment, Subject, Way
+from ptrain.report.copies import Replica, axes_between, find_equal_generators
+from ptrain.report.finding import DifferenceKind, Mismatch, Moment, Subject
 
 # dp_replicate 2 x tp 2, row-major
 GRID = {rank: {"dp_replicate": rank // 2, "tp": rank % 2} for rank in range(4)}
@@ -23,12 +23,12 @@ def copy(
     kind: str = "float32[4]",
     subject: Subject = Subject.PARAMETERS,
     moment: Moment = Moment.UPDATE,
-) -> Copy:
-    return Copy(moment, subject, name, part, kind, digest)
+) -> Replica:
+    return Replica(moment, subject, name, part, kind, digest)
 
 
-def found(*tables: list[Copy]) -> list[tuple[str, int, Way, str]]:
-    return [(d.name, d.rank, d.way, d.told) for d in copies.differing(tables, step=3)]
+def found(*tables: list[Replica]) -> list[tuple[str, int, DifferenceKind, str]]:
+    return [(d.name, d.rank, d.way, d.told) for d in copies.find_differing_replicas(tables, step=3)]
 
 
 def test_ranks_that_agree_depart_from_nothing():
@@ -40,7 +40,7 @@ def test_what_one_rank_alone_holds_is_nobodys_copy():
 
 
 def test_the_rank_that_differs_from_the_most_is_named():
-    assert found([copy("a")], [copy("b")], [copy("a")]) == [("w", 1, Way.VALUE, "")]
+    assert found([copy("a")], [copy("b")], [copy("a")]) == [("w", 1, DifferenceKind.VALUE, "")]
 
 
 def test_of_two_that_differ_both_are_named_because_nothing_tells_which_is_right():
@@ -49,25 +49,29 @@ def test_of_two_that_differ_both_are_named_because_nothing_tells_which_is_right(
 
 def test_a_part_says_which_of_a_tensor_differs():
     tables = [[copy("a", part="[0:8]")]] * 2 + [[copy("b", part="[0:8]")]]
-    assert found(*tables) == [("w", 2, Way.VALUE, "[0:8]")]
+    assert found(*tables) == [("w", 2, DifferenceKind.VALUE, "[0:8]")]
 
 
 def test_another_dtype_is_told_before_another_value():
     other = copy("b", kind="bfloat16[4]")
-    assert found([copy("a")], [copy("a")], [other]) == [("w", 2, Way.DTYPE, "bfloat16 for float32")]
+    assert found([copy("a")], [copy("a")], [other]) == [
+        ("w", 2, DifferenceKind.DTYPE, "bfloat16 for float32")
+    ]
 
 
 def test_another_shape_is_told():
     other = copy("b", kind="float32[5]")
     (mismatch,) = found([copy("a")], [copy("a")], [other])
-    assert mismatch[2:] == (Way.SHAPE, "float32[5] for float32[4]")
+    assert mismatch[2:] == (DifferenceKind.SHAPE, "float32[5] for float32[4]")
 
 
 def test_numbers_are_told_in_words():
-    def counter(value: str) -> list[Copy]:
+    def counter(value: str) -> list[Replica]:
         return [copy(value, "w.step", kind="", subject=Subject.COUNTER)]
 
-    assert found(counter("8"), counter("7"), counter("8")) == [("w.step", 1, Way.VALUE, "7 for 8")]
+    assert found(counter("8"), counter("7"), counter("8")) == [
+        ("w.step", 1, DifferenceKind.VALUE, "7 for 8")
+    ]
 
 
 def test_what_happens_first_is_told_first():
@@ -94,8 +98,8 @@ def test_the_axis_is_the_one_along_which_a_neighbour_differs(odd, ranks, axes):
 
 def test_the_root_cause_is_the_first_thing_on_all_its_ranks():
     good, bad = [copy("a", "v"), copy("a")], [copy("b", "v"), copy("b")]
-    mismatches = [*copies.differing([good, good, bad, bad, good], step=3)]
-    root_cause = copies.root_cause(
+    mismatches = [*copies.find_differing_replicas([good, good, bad, bad, good], step=3)]
+    root_cause = copies.explain_replica_mismatches(
         mismatches, GRID | {4: {"dp_replicate": 2, "tp": 0}}, last_good=2
     )
     assert root_cause is not None
@@ -107,15 +111,15 @@ def test_the_root_cause_is_the_first_thing_on_all_its_ranks():
     assert root_cause.axis == "dp_replicate"
     assert root_cause.factor == copies.DIFFERS
     assert "all agreed after step 2" in root_cause.sentence
-    assert copies.root_cause([], GRID) is None
+    assert copies.explain_replica_mismatches([], GRID) is None
 
 
 def test_random_state_at_different_places_must_differ():
     places = [("dp=0", "x"), ("dp=0", "x"), ("dp=1", "y"), None]
-    assert not [*alike_apart(places, Moment.UPDATE, 3)]
-    (mismatch,) = alike_apart([("dp=0", "x"), ("dp=1", "x")], Moment.UPDATE, 3)
+    assert not [*find_equal_generators(places, Moment.UPDATE, 3)]
+    (mismatch,) = find_equal_generators([("dp=0", "x"), ("dp=1", "x")], Moment.UPDATE, 3)
     assert (mismatch.rank, mismatch.between, mismatch.told) == (1, (0, 1), copies.SHARED)
-    root_cause = copies.root_cause([mismatch], {0: {"dp": 0}, 1: {"dp": 1}})
+    root_cause = copies.explain_replica_mismatches([mismatch], {0: {"dp": 0}, 1: {"dp": 1}})
     assert root_cause is not None
     assert (root_cause.axis, root_cause.factor) == ("dp", copies.SHARED)
 
@@ -133,7 +137,7 @@ def test_a_rank_that_departs_from_itself_involves_no_axis():
         )
         for rank in (0, 1)
     ]
-    root_cause = copies.root_cause(alone, GRID)
+    root_cause = copies.explain_replica_mismatches(alone, GRID)
     assert root_cause is not None
     assert (root_cause.axis, root_cause.factor, root_cause.ranks) == ("", alone[0].told, (0, 1))
 
@@ -141,8 +145,8 @@ def test_a_rank_that_departs_from_itself_involves_no_axis():
 SUM = Call(operator="all_reduce", reduces="SUM", dtype="float32", numel=8, carries="gradients a")
 
 
-def first(*ledgers: list[Call]) -> list[tuple[int, int, Way, str]]:
-    mismatches = calls.differing("dp", dict(enumerate(ledgers)), 3)
+def first(*ledgers: list[Call]) -> list[tuple[int, int, DifferenceKind, str]]:
+    mismatches = calls.find_differing_calls("dp", dict(enumerate(ledgers)), 3)
     return [(d.index, d.rank, d.way, d.told) for d in mismatches]
 
 
@@ -152,19 +156,23 @@ def changed(**fields: object) -> Call:
 
 def test_ranks_that_call_the_same_depart_from_nothing():
     assert not first([SUM, SUM], [SUM, SUM])
-    assert calls.root_cause([]) is None
+    assert calls.explain_call_mismatches([]) is None
 
 
 @pytest.mark.parametrize(
     ("call", "way", "told"),
     [
-        (changed(reduces="MAX"), Way.VALUE, "MAX for SUM"),
-        (changed(operator="all_gather", reduces=""), Way.VALUE, "all_gather for all_reduce"),
-        (changed(dtype="int32"), Way.DTYPE, "int32 for float32"),
-        (changed(numel=9), Way.SHAPE, "9 elements for 8 elements"),
-        (changed(carries="gradients b"), Way.VALUE, "gradients b for gradients a"),
-        (changed(when="update"), Way.VALUE, "update for nothing known"),
-        (changed(result="f00"), Way.VALUE, calls.ANOTHER_RESULT),
+        (changed(reduces="MAX"), DifferenceKind.VALUE, "MAX for SUM"),
+        (
+            changed(operator="all_gather", reduces=""),
+            DifferenceKind.VALUE,
+            "all_gather for all_reduce",
+        ),
+        (changed(dtype="int32"), DifferenceKind.DTYPE, "int32 for float32"),
+        (changed(numel=9), DifferenceKind.SHAPE, "9 elements for 8 elements"),
+        (changed(carries="gradients b"), DifferenceKind.VALUE, "gradients b for gradients a"),
+        (changed(when="update"), DifferenceKind.VALUE, "update for nothing known"),
+        (changed(result="f00"), DifferenceKind.VALUE, calls.ANOTHER_RESULT),
     ],
 )
 def test_the_first_call_that_differs_is_named_with_what_differs(call, way, told):
@@ -172,23 +180,27 @@ def test_the_first_call_that_differs_is_named_with_what_differs(call, way, told)
 
 
 def test_a_call_that_a_rank_leaves_out_is_named():
-    assert first([SUM, SUM], [SUM], [SUM, SUM]) == [(1, 1, Way.MISSING, "is not called")]
-    assert first([SUM], [SUM], [SUM, SUM]) == [(1, 2, Way.MISSING, "is called here alone")]
+    assert first([SUM, SUM], [SUM], [SUM, SUM]) == [(1, 1, DifferenceKind.MISSING, "is not called")]
+    assert first([SUM], [SUM], [SUM, SUM]) == [
+        (1, 2, DifferenceKind.MISSING, "is called here alone")
+    ]
 
 
 def test_who_leaves_a_call_out_is_named_where_as_many_have_it():
     ledger = [changed(carries=name) for name in "abc"]
     without = [ledger[0], ledger[2]]
-    assert first(ledger, without) == [(1, 1, Way.MISSING, "is not called")]
+    assert first(ledger, without) == [(1, 1, DifferenceKind.MISSING, "is not called")]
     assert first(without, ledger, ledger, without) == [
-        (1, 0, Way.MISSING, "is not called"),
-        (1, 3, Way.MISSING, "is not called"),
+        (1, 0, DifferenceKind.MISSING, "is not called"),
+        (1, 3, DifferenceKind.MISSING, "is not called"),
     ]
 
 
 def test_the_root_cause_of_calls_names_operator_place_axis_and_ranks():
     ledgers = {0: [SUM], 4: [SUM], 8: [changed(reduces="MAX")]}
-    root_cause = calls.root_cause([*calls.differing("dp_shard", ledgers, 3)])
+    root_cause = calls.explain_call_mismatches(
+        [*calls.find_differing_calls("dp_shard", ledgers, 3)]
+    )
     assert root_cause is not None
     assert (root_cause.axis, root_cause.factor, root_cause.ranks) == (
         "dp_shard",

@@ -16,7 +16,7 @@ from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import format_plan
-from ptrain.report.heading import placement
+from ptrain.report.heading import axes_text
 from ptrain.spec.load import load
 from ptrain.spec.placement import OFFLOADED, S_STAR, Axis, Mode, R, Tier
 from ptrain.spec.spec import Spec
@@ -109,7 +109,7 @@ def test_another_place_is_that_of_a_second_buffer_of_flat_units() -> None:
     assert (own.parameters, own.parameters_tier) == ((Axis.DP_REPLICATE,), Tier.HOST)
     assert not (own.optimizer or own.gradients or own.updated or own.materialized)
     assert "frozen parameters: Θ sharded over dp_replicate on the host" in format_plan(spec, plan)
-    assert "frozen S*@host on dp_replicate" in placement(spec)
+    assert "frozen S*@host on dp_replicate" in axes_text(spec)
 
 
 def test_without_a_place_what_others_are_made_of_masters_is_as_the_masters() -> None:

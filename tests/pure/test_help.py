@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ptrain.cli import help
-from ptrain.cli.help import PAGES, anchor, as_text, page_sections, sections
+from ptrain.cli.help import PAGES, as_text, heading_anchor, page_sections, split_sections
 from ptrain.cli.main import main
 from ptrain.commands import COMMANDS
 from ptrain.spec.schema import schema
@@ -200,14 +200,14 @@ def test_a_wheel_carries_every_page(tmp_path, monkeypatch):
 
 
 def test_sections_end_at_the_next_heading_of_their_depth_and_code_has_none():
-    first, second = sections(PAGE)
+    first, second = split_sections(PAGE)
     assert (first.title, first.anchor) == ("First `part`", "first-part")
     assert first.text.startswith("Words") and "## no heading" in first.text
     assert first.text.endswith("### Below\n") and second.text.startswith("| a | b |")
 
 
 def test_a_section_as_text_has_no_signs_of_markdown():
-    first, second = sections(PAGE)
+    first, second = split_sections(PAGE)
     assert as_text(first.text, 80) == (
         "Words that are bold, a link [a-topic], a file, S*.\n\n"
         "  ## no heading\n  | no | table |\n\n  after a blank line\n\n"
@@ -243,5 +243,5 @@ def test_a_terminal_gets_colours_unless_no_color_forbids_them(monkeypatch):
 
 
 def test_an_anchor_is_what_a_forge_makes_of_a_title():
-    assert anchor("Who can connect?") == "who-can-connect"
-    assert anchor("A `x.y` of Θ, Ω") == "a-xy-of-θ-ω"
+    assert heading_anchor("Who can connect?") == "who-can-connect"
+    assert heading_anchor("A `x.y` of Θ, Ω") == "a-xy-of-θ-ω"

@@ -80,6 +80,6 @@ def test_a_current_folder_that_is_gone_is_no_obstacle(here, monkeypatch):
 
 def test_ranks_get_no_empty_segment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f":/a:{os.pathsep}/b:")
-    assert environment.of_ptrain()["PYTHONPATH"] == f"{ROOT}:/a:/b"
+    assert environment.ptrain_environment()["PYTHONPATH"] == f"{ROOT}:/a:/b"
     monkeypatch.delenv("PYTHONPATH")
-    assert environment.of_ptrain()["PYTHONPATH"] == str(ROOT)
+    assert environment.ptrain_environment()["PYTHONPATH"] == str(ROOT)

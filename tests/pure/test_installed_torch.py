@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 import ptrain
 from ptrain import installed
 from ptrain.cli.main import main
-from ptrain.cli.train import checked
+from ptrain.cli.train import load_checked
 from ptrain.errors import Fault, SpecError
 from ptrain.installed import require_torch, runs_with
 from ptrain.testing import on_ranks
@@ -161,7 +161,7 @@ def test_ranks_of_a_script_are_not_started_with_another_torch(start, monkeypatch
 def test_a_training_is_refused_before_its_spec_is_looked_at(monkeypatch):
     with_torch(UNSUPPORTED, monkeypatch)
     with pytest.raises(SpecError, match=re.escape(REMEDY)):
-        checked(Options(spec="no-such-spec"))
+        load_checked(Options(spec="no-such-spec"))
 
 
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
@@ -187,7 +187,7 @@ def test_of_the_ranks_of_a_launcher_the_first_one_speaks(rank, monkeypatch, caps
     waits = []
     monkeypatch.setattr(rank_start.time, "sleep", waits.append)
     with pytest.raises(SystemExit) as ended:
-        rank_start.begin()
+        rank_start.begin_rank()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (MESSAGE if rank == "0" else "")
     assert bool(waits) is (rank != "0")

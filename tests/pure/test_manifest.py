@@ -20,19 +20,19 @@ def checkpoint(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "__0_0.distcp").write_bytes(bytes(range(256)) * 8)
     (path / ".metadata").write_bytes(b"index")
-    files = manifest.digests(path, ["__0_0.distcp", ".metadata"])
+    files = manifest.file_digests(path, ["__0_0.distcp", ".metadata"])
     manifest.write(path, Manifest(step=7, spec="ddp", world_size=1, torch="2", files=files))
     return path
 
 
 def damage(path: Path) -> list[str]:
     found = manifest.read(path)
-    return manifest.problems(path, found, sorted(found.files))
+    return manifest.file_problems(path, found, sorted(found.files))
 
 
 def test_a_sound_checkpoint_has_no_problems(checkpoint):
     assert damage(checkpoint) == []
-    assert manifest.complete(checkpoint.parent) == [checkpoint]
+    assert manifest.complete_checkpoints(checkpoint.parent) == [checkpoint]
 
 
 @pytest.mark.parametrize("position", range(0, 2048, 97))
@@ -64,7 +64,7 @@ def content_of(checkpoint: Path) -> dict[str, Any]:
 
 def rewrite(checkpoint: Path, content: Mapping[str, Any]) -> None:
     """As a ptrain would that means it."""
-    (checkpoint / manifest.NAME).write_bytes(manifest.sealed(content))
+    (checkpoint / manifest.NAME).write_bytes(manifest.seal_text(content))
 
 
 def test_no_flipped_bit_of_a_manifest_is_read(checkpoint):
@@ -155,5 +155,5 @@ def test_a_newer_format_is_refused(checkpoint):
 def test_a_half_written_checkpoint_is_never_complete(checkpoint):
     half = checkpoint.with_name("step-00000009.tmp-0a1b")
     checkpoint.rename(half)
-    assert manifest.complete(half.parent) == []
-    assert manifest.half_written(half.parent) == [half]
+    assert manifest.complete_checkpoints(half.parent) == []
+    assert manifest.incomplete_checkpoints(half.parent) == [half]

@@ -11,7 +11,7 @@ import pytest
 
 from ptrain.algebra.legality import require_runnable
 from ptrain.cli.main import main
-from ptrain.cli.train import checked
+from ptrain.cli.train import load_checked
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection.choose import select
@@ -269,16 +269,16 @@ def test_ranks_that_this_host_cannot_hold_are_refused_before_any_starts(
 @pytest.mark.usefixtures("_small_host")
 def test_ranks_elsewhere_or_forced_ones_are_not_refused(monkeypatch):
     words = ["8b-zero3", "train.steps=4"]
-    assert checked(options.parse([*words, "--force"])).name == "8b-zero3"
+    assert load_checked(options.parse_options([*words, "--force"])).name == "8b-zero3"
     with pytest.raises(SpecError, match="8 ranks of 8b-zero3"):
-        checked(options.parse(words))
+        load_checked(options.parse_options(words))
     spec = load(words[0]).spec
     exact = derive(spec).exact
-    host_memory.require_host_holds(replace(spec, device="cuda"), exact, "8b-zero3")
+    host_memory.require_ranks_fit_host(replace(spec, device="cuda"), exact, "8b-zero3")
     monkeypatch.setattr(host_memory, "gpus", lambda: 8)
-    host_memory.require_host_holds(spec, exact, "8b-zero3")
+    host_memory.require_ranks_fit_host(spec, exact, "8b-zero3")
     with pytest.raises(SpecError, match="on the CPU"):
-        host_memory.require_host_holds(replace(spec, device="cpu"), exact, "8b-zero3")
+        host_memory.require_ranks_fit_host(replace(spec, device="cpu"), exact, "8b-zero3")
 
 
 @pytest.mark.usefixtures("_small_host")
@@ -287,13 +287,13 @@ def test_the_need_of_this_host_is_that_of_its_ranks():
     exact = derive(spec).exact
     peaks = [max(row.device_bytes for row in exact.peak if row.rank == rank) for rank in range(2)]
     assert host_memory.needed_bytes(exact) == sum(peaks) > 0
-    host_memory.require_host_holds(spec, exact, "zero3")
+    host_memory.require_ranks_fit_host(spec, exact, "zero3")
     with pytest.raises(SpecError, match="2 ranks of zero3"):
         whole = replace(exact, startup_bytes=9 * GIB)
-        host_memory.require_host_holds(spec, whole, "zero3")
+        host_memory.require_ranks_fit_host(spec, whole, "zero3")
     large = require_runnable(load("8b-zero3", ["device=cpu"]))
     with pytest.raises(SpecError, match="2 ranks of 8b-zero3"):
-        host_memory.require_host_holds(large, derive(large).exact, "8b-zero3", nodes=4)
+        host_memory.require_ranks_fit_host(large, derive(large).exact, "8b-zero3", nodes=4)
 
 
 def test_a_container_has_the_memory_of_its_limit(tmp_path: Path, monkeypatch):

@@ -9,13 +9,13 @@ from io import StringIO
 
 from ptrain.output import standard_output
 from ptrain.train.folder import RunFolder
-from ptrain.train.launch import launch
+from ptrain.train.launch import launch_ranks
 
 
 def test_the_first_rank_prints_to_the_stream_that_stands_in_for_standard_output(tmp_path):
     (tmp_path / "logs").mkdir()
     with redirect_stdout(StringIO()) as printed:
-        assert launch([], num_ranks=2, folder=RunFolder(tmp_path), module="this") == 0
+        assert launch_ranks([], num_ranks=2, folder=RunFolder(tmp_path), module="this") == 0
     lines = printed.getvalue().splitlines()
     assert lines[0] == "The Zen of Python, by Tim Peters"
     assert lines.count(lines[0]) == 1, "the other rank prints to its log"

@@ -14,7 +14,7 @@ from ptrain.report.sweep import _settings
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.write import to_yaml
-from ptrain.train.manifest import other_model, trained
+from ptrain.train.manifest import model_fault, trained_sections
 
 OWN: dict[str, Any] = {
     "model": {"target": "my_model:build"},
@@ -83,7 +83,10 @@ def test_it_belongs_to_a_target():
 def test_the_model_is_the_same_wherever_its_spec_lies(home):
     here = load(home / "mine.yaml").spec
     there = load(home / "mine.yaml", ["model.folder=/elsewhere"]).spec
-    assert other_model(trained(here), there) is None
+    assert model_fault(trained_sections(here), there) is None
     assert here.model == there.model and not list(_settings(here, there))
-    assert other_model(trained(here), load(OWN, ["model.target=other:build"]).spec) is not None
+    assert (
+        model_fault(trained_sections(here), load(OWN, ["model.target=other:build"]).spec)
+        is not None
+    )
     assert replace(here, model=there.model) == here

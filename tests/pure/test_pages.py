@@ -18,7 +18,7 @@ import pytest
 import ptrain
 from ptrain.algebra.legality import check, find_unsupported, require_runnable
 from ptrain.axes.pipeline.catalogue import takes_any_stages
-from ptrain.cli.help import PAGES, anchor, page_sections
+from ptrain.cli.help import PAGES, heading_anchor, page_sections
 from ptrain.cli.main import VERBS, main
 from ptrain.spec.load import expand_sweeps, load
 from ptrain.spec.names import SPEC_FOLDERS, list_files, specs_folder
@@ -126,7 +126,7 @@ def test_links_lead_somewhere(page):
             code = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
             text = code.sub("", file.read_text(encoding="utf-8"))
             titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-            assert fragment in map(anchor, titles), target
+            assert fragment in map(heading_anchor, titles), target
 
 
 def test_a_drawing_of_tp_has_a_shard_of_every_matrix_for_each_rank(benchmark_module):

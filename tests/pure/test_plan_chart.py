@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ptrain.axes.pipeline.catalogue import make_schedule
-from ptrain.charts.canvas import Format, painted
+from ptrain.charts.canvas import Format, draw_sheet
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.cli.main import main
@@ -47,7 +47,7 @@ def drawn(monkeypatch) -> list[Sheet]:
         sheets.append(sheet)
         return PICTURE
 
-    monkeypatch.setattr("ptrain.charts.canvas.painted", paint)
+    monkeypatch.setattr("ptrain.charts.canvas.draw_sheet", paint)
     monkeypatch.setattr("ptrain.charts.canvas.find_spec", lambda name: name)
     return sheets
 
@@ -193,29 +193,29 @@ def sheet_of(name: ScheduleName, size) -> Sheet:
 
 def test_a_sheet_becomes_the_same_picture_each_time_whatever_the_user_has_set(matplotlib):
     sheet = sheet_of(ScheduleName.DUALPIPEV, pipeline(2, 2, 4))
-    png, svg = painted(sheet, Format.PNG), painted(sheet, Format.SVG)
+    png, svg = draw_sheet(sheet, Format.PNG), draw_sheet(sheet, Format.SVG)
     assert png.startswith(b"\x89PNG")
     assert svg.startswith(b"<?xml")
     assert svg.endswith(b"</svg>\n")
     assert b"date" not in svg
     with matplotlib.rc_context({"font.size": 30, "savefig.facecolor": "red", "savefig.dpi": 10}):
         before = dict(matplotlib.rcParams)
-        assert painted(sheet, Format.PNG) == png
-        assert painted(sheet, Format.SVG) == svg
+        assert draw_sheet(sheet, Format.PNG) == png
+        assert draw_sheet(sheet, Format.SVG) == svg
         assert dict(matplotlib.rcParams) == before
 
 
 @pytest.mark.parametrize("name", ScheduleName)
 def test_every_schedule_can_be_drawn(name, matplotlib):
     sheet = sheet_of(name, dict(SIZES)[name])
-    svg = painted(sheet, Format.SVG)
+    svg = draw_sheet(sheet, Format.SVG)
     assert svg.count(b"<!-- ") == len(sheet.texts)  # what each outline says
     assert all(f"<!-- {text.text} -->".encode() in svg for text in sheet.texts)
 
 
 def test_a_picture_is_as_large_as_its_sheet_at_150_dots_an_inch(matplotlib):
     sheet = sheet_of(ScheduleName.ONE_F_ONE_B, pipeline(4, 1, 8))
-    png = painted(sheet, Format.PNG)
+    png = draw_sheet(sheet, Format.PNG)
     width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
     assert abs(width - sheet.width * 150 / 72) <= 1
     assert abs(height - sheet.height * 150 / 72) <= 1

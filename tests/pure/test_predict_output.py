@@ -10,7 +10,7 @@ import pytest
 
 import ptrain as package
 from ptrain.derivation.estimate import derive
-from ptrain.report.heading import placement
+from ptrain.report.heading import axes_text
 from ptrain.spec.load import load
 from ptrain.train.heading import preflight_line
 from ptrain.units import format_memory, parse_bytes
@@ -24,7 +24,7 @@ def row(text: str, name: str) -> list[str]:
 
 def test_the_heading_says_how_activations_are_kept_where_no_tuple_does():
     def placed(name: str, *overrides: str) -> str:
-        return placement(load(name, list(overrides)).spec)
+        return axes_text(load(name, list(overrides)).spec)
 
     assert placed("zero3") == "dp_shard 2 (S*,S,S,R)"
     assert placed("checkpoint-full") == "dp_shard 2 (S*,S,S,M)"

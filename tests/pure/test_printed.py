@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import ptrain as api
-from ptrain.report.predict import one, prediction_of
+from ptrain.report.predict import prediction_of, prediction_screen
 
 SPECS = ["zero3", "8b-ddp", "pp-1f1b", "tp-sp"]
 
@@ -37,7 +37,7 @@ def test_an_estimate_prints_its_column_alone(column: str) -> None:
     lines = str(getattr(derivation, column)).splitlines()
     assert lines[0].split() == ["memory", "per", "rank", column]
     sent = next(line for line in lines if line.startswith("total")).split()
-    screen = one(prediction_of(derivation), explain=True)
+    screen = prediction_screen(prediction_of(derivation), explain=True)
     whole = next(line for line in screen.splitlines() if line.startswith("total"))
     assert " ".join(sent[-2:]) in whole
 

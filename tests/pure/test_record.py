@@ -25,9 +25,9 @@ from ptrain.cost import (
     Wire,
 )
 from ptrain.derivation.wire import wire_rows
-from ptrain.report.record import compare, record, verdict, verdict_line
-from ptrain.report.recorded import read
-from ptrain.report.summary import summary
+from ptrain.report.record import compare_estimates, result_record, verdict_line, verdict_word
+from ptrain.report.recorded import decode_record
+from ptrain.report.summary import training_summary
 from ptrain.selection.fit import fit
 from ptrain.train.notebook import Run
 from tests.pure.build import make_spec
@@ -62,7 +62,7 @@ EXACT, MEASURED = account(Column.EXACT), account(Column.MEASURED)
 
 
 def failing(measured: Estimate) -> list[str]:
-    return [check.name for check in compare(EXACT, measured) if not check.holds]
+    return [check.name for check in compare_estimates(EXACT, measured) if not check.holds]
 
 
 def test_of_what_is_not_predicted_there_is_no_check_and_the_verdict_says_so():
@@ -74,25 +74,25 @@ def test_of_what_is_not_predicted_there_is_no_check_and_the_verdict_says_so():
         peak=(),
         undefined={"activations": "why", "peak": "why"},
     )
-    checks = compare(untold, MEASURED)
-    assert verdict(checks) == "holds"
+    checks = compare_estimates(untold, MEASURED)
+    assert verdict_word(checks) == "holds"
     kinds = {check.name.split()[0] for check in checks}
     assert kinds == {"memory", "traffic"}
     assert not [check for check in checks if check.name.startswith("memory activations")]
     line = verdict_line(checks, torch="2.13.0", untold=untold.undefined)
     assert line.endswith("not predicted: activations, peak")
     wrong = replace(MEASURED, memory=MEASURED.memory[1:])
-    assert verdict(compare(untold, wrong)) == "fails"
+    assert verdict_word(compare_estimates(untold, wrong)) == "fails"
 
 
 def test_equal_accounts_hold_with_a_check_per_state_and_rank_per_count_and_per_peak():
-    checks = compare(EXACT, MEASURED)
-    assert verdict(checks) == "holds"
+    checks = compare_estimates(EXACT, MEASURED)
+    assert verdict_word(checks) == "holds"
     assert len(checks) == len(State) * 2 + 3 + 3 * 2
 
 
 def test_no_checks_are_no_verdict():
-    assert verdict(()) == "fails"
+    assert verdict_word(()) == "fails"
 
 
 @pytest.mark.parametrize("index", range(len(EXACT.memory)))
@@ -146,13 +146,17 @@ def test_a_single_ranks_account_is_compared_with_that_rank_only():
 def test_one_operation_fails_the_verdict_where_both_count_them(passed):
     rows = tuple(Operations(rank=rank, forward=6, backward=12, again=4) for rank in range(2))
     exact, measured = replace(EXACT, operations=rows), replace(MEASURED, operations=rows)
-    assert verdict(compare(exact, measured)) == "holds"
+    assert verdict_word(compare_estimates(exact, measured)) == "holds"
     wrong = (rows[0], replace(rows[1], **{passed: 5}))
-    checks = compare(exact, replace(measured, operations=wrong))
+    checks = compare_estimates(exact, replace(measured, operations=wrong))
     assert [check.name for check in checks if not check.holds] == [f"operations {passed} rank 1"]
-    lacking = compare(exact, replace(measured, operations=rows[:1]))
+    lacking = compare_estimates(exact, replace(measured, operations=rows[:1]))
     assert len([check for check in lacking if not check.holds]) == 3
-    assert compare(exact, MEASURED) == compare(EXACT, measured) == compare(EXACT, MEASURED)
+    assert (
+        compare_estimates(exact, MEASURED)
+        == compare_estimates(EXACT, measured)
+        == compare_estimates(EXACT, MEASURED)
+    )
 
 
 @given(st.integers(900, 1100))
@@ -163,8 +167,10 @@ def test_the_peak_holds_within_two_percent(size):
 
 
 def test_the_record_is_json_with_the_fields_of_the_contract():
-    checks = compare(EXACT, MEASURED)
-    result = json.loads(json.dumps(record("tiny", (EXACT, MEASURED), checks=checks, device="cpu")))
+    checks = compare_estimates(EXACT, MEASURED)
+    result = json.loads(
+        json.dumps(result_record("tiny", (EXACT, MEASURED), checks=checks, device="cpu"))
+    )
     assert {
         "spec", "world_size", "rank", "versions", "device", "memory", "peak", "traffic", "wire",
         "step_seconds", "checks", "verdict",
@@ -191,7 +197,7 @@ def test_the_record_is_json_with_the_fields_of_the_contract():
 
 def test_a_column_without_figures_is_null_with_its_reason():
     paper = Estimate(column=Column.PAPER, world_size=2, undefined={"traffic": "no theorem"})
-    assert record("tiny", (paper,))["undefined"] == {"paper": {"traffic": "no theorem"}}
+    assert result_record("tiny", (paper,))["undefined"] == {"paper": {"traffic": "no theorem"}}
 
 
 def test_a_run_is_not_held_against_what_is_assumed_of_data_and_fake_ranks_are():
@@ -200,15 +206,15 @@ def test_a_run_is_not_held_against_what_is_assumed_of_data_and_fake_ranks_are():
     other = [replace(row, device_bytes=row.device_bytes + 1) for row in MEASURED.peak]
     sent = [replace(row, sent_bytes=row.sent_bytes + 1) for row in MEASURED.traffic]
     run = replace(MEASURED, peak=tuple(other), traffic=tuple(sent))
-    checks = compare(exact, run)
-    assert verdict(checks) == "holds" and not any("peak" in check.name for check in checks)
+    checks = compare_estimates(exact, run)
+    assert verdict_word(checks) == "holds" and not any("peak" in check.name for check in checks)
     assert any(check.name.endswith("calls") for check in checks)
     line = verdict_line(checks, torch="2.13.0", assumed=exact.assumed)
     assert "not judged, for they assume: activations, peak, traffic dp_shard all_gather" in line
-    assert verdict(compare(exact, replace(run, column=Column.SIMULATED))) == "fails"
+    assert verdict_word(compare_estimates(exact, replace(run, column=Column.SIMULATED))) == "fails"
     assert fit(make_spec({}), exact).peak_bytes is None
-    written = json.loads(json.dumps(record("tiny", (exact, MEASURED))))
-    assert read(written).estimates[Column.EXACT].assumed == why
+    written = json.loads(json.dumps(result_record("tiny", (exact, MEASURED))))
+    assert decode_record(written).estimates[Column.EXACT].assumed == why
 
 
 def test_what_was_derived_from_the_counts_of_a_run_is_compared_and_marked():
@@ -216,7 +222,7 @@ def test_what_was_derived_from_the_counts_of_a_run_is_compared_and_marked():
     exact = replace(EXACT, assumed=assumes)
     counts = dict.fromkeys(assumes, "by the routers of step 3")
     counted = replace(EXACT, column=Column.COUNTED, counted=counts)
-    checks = compare(counted, MEASURED)
+    checks = compare_estimates(counted, MEASURED)
     assert {check.name for check in checks if check.counted} == {
         *(f"memory activations rank {rank}" for rank in range(2)),
         *(f"peak {phase} rank {rank}" for rank in range(2) for phase in ("forward", "backward")),
@@ -226,26 +232,30 @@ def test_what_was_derived_from_the_counts_of_a_run_is_compared_and_marked():
     line = verdict_line(checks, torch="2.13.0")
     assert "holds (21 of 21) · 10 by the counts of the run" in line
     more = [replace(row, device_bytes=row.device_bytes + 100) for row in MEASURED.peak]
-    assert verdict(compare(counted, replace(MEASURED, peak=tuple(more)))) == "fails"
-    written = json.loads(json.dumps(record("tiny", (exact, counted, MEASURED), checks=checks)))
+    assert verdict_word(compare_estimates(counted, replace(MEASURED, peak=tuple(more)))) == "fails"
+    written = json.loads(
+        json.dumps(result_record("tiny", (exact, counted, MEASURED), checks=checks))
+    )
     assert written["assumed"] == {"exact": assumes} and written["counted"] == {"counted": counts}
     assert sum("counted" in check for check in written["checks"]) == 10
-    reading = read(written)
+    reading = decode_record(written)
     assert reading.checks == checks and reading.estimates[Column.EXACT].assumed == assumes
     assert reading.predicted == reading.estimates[Column.COUNTED]
-    text = summary(reading.predicted, MEASURED, checks, torch="2.13.0")
+    text = training_summary(reading.predicted, MEASURED, checks, torch="2.13.0")
     assert "peak forward, counted" in text and "counted: activations, peak, traffic dp" in text
 
 
 def test_exactness_is_not_claimed_for_a_torch_that_no_test_names():
-    checks = compare(EXACT, MEASURED)
+    checks = compare_estimates(EXACT, MEASURED)
     assert verdict_line(checks, torch="2.13.0+cpu") == "verdict: holds (21 of 21)"
     assert verdict_line(checks, torch="2.99.0").endswith("not claimed for torch 2.99.0")
 
 
 def test_a_record_reads_back_as_what_it_was_made_of():
-    checks = compare(EXACT, MEASURED)
-    account = read(json.loads(json.dumps(record("tiny", (EXACT, MEASURED), checks=checks))))
+    checks = compare_estimates(EXACT, MEASURED)
+    account = decode_record(
+        json.loads(json.dumps(result_record("tiny", (EXACT, MEASURED), checks=checks)))
+    )
     assert account.estimates == {Column.EXACT: EXACT, Column.MEASURED: MEASURED}
     assert account.checks == checks
 
@@ -253,25 +263,25 @@ def test_a_record_reads_back_as_what_it_was_made_of():
 def test_operations_are_in_the_record_and_read_back():
     rows = tuple(Operations(rank=rank, forward=6, backward=12, again=4) for rank in range(2))
     exact = replace(EXACT, operations=rows)
-    written = json.loads(json.dumps(record("tiny", (exact, MEASURED))))
+    written = json.loads(json.dumps(result_record("tiny", (exact, MEASURED))))
     assert written["operations"][0] == {
         "column": "exact", "rank": 0, "forward": 6, "backward": 12, "again": 4
     }  # fmt: skip
-    assert read(written).estimates == {Column.EXACT: exact, Column.MEASURED: MEASURED}
+    assert decode_record(written).estimates == {Column.EXACT: exact, Column.MEASURED: MEASURED}
     del written["operations"]  # an older version's
-    assert read(written).estimates == {Column.EXACT: EXACT, Column.MEASURED: MEASURED}
+    assert decode_record(written).estimates == {Column.EXACT: EXACT, Column.MEASURED: MEASURED}
 
 
 def test_what_was_on_the_wire_and_who_waited_read_back_and_are_shown_again():
     wire = tuple(Wire(axes=KEY.axes, rank=rank, sent_bytes=150) for rank in range(2))
     blocked = tuple(Blocked(axes=KEY.axes, rank=rank, seconds=0.25) for rank in range(2))
     timed = replace(MEASURED, blocked=blocked)
-    measured, checks = replace(timed, wire=wire), compare(EXACT, MEASURED)
-    written = json.loads(json.dumps(record("tiny", (EXACT, measured), checks=checks)))
-    account = read(written)
+    measured, checks = replace(timed, wire=wire), compare_estimates(EXACT, MEASURED)
+    written = json.loads(json.dumps(result_record("tiny", (EXACT, measured), checks=checks)))
+    account = decode_record(written)
     assert account.estimates == {Column.EXACT: EXACT, Column.MEASURED: timed}
     assert account.wire == wire_rows(EXACT, measured)
-    said = summary(EXACT, measured, checks, torch="2.13.0")
+    said = training_summary(EXACT, measured, checks, torch="2.13.0")
     assert "on the wire" in said and "wait per step" in said
     written["versions"]["torch"] = "2.13.0"
     assert str(Run(Path(), written)) == said

@@ -16,7 +16,7 @@ from ptrain.spec import extras
 from ptrain.spec.extras import require_file_tier, unusable_folder_error
 from ptrain.spec.load import load
 from ptrain.train import folder, manifest
-from ptrain.train.folder import RunFolder, begin, candidates
+from ptrain.train.folder import RunFolder, mark_as_latest, resume_candidates
 from tests.pure.run_folders import opened, trained
 
 SPEC_WITH_PROFILE = """\
@@ -119,17 +119,17 @@ def tree(root: Path) -> dict[str, bytes | str | None]:
 def test_latest_is_a_run_that_began_to_train(here):
     first = opened().folder
     assert not (here / "runs" / "latest").is_symlink()
-    begin(first)
+    mark_as_latest(first)
     assert os.readlink(here / "runs" / "latest") == first.path.name
 
 
 def test_a_run_that_is_refused_leaves_no_folder_and_latest_alone(here):
-    begin(opened().folder)
+    mark_as_latest(opened().folder)
     before = tree(here)
     refused = opened()
     (refused.folder.path / "logs" / "rank0.error.json").write_text("{}")
     refused.folder.metrics.touch()
-    begin(refused.folder)
+    mark_as_latest(refused.folder)
     refused.withdraw()
     assert tree(here) == before
 
@@ -238,7 +238,7 @@ def test_an_older_sound_checkpoint_is_what_counts(here, capsys):
 
 def test_auto_is_the_run_of_its_own_folder_and_no_other(here, capsys):
     trained(here / "runs" / "20260101-000000-zero3", 4)
-    assert candidates("auto", RunFolder(here / "runs" / "20260102-000000-zero3")) == []
+    assert resume_candidates("auto", RunFolder(here / "runs" / "20260102-000000-zero3")) == []
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", "auto")
     assert "error: --resume auto: auto continues the run in --run-dir" in told
     run = "runs/20260101-000000-zero3"

@@ -14,7 +14,7 @@ from ptrain.cli import train
 from ptrain.cli.main import main
 from ptrain.errors import RankFailed, SpecError
 from ptrain.train import folder, launch, options
-from ptrain.train.folder import RunFolder, begin, continued, is_of_agent
+from ptrain.train.folder import RunFolder, apply_agent_restart, is_run_of_agent, mark_as_latest
 from ptrain.train.options import Options
 from tests.pure.run_folders import opened, trained
 
@@ -50,7 +50,7 @@ EIGHT_NODES = ("hsdp", "mesh={dp_replicate: 8, dp_shard: 8}", "batch.global=128"
 
 
 def test_the_ranks_of_several_nodes_of_gpus_do_not_start_on_one_machine(capsys, here, monkeypatch):
-    monkeypatch.setattr(train, "start", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(train, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     assert main(["train", *EIGHT_NODES, "cluster.preset=h100-64"]) == 2
     told = capsys.readouterr().err
     assert (
@@ -72,7 +72,7 @@ def test_the_ranks_of_several_nodes_of_gpus_do_not_start_on_one_machine(capsys, 
 )
 def test_any_other_ranks_start_on_this_machine(words, monkeypatch):
     started = []
-    monkeypatch.setattr(train, "start", lambda spec, *_: started.append(spec.world_size) or 0)
+    monkeypatch.setattr(train, "start_ranks", lambda spec, *_: started.append(spec.world_size) or 0)
     assert main(["train", *EIGHT_NODES, *words]) == 0
     assert started in ([8], [64])
 
@@ -89,15 +89,17 @@ def by_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_an_agent_started_anew_goes_on_with_the_run_of_that_agent(here, monkeypatch):
     first = opened()
     first.lock.release()
-    begin(first.folder)
+    mark_as_latest(first.folder)
     (here / "runs" / "z").mkdir()
     (here / "runs" / "z" / "env.json").write_text("[]")
-    assert continued(Options(spec="zero3")).run_dir == Path("runs") / first.folder.path.name
-    assert continued(Options(spec="zero3")).resume == "auto"
-    assert continued(Options(spec="zero3", run_dir=Path("a"))).run_dir == Path("a")
+    assert (
+        apply_agent_restart(Options(spec="zero3")).run_dir == Path("runs") / first.folder.path.name
+    )
+    assert apply_agent_restart(Options(spec="zero3")).resume == "auto"
+    assert apply_agent_restart(Options(spec="zero3", run_dir=Path("a"))).run_dir == Path("a")
     other = os.getppid() + 1
     monkeypatch.setattr(os, "getppid", lambda: other)
-    assert continued(Options(spec="zero3")) == Options(spec="zero3")
+    assert apply_agent_restart(Options(spec="zero3")) == Options(spec="zero3")
 
 
 @pytest.mark.usefixtures("by_agent")
@@ -106,9 +108,9 @@ def test_what_was_to_be_continued_is_so_until_the_run_has_written_checkpoints_it
     for _ in range(2):  # the second attempt finds what the first one found
         opened(here / "run", resuming=True).lock.release()
         options = Options(spec="zero3", run_dir=Path("run"), resume="run/checkpoints/step-00000010")
-        assert continued(options).resume == options.resume
+        assert apply_agent_restart(options).resume == options.resume
     trained(here / "run", 20)
-    assert continued(options).resume == "auto"
+    assert apply_agent_restart(options).resume == "auto"
 
 
 @pytest.mark.usefixtures("by_agent")
@@ -117,13 +119,13 @@ def test_a_folder_that_the_first_attempt_was_refused_is_not_taken_over(here, mon
         elsewhere.delenv("TORCHELASTIC_RUN_ID")
         opened(here / "run").lock.release()
     options = Options(spec="zero3", run_dir=here / "run")
-    assert continued(options) == options
-    assert not is_of_agent(here / "run", "")
+    assert apply_agent_restart(options) == options
+    assert not is_run_of_agent(here / "run", "")
 
 
 def test_a_first_attempt_is_as_it_was_told(here):
     options = Options(spec="zero3", run_dir=Path("run"))
-    assert continued(options) is options
+    assert apply_agent_restart(options) is options
 
 
 def test_nobody_else_writes_while_a_refused_run_is_taken_away(here, monkeypatch):
@@ -133,7 +135,7 @@ def test_nobody_else_writes_while_a_refused_run_is_taken_away(here, monkeypatch)
         with pytest.raises(SpecError, match="another training uses this folder"):
             opened(here / "run", resuming=True)
 
-    monkeypatch.setattr(folder, "latest_of", put_back)
+    monkeypatch.setattr(folder, "read_latest", put_back)
     claim.withdraw()
     assert not (here / "run").exists()
 
@@ -144,20 +146,20 @@ def test_a_signal_while_a_failed_attempt_is_ended_ends_the_job(tmp_path, monkeyp
         raise RankFailed("error: rank 1 was killed")
 
     monkeypatch.setattr(launch, "_watch", fails)
-    monkeypatch.setattr(launch, "start", lambda *_, **__: iter(()))
-    assert launch.launch([], num_ranks=2, folder=RunFolder(tmp_path)) == 130
+    monkeypatch.setattr(launch, "start_ranks", lambda *_, **__: iter(()))
+    assert launch.launch_ranks([], num_ranks=2, folder=RunFolder(tmp_path)) == 130
 
 
 def test_our_launcher_starts_failed_ranks_anew_and_nothing_else_does(here, monkeypatch, capsys):
     resumed = []
 
     def fails(argv: list[str], **_: object) -> int:
-        resumed.append(options.parse(argv).resume)
+        resumed.append(options.parse_options(argv).resume)
         if len(resumed) == 2:
-            trained(options.parse(argv).run_dir, 4)
+            trained(options.parse_options(argv).run_dir, 4)
         raise RankFailed("error: rank 1 was killed")
 
-    monkeypatch.setattr(train, "launch", fails)
+    monkeypatch.setattr(train, "launch_ranks", fails)
     assert main(["train", "zero3", "train.steps=9", "--max-restarts", "2", "--run-dir", "run"]) == 3
     assert resumed == [None, "auto", "auto"]
     assert "restart 2 of 2" in capsys.readouterr().err

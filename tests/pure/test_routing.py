@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 
 from ptrain.charts.tokens import logged_tokens, routing_sheet
-from ptrain.report.routing import LayerRouting, figures, routes, rows, words
+from ptrain.report.routing import (
+    LayerRouting,
+    is_routing_recorded,
+    routing_figures,
+    routing_rows,
+    routing_text,
+)
 from tests.gloo.expert_cases import spec_of
 from tests.pure.build import make_spec
 
@@ -14,19 +20,19 @@ UNEVEN = LayerRouting(layer="blocks.1.mlp", tokens=(12, 0, 6, 6), dropped=6, ent
 
 
 def test_the_load_is_the_busiest_over_the_mean_of_experts_or_of_ranks() -> None:
-    assert EVEN.load == EVEN.load_of(2) == 1.0
-    assert (UNEVEN.load, UNEVEN.load_of(2), UNEVEN.load_of(1)) == (2.0, 1.0, 1.0)
+    assert EVEN.load == EVEN.rank_load(2) == 1.0
+    assert (UNEVEN.load, UNEVEN.rank_load(2), UNEVEN.rank_load(1)) == (2.0, 1.0, 1.0)
 
 
 def test_the_figures_of_a_step_are_those_of_all_layers() -> None:
-    of_step = figures([EVEN, UNEVEN])
+    of_step = routing_figures([EVEN, UNEVEN])
     assert of_step == {"expert_load": 2.0, "dropped_share": 0.125, "router_entropy": 0.75}
-    assert words(of_step) == "λ 2.00  12.5% dropped"
-    assert words(figures([EVEN])) == "λ 1.00"
+    assert routing_text(of_step) == "λ 2.00  12.5% dropped"
+    assert routing_text(routing_figures([EVEN])) == "λ 1.00"
 
 
 def test_a_record_has_each_layer_with_the_load_of_its_experts_and_of_the_ranks() -> None:
-    (row,) = rows([UNEVEN], 2)
+    (row,) = routing_rows([UNEVEN], 2)
     assert row == {
         "layer": "blocks.1.mlp",
         "tokens": [12, 0, 6, 6],
@@ -38,7 +44,7 @@ def test_a_record_has_each_layer_with_the_load_of_its_experts_and_of_the_ranks()
 
 
 def test_of_models_with_experts_alone_something_is_logged() -> None:
-    assert routes(spec_of("top-1")) and not routes(make_spec({}))
+    assert is_routing_recorded(spec_of("top-1")) and not is_routing_recorded(make_spec({}))
 
 
 def test_of_a_step_that_was_trained_twice_the_last_is_drawn(tmp_path) -> None:

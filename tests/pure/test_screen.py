@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.cli.progress import progress
+from ptrain.cli.progress import show_progress
 from ptrain.report import screen
 from ptrain.report.screen import (
     PIPE_WIDTH,
     command_line,
-    fold,
+    fold_line,
     next_line,
     paint,
+    print_screen,
     screen_width,
-    show,
 )
 from ptrain.units import format_memory
 
@@ -95,27 +95,27 @@ def test_columns_state_the_width_and_a_pipe_has_a_fixed_one(monkeypatch):
 
 def test_a_pipe_keeps_sentences_on_one_line(capsys, monkeypatch):
     sentence = "note: " + 30 * "word "
-    show(sentence)
+    print_screen(sentence)
     assert capsys.readouterr().out.rstrip() == sentence.rstrip()
     monkeypatch.setenv("COLUMNS", "80")
-    show(sentence)
+    print_screen(sentence)
     first, second = capsys.readouterr().out.splitlines()
     assert len(first) <= 80 and second.startswith("  word")
 
 
 def test_a_line_is_folded_between_its_parts_and_a_command_is_not():
-    assert fold("Fits: 1 GiB · 2 s/step · 3 tokens/s", 24) == [
+    assert fold_line("Fits: 1 GiB · 2 s/step · 3 tokens/s", 24) == [
         "Fits: 1 GiB · 2 s/step",
         "  3 tokens/s",
     ]
-    assert fold("  to measure the peak: ptrain simulate zero3", 20) == [
+    assert fold_line("  to measure the peak: ptrain simulate zero3", 20) == [
         "  to measure the peak: ptrain simulate zero3"
     ]
-    assert len(fold("no time: `ptrain calibrate` measures those of this machine", 40)) == 2
+    assert len(fold_line("no time: `ptrain calibrate` measures those of this machine", 40)) == 2
     step = "step 10/50  loss 3.6787  |g| 1.80  0.27 s  peak 19.46 MiB  traffic 19.32 MB"
-    first, second = fold(step, 50)  # never between a number and its unit
+    first, second = fold_line(step, 50)  # never between a number and its unit
     assert (first[-6:], second) == ("0.27 s", "  peak 19.46 MiB  traffic 19.32 MB")
-    assert len(fold("sync     gradients after every micro-batch, then resharded", 40)) == 2
+    assert len(fold_line("sync     gradients after every micro-batch, then resharded", 40)) == 2
 
 
 def test_the_next_command_lets_code_be_imported_if_this_one_did():
@@ -172,7 +172,7 @@ def test_progress_is_drawn_on_a_terminal_once_it_takes_long(monkeypatch):
     monkeypatch.setattr("ptrain.cli.progress._SILENT", 0.01)
     for stream, is_drawn in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        with progress("searching") as step:
+        with show_progress("searching") as step:
             step(1, 4, "deriving")
             time.sleep(0.6)
         assert ("deriving" in stream.getvalue()) is is_drawn
@@ -201,5 +201,5 @@ def test_memory_has_binary_units(size, text):
 
 def test_a_screen_without_colour_or_width_is_what_the_functions_return(capsys):
     assert screen.screen_width() == PIPE_WIDTH
-    show("a", "b")
+    print_screen("a", "b")
     assert capsys.readouterr().out == "a\nb\n"

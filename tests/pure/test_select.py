@@ -21,7 +21,7 @@ from ptrain.charts.front import front_sheet
 from ptrain.cost import Collective, Phase, Spent, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive, predict_throughput
 from ptrain.errors import SpecError
-from ptrain.report.reasons import idea_of, reason
+from ptrain.report.reasons import losing_reason, placement_idea
 from ptrain.report.selection import (
     as_csv,
     as_record,
@@ -292,7 +292,7 @@ def test_why_a_known_choice_lost_is_what_its_figures_say(best_of_eight):
     assert whole.best is not None and not whole.best.memory.fits
     assert why_lost(best_of_eight, whole).startswith("does not fit by ")
     best = best_of_eight.ranking[0]
-    assert reason(best, best, SearchGoal.TIME) == "is the best"
+    assert losing_reason(best, best, SearchGoal.TIME) == "is the best"
 
 
 def test_a_ranking_says_in_python_what_it_prints(best_of_eight):
@@ -323,7 +323,9 @@ def test_a_choice_that_the_spec_does_not_write_says_so():
 
 def test_what_has_no_time_stands_behind_all_that_has_one(best_of_eight):
     slow = best_of_eight.ranking[-1]
-    other = next(row for row in best_of_eight.front if idea_of(row.spec) != idea_of(slow.spec))
+    other = next(
+        row for row in best_of_eight.front if placement_idea(row.spec) != placement_idea(slow.spec)
+    )
     untimed = replace(other, step=None, why_untimed="nobody knows it")
     rows = sorted([untimed, slow], key=lambda row: order_of(SearchGoal.TIME, row))
     assert rows == [slow, untimed]
@@ -382,17 +384,19 @@ def test_a_chart_has_a_dot_for_each_of_the_derived(best_of_eight):
 
 def test_each_idea_has_one_row_and_the_front_none_that_is_like_another(best_of_eight):
     rows = best_of_ideas(best_of_eight)
-    ideas = [idea_of(row.spec) for row in rows]
+    ideas = [placement_idea(row.spec) for row in rows]
     assert rows[0] is best_of_eight.ranking[0] and len({*ideas}) == len(ideas) >= 4
     for row in rows:
-        alike = [r for r in best_of_eight.ranking if idea_of(r.spec) == idea_of(row.spec)]
+        alike = [
+            r for r in best_of_eight.ranking if placement_idea(r.spec) == placement_idea(row.spec)
+        ]
         assert all(row.seconds <= other.seconds for other in alike)
     front = distinct_front(best_of_eight, rows)
     assert {id(row) for row in front} <= {id(row) for row in best_of_eight.front}
     for one, other in combinations((*front, *rows), 2):
         is_near = abs(one.seconds / other.seconds - 1) < 0.01
         is_as_large = abs(one.peak_bytes / other.peak_bytes - 1) < 0.05
-        is_idea = idea_of(one.spec) == idea_of(other.spec)
+        is_idea = placement_idea(one.spec) == placement_idea(other.spec)
         assert not (is_near and is_as_large and is_idea)
 
 
@@ -410,7 +414,7 @@ def test_each_idea_has_one_row_and_the_front_none_that_is_like_another(best_of_e
     ],
 )
 def test_an_idea_is_named_as_the_field_names_it(strategy, overrides, idea):
-    assert idea_of(load(strategy, overrides).spec) == idea
+    assert placement_idea(load(strategy, overrides).spec) == idea
 
 
 def test_a_margin_of_memory_stays_free_unless_nothing_leaves_one(best_of_eight):
@@ -448,11 +452,11 @@ def test_a_reason_names_what_costs_more_and_how_much_larger_a_row_is():
         step=best.step._replace(rows=(*best.step.rows, *more)),
         memory=best.memory._replace(peak_bytes=best.memory.peak_bytes - 2**30),
     )
-    assert reason(slower, best, SearchGoal.TIME) == (
+    assert losing_reason(slower, best, SearchGoal.TIME) == (
         f"17.0% slower, {format_seconds(whole / 10)} more compute with recomputation and "
         f"{format_seconds(whole / 20)} more pipeline bubble; 1 GiB smaller"
     )
-    assert reason(best, best, SearchGoal.TIME) == "is the best"
+    assert losing_reason(best, best, SearchGoal.TIME) == "is the best"
 
 
 def test_where_nothing_fits_nothing_is_ranked_and_something_would():

@@ -6,7 +6,7 @@ import pytest
 
 from ptrain.algebra.legality import check, find_unsupported, is_sound
 from ptrain.derivation.estimate import derive
-from ptrain.report.selection import described
+from ptrain.report.selection import describe_settings
 from ptrain.selection.choose import Chooser, neighbours
 from ptrain.selection.job import searched_job, words_of
 from ptrain.selection.ranking import Ranked
@@ -82,7 +82,9 @@ def test_a_unit_that_wins_is_what_its_words_are_predicted_as(ranked: list[Ranked
 
 
 def test_a_row_says_its_unit(ranked: list[Ranked]):
-    said = {unit for unit in _UNITS for row in ranked if f" unit {unit} " in described(row.spec)}
+    said = {
+        unit for unit in _UNITS for row in ranked if f" unit {unit} " in describe_settings(row.spec)
+    }
     assert said == {*_UNITS}
 
 

@@ -10,7 +10,7 @@ from ptrain.algebra.legality import check, find_unsupported, require_runnable
 from ptrain.cost import PLACED
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit
-from ptrain.report.selection import described
+from ptrain.report.selection import describe_settings
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import (
     ChangeKind,
@@ -285,4 +285,4 @@ def test_a_dial_that_another_tuple_cannot_obey_is_set_back_with_it():
     [(None, "sync every"), (Overlap.NONE, "every no overlap"), (Overlap.BACKWARD, "every overlap")],
 )
 def test_a_candidate_that_waits_for_its_reductions_is_said_to(overlap, end):
-    assert described(replace(load("zero2").spec, overlap=overlap)).endswith(end)
+    assert describe_settings(replace(load("zero2").spec, overlap=overlap)).endswith(end)

@@ -18,11 +18,11 @@ from ptrain.report.simulation import (
     MemoryHistory,
     MemorySample,
     RankReport,
-    agreement,
-    by_phase,
-    heading,
-    one,
-    peak,
+    agreement_sentence,
+    peak_table,
+    phase_table,
+    rank_heading,
+    simulation_screen,
 )
 
 PARAMETERS, ACTIVATIONS = 0, 3  # places in a moment's bytes
@@ -87,7 +87,7 @@ def report(**changes: int) -> RankReport:
 
 
 def test_equal_columns_are_said_to_be_equal_and_no_verdict_is_given() -> None:
-    text = one(report(), "mine")
+    text = simulation_screen(report(), "mine")
     assert text.startswith("mine · rank 3 of 8, like ranks [4 5] · simulated in 1.5 s")
     assert "8 of 8 figures are equal" in text
     assert "verdict" not in text and "holds" not in text
@@ -95,10 +95,10 @@ def test_equal_columns_are_said_to_be_equal_and_no_verdict_is_given() -> None:
 
 def test_a_difference_stands_in_its_row_and_in_the_count() -> None:
     found = report(size=12, calls=5)
-    assert "+2 B (+20.00%)" in one(found, "mine")
+    assert "+2 B (+20.00%)" in simulation_screen(found, "mine")
     names = {check.name for check in found.differing}
     assert "memory parameters rank 3" in names and len(names) == 4
-    assert agreement(found) == "4 of 8 figures are equal"
+    assert agreement_sentence(found) == "4 of 8 figures are equal"
 
 
 def test_where_nothing_is_predicted_it_is_said() -> None:
@@ -110,14 +110,14 @@ def test_where_nothing_is_predicted_it_is_said() -> None:
             "exact": Estimate(column=Column.EXACT, world_size=8, undefined=untold),
         }
     )
-    assert agreement(lacking).endswith("not predicted: activations, peak")
+    assert agreement_sentence(lacking).endswith("not predicted: activations, peak")
 
 
 def test_a_rehearsal_says_where_it_ran() -> None:
     found = report()
     fields = {name: getattr(found, name) for name in RankReport.__slots__}
     there = RankReport(**{**fields, "device": "cuda:0", "alike": (3,)})
-    assert heading(there, "mine") == "mine · rank 3 of 8 · rehearsed on cuda:0 in 1.5 s"
+    assert rank_heading(there, "mine") == "mine · rank 3 of 8 · rehearsed on cuda:0 in 1.5 s"
 
 
 def test_other_operations_than_derived_are_figures_that_differ() -> None:
@@ -127,14 +127,22 @@ def test_other_operations_than_derived_are_figures_that_differ() -> None:
     object.__setattr__(fewer, "operations", (Operations(rank=3, forward=1, backward=4000),))
     other = RankReport(**{**fields, "exact": fewer})
     assert [check.name for check in other.differing] == ["operations forward rank 3"]
-    (row,) = [line for line in one(other, "mine").splitlines() if "operations forward" in line]
+    (row,) = [
+        line
+        for line in simulation_screen(other, "mine").splitlines()
+        if "operations forward" in line
+    ]
     assert row.split()[2:-1] == ["1", "FLOP", "2", "kFLOP", "+1.999", "kFLOP"]
-    rows = [line for line in one(found, "mine").splitlines() if line.startswith("operations")]
+    rows = [
+        line
+        for line in simulation_screen(found, "mine").splitlines()
+        if line.startswith("operations")
+    ]
     assert len(rows) == 2 and all(line.endswith(" 0") for line in rows)
 
 
 def test_each_state_is_told_when_a_phase_needs_most() -> None:
-    lines = by_phase(course(0, 80, 70, 5)).splitlines()
+    lines = phase_table(course(0, 80, 70, 5)).splitlines()
     assert lines[0].split() == ["memory", "at", "each", "phase's", "peak", "forward", "backward"]
     rows = {line.split()[0]: line.split()[1:] for line in lines[1:]}
     assert rows == {
@@ -146,13 +154,13 @@ def test_each_state_is_told_when_a_phase_needs_most() -> None:
 
 def test_a_peak_is_listed_and_its_many_small_kinds_are_added_up() -> None:
     few = course(0, 80, 70, 5)
-    assert peak(few).splitlines()[0] == "peak 90 B in forward, micro-batch 0"
+    assert peak_table(few).splitlines()[0] == "peak 90 B in forward, micro-batch 0"
     kinds = tuple(
         LiveStorages(what=f"kind {n}", state=State.OTHER, device_bytes=100 - n, tensors=2)
         for n in range(25)
     )
     many = MemoryHistory(rank=3, moments=few.moments, peak=few.peak, held=kinds)
-    assert peak(many).splitlines()[-1].split() == ["5", "more", "kinds", "390", "B", "10"]
+    assert peak_table(many).splitlines()[-1].split() == ["5", "more", "kinds", "390", "B", "10"]
 
 
 def test_the_account_of_a_rank_is_that_of_its_place_along_tp() -> None:

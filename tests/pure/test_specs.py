@@ -17,7 +17,7 @@ from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, SpecError
 from ptrain.facts.parameters import facts
-from ptrain.report.printed import shown
+from ptrain.report.printed import minimal_spec
 from ptrain.selection.fit import fit
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
@@ -308,7 +308,7 @@ def placed_as(strategy: str) -> tuple[Spec, tuple[str, ...]]:
 def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refuse(name, tmp_path):
     spec = load(name).spec
     file = tmp_path / "shown.yaml"
-    file.write_text(to_yaml(shown(spec).mapping), encoding="utf-8")
+    file.write_text(to_yaml(minimal_spec(spec).mapping), encoding="utf-8")
     assert load(file).spec == spec
     even = f"model.vocab={spec.model.vocab + spec.model.vocab % 2}"
     first = [*list_files(*SPEC_FOLDERS)].index(name)
@@ -330,7 +330,7 @@ def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refu
     ],
 )
 def test_shown_is_what_the_placement_obeys_and_the_rest_is_said(name, has, lacks, said):
-    found = shown(load(name).spec)
+    found = minimal_spec(load(name).spec)
     assert has <= set(found.mapping)
     assert not lacks & set(found.mapping)
     assert any(said in line for line in found.left_out)
@@ -343,7 +343,7 @@ def test_what_tp_alone_does_not_obey_is_left_out_and_named():
     sections = ["reduce_scatter", "bucket"]
     by_itself = ["unit", "overlap", "prefetch", "gather_after_update"]
     resharding = ["sync.reshard_after_forward", "sync.reshard_after_backward"]
-    found = shown(load("tp").spec)
+    found = minimal_spec(load("tp").spec)
     assert not {"sync", *by_itself, *sections} & set(found.mapping)
     places = ["sync.gradients", *by_itself, *resharding, *sections]
     assert found.left_out == (f"no effect with this placement: {', '.join(places)}",)
@@ -351,7 +351,7 @@ def test_what_tp_alone_does_not_obey_is_left_out_and_named():
 
 def test_a_written_dial_is_shown_as_it_is_written():
     written = ["sync.gradients=last", "unit=block", "overlap=none", "prefetch=0"]
-    found = shown(load("zero3", [*written, "gather_after_update=blocking"]).spec)
+    found = minimal_spec(load("zero3", [*written, "gather_after_update=blocking"]).spec)
     assert found.mapping["sync"]["gradients"] == "last"
     assert (found.mapping["overlap"], found.mapping["prefetch"]) == ("none", 0)
     assert not any("as the" in line for line in found.left_out)

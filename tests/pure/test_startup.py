@@ -10,7 +10,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.memory import ranks_per_node, startup_bytes
 from ptrain.errors import DoesNotFit
 from ptrain.plan.lower import built_in_facts
-from ptrain.report.predict import one, prediction_of
+from ptrain.report.predict import prediction_of, prediction_screen
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import require_fit
 from ptrain.spec.load import load
@@ -51,7 +51,7 @@ def test_what_does_not_fit_at_start_up_does_not_fit() -> None:
     whole = replace(facts, built_whole=WHOLE)
     derivation = derive(spec, whole)
     assert fit(spec, derivation.exact).fits is False
-    text = one(prediction_of(derivation, offer=False))
+    text = prediction_screen(prediction_of(derivation, offer=False))
     line = "host memory at start-up: 239.3 GiB of 64 GiB per node; 8 ranks build the full model"
     assert f"{line}: {WHOLE}" in text and "Does not fit by 175.3 GiB" in text
     with pytest.raises(DoesNotFit, match=r"ranks need 239\.3 GiB"):

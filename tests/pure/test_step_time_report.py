@@ -24,9 +24,9 @@ from ptrain.cost import (
 from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.estimate import Derivation, derive, predict_throughput, token_operations
 from ptrain.derivation.machine import Machine
-from ptrain.report.predict import one, prediction_of
-from ptrain.report.record import record, verdict_line
-from ptrain.report.recorded import read
+from ptrain.report.predict import prediction_of, prediction_screen
+from ptrain.report.record import result_record, verdict_line
+from ptrain.report.recorded import decode_record
 from ptrain.report.step_time import critical_path, time_lines, time_table
 from ptrain.spec.load import load
 from ptrain.units import format_seconds
@@ -77,7 +77,7 @@ def test_the_overheads_of_a_step_are_a_sentence(seconds, text):
 def test_a_prediction_has_a_block_whose_parts_add_up_to_the_step():
     derivation = derived()
     step = derivation.exact.step
-    text = one(prediction_of(derivation, offer=False))
+    text = prediction_screen(prediction_of(derivation, offer=False))
     block = text[text.index("time per step") :].split("\n\n")[0].splitlines()
     named = {line.rsplit("  ")[0].strip(): line for line in block}
     assert any(line.startswith("exposed dp_shard") for line in block)
@@ -97,7 +97,9 @@ def test_without_rates_the_block_says_why_where_a_cluster_is_named():
 
 def test_a_step_is_in_the_record_and_reads_back():
     estimate = derived("overlap=none").exact
-    result = json.loads(json.dumps(record("zero3", (estimate,), step_seconds={"measured": 2.5})))
+    result = json.loads(
+        json.dumps(result_record("zero3", (estimate,), step_seconds={"measured": 2.5}))
+    )
     predicted, measured = result["step_seconds"]
     assert predicted["value"] == pytest.approx(estimate.step.seconds)
     assert sum(predicted["parts"].values()) == pytest.approx(predicted["value"])
@@ -106,7 +108,7 @@ def test_a_step_is_in_the_record_and_reads_back():
         {"axes": ["dp_shard"], "seconds": pytest.approx(estimate.step.exposed()["dp_shard",])}
     ]
     assert measured == {"column": "measured", "value": 2.5}
-    back = read(result)
+    back = decode_record(result)
     assert back.estimates[Column.EXACT].step == estimate.step
     assert back.step_seconds == 2.5
 

@@ -20,7 +20,14 @@ from ptrain.cost import PLACED, Column, Estimate, Phase, Spent, StepTime, TimeKe
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError
 from ptrain.report.predict import prediction_of
-from ptrain.report.sweep import SORTS, SweepPoint, figures, ordered, step_seconds, table
+from ptrain.report.sweep import (
+    SORTS,
+    SweepPoint,
+    point_figures,
+    sort_points,
+    step_seconds,
+    sweep_table,
+)
 from ptrain.spec.load import find_mesh_followers, load
 from ptrain.spec.names import list_files
 from ptrain.spec.placement import DATA_AXES
@@ -269,12 +276,12 @@ def timed(point: SweepPoint, seconds: float | None, why: str = "") -> SweepPoint
 def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     slow, fast, _ = points()
     rows = [timed(slow, 2.5), timed(fast, 0.25), timed(fast, None, "no rates")]
-    lines = table(rows).splitlines()
-    assert [row["step time"] for row in rows_of(table(rows))] == ["2.50 s", "250 ms", "–"]
+    lines = sweep_table(rows).splitlines()
+    assert [row["step time"] for row in rows_of(sweep_table(rows))] == ["2.50 s", "250 ms", "–"]
     usable = "usable memory per device: 74.12 GiB (79.1 GiB less a reserve of 4.977 GiB)"
     assert lines[4:] == [usable, f"{fast.label}: no step time: no rates"]  # only the slow one fits
-    assert [figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
-    assert ordered(rows, "time") == [rows[1], rows[0], rows[2]]
+    assert [point_figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
+    assert sort_points(rows, "time") == [rows[1], rows[0], rows[2]]
     texts = [label.text for label in sweep_sheet(rows).texts]
     assert any(text.endswith("250 ms per step") for text in texts)
 
@@ -284,9 +291,9 @@ def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():
     slow = replace(timed(fits, 2.5), label="slow")
     rows = [timed(large, 0.25), slow, timed(fits, 0.5), refused]
     best = f"Fastest that fits: {fits.label}, 65.5k tokens/s/GPU\n"
-    assert table(rows).startswith(best)  # 64 samples of 4096 on 8 devices
-    assert "None fits" not in table(rows)
-    none = table([large, refused])
+    assert sweep_table(rows).startswith(best)  # 64 samples of 4096 on 8 devices
+    assert "None fits" not in sweep_table(rows)
+    none = sweep_table([large, refused])
     assert none.startswith(f"None fits: {large.label} needs the least memory, ")
     assert "Fastest" not in none
 
@@ -296,21 +303,23 @@ def test_a_smaller_mesh_with_a_higher_pace_is_the_most_efficient_not_the_fastest
     wide = derive(load("8b-zero3", ["mesh.dp_shard=16", "cluster.devices=16"]).spec)
     point = SweepPoint(label="wide", prediction=prediction_of(wide, label="wide", offer=False))
     rows = [timed(fits, 0.5), timed(point, 0.4)]
-    assert table(rows).startswith(f"Most efficient that fits: {fits.label}, 65.5k tokens/s/GPU\n")
+    assert sweep_table(rows).startswith(
+        f"Most efficient that fits: {fits.label}, 65.5k tokens/s/GPU\n"
+    )
 
 
 def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sweep():
     assert step_seconds(Estimate(column=Column.EXACT, world_size=1)) is None
     swept = points()
-    assert ordered(swept, None) == swept
-    rows = [figures(point) for point in swept]
+    assert sort_points(swept, None) == swept
+    rows = [point_figures(point) for point in swept]
     assert [row["fits"] for row in rows[:2]] == [True, False]
     assert rows[2] == {"spec": "mesh.tp=3", "refused": "mesh: too many"}
 
 
 def test_the_first_row_that_is_not_refused_is_what_ratios_are_of():
     first, second, refused = points()
-    _, of_second, _ = rows_of(table([refused, second, first]))
+    _, of_second, _ = rows_of(sweep_table([refused, second, first]))
     assert of_second["states ratio"] == "1×"
 
 

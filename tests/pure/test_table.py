@@ -16,31 +16,33 @@ from ptrain.cost import (
     TrafficKey,
     Wire,
 )
-from ptrain.report.record import compare
-from ptrain.report.summary import difference, end_table, summary
+from ptrain.report.record import compare_estimates
+from ptrain.report.summary import difference_text, end_table, training_summary
 from ptrain.report.table import (
     Importance,
     TableColumn,
     difference_columns,
     make_columns,
     name_column,
-    render,
+    render_table,
 )
 from tests.pure.test_record import EXACT, MEASURED
 
 
 def test_columns_align_and_no_line_has_trailing_blanks():
     rows = [("a", "1"), ("long name", "1000")]
-    lines = render(make_columns(rows, name_column("what"), TableColumn("bytes"))).splitlines()
+    lines = render_table(make_columns(rows, name_column("what"), TableColumn("bytes"))).splitlines()
     assert lines == ["what       bytes", "a              1", "long name   1000"]
 
 
 def test_a_table_whose_columns_have_no_titles_has_no_line_of_them():
     assert (
-        render([name_column("", ["a", "bc"]), TableColumn("", cells=["10", "2"])])
+        render_table([name_column("", ["a", "bc"]), TableColumn("", cells=["10", "2"])])
         == "a   10\nbc   2"
     )
-    assert render(make_columns((), name_column("what"), TableColumn("bytes"))) == "what  bytes"
+    assert (
+        render_table(make_columns((), name_column("what"), TableColumn("bytes"))) == "what  bytes"
+    )
 
 
 def test_a_table_that_is_too_wide_loses_its_least_important_columns_and_says_which():
@@ -51,17 +53,17 @@ def test_a_table_that_is_too_wide_loses_its_least_important_columns_and_says_whi
         TableColumn("", Importance.PICTURE, ["█" * 10], left=True),
         TableColumn("calls", Importance.DETAIL, ["3"]),
     ]
-    whole = render(columns)
+    whole = render_table(columns)
     width = len(whole.splitlines()[0])
-    assert render(columns, width) == whole and "left out" not in whole
-    fewer = render(columns, width - 1).splitlines()
+    assert render_table(columns, width) == whole and "left out" not in whole
+    fewer = render_table(columns, width - 1).splitlines()
     assert fewer[:2] == ["what       paper  exact  calls", "gradients   12 B   13 B      3"]
-    assert render(columns, 23).splitlines() == [
+    assert render_table(columns, 23).splitlines() == [
         "what       paper  exact",
         "gradients   12 B   13 B",
         "1 column left out: calls",
     ]
-    assert render(columns, 1).splitlines() == [
+    assert render_table(columns, 1).splitlines() == [
         "what",
         "gradients",
         "3 columns left out: paper, exact, calls",
@@ -72,18 +74,18 @@ def test_a_table_with_a_width_is_never_wider_than_it_while_a_column_can_go():
     rows = [("all_gather dp_shard", "3 calls, 150 B", "4 calls, 150 B", "+1 call")]
     columns = make_columns(rows, *difference_columns("per rank and step"))
     for width in range(19, 80):
-        *lines, last = render(columns, width).splitlines()
+        *lines, last = render_table(columns, width).splitlines()
         lines += [] if "left out" in last else [last]
         assert max(map(len, lines)) <= width
         assert "+1 call" in lines[1] or width < 31  # the difference goes last
 
 
 def test_a_difference_names_bytes_and_percent():
-    assert difference(1000, 1000) == "0"
-    assert difference(1000, 1010) == "+10 B (+1.00%)"
-    assert difference(1000, 990) == "-10 B (-1.00%)"
-    assert difference(0, 3) == "+3 B"
-    assert difference(None, 3) == "missing"
+    assert difference_text(1000, 1000) == "0"
+    assert difference_text(1000, 1010) == "+10 B (+1.00%)"
+    assert difference_text(1000, 990) == "-10 B (-1.00%)"
+    assert difference_text(0, 3) == "+3 B"
+    assert difference_text(None, 3) == "missing"
 
 
 def test_there_is_a_row_per_state_per_phase_and_per_kind_of_call():
@@ -131,7 +133,7 @@ def test_a_row_of_traffic_is_of_the_account_that_was_not_derived(count, text):
 
 def test_the_summary_names_what_fails_and_ends_with_the_verdict():
     wrong = replace(MEASURED, traffic=())
-    text = summary(EXACT, wrong, compare(EXACT, wrong), torch="2.13.0")
+    text = training_summary(EXACT, wrong, compare_estimates(EXACT, wrong), torch="2.13.0")
     assert "missing" in text
     assert "fails: traffic dp_shard all_gather forward parameters calls" in text
     assert text.splitlines()[-2].startswith("21 checks over 2 ranks: ")
@@ -164,17 +166,21 @@ def test_tiers_have_rows_of_their_own_and_copies_no_axes():
 
 
 def test_a_copy_that_only_one_side_has_is_missing_and_fails():
-    text = summary(on_host(EXACT), MEASURED, compare(on_host(EXACT), MEASURED), torch="2.13.0")
+    text = training_summary(
+        on_host(EXACT), MEASURED, compare_estimates(on_host(EXACT), MEASURED), torch="2.13.0"
+    )
     assert "fails: traffic own host_to_device update optimizer calls" in text
     assert "missing" in text
 
 
 def test_what_the_sockets_counted_stands_beside_what_the_backend_sends():
-    assert "on the wire" not in summary(EXACT, MEASURED, (), torch="2.13.0")
+    assert "on the wire" not in training_summary(EXACT, MEASURED, (), torch="2.13.0")
     axes = EXACT.traffic[0].key.axes
     wire = tuple(Wire(axes=axes, rank=rank, sent_bytes=EXACT.sent_bytes()) for rank in range(2))
     blocked = (Blocked(axes=axes, rank=0, seconds=0.25), Blocked(axes=axes, rank=1, seconds=0.5))
-    text = summary(EXACT, replace(MEASURED, wire=wire, blocked=blocked), (), torch="2.13.0")
+    text = training_summary(
+        EXACT, replace(MEASURED, wire=wire, blocked=blocked), (), torch="2.13.0"
+    )
     (row,) = [line for line in text.splitlines() if "+0.000%" in line]
     assert row.startswith("dp_shard") and "gloo" in row
     assert "0.250 s" in text and "0.500 s" in text
@@ -186,11 +192,11 @@ def test_names_of_differences_continue_before_a_figure_is_left_out():
         ("a", "1 B", "1 B", "0"),
     ]
     columns = make_columns(rows, *difference_columns("per rank and step"))
-    assert render(columns, 64).splitlines() == [
+    assert render_table(columns, 64).splitlines() == [
         "per rank and step        predicted      measured  difference",
         "all_gather dp_shard,  2 calls, 8 B  2 calls, 8 B           0",
         "  forward",
         "a                              1 B           1 B           0",
     ]
-    assert render(columns, 200).count("\n") == 2
-    assert "left out: predicted, measured" in render(columns, 40)
+    assert render_table(columns, 200).count("\n") == 2
+    assert "left out: predicted, measured" in render_table(columns, 40)

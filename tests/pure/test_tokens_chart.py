@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from ptrain.axes.context.attention import context_of
-from ptrain.charts.sheet import WHITE, Rectangle, Sheet, of_place
+from ptrain.charts.sheet import WHITE, Rectangle, Sheet, place_colour
 from ptrain.charts.tokens import tokens_sheet
 from ptrain.cli.main import main
 from ptrain.spec.load import load
@@ -65,7 +65,8 @@ def test_the_scores_fill_what_the_mask_leaves_and_none_twice(name: str):
 def test_a_ranks_colour_covers_its_part_of_the_scores(name: str, shares: tuple[int, ...]):
     _, drawn = square(tokens_sheet("any", step_of(name)))
     of_rank = [
-        sum(r.width * r.height for r in drawn if r.colour == of_place(rank)) for rank in range(4)
+        sum(r.width * r.height for r in drawn if r.colour == place_colour(rank))
+        for rank in range(4)
     ]
     assert [area / sum(of_rank) for area in of_rank] == pytest.approx(
         [share / 16 for share in shares], rel=0.2
@@ -110,12 +111,12 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
         sheets.append(sheet)
         return b"picture"
 
-    monkeypatch.setattr("ptrain.charts.canvas.painted", paint)
+    monkeypatch.setattr("ptrain.charts.canvas.draw_sheet", paint)
     monkeypatch.setattr("ptrain.charts.canvas.find_spec", lambda name: name)
     words = ["mesh={pp: 2, cp: 2}", "placement={pp: 'S,S,S,R', cp: 'R,R,R,S'}"]
     chart = tmp_path / "a.svg"
     monkeypatch.setattr("ptrain.cli.plan.derive", _planned)
-    monkeypatch.setattr("ptrain.cli.plan.facts_of", lambda spec, **_: None)
+    monkeypatch.setattr("ptrain.cli.plan.load_facts", lambda spec, **_: None)
     assert main(["plan", "cp-ring", *words, "--json", "--chart", str(chart)]) == 0
     capsys.readouterr()
     assert chart.read_bytes() == b"picture"

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from ptrain.algebra.legality import require_runnable
-from ptrain.cli.train import checked
+from ptrain.cli.train import load_checked
 from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
 from ptrain.train import failure, folder, interrupt, options, probe, tracker
 from ptrain.train.failure import Failure, Rank
-from ptrain.train.heading import parts_of_ranks
+from ptrain.train.heading import rank_stage_texts
 from ptrain.train.launch import LauncherSignals
 from ptrain.train.schedule import learning_rate
 from tests.pure.piped import spec
@@ -40,32 +40,32 @@ def test_the_parent_of_a_training_imports_no_torch():
 
 
 def test_the_first_word_is_the_spec_unless_it_is_an_override():
-    assert options.parse(["ddp", "train.steps=3"]).spec == "ddp"
-    asked = options.parse(["train.steps=3", "--json", "mesh.dp_shard=4"])
-    assert asked.spec == options.parse([]).spec
+    assert options.parse_options(["ddp", "train.steps=3"]).spec == "ddp"
+    asked = options.parse_options(["train.steps=3", "--json", "mesh.dp_shard=4"])
+    assert asked.spec == options.parse_options([]).spec
     assert asked.overrides == ("train.steps=3", "mesh.dp_shard=4")
 
 
 def test_the_spec_may_follow_its_overrides_and_there_is_one():
-    asked = options.parse(["train.steps=3", "ddp"])
+    asked = options.parse_options(["train.steps=3", "ddp"])
     assert (asked.spec, asked.overrides) == ("ddp", ("train.steps=3",))
     with pytest.raises(PtrainError, match="one SPEC"):
-        options.parse(["ddp", "zero1"])
+        options.parse_options(["ddp", "zero1"])
 
 
 @pytest.mark.parametrize("wrong", ["--nnodes=0", "--max-restarts=-1", "--measure=-3", "--nnodes=x"])
 def test_a_number_that_makes_no_sense_is_refused(wrong, capsys):
     with pytest.raises(SystemExit) as left:
-        options.parse(["ddp", wrong])
+        options.parse_options(["ddp", wrong])
     assert left.value.code == 2
     assert wrong.partition("=")[0] in capsys.readouterr().err
 
 
 def test_several_nodes_need_a_place_to_meet():
     with pytest.raises(PtrainError, match=r"--nnodes 2: .*\n.*--rdzv-endpoint HOST:PORT"):
-        options.parse(["ddp", "--nnodes", "2"])
+        options.parse_options(["ddp", "--nnodes", "2"])
     meeting = ["--rdzv-endpoint", "a:1", "--rdzv-id", "0123456789abcdef"]
-    asked = options.parse(["ddp", "--nnodes", "2", *meeting])
+    asked = options.parse_options(["ddp", "--nnodes", "2", *meeting])
     assert options.elastic_argv(asked)[-4:] == meeting
     assert asked.wants_elastic
 
@@ -73,19 +73,19 @@ def test_several_nodes_need_a_place_to_meet():
 @pytest.mark.parametrize("word", [[], ["--rdzv-id", "job-4711"]])
 def test_nodes_meet_under_an_id_that_nobody_guesses(word):
     with pytest.raises(PtrainError, match=r"--rdzv-id.*\n  remedy: .*--rdzv-id [0-9a-f]{32}"):
-        options.parse(["ddp", "--nnodes", "2", "--rdzv-endpoint", "a:1", *word])
+        options.parse_options(["ddp", "--nnodes", "2", "--rdzv-endpoint", "a:1", *word])
 
 
 def test_restarts_on_one_machine_open_no_port_of_torchs():
-    assert not options.parse(["ddp", "--max-restarts", "1"]).wants_elastic
+    assert not options.parse_options(["ddp", "--max-restarts", "1"]).wants_elastic
 
 
 def test_an_override_may_be_spelled_as_an_option():
-    assert options.parse(["ddp", "--train.steps=3"]).overrides == ("train.steps=3",)
+    assert options.parse_options(["ddp", "--train.steps=3"]).overrides == ("train.steps=3",)
 
 
 def test_device_is_an_override():
-    assert options.parse(["ddp", "--device", "cpu"]).overrides == ("device=cpu",)
+    assert options.parse_options(["ddp", "--device", "cpu"]).overrides == ("device=cpu",)
 
 
 def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
@@ -103,7 +103,7 @@ def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
         measure=5,
         prepared=True,
     )
-    assert options.parse(options.to_argv(asked)) == asked
+    assert options.parse_options(options.to_argv(asked)) == asked
 
 
 @pytest.mark.parametrize("words", [["log.trackers=[tensorboard]"], ["--tensorboard"]])
@@ -116,19 +116,19 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
         r"log\.trackers: tensorboard needs .*\n  remedy: Run `pip install 'ptrain\[tensorboard\]'`"
     )
     with pytest.raises(PtrainError, match=said):
-        checked(options.parse(["zero1", *words]))
+        load_checked(options.parse_options(["zero1", *words]))
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_tracker_that_is_named_twice_is_given_all_once():
-    chosen = options.parse(["zero1", "--tensorboard"])
+    chosen = options.parse_options(["zero1", "--tensorboard"])
     spec = require_runnable(load("zero1", ["log.trackers=[wandb,tensorboard]"]))
-    assert tracker.names_of_trackers(spec, chosen) == ("wandb", "tensorboard")
+    assert tracker.tracker_names(spec, chosen) == ("wandb", "tensorboard")
 
 
 def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
     with pytest.raises(PtrainError, match="no such folder"):
-        options.parse(["ddp", "--resume", str(tmp_path / "none")])
+        options.parse_options(["ddp", "--resume", str(tmp_path / "none")])
 
 
 # -- traces
@@ -137,14 +137,16 @@ def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
 def test_a_profiled_step_beyond_the_last_is_refused_with_the_range():
     spec = require_runnable(load("ddp", ["profile=[9]", "train.steps=5"]))
     with pytest.raises(PtrainError, match=r"profile: there is no step 9\n.* from 1 to 5"):
-        options.require_reachable(spec)
+        options.require_profiled_steps(spec)
 
 
 def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():
     spec = require_runnable(load("ddp", ["profile=[1,2,3,5]", "train.steps=9"]))
-    assert probe.moved(spec, (2, 3)) == {2: 4, 3: 4}
-    assert "step 2 and 3 is measured; step 4 of 9 is traced" in probe.announcement(spec, (2, 3))
-    assert probe.announcement(require_runnable(load("ddp", ["profile=[5]"])), (2, 3)) == ""
+    assert probe.moved_profiles(spec, (2, 3)) == {2: 4, 3: 4}
+    assert "step 2 and 3 is measured; step 4 of 9 is traced" in probe.moved_profiles_line(
+        spec, (2, 3)
+    )
+    assert probe.moved_profiles_line(require_runnable(load("ddp", ["profile=[5]"])), (2, 3)) == ""
 
 
 # -- schedule
@@ -193,7 +195,7 @@ LOST = "RuntimeError: [gloo/tcp/pair.cc:559] Connection closed by peer [127.0.0.
 
 def test_a_killed_rank_is_blamed_and_not_those_that_lost_it(tmp_path):
     ranks = [rank(0, 3, said=LOST, tmp_path=tmp_path), rank(1, -9, tmp_path=tmp_path)]
-    blamed = failure.root_cause(failure.failures(ranks, time.monotonic()), [])
+    blamed = failure.select_root_cause(failure.find_failures(ranks, time.monotonic()), [])
     assert blamed.rank.rank == 1
     assert "SIGKILL" in blamed.cause
 
@@ -203,15 +205,15 @@ def test_the_rank_that_raised_is_blamed_in_its_own_words(tmp_path):
         rank(0, 3, said=LOST, tmp_path=tmp_path),
         rank(1, 3, said="ValueError: no such token", tmp_path=tmp_path),
     ]
-    blamed = failure.root_cause(failure.failures(ranks, time.monotonic()), [])
+    blamed = failure.select_root_cause(failure.find_failures(ranks, time.monotonic()), [])
     assert blamed.cause == "raised ValueError: no such token"
 
 
 def test_a_rank_that_lives_and_is_silent_is_blamed_for_all_that_wait_for_it(tmp_path):
     waiting = rank(0, 3, said="RuntimeError: Timed out waiting 8000ms", tmp_path=tmp_path)
     silent = rank(1, None, tmp_path=tmp_path)
-    found = failure.failures([waiting, silent], time.monotonic())
-    assert failure.root_cause(found, [silent]).rank is silent
+    found = failure.find_failures([waiting, silent], time.monotonic())
+    assert failure.select_root_cause(found, [silent]).rank is silent
 
 
 def test_of_several_silent_ranks_the_one_that_is_waited_for_is_blamed(tmp_path):
@@ -220,15 +222,15 @@ def test_of_several_silent_ranks_the_one_that_is_waited_for_is_blamed(tmp_path):
     )
     waiting = rank(3, 3, said=told, tmp_path=tmp_path)
     living = [rank(number, None, tmp_path=tmp_path) for number in (0, 1, 2)]
-    found = failure.failures([waiting, *living], time.monotonic())
-    assert failure.root_cause(found, living).rank is living[2]
+    found = failure.find_failures([waiting, *living], time.monotonic())
+    assert failure.select_root_cause(found, living).rank is living[2]
 
 
 def test_a_rank_of_a_pipeline_is_called_by_its_stage_too(tmp_path):
     failed = rank(1, 3, said="RankFailed: stage 1, micro-batch 2: KeyError: 4", tmp_path=tmp_path)
     failed.has = "stages 1 and 2"
-    found = failure.failures([failed], time.monotonic())
-    text = failure.message(failure.root_cause(found, []), 1)
+    found = failure.find_failures([failed], time.monotonic())
+    text = failure.format_failure(failure.select_root_cause(found, []), 1)
     assert text == "error: rank 1 (stages 1 and 2) failed: stage 1, micro-batch 2: KeyError: 4"
 
 
@@ -242,14 +244,14 @@ def test_a_rank_of_a_pipeline_is_called_by_its_stage_too(tmp_path):
 )
 def test_ranks_are_told_apart_by_what_they_have_of_the_model(mesh, schedule, parts):
     pipeline = {"schedule": schedule} if "pp" in mesh else {}
-    assert list(parts_of_ranks(spec(mesh, pipeline))) == parts
+    assert list(rank_stage_texts(spec(mesh, pipeline))) == parts
 
 
 def test_a_rank_that_is_stopped_fails_after_some_seconds(tmp_path):
     stopped = rank(1, None, tmp_path=tmp_path)
     stopped.stopped = 100.0
-    assert not failure.failures([stopped], 100.0 + failure.STOPPED_FOR - 0.1)
-    assert failure.failures([stopped], 100.0 + failure.STOPPED_FOR)
+    assert not failure.find_failures([stopped], 100.0 + failure.STOPPED_FOR - 0.1)
+    assert failure.find_failures([stopped], 100.0 + failure.STOPPED_FOR)
 
 
 @pytest.mark.parametrize("code", failure.ORDERLY)
@@ -257,19 +259,19 @@ def test_an_orderly_end_is_no_failure(tmp_path, code):
     ended = rank(0, code, tmp_path=tmp_path)
     ended.log = tmp_path / "logs" / "rank0.log"
     (tmp_path / "summary.json").touch()
-    assert not failure.failures([ended], math.inf)
+    assert not failure.find_failures([ended], math.inf)
 
 
 def test_exit_code_1_without_a_summary_is_pythons_own_and_a_failure(tmp_path):
     ended = rank(0, 1, tmp_path=tmp_path)
     ended.log = tmp_path / "logs" / "rank0.log"
-    assert failure.failures([ended], math.inf)
+    assert failure.find_failures([ended], math.inf)
 
 
 def test_the_message_names_rank_cause_and_last_words_and_folds_the_rest(tmp_path):
     failed = rank(1, -9, tmp_path=tmp_path)
     failed.log.write_text("one\ntwo\nframe #3: c10::Error\n")
-    text = failure.message(Failure(rank=failed, cause="was killed by SIGKILL"), 4)
+    text = failure.format_failure(Failure(rank=failed, cause="was killed by SIGKILL"), 4)
     assert text.startswith("error: rank 1 was killed by SIGKILL")
     assert "| two" in text and "frame #3" not in text
     assert "3 more failed because of it" in text
@@ -281,12 +283,12 @@ def test_the_message_names_rank_cause_and_last_words_and_folds_the_rest(tmp_path
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with LauncherSignals().caught(), interrupt.caught():
+        with LauncherSignals().record_signals(), interrupt.record_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with interrupt.caught() as interrupts:
+        with interrupt.record_signals() as interrupts:
             signal.raise_signal(signal.SIGHUP)
-        assert interrupt.strongest(interrupts.flags()) is signal.SIGHUP
+        assert interrupt.strongest_signal(interrupts.flags()) is signal.SIGHUP
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -19,7 +19,7 @@ from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.spec.load import load
 from ptrain.testing import assert_verified
 from ptrain.verification import options
-from ptrain.verification.options import VerifyOptions, parse, source_of, to_argv
+from ptrain.verification.options import VerifyOptions, parse_options, spec_source, to_argv
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,28 +83,28 @@ def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
         allow_import=True,
         folder=tmp_path,
     )
-    assert parse(to_argv(asked)) == asked
-    assert parse([]).steps == options.STEPS
+    assert parse_options(to_argv(asked)) == asked
+    assert parse_options([]).steps == options.STEPS
 
 
 def test_under_torchrun_one_spec_is_verified():
     with pytest.raises(Exception, match="verify one SPEC"):
-        parse(["ddp", "zero1"])
+        parse_options(["ddp", "zero1"])
 
 
 def test_a_run_folder_stands_for_the_spec_that_ran(tmp_path):
     resolved = tmp_path / "spec.resolved.yaml"
-    assert source_of(str(tmp_path)) == str(tmp_path)  # refused as any folder is
+    assert spec_source(str(tmp_path)) == str(tmp_path)  # refused as any folder is
     resolved.write_text("name: mine\n")
-    assert source_of(str(tmp_path)) == str(resolved)
-    assert source_of("zero3") == "zero3"
+    assert spec_source(str(tmp_path)) == str(resolved)
+    assert spec_source("zero3") == "zero3"
 
 
 def test_a_name_of_a_spec_is_that_spec_whatever_folder_lies_there(tmp_path, monkeypatch):
     (tmp_path / "zero3").mkdir()
     (tmp_path / "zero3" / "spec.resolved.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
-    assert source_of("zero3") == "zero3"
+    assert spec_source("zero3") == "zero3"
 
 
 # -- what is started
@@ -116,14 +116,14 @@ def started(monkeypatch):
     found = []
 
     def launch(argv, *, num_ranks, folder, parts, module):
-        asked = parse(argv)
+        asked = parse_options(argv)
         found.append((asked, num_ranks, module, load(asked.spec).spec))
         checks = (GOOD,) if len(found) > 1 else (GOOD, BAD)
         record = as_record(found[-1][3].name, checks, root_cause=None)
         folder.summary.write_text(json.dumps(record))
         return 0 if len(found) > 1 else 1
 
-    monkeypatch.setattr(verify, "launch", launch)
+    monkeypatch.setattr(verify, "launch_ranks", launch)
     return found
 
 
@@ -142,7 +142,7 @@ def test_several_specs_and_lists_are_verified_one_after_the_other(started, capsy
 
 
 def test_an_interrupted_command_ends_like_its_ranks_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "launch", lambda *_, **__: 130)
+    monkeypatch.setattr(verify, "launch_ranks", lambda *_, **__: 130)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["verify", "zero3"]) == 130
     assert not list(tmp_path.iterdir())
@@ -152,7 +152,7 @@ def test_the_logs_of_a_rank_that_failed_stay(tmp_path, monkeypatch, capsys):
     def launch(*_, **__):
         raise RankFailed("error: rank 1 was killed by SIGKILL")
 
-    monkeypatch.setattr(verify, "launch", launch)
+    monkeypatch.setattr(verify, "launch_ranks", launch)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["verify", "zero3"]) == 3
     assert "rank 1 was killed" in capsys.readouterr().err

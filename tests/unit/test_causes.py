@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from ptrain.report.copies import SHARED
-from ptrain.verification.preconditions import DIFFERENT, EVALUATES, UNLIKE, Seen, differing
+from ptrain.verification.preconditions import (
+    DIFFERENT,
+    EVALUATES,
+    UNLIKE,
+    Seen,
+    find_mask_mismatches,
+)
 
 
 def _told(*ranks: Seen, slices: int = 1) -> list[tuple[int, str]]:
@@ -11,7 +17,7 @@ def _told(*ranks: Seen, slices: int = 1) -> list[tuple[int, str]]:
     count = len(ranks)
     starts = {rank: rank - rank % slices for rank in range(count)}
     lines = {rank: range(start, start + slices) for rank, start in starts.items()}
-    return [(its.rank, its.told) for its in differing(dict(enumerate(ranks)), lines)]
+    return [(its.rank, its.told) for its in find_mask_mismatches(dict(enumerate(ranks)), lines)]
 
 
 def test_ranks_draw_alike_where_they_are_given_the_same_and_apart_elsewhere() -> None:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from ptrain.cli.main import main
 from ptrain.data import tokenized
-from ptrain.data.chat_rows import Chat, ChatPacking, ChatTemplate, pack, tokenize_chats
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import LocalBatch, batch, require
-from ptrain.data.vocabulary import START, TARGET, mask_beside
+from ptrain.data.chat_rows import Chat, ChatPacking, ChatTemplate, pack_sizes, tokenize_chats
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import LocalBatch, read_batch, require_trainable_data
+from ptrain.data.vocabulary import START, TARGET, mask_path
 from ptrain.errors import SpecError
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.initialize import build_model, initialize
@@ -42,7 +42,7 @@ SEQUENCE = 127
 def test_all_are_packed_once_and_no_row_overflows(room: int):
     generator = np.random.default_rng(room)
     sizes = generator.integers(1, room + 1, 200).tolist()
-    packed = pack(sizes, room)
+    packed = pack_sizes(sizes, room)
     assert sorted(number for row in packed for number in row) == list(range(200))
     fill = [sum(sizes[number] for number in row) for row in packed]
     assert max(fill) <= room and len(packed) <= 11 / 9 * sum(sizes) / room + 1 + room / 7
@@ -50,7 +50,7 @@ def test_all_are_packed_once_and_no_row_overflows(room: int):
 
 
 def rows_of(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    return np.load(path), np.load(mask_beside(path))
+    return np.load(path), np.load(mask_path(path))
 
 
 def documents_of(tokens: NDArray[Any], marks: NDArray[Any], separator: int) -> list[list[int]]:
@@ -140,7 +140,7 @@ def spec_of(path: Path, *words: str, end: int = 2) -> Spec:
             "mesh": {"dp_shard": 2},
             "placement": "zero2",
             "batch": {"global": 8, "micro": 2, "sequence": SEQUENCE},
-            "data": {"path": str(path), "loss_mask": str(mask_beside(path))},
+            "data": {"path": str(path), "loss_mask": str(mask_path(path))},
         },
         [f"model.document_end={end}", *words],
     ).spec
@@ -148,13 +148,15 @@ def spec_of(path: Path, *words: str, end: int = 2) -> Spec:
 
 def test_a_training_learns_answers_alone_and_divides_by_their_number(packed: Path):
     spec = spec_of(packed)
-    source = corpus(spec.data)
-    require(source, spec)
+    source = open_corpus(spec.data)
+    require_trainable_data(source, spec)
     tokens, marks = rows_of(packed)
     num_rows = source.num_samples(SEQUENCE)
     assert num_rows == len(tokens) - len(tokens) // 20
     for step in range(3):
-        shares = [batch(source, spec=spec, step=step, data_index=n, data_degree=2) for n in (0, 1)]
+        shares = [
+            read_batch(source, spec=spec, step=step, data_index=n, data_degree=2) for n in (0, 1)
+        ]
         targets = 0
         for share in shares:
             assert isinstance(share, LocalBatch) and share.labels is not None
@@ -198,7 +200,7 @@ class Broken(ChatTemplate):
         self.at -= 1
         if self.at < 0:
             raise KeyboardInterrupt
-        return super().samples(chat)
+        return super().make_samples(chat)
 
 
 @pytest.mark.parametrize("at", [0, 7, 8, 27, 60])
@@ -224,7 +226,7 @@ def test_what_was_broken_off_goes_on_where_it_stopped(
 
 def fault_of(spec: Spec) -> tuple[str, str, str]:
     with pytest.raises(SpecError) as caught:
-        require(corpus(spec.data), spec)
+        require_trainable_data(open_corpus(spec.data), spec)
     (fault,) = caught.value.faults
     return fault.place, fault.finding, fault.remedy
 
@@ -250,10 +252,10 @@ def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
         "Use `batch.sequence=127`, or write the file with `ptrain tokenize --sequence 64`.",
     )
     other = packed.with_name("other.npy")
-    np.save(other, np.roll(np.load(mask_beside(packed)), 1, axis=0))
+    np.save(other, np.roll(np.load(mask_path(packed)), 1, axis=0))
     place, remedy = place_and_remedy(f"data.loss_mask={other}")
     assert place == "data.loss_mask" and "the mask that was written with the file" in remedy
-    np.save(other, np.zeros_like(np.load(mask_beside(packed))))
+    np.save(other, np.zeros_like(np.load(mask_path(packed))))
     _, finding, _ = fault_of(spec_of(packed, f"data.loss_mask={other}"))
     assert "the mask excludes every token of the train split" in finding
     place, remedy = place_and_remedy("data.loss_mask=null")

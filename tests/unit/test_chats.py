@@ -11,7 +11,7 @@ import pytest
 
 from ptrain.cli.main import main
 from ptrain.convert.saved import ChatVocabulary
-from ptrain.data.chat_rows import Chat, ChatTemplate, chats
+from ptrain.data.chat_rows import Chat, ChatTemplate, read_chats
 from ptrain.errors import SpecError
 from tests.chat_folders import (
     CHAT,
@@ -33,7 +33,7 @@ SEQUENCE = 127
 def answers(template: ChatTemplate, chat_tokenizer: Any, chat: Messages) -> list[list[str]]:
     """Return what is learned of each sample, stretch by stretch."""
     learned = []
-    for sample in template.samples(Chat(messages=chat, tools=None, place="here")):
+    for sample in template.make_samples(Chat(messages=chat, tools=None, place="here")):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], sample.is_target, [0]))))
         spans = edges.reshape(-1, 2)
         learned.append([chat_tokenizer.decode(sample.tokens[slice(*span)]) for span in spans])
@@ -44,7 +44,7 @@ def answers(template: ChatTemplate, chat_tokenizer: Any, chat: Messages) -> list
 def test_answers_and_what_ends_them_are_learned(tmp_path: Path, chat_tokenizer: Any, text: str):
     template = ChatTemplate(save_tokenizer(tmp_path, text))
     assert answers(template, chat_tokenizer, CHAT) == [[f"seven{END}", f"zwölf{END}"]]
-    (sample,) = template.samples(Chat(messages=CHAT, tools=None, place="here"))
+    (sample,) = template.make_samples(Chat(messages=CHAT, tools=None, place="here"))
     whole = chat_tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
     assert sample.tokens.tolist() == whole
 
@@ -82,7 +82,7 @@ def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
     text = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     template = ChatTemplate(save_tokenizer(tmp_path, text))
     with pytest.raises(SpecError, match="renders the messages before answer 3 differently"):
-        template.samples(Chat(messages=CHAT, tools=None, place="here"))
+        template.make_samples(Chat(messages=CHAT, tools=None, place="here"))
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_calls_of_tools_are_answers_too(tmp_path: Path, chat_tokenizer: Any):
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "red"}]}
     chat = [CHAT[1], call, {"role": "tool", "content": "seven"}, CHAT[2]]
     path = write_chats(tmp_path / "a.jsonl", [chat], tools=[{"name": "red"}])
-    (read,) = chats(path, "messages")
+    (read,) = read_chats(path, "messages")
     assert read.messages == chat
-    (sample,) = template.samples(read)
+    (sample,) = template.make_samples(read)
     assert "[{'name': 'red'}]" in chat_tokenizer.decode(sample.tokens)
     learned = chat_tokenizer.decode(sample.tokens[sample.is_target])
     assert learned == f"red{END}seven{END}"
@@ -141,17 +141,17 @@ def test_chats_as_sharegpt_has_them_are_chats(tmp_path: Path, field: str):
     speakers = {"system": "system", "user": "human", "assistant": "gpt"}
     said = [{"from": speakers[m["role"]], "value": m["content"], "weight": 1} for m in CHAT]
     (tmp_path / "a.jsonl").write_text(json.dumps({field: said, "id": 3}))
-    assert [chat.messages for chat in chats(tmp_path / "a.jsonl", None)] == [CHAT]
+    assert [chat.messages for chat in read_chats(tmp_path / "a.jsonl", None)] == [CHAT]
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({field: [said]}), tmp_path / "a.parquet")
-    assert [chat.messages for chat in chats(tmp_path / "a.parquet", None)] == [CHAT]
+    assert [chat.messages for chat in read_chats(tmp_path / "a.parquet", None)] == [CHAT]
 
 
 def test_chats_in_columns_are_chats(tmp_path: Path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [CHAT, [{**CHAT[1], "name": "one"}, CHAT[2]]]
     parquet.write_table(arrow.table({"said": rows}), tmp_path / "a.parquet")
-    assert [chat.messages for chat in chats(tmp_path / "a.parquet", "said")] == rows
+    assert [chat.messages for chat in read_chats(tmp_path / "a.parquet", "said")] == rows
 
 
 @pytest.mark.parametrize(

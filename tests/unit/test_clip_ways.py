@@ -6,14 +6,19 @@ import pytest
 import torch
 
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.updates.clip import ClippedGradient, ClipWay, Scaling, fits
+from ptrain.verification.updates.clip import (
+    ClipHypothesis,
+    ClippedGradient,
+    Scaling,
+    fit_hypotheses,
+)
 
 SQUARES = {"norm.weight": 3.0, "up.weight": 5.0, "head.weight": 11.0}
 FACTOR = 0.2
 DP_TP = {"dp": ((0, 2), (1, 3)), "tp": ((0, 1), (2, 3))}
 
 
-def _fitting(counts: dict[str, int], sharded: dict[str, str]) -> list[ClipWay]:
+def _fitting(counts: dict[str, int], sharded: dict[str, str]) -> list[ClipHypothesis]:
     """Return the ways that fit a norm with these counts, on dp 2 x tp 2; `sharded`: over what."""
     ranks = Ranks(rank=0, size=4, device=torch.device("cpu"), axes=DP_TP)
     right = math.sqrt(sum(SQUARES.values()))
@@ -26,7 +31,7 @@ def _fitting(counts: dict[str, int], sharded: dict[str, str]) -> list[ClipWay]:
             for name in SQUARES
         ]
     gradient = ClippedGradient(SQUARES, FACTOR)
-    return [way for error, way in fits(gradient, rows, ranks, range(4)) if error <= 1e-6]
+    return [way for error, way in fit_hypotheses(gradient, rows, ranks, range(4)) if error <= 1e-6]
 
 
 SHARDED = {"up.weight": "tp", "head.weight": "tp"}

@@ -8,7 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptrain.verification.compare import alive, apart, apart_by_tensor, share_of
+from ptrain.verification.compare import (
+    joint_difference,
+    learning_checks,
+    tensor_differences,
+    tolerance_share,
+)
 from ptrain.verification.reference import Trajectory
 from tests.trajectories import FP64, compare
 
@@ -22,7 +27,7 @@ def trajectory() -> Trajectory:
         losses=LOSSES,
         gradient_norms=(1.0,) * 20,
         parameters={"large": draw, "small": 1e-4 * draw[:5], "key.bias": 1e-13 * draw[:5]},
-        travelled=0.5,
+        moved_distance=0.5,
     )
 
 
@@ -53,7 +58,7 @@ def test_a_tensor_that_should_not_have_moved_may_not_move():
 
 
 def test_a_dead_run_holds_nothing():
-    flat = replace(trajectory(), losses=(5.0,) * 20, travelled=0.0)
+    flat = replace(trajectory(), losses=(5.0,) * 20, moved_distance=0.0)
     assert {"run: learns", "run: parameters move"} <= set(failing(flat))
 
 
@@ -70,7 +75,9 @@ def test_two_runs_that_are_not_finite_alike_hold_nothing(place):
 
 @pytest.mark.parametrize("norms", [(0.0, *(1.0,) * 19), (NAN,) * 20, (1.0, NAN, 0.0)])
 def test_a_gradient_of_zero_holds_nothing_wherever_it_stands(norms):
-    found = alive("run", replace(trajectory(), gradient_norms=norms, again=LOSSES[-1]))
+    found = learning_checks(
+        "run", replace(trajectory(), gradient_norms=norms, repeated_loss=LOSSES[-1])
+    )
     assert [check.name for check in found if not check.holds] == ["run: gradients"]
 
 
@@ -78,12 +85,12 @@ def test_a_gradient_of_zero_holds_nothing_wherever_it_stands(norms):
     ("again", "failed"), [(LOSSES[1], []), (LOSSES[0], ["run: learns"]), (NAN, ["run: learns"])]
 )
 def test_a_run_learns_where_the_first_batch_has_a_lower_loss(again, failed):
-    checks = alive("run", replace(trajectory(), again=again))
+    checks = learning_checks("run", replace(trajectory(), repeated_loss=again))
     assert [check.name for check in checks if not check.holds] == failed
 
 
 def test_where_no_further_step_could_be_run_nothing_is_said_of_learning():
-    assert [check.name for check in alive("run", trajectory())] == [
+    assert [check.name for check in learning_checks("run", trajectory())] == [
         "run: gradients", "run: parameters move", "run: losses are finite",
     ]  # fmt: skip
 
@@ -106,34 +113,34 @@ def test_norms_may_have_a_tolerance_for_each_step():
 
 def test_gradients_apart_are_one_vector_and_what_is_missing_is_zero():
     one = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
-    assert apart(one, one) == 0.0
-    assert apart(one, {"a": torch.tensor([3.0])}) == pytest.approx(4 / 5)
-    assert apart(one, {**one, "c": torch.tensor([5.0])}) == pytest.approx(1.0)
-    assert apart(one, {**one, "a": torch.ones(2)}) == math.inf
-    assert apart({}, one) == math.inf
-    assert apart(one, {**one, "a": torch.tensor([NAN])}) == math.inf
+    assert joint_difference(one, one) == 0.0
+    assert joint_difference(one, {"a": torch.tensor([3.0])}) == pytest.approx(4 / 5)
+    assert joint_difference(one, {**one, "c": torch.tensor([5.0])}) == pytest.approx(1.0)
+    assert joint_difference(one, {**one, "a": torch.ones(2)}) == math.inf
+    assert joint_difference({}, one) == math.inf
+    assert joint_difference(one, {**one, "a": torch.tensor([NAN])}) == math.inf
 
 
 def test_by_tensor_each_is_relative_to_its_own_length_and_noise_to_the_usual_one():
     one = dict(trajectory().parameters)
-    assert set(apart_by_tensor(one, one).values()) == {0.0}
-    found = apart_by_tensor(
+    assert set(tensor_differences(one, one).values()) == {0.0}
+    found = tensor_differences(
         one, {**one, "small": one["small"] * (1 + 1e-3), "key.bias": -one["key.bias"]}
     )
     assert found["large"] == 0.0
     assert found["small"] == pytest.approx(1e-3)
     assert 0.0 < found["key.bias"] < 1e-12
-    assert apart(one, {**one, "small": one["small"] * (1 + 1e-3)}) < 1e-6
+    assert joint_difference(one, {**one, "small": one["small"] * (1 + 1e-3)}) < 1e-6
 
 
 def test_by_tensor_what_one_side_lacks_is_zero_there():
     one = dict(trajectory().parameters)
     without = {name: each for name, each in one.items() if name != "small"}
-    assert apart_by_tensor(one, without)["small"] == pytest.approx(1.0)
-    assert apart_by_tensor(without, one)["small"] > 1e-6
+    assert tensor_differences(one, without)["small"] == pytest.approx(1.0)
+    assert tensor_differences(without, one)["small"] > 1e-6
     zeros = {name: torch.zeros_like(each) for name, each in one.items()}
-    assert apart_by_tensor(zeros, one)["large"] == math.inf
-    assert apart_by_tensor(one, {**one, "small": one["small"] * math.nan})["small"] == math.inf
+    assert tensor_differences(zeros, one)["large"] == math.inf
+    assert tensor_differences(one, {**one, "small": one["small"] * math.nan})["small"] == math.inf
 
 
 @pytest.mark.parametrize(
@@ -141,4 +148,4 @@ def test_by_tensor_what_one_side_lacks_is_zero_there():
     [(1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, math.inf), (math.nan, 1.0, math.inf)],
 )
 def test_what_is_no_number_takes_more_than_all_that_is_allowed(measured, allowed, share):
-    assert share_of(measured, allowed) == share
+    assert tolerance_share(measured, allowed) == share

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from ptrain.models import compiled
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.spec.load import load
 
 TINY = "model={layers: 2, hidden: 16, heads: 2, kv_heads: 2, ffn: 32, vocab: 32}"
@@ -22,7 +22,7 @@ def model():
     spec = load("ddp", [TINY, "batch={global: 8, micro: 4, sequence: 8}"]).spec
     torch._dynamo.reset()
     counters.clear()
-    built = build(spec.model, sequence=8)
+    built = build_model(spec.model, sequence=8)
     with mock.patch.object(compiled, "BACKEND", "eager"):
         compiled.compile_blocks(built, ("blocks.0", "blocks.1"))
     yield built

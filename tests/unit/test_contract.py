@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import require
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import require_trainable_data
 from ptrain.errors import PtrainError, SpecError
 from ptrain.models.boundary import UserCodeError
 from ptrain.models.contract import NEEDED
@@ -114,7 +114,7 @@ def test_a_vocabulary_smaller_than_the_texts_is_refused_by_the_logits_that_were_
     with pytest.raises(
         PtrainError, match=r"models_external:necks returns 100 logits per token\n.* 259 or more"
     ):
-        require(corpus(spec.data), spec, logits)
+        require_trainable_data(open_corpus(spec.data), spec, logits)
 
 
 @pytest.mark.parametrize("chunk", [{}, {"loss": {"chunk": 8}}], ids=["whole", "chunked"])

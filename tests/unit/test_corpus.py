@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.data.sampler import Split
 from ptrain.data.vocabulary import BOS, EOS, PAD, VOCAB, decode, encode, open_tokens
 from ptrain.errors import PtrainError
@@ -31,7 +31,7 @@ def test_the_byte_tokenizer_has_259_ids_with_its_specials_last():
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_a_corpus_is_the_same_every_time(name):
-    first, second = corpus(DataSpec(corpus=name)), corpus(DataSpec(corpus=name))
+    first, second = open_corpus(DataSpec(corpus=name)), open_corpus(DataSpec(corpus=name))
     assert np.array_equal(first.train, second.train)
     assert first.digest() == second.digest()
     assert first.vocab == VOCAB
@@ -40,7 +40,7 @@ def test_a_corpus_is_the_same_every_time(name):
 @pytest.mark.parametrize("name", CORPORA)
 @pytest.mark.parametrize("split", Split)
 def test_each_split_holds_whole_documents(name, split):
-    tokens = corpus(DataSpec(corpus=name)).split(split)
+    tokens = open_corpus(DataSpec(corpus=name)).split(split)
     assert tokens[0] == BOS and tokens[-1] == EOS
     assert np.count_nonzero(tokens == BOS) == np.count_nonzero(tokens == EOS)
     assert tokens.max() == EOS
@@ -48,7 +48,7 @@ def test_each_split_holds_whole_documents(name, split):
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_no_held_out_document_is_trained_on(name):
-    source = corpus(DataSpec(corpus=name))
+    source = open_corpus(DataSpec(corpus=name))
     train, held_out = (documents(source.split(split)) for split in Split)
     assert held_out and not held_out & train
     assert 0.02 < len(source.held_out) / len(source.train) < 0.2
@@ -60,19 +60,19 @@ def documents(tokens: np.ndarray) -> set[bytes]:
 
 
 def test_the_python_docs_are_english_prose_of_some_length():
-    source = corpus(DataSpec(corpus="python-docs"))
+    source = open_corpus(DataSpec(corpus="python-docs"))
     text = decode(source.train.tolist())
     assert len(text) > 300_000
     assert text.count(" the ") > 2000
 
 
 def test_the_synthetic_corpus_is_the_same_on_every_machine():
-    assert corpus(DataSpec(corpus="synthetic")).digest() == "a269472f073c1957"
+    assert open_corpus(DataSpec(corpus="synthetic")).digest() == "a269472f073c1957"
 
 
 def test_the_synthetic_corpus_can_be_learned():
     """Its bytes have fewer than 4.5 bits each: a model gains over log2(259) = 8 at once."""
-    counts = np.bincount(corpus(DataSpec(corpus="synthetic")).train, minlength=VOCAB)
+    counts = np.bincount(open_corpus(DataSpec(corpus="synthetic")).train, minlength=VOCAB)
     shares = counts[counts > 0] / counts.sum()
     assert -(shares * np.log2(shares)).sum() < 4.5
 
@@ -90,12 +90,12 @@ def test_the_synthetic_corpus_can_be_learned():
 )
 def test_a_corpus_that_nobody_knows_is_refused_with_the_choice(data, finding):
     with pytest.raises(PtrainError, match=finding):
-        corpus(data)
+        open_corpus(data)
 
 
 def test_a_token_file_is_mapped_and_its_end_is_held_out(tmp_path):
     path = save(tmp_path, np.arange(1000, dtype=np.uint16))
-    source = corpus(DataSpec(corpus=None, path=str(path)))
+    source = open_corpus(DataSpec(corpus=None, path=str(path)))
     assert isinstance(source.train, np.memmap)
     assert (len(source.train), len(source.held_out)) == (950, 50)
     assert np.array_equal(np.concatenate((source.train, source.held_out)), np.arange(1000))
@@ -124,7 +124,7 @@ def test_a_missing_token_file_is_refused_with_the_command_that_makes_one(tmp_pat
         PtrainError,
         match=r"^error: data.path: .*: No such file.*\n  remedy: .*ptrain tokenize",
     ):
-        corpus(DataSpec(corpus=None, path=str(tmp_path / "nowhere.npy")))
+        open_corpus(DataSpec(corpus=None, path=str(tmp_path / "nowhere.npy")))
 
 
 @pytest.mark.parametrize("content", [b"", b"plain text", b"\x00\xff" * 99, b"\x93NUMPY\x01\x00"])

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ptrain.codec import decode, encode
-from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
+from ptrain.report.finding import Certainty, DifferenceKind, Mismatch, Moment, RootCause, Subject
 from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.jobs.job import TOLERANCES, Ranks
 from ptrain.verification.jobs.record import compare_buffers
@@ -30,10 +30,10 @@ def test_mismatches_are_in_the_order_of_time_and_of_the_model_and_the_loss_is_la
     ):  # fmt: skip
         own.compare(*kind, name, difference=1.0, tolerance=0.1)
     own.modules = {"blocks.0": 0, "blocks.1": 1}
-    assert differences.take(own)
+    assert differences.gather_step(own)
     names = [mismatch.name for mismatch in differences.mismatches]
     assert names == ["blocks.1", "blocks.0", "embed", "head", "loss"]
-    assert [mismatch.name for mismatch in differences.first] == ["blocks.1", "blocks.0"]
+    assert [mismatch.name for mismatch in differences.first_mismatches] == ["blocks.1", "blocks.0"]
 
 
 def test_a_check_has_the_largest_difference_and_the_place_of_the_first_mismatch() -> None:
@@ -42,7 +42,7 @@ def test_a_check_has_the_largest_difference_and_the_place_of_the_first_mismatch(
         own = step(number)
         own.compare(*UPDATED, "head", difference=2 * size, tolerance=0.1)
         own.compare(*UPDATED, "embed", difference=size / 2, tolerance=0.1)
-        differences.take(own)
+        differences.gather_step(own)
     (check,) = differences.checks()
     assert (check.name, check.measured) == ("parameters after the update", 0.6)
     assert not check.holds and check.why == "differs at embed, step 1, rank 0"
@@ -50,9 +50,11 @@ def test_a_check_has_the_largest_difference_and_the_place_of_the_first_mismatch(
 
 def test_what_one_side_lacks_fails_its_check_beside_tensors_that_are_alike() -> None:
     differences, own = AllDifferences(ONE), step()
-    own.add(*TAKEN, "router", "no gradient when the optimizer steps", Way.MISSING)
+    own.add_mismatch(
+        *TAKEN, "router", "no gradient when the optimizer steps", DifferenceKind.MISSING
+    )
     own.compare(*TAKEN, "embed", difference=0.0, tolerance=0.1)
-    differences.take(own)
+    differences.gather_step(own)
     (check,) = differences.checks()
     assert (check.measured, check.tolerance, check.holds) == (math.inf, 0.1, False)
     assert check.why.endswith("(no gradient when the optimizer steps)")
@@ -61,11 +63,11 @@ def test_what_one_side_lacks_fails_its_check_beside_tensors_that_are_alike() -> 
 def test_copies_that_differ_are_no_difference_from_one_device() -> None:
     differences, own = AllDifferences(ONE), step()
     own.compare(*UPDATED, "embed", difference=0.0, tolerance=0.1)
-    assert not differences.take(own)
+    assert not differences.gather_step(own)
     copy = Mismatch(
         step=0, moment=UPDATED[0], subject=UPDATED[1], name="embed", rank=0, between=(0, 1)
     )
-    differences.add([copy])
+    differences.add_mismatches([copy])
     assert differences.mismatches == [copy] and all(check.holds for check in differences.checks())
 
 
@@ -74,11 +76,11 @@ def test_counters_of_the_start_and_of_later_are_one_check_which_a_loop_leaves_ou
     for moment in (Moment.START, Moment.UPDATE):
         own = step()
         own.compare(moment, Subject.COUNTER, "embed.step", difference=0.0, tolerance=0.1)
-        differences.take(own)
+        differences.gather_step(own)
     assert [check.name for check in differences.checks()] == ["step counter"]
     own = step()
-    own.add(Moment.START, Subject.PARAMETERS, "embed", "in the loop's model, but")
-    differences.take(own)
+    own.add_mismatch(Moment.START, Subject.PARAMETERS, "embed", "in the loop's model, but")
+    differences.gather_step(own)
     assert [check.name for check in differences.checks()] == ["step counter", "initial parameters"]
     assert [check.name for check in differences.checks(since=Moment.BATCH)] == ["step counter"]
 
@@ -99,7 +101,7 @@ def test_a_root_cause_says_what_differs_where_the_fix_and_how_sure_it_is_in_a_li
         "  fits: the fix was not tried",
     ]
     assert decode(encode(found), RootCause) == found
-    assert found.proven("divided once").certainty is Certainty.FITS  # none of several is proven
+    assert found.as_proven("divided once").certainty is Certainty.FITS  # none of several is proven
 
 
 def test_a_root_cause_of_an_earlier_record_has_its_fix_in_the_sentence() -> None:
@@ -107,7 +109,7 @@ def test_a_root_cause_of_an_earlier_record_has_its_fix_in_the_sentence() -> None
         state=Subject.LOSS, axis="", factor="NaN", place="", step=0, ranks=(0,),
         sentence="It is NaN. Lower the rate.",
     )  # fmt: skip
-    assert str(found.unexplained("a sum")).splitlines()[1:] == [
+    assert str(found.as_unexplained("a sum")).splitlines()[1:] == [
         "  what differs: It is NaN. Lower the rate.",
         "  where: first in step 0, on rank 0",
         "  not explained: ruled out: a sum",
@@ -120,8 +122,8 @@ def test_a_root_cause_says_what_came_of_its_fix_or_what_was_ruled_out() -> None:
         state=Subject.LOSS, axis="", factor="× 2", place="", step=0, ranks=(0,), sentence="Halve."
     )
     assert "fits: the fix was not tried" in str(root_cause)
-    assert str(root_cause.proven("halved it is right")).endswith("by trying: halved it is right")
-    unexplained = root_cause.unexplained("a sum")
+    assert str(root_cause.as_proven("halved it is right")).endswith("by trying: halved it is right")
+    unexplained = root_cause.as_unexplained("a sum")
     assert (unexplained.certainty, unexplained.tried) == (
         Certainty.UNEXPLAINED, "ruled out: a sum"
     )  # fmt: skip

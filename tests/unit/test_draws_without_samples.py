@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.verification.jobs.draws import EveryonesDraws, RandomDraw, RankDraw
+from ptrain.verification.jobs.draws import AllDraws, RandomDraw, RankDraw
 
 MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
 
@@ -17,22 +17,22 @@ def of_one_device() -> RandomDraw:
     )
 
 
-def of_ranks(*draws: tuple[tuple[str, ...], Tensor]) -> EveryonesDraws:
+def of_ranks(*draws: tuple[tuple[str, ...], Tensor]) -> AllDraws:
     """Rank by rank, for which samples it drew what."""
     held = [RankDraw(rank, 0, rows, 0, value) for rank, (rows, value) in enumerate(draws)]
-    return EveryonesDraws(by_key={("drop", 0): held})
+    return AllDraws(by_key={("drop", 0): held})
 
 
 def test_it_is_what_all_ranks_drew_where_they_have_none_either() -> None:
     everyones = of_ranks(((), MASK), ((), MASK.clone()))
-    value = everyones.of(of_one_device(), ())
+    value = everyones.value_for(of_one_device(), ())
     assert value is not None and torch.equal(value, MASK)
     assert not everyones.unlike and not everyones.lost
 
 
 def test_ranks_that_drew_differently_for_none_are_told_apart() -> None:
     everyones = of_ranks(((), MASK), ((), 1 - MASK))
-    value = everyones.of(of_one_device(), ())
+    value = everyones.value_for(of_one_device(), ())
     assert value is not None and torch.equal(value, MASK)
     assert everyones.unlike == {"drop": (0, 1)}
 
@@ -40,5 +40,5 @@ def test_ranks_that_drew_differently_for_none_are_told_apart() -> None:
 @pytest.mark.parametrize("rows", [("a",), ("a", "b")])
 def test_what_ranks_drew_for_samples_does_not_tell_it(rows: tuple[str, ...]) -> None:
     everyones = of_ranks((rows, MASK), (("c",), 1 - MASK))
-    assert everyones.of(of_one_device(), ()) is None
+    assert everyones.value_for(of_one_device(), ()) is None
     assert everyones.lost == {"drop"}

@@ -17,16 +17,16 @@ from ptrain.runtime.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
-from ptrain.verification.capture import modules
+from ptrain.verification.capture import model_parts
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs import evidence, run
-from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients
+from ptrain.verification.jobs.evidence import MOST, JobEvidence, RankGradients
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.step import StepComparison, run_step
 from ptrain.verification.options import VerifyOptions
-from ptrain.verification.parts import numbers_apart
-from ptrain.verification.preconditions import consistency
-from ptrain.verification.protocol import STAGES, Context, interpreted
+from ptrain.verification.parts import number_difference
+from ptrain.verification.preconditions import observe_run
+from ptrain.verification.protocol import STAGES, VerificationContext, interpret_spec
 from ptrain.verification.references import NOTE
 
 TINY = (
@@ -71,7 +71,7 @@ def test_beside_the_mask_of_documents_activations_are_judged(factor: float) -> N
 def test_a_table_that_departs_is_seen_beside_the_mask_of_a_window_which_does_not(name) -> None:
     windowed = interpret(resolve_auto(load("zero2", (*TINY, "model.window=4"))), world=World())
     assert examine(windowed, Exchange(World()), 1).root_cause is None
-    (model,) = modules(windowed)
+    (model,) = model_parts(windowed)
     model.get_buffer(name)[1, 1] += 0.01
     checks = examine(windowed, Exchange(World()), 1).checks
     assert "buffers" in [check.name for check in checks if not check.holds]
@@ -83,7 +83,7 @@ def test_a_mask_of_documents_departs_where_it_hides_others_and_not_where_it_hide
     spec = resolve_auto(load("zero2", (*TINY, "model.document_end=32")))
     assert examine(interpret(spec, world=World()), Exchange(World()), 1).root_cause is None
     packed = interpret(spec, world=World())
-    (model,) = modules(packed)
+    (model,) = model_parts(packed)
     model.documents.edge = 101
     checks = examine(packed, Exchange(World()), 1).checks
     assert "activations" in [check.name for check in checks if not check.holds]
@@ -107,7 +107,7 @@ def test_a_step_counter_that_begins_elsewhere_departs() -> None:
 
 
 def test_a_rank_that_is_alone_has_no_check_of_what_ranks_share() -> None:
-    assert consistency(program(), Exchange(World()), every_collective=True).checks() == ()
+    assert observe_run(program(), Exchange(World()), every_collective=True).checks() == ()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_two_numbers_are_apart_relative_to_the_expected_one(
     pair: tuple[float, float], off: float
 ) -> None:
     measured, right = pair
-    assert numbers_apart(right, measured) == off
+    assert number_difference(right, measured) == off
 
 
 @pytest.mark.parametrize(("since", "cause"), [(3, None), (1, (Subject.ACTIVATIONS, 1))])
@@ -162,7 +162,7 @@ def test_gradients_of_a_program_are_not_explained_by_clipping(
         return steps[-1]
 
     monkeypatch.setattr(run, "run_step", kept)
-    monkeypatch.setattr(run, "clipping", None)
+    monkeypatch.setattr(run, "explain_clipping", None)
     odd = program("optimizer.clip=1e-3")
     odd.model.get_parameter("head.weight").register_hook(lambda its: its.flip(0))
     verdict = examine(odd, Exchange(World()), 1)
@@ -180,12 +180,12 @@ def test_dropout_that_a_model_brings_along_is_off_and_it_is_said(rate) -> None:
     spec = load("zero2", [f"model={{hf: LlamaForCausalLM, config: {config}}}", *words]).spec
     world = World()
     outcome = STAGES["examination"](
-        Context(
+        VerificationContext(
             spec=spec,
             world=world,
             exchange=Exchange(world),
             request=VerifyOptions(),
-            make=interpreted,
+            make=interpret_spec,
         )
     )
     failing = {check.name: check.why for check in outcome.checks if not check.holds}
@@ -208,12 +208,12 @@ def test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said() -> No
 
 def test_what_many_micro_batches_gave_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    run = evidence.sampled
+    run = evidence.sample_gradients
 
-    def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
+    def sampled(ranks: Ranks, own: RankGradients) -> JobEvidence:
         seen.append(own.micro_batches)
         return run(ranks, own)
 
-    monkeypatch.setattr(evidence, "sampled", sampled)
+    monkeypatch.setattr(evidence, "sample_gradients", sampled)
     test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said()
     assert seen == [MOST]

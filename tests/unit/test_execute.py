@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 
 from ptrain.algebra.legality import require_runnable
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import read_batch
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.execute import OF_PIECES, OF_RANK, execute
 from ptrain.interpreter.program import Program, prepare_construction
@@ -49,9 +49,9 @@ def lowered() -> Plan:
 
 
 def losses(program: Program, steps: int = 3) -> list[float]:
-    source, seen = corpus(SPEC.data), []
+    source, seen = open_corpus(SPEC.data), []
     for step in range(steps):
-        local = batch(source, spec=SPEC, step=step, data_index=0, data_degree=1)
+        local = read_batch(source, spec=SPEC, step=step, data_index=0, data_degree=1)
         seen.append(float(program.forward_backward(local)))
         program.step(1e-2)
     return seen

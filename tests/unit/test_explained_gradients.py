@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
-from ptrain.verification.jobs.evidence import OwnGradients, sampled
+from ptrain.verification.jobs.evidence import RankGradients, sample_gradients
 from ptrain.verification.jobs.gradients import explain_gradients
 from ptrain.verification.jobs.job import TOLERANCES, Axes, Ranks
-from ptrain.verification.jobs.shards import held_by
+from ptrain.verification.jobs.shards import find_shards
 
 LIMIT = TOLERANCES[torch.float64]
 
@@ -30,8 +30,8 @@ def _explained_of(
     truth: Tensor, taken: Tensor, *axes: str, given: Sequence[Tensor] = ()
 ) -> RootCause:
     model = nn.Linear(4, 3, bias=False).double()
-    own = OwnGradients(
-        holds=held_by(model, dict(model.named_parameters())), truths={"weight": truth},
+    own = RankGradients(
+        holds=find_shards(model, dict(model.named_parameters())), truths={"weight": truth},
         taken={"weight": taken}, given=[{"weight": row} for row in given], before={},
         micro_batches=len(given),
     )  # fmt: skip
@@ -41,7 +41,9 @@ def _explained_of(
         step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="weight", rank=0,
         difference=1.0,
     )  # fmt: skip
-    return explain_gradients([mismatch], sampled(ranks, own), ranks, LIMIT, lambda its, fix: "")
+    return explain_gradients(
+        [mismatch], sample_gradients(ranks, own), ranks, LIMIT, lambda its, fix: ""
+    )
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])

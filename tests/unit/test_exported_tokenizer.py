@@ -9,7 +9,7 @@ from torch import nn
 
 import ptrain
 from ptrain.cli.main import main
-from ptrain.data.tokenized import origin_of, write_origin
+from ptrain.data.tokenized import tokenizer_origin, write_origin
 from tests.chat_folders import save_tokenizer
 from tests.models_frozen import lora
 from tests.unit.test_pretrained import run_of_spec
@@ -54,7 +54,7 @@ def test_a_drawn_model_brings_the_tokenizer_of_its_token_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], has_changed: bool
 ) -> None:
     tokenizer = save_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"
-    origin = origin_of(tokenizer)
+    origin = tokenizer_origin(tokenizer)
     assert origin is not None
     write_origin(tmp_path / "tokens.npy", origin)
     if has_changed:

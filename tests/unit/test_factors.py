@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from ptrain.verification.parts import (
-    absent,
-    are_alike,
+    absent_addends,
+    are_equal_on_ranks,
     canonical_modules,
     canonical_name,
     canonical_parameters,
-    combination,
     factor_text,
+    fit_combination,
+    fit_multiple,
     is_even,
-    missing_sum,
-    multiple,
-    products,
+    matching_products,
+    missing_sum_factor,
 )
 
 DEGREES = {"dp": 3, "tp": 2, "K": 5}
@@ -43,64 +43,64 @@ def gradients(count: int) -> list[torch.Tensor]:
     ],
 )
 def test_a_ratio_is_a_product_of_degrees(ratio: float, text: str, axes: tuple[str, ...]) -> None:
-    first = products(ratio, DEGREES)[0]
+    first = matching_products(ratio, DEGREES)[0]
     assert (str(first), first.axes) == (text, axes)
 
 
 def test_degrees_of_the_same_size_all_count() -> None:
-    found = products(2.0, {"dp": 2, "tp": 2})
+    found = matching_products(2.0, {"dp": 2, "tp": 2})
     assert [each.axes for each in found[:2]] == [("dp",), ("tp",)]
 
 
 def test_one_is_no_factor_and_an_odd_ratio_keeps_its_digits() -> None:
-    assert products(1.0, {"dp": 2, "tp": 2}) == ()
+    assert matching_products(1.0, {"dp": 2, "tp": 2}) == ()
     assert factor_text(0.7071, {"dp": 3}) == "× 0.7071"
 
 
 def test_a_multiple_is_found_with_what_is_left() -> None:
     (g, other) = gradients(2)
-    assert multiple(3 * g, g).factor == pytest.approx(3)
-    assert multiple(3 * g, g).residual < 1e-14
-    assert multiple(g + other, g).residual > 0.1
-    assert multiple(torch.zeros_like(g), g).residual == math.inf
-    assert multiple(g * math.nan, g).residual == math.inf
+    assert fit_multiple(3 * g, g).factor == pytest.approx(3)
+    assert fit_multiple(3 * g, g).residual < 1e-14
+    assert fit_multiple(g + other, g).residual > 0.1
+    assert fit_multiple(torch.zeros_like(g), g).residual == math.inf
+    assert fit_multiple(g * math.nan, g).residual == math.inf
 
 
 def test_a_combination_tells_what_is_not_in_it() -> None:
     basis = gradients(4)
-    fit = combination(0.25 * (basis[0] + basis[1] + basis[3]), basis)
-    assert fit.holds(1e-12)
-    assert absent(fit.coefficients) == (2,)
+    fit = fit_combination(0.25 * (basis[0] + basis[1] + basis[3]), basis)
+    assert fit.is_within(1e-12)
+    assert absent_addends(fit.coefficients) == (2,)
     assert not is_even(fit.coefficients)
-    assert is_even(combination(sum(basis[1:], basis[0]), basis).coefficients)
+    assert is_even(fit_combination(sum(basis[1:], basis[0]), basis).coefficients)
 
 
 def test_equal_addends_share_the_coefficient() -> None:
     (g,) = gradients(1)
-    assert combination(g, [g, g]).coefficients == pytest.approx((0.5, 0.5))
+    assert fit_combination(g, [g, g]).coefficients == pytest.approx((0.5, 0.5))
 
 
 def test_a_sum_or_a_mean_that_is_missing_is_told_by_what_the_ranks_have() -> None:
     parts = torch.stack(gradients(4))
     of_pairs = torch.stack([parts[:2].sum(0)] * 2 + [parts[2:].sum(0)] * 2)
     pairs = (0, 1), (2, 3)
-    assert missing_sum(parts, of_pairs, pairs, 1e-9) == pytest.approx(1)
-    assert missing_sum(parts, of_pairs / 2, pairs, 1e-9) == pytest.approx(1 / 2)
-    assert missing_sum(parts, of_pairs, ((0, 2), (1, 3)), 1e-3) is None
-    assert missing_sum(parts, of_pairs, [(0, 1, 2, 3)], 1e-3) is None
-    assert missing_sum(of_pairs, of_pairs, pairs, 1e-3) is None
+    assert missing_sum_factor(parts, of_pairs, pairs, 1e-9) == pytest.approx(1)
+    assert missing_sum_factor(parts, of_pairs / 2, pairs, 1e-9) == pytest.approx(1 / 2)
+    assert missing_sum_factor(parts, of_pairs, ((0, 2), (1, 3)), 1e-3) is None
+    assert missing_sum_factor(parts, of_pairs, [(0, 1, 2, 3)], 1e-3) is None
+    assert missing_sum_factor(of_pairs, of_pairs, pairs, 1e-3) is None
     parts[1, 0] = math.inf
-    assert missing_sum(parts, of_pairs, pairs, 1e-3) is None
-    assert are_alike(of_pairs[:2], 1e-12)
-    assert not are_alike(parts, 1e-12)
+    assert missing_sum_factor(parts, of_pairs, pairs, 1e-3) is None
+    assert are_equal_on_ranks(of_pairs[:2], 1e-12)
+    assert not are_equal_on_ranks(parts, 1e-12)
 
 
 def test_what_a_rank_has_not_is_no_addend_and_other_elements_are_no_sum() -> None:
     parts = torch.stack(gradients(4))
     truths = parts[:2].sum(0).expand_as(parts)
     parts[2:] = math.nan
-    assert missing_sum(parts, truths, ((0, 1), (2, 3)), 1e-9) == pytest.approx(1)
-    assert missing_sum(parts, truths, ((0, 2), (1, 3)), 1e-3) is None
+    assert missing_sum_factor(parts, truths, ((0, 1), (2, 3)), 1e-9) == pytest.approx(1)
+    assert missing_sum_factor(parts, truths, ((0, 2), (1, 3)), 1e-3) is None
 
 
 def test_names_of_wrappers_are_no_part_of_a_name() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.train.finite import _counted, _is_finite
+from ptrain.train.finite import _count_text, _is_finite
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -20,7 +20,7 @@ def test_one_element_that_is_not_finite_is_seen_wherever_it_is(
         tensor = torch.randn(numel).to(dtype)
         tensor[place] = float(value)
         assert not _is_finite([torch.ones(2), tensor, torch.ones((), dtype=dtype)])
-        assert _counted([tensor, torch.ones(3)]) == f"{value} in 1 of {numel + 3} elements"
+        assert _count_text([tensor, torch.ones(3)]) == f"{value} in 1 of {numel + 3} elements"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

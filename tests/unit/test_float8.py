@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ptrain.facts.float8 import products_of
 from ptrain.models.float8 import Float8Linear, use_float8
-from ptrain.models.initialize import build
+from ptrain.models.initialize import build_model
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import Matmul
@@ -119,7 +119,7 @@ def test_all_linear_layers_of_blocks_multiply_fp8_except_the_listed_ones(name):
     assert isinstance(shape, ModelShape)
     products = products_of(shape)
     with torch.device("meta"):
-        module = build(shape, sequence=16)
+        module = build_model(shape, sequence=16)
     use_float8(module, products.scaled, Matmul.TENSORWISE)
     scaled = {name for name, child in module.named_modules() if isinstance(child, Float8Linear)}
     left = {name for names in products.left_out.values() for name in names}

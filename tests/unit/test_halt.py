@@ -66,9 +66,9 @@ def test_what_a_checkpoint_has_stays_where_the_flag_is_set_and_is_as_ever_where_
 
 
 def figures(sums: DeviceSums, share: float, norm: float | None) -> StepFigures:
-    look = sums.look(torch.tensor(share), None if norm is None else torch.tensor(norm))
-    look.send()
-    return look.figures()
+    look = sums.start_check(torch.tensor(share), None if norm is None else torch.tensor(norm))
+    look.start_copy()
+    return look.wait_for_figures()
 
 
 def test_from_the_first_step_that_is_not_sound_on_none_is() -> None:
@@ -98,8 +98,8 @@ def test_without_a_norm_all_gradients_are_looked_at_and_stay_what_they_are(
     gradients[-1].view(-1)[-1] = value
     before = [gradient.clone() for gradient in gradients]
     sums = DeviceSums(program, DeviceQueue(torch.device("cpu")), Interrupts())
-    look = sums.look(program.loss.share, norm)
-    look.send()
-    assert look.figures().is_sound is (value == 1.0)
+    look = sums.start_check(program.loss.share, norm)
+    look.start_copy()
+    assert look.wait_for_figures().is_sound is (value == 1.0)
     pairs = zip(before, gradients, strict=True)
     assert all(torch.equal(old.nan_to_num(7), new.nan_to_num(7)) for old, new in pairs)

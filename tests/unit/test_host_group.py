@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ptrain.train import exchange
-from ptrain.train.exchange import Gather, HostGroup, Joined, meet
+from ptrain.train.exchange import Gather, HostGroup, PeerConnection, connect_ranks
 from ptrain.train.failure import is_victim
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def on_ranks(size: int, act: Callable[[int, Gather], T]) -> list[T]:
 
 
 def groups(size: int, seconds: float = 10.0) -> list[HostGroup]:
-    met = on_ranks(size, lambda rank, gather: meet(rank, size, seconds, gather))
+    met = on_ranks(size, lambda rank, gather: connect_ranks(rank, size, seconds, gather))
     assert None not in met
     return [group for group in met if group is not None]
 
@@ -70,7 +70,7 @@ def test_their_socket_lies_where_no_other_user_may_go_and_is_gone_when_they_have
                 modes.extend(stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir())
             return values
 
-        group = meet(rank, 2, 10.0, looking)
+        group = connect_ranks(rank, 2, 10.0, looking)
         assert group is not None
         group.close()
 
@@ -83,13 +83,13 @@ def test_where_one_rank_cannot_join_none_has_such_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On another host nobody listens behind the path."""
-    first = exchange._first
+    first = exchange._open_connection
     calls = iter(range(9))
     elsewhere = "/nowhere/ranks"
     monkeypatch.setattr(
         exchange, "_first", lambda path, s: first(path if next(calls) else elsewhere, s)
     )
-    assert on_ranks(3, lambda rank, gather: meet(rank, 3, 10.0, gather)) == [None] * 3
+    assert on_ranks(3, lambda rank, gather: connect_ranks(rank, 3, 10.0, gather)) == [None] * 3
 
 
 @pytest.mark.parametrize("lack", ["no such sockets", "a path that is too long"])
@@ -102,7 +102,7 @@ def test_where_rank_0_has_no_socket_none_has_such_a_group(
         long = tmp_path / ("x" * 120)
         long.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(long))
-    assert on_ranks(2, lambda rank, gather: meet(rank, 2, 10.0, gather)) == [None] * 2
+    assert on_ranks(2, lambda rank, gather: connect_ranks(rank, 2, 10.0, gather)) == [None] * 2
 
 
 def ended(group: HostGroup) -> str:
@@ -140,7 +140,7 @@ def test_who_comes_to_a_full_queue_waits_for_nobody(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "ranks"))
         listener.listen(0)
-        came = [exchange._first(str(tmp_path / "ranks"), 0.2) for _ in range(3)]
+        came = [exchange._open_connection(str(tmp_path / "ranks"), 0.2) for _ in range(3)]
     assert came[0] is not None and came[-1] is None
     for joined in came:
         if joined is not None:
@@ -159,7 +159,7 @@ def test_a_rank_that_is_gone_is_named_by_whoever_waits_for_it(waits: int, lost: 
 
 def test_bytes_that_end_before_they_are_whole_are_no_message() -> None:
     mine, its = socket.socketpair()
-    joined = Joined(mine, 3, 10.0)
+    joined = PeerConnection(mine, 3, 10.0)
     its.sendall(exchange._LENGTH.pack(5) + b"1234")
     its.close()
     with pytest.raises(ConnectionError, match="rank 3: the process has ended"):

@@ -12,8 +12,15 @@ import torch.nn.functional as F
 
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.run.slices import slice_batch
-from ptrain.data.corpus import Corpus, corpus
-from ptrain.data.sampler import LocalBatch, Split, batch, blank_batch, part_of, require
+from ptrain.data.corpus import Corpus, open_corpus
+from ptrain.data.sampler import (
+    LocalBatch,
+    Split,
+    blank_batch,
+    read_batch,
+    require_trainable_data,
+    shard_batch,
+)
 from ptrain.errors import SpecError
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.models.objective import Objective
@@ -29,10 +36,10 @@ def spec_of(*changes: str) -> Spec:
 
 
 def shares(spec: Spec, source: Corpus | None = None, step: int = 0) -> list[LocalBatch]:
-    source = source or corpus(spec.data)
+    source = source or open_corpus(spec.data)
     degree = spec.data_degree
     return [
-        batch(source, spec=spec, step=step, data_index=index, data_degree=degree)
+        read_batch(source, spec=spec, step=step, data_index=index, data_degree=degree)
         for index in range(degree)
     ]
 
@@ -98,7 +105,7 @@ def test_a_mask_says_which_tokens_of_a_file_are_no_targets(tmp_path: Path) -> No
             f"data.loss_mask={tmp_path / 'mask.npy'}",
         ],
     ).spec
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     windows = source.num_samples(16)
     for part in shares(spec, source):
         for row, sample in zip(part.micro_batches(1), part.sample_ids, strict=True):
@@ -127,7 +134,7 @@ def test_a_mask_that_does_not_fit_its_tokens_is_refused(
         f"data.path={tmp_path / 'tokens.npy'}", f"data.loss_mask={tmp_path / 'mask.npy'}"
     )
     with pytest.raises(SpecError) as caught:
-        corpus(spec.data)
+        open_corpus(spec.data)
     (fault,) = caught.value.faults
     assert fault.place == "data.loss_mask" and finding in fault.finding
 
@@ -146,17 +153,17 @@ def test_slices_of_the_tokens_have_their_own_targets_and_the_count_of_all() -> N
 def test_samples_of_a_loop_of_ones_own_are_masked_alike() -> None:
     spec = spec_of()
     tokens = torch.arange(16 * 17).reshape(16, 17) % 40
-    part = part_of(tokens, spec, 0)
+    part = shard_batch(tokens, spec, 0)
     assert part.global_tokens == int((tokens[:, 1:] != SPACE).sum())
     labels = tokens.masked_fill(tokens % 3 == 0, IGNORED)
-    own = part_of((tokens, labels), spec, 1)
+    own = shard_batch((tokens, labels), spec, 1)
     is_counted = (tokens % 3 != 0) & (tokens != SPACE)
     assert own.global_tokens == int(is_counted[:, 1:].sum())
     with pytest.raises(SpecError, match=r"Use `data.ignored"):
-        part_of((tokens, labels), replace(spec, data=replace(spec.data, ignored=None)), 1)
+        shard_batch((tokens, labels), replace(spec, data=replace(spec.data, ignored=None)), 1)
     masked = replace(spec, data=replace(spec.data, ignored=None, loss_mask="mask.npy"))
     with pytest.raises(SpecError, match=r"Pass `\(tokens, labels\)`"):
-        part_of(tokens, masked, 1)
+        shard_batch(tokens, masked, 1)
 
 
 def test_a_blank_batch_holds_as_much_as_one_with_samples() -> None:
@@ -179,8 +186,8 @@ def test_a_mask_is_held_out_with_its_tokens(tmp_path: Path) -> None:
             f"data.loss_mask={tmp_path / 'mask.npy'}",
         ],
     ).spec
-    source = corpus(spec.data)
-    require(source, spec)
-    assert batch(source, spec=spec, step=0).global_tokens == 1
-    held = batch(source, spec=spec, step=0, split=Split.HELD_OUT)
+    source = open_corpus(spec.data)
+    require_trainable_data(source, spec)
+    assert read_batch(source, spec=spec, step=0).global_tokens == 1
+    held = read_batch(source, spec=spec, step=0, split=Split.HELD_OUT)
     assert held.global_tokens == 4 * 16

@@ -19,7 +19,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification import trajectory
 from ptrain.verification.compare import LargestDifference
 from ptrain.verification.reference import ReferenceTraining
-from ptrain.verification.trajectory import Onward
+from ptrain.verification.trajectory import ReferenceContinuation
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",
@@ -37,7 +37,7 @@ def states(device: ReferenceTraining) -> dict[str, dict[str, torch.Tensor]]:
     for name, updated in updater.updated.items():
         if updated is not updater.parameters[name]:
             optimizer[f"{name}.master"] = updated.detach().clone()
-        kept = updater.owner(name).state.get(updated) or updater.initial(name)
+        kept = updater.optimizer_of(name).state.get(updated) or updater.initial_entries(name)
         known = {key: torch.as_tensor(its) for key, its in kept.items() if its is not None}
         optimizer |= {f"{name}.{key}": its.clone() for key, its in known.items()}
     model = {name: tensor.clone() for name, tensor in device.parameters.items()}
@@ -65,7 +65,7 @@ def test_from_a_loaded_state_the_next_steps_are_bitwise_those_of_its_owner(
     owner, other = ReferenceTraining(spec(*changes)), ReferenceTraining(spec(*changes))
     for step in range(3):
         owner.update(step, owner.accumulate(step).sums)
-    trajectory.load(other, states(owner))
+    trajectory.load_program_state(other, states(owner))
     for step in (3, 4):
         own, its = owner.accumulate(step), other.accumulate(step)
         assert own.loss == its.loss
@@ -78,10 +78,10 @@ def look(step: int, measured: float, allowed: float) -> LargestDifference:
 
 
 def test_the_look_that_is_farthest_off_is_the_one_that_is_told() -> None:
-    onward = Onward(SimpleNamespace(), Told(None))  # type: ignore[arg-type]
+    onward = ReferenceContinuation(SimpleNamespace(), Told(None))  # type: ignore[arg-type]
     for step, measured in ((25, 1e-6), (50, 2e-4), (75, 1e-5)):
         onward._of = step
-        onward._add("loss", measured, 1e-4)
+        onward._record("loss", measured, 1e-4)
     assert [*onward.worst.values()] == [
         LargestDifference("from its own state: loss", 1e-4, 2e-4, "step 50")
     ]
@@ -113,17 +113,17 @@ class Told:
 
 def test_a_run_in_16_bits_is_held_against_a_reference_that_goes_on_from_its_state() -> None:
     program = interpret(spec("precision.layout=zero16"), world=World())
-    looking = Onward(program, Exchange(World()))
-    looking.take(25)
+    looking = ReferenceContinuation(program, Exchange(World()))
+    looking.continue_from(25)
     device = ReferenceTraining(program.spec)
-    trajectory.load(device, program.state_dict())
+    trajectory.load_program_state(device, program.state_dict())
     scale = device.updater.scale
     own = device.accumulate(25)
-    looking.compare(own.loss, {name: each / scale for name, each in own.sums.items()})
+    looking.compare_step(own.loss, {name: each / scale for name, each in own.sums.items()})
     device.update(25, own.sums)
     looking.compare_following(26, device.accumulate(26).loss)
     found = list(looking.checks())
     assert [check.measured for check in found] == [0.0, 0.0, 0.0]
     assert all(check.holds and check.tolerance > 0.0 for check in found)
-    looking.compare(own.loss * 1.1, own.sums)
-    assert looking.differs(26)
+    looking.compare_step(own.loss * 1.1, own.sums)
+    assert looking.has_difference(26)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import open_corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.runtime.world import fake_world
 from ptrain.spec.load import load
@@ -35,7 +35,7 @@ def trained(*words: str) -> tuple[Program, Counter[str]]:
     spec = load("ddp", (*SMALL, *words)).spec
     world = fake_world(0, 2)
     try:
-        program, source = interpret(spec, world=world), corpus(spec.data)
+        program, source = interpret(spec, world=world), open_corpus(spec.data)
         for step in range(3):
             program.forward_backward(local_batch(program, source, step))
             with Operators() as operators:

@@ -21,7 +21,7 @@ from ptrain.steps.step import CreateMesh
 from ptrain.train import session
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import Journal, StepReport
-from ptrain.train.look import HostLook, StepFigures
+from ptrain.train.look import HostStepCheck, StepFigures
 
 CPU = torch.device("cpu")
 
@@ -41,9 +41,9 @@ def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
             figures = StepFigures(
                 loss=5.0, is_sound=True, gradient_norm=math.inf if overflows else 1.0
             )
-            look = HostLook(DeviceQueue(CPU), figures, scaling)
-            look.send()
-            journal.step(StepReport(step, look.figures(), 1e-3, 0.1))
+            look = HostStepCheck(DeviceQueue(CPU), figures, scaling)
+            look.start_copy()
+            journal.write_step(StepReport(step, look.wait_for_figures(), 1e-3, 0.1))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss_scale"] for row in rows] == [65536.0, 32768.0, 16384.0, 16384.0]
     assert [row["skipped_steps"] for row in rows] == [0, 1, 2, 2]

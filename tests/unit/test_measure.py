@@ -12,7 +12,7 @@ from torch import nn
 from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.errors import PtrainError
 from ptrain.meters.measure import join_estimates, measure
-from ptrain.report.record import compare
+from ptrain.report.record import compare_estimates
 
 KEY = TrafficKey(
     axes=("dp_shard",),
@@ -26,7 +26,11 @@ OWN = Estimate(column=Column.MEASURED, world_size=2, traffic=(ROW,))
 
 def failing(*estimates: Estimate) -> list[str]:
     exact = replace(OWN, column=Column.EXACT)
-    return [each.name for each in compare(exact, join_estimates([*estimates])) if not each.holds]
+    return [
+        each.name
+        for each in compare_estimates(exact, join_estimates([*estimates]))
+        if not each.holds
+    ]
 
 
 def test_equal_accounts_are_one_row_and_hold():

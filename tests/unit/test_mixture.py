@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptrain.data.corpus import HELD_OUT_OF_FILE, corpus
-from ptrain.data.sampler import LocalBatch, SampleSource, Split, batch, require
+from ptrain.data.corpus import HELD_OUT_OF_FILE, open_corpus
+from ptrain.data.sampler import LocalBatch, SampleSource, Split, read_batch, require_trainable_data
 from ptrain.errors import SpecError
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.spec.job import CYCLE, cycle_quotas
@@ -57,7 +57,7 @@ def first_tokens(source: SampleSource, spec: Spec, step: int, degree: int) -> li
     """Return the first token of each sample of a step, in the order of the global batch."""
     rows: list[list[int]] = []
     for index in range(degree):
-        share = batch(source, spec=spec, step=step, data_index=index, data_degree=degree)
+        share = read_batch(source, spec=spec, step=step, data_index=index, data_degree=degree)
         assert isinstance(share, LocalBatch)
         rows.append(share.tokens[:, 0].tolist())
     micro = spec.batch.micro
@@ -66,7 +66,7 @@ def first_tokens(source: SampleSource, spec: Spec, step: int, degree: int) -> li
 
 
 def drawn(spec: Spec, steps: range, degree: int = 1) -> list[int]:
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     return [*chain.from_iterable(first_tokens(source, spec, step, degree) for step in steps)]
 
 
@@ -106,7 +106,7 @@ def test_what_is_held_out_of_each_is_drawn_alike(folder: Path, tmp_path: Path):
         np.save(tmp_path / f"{number}.npy", (1000 * number + np.arange(900)).astype(np.uint16))
         files.append({"path": str(tmp_path / f"{number}.npy"), "weight": 1 + number})
     spec = spec_of(folder, sources=files)
-    share = batch(corpus(spec.data), spec=spec, step=0, split=Split.HELD_OUT)
+    share = read_batch(open_corpus(spec.data), spec=spec, step=0, split=Split.HELD_OUT)
     assert isinstance(share, LocalBatch)
     first = share.tokens[:, 0]
     assert Counter((first // 1000).tolist()) == {0: 4, 1: 8}
@@ -115,9 +115,9 @@ def test_what_is_held_out_of_each_is_drawn_alike(folder: Path, tmp_path: Path):
 
 def test_names_of_samples_are_those_of_no_other(folder: Path):
     spec, ids = spec_of(folder), Counter[int]()
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     for step in range(60):
-        ids.update(batch(source, spec=spec, step=step).sample_ids)
+        ids.update(read_batch(source, spec=spec, step=step).sample_ids)
     assert set(ids.values()) == {1}
 
 
@@ -129,7 +129,7 @@ def test_masks_of_some_are_masks_of_their_own(folder: Path):
         {"path": str(folder / "b.npy"), "loss_mask": str(folder / "own.npy")},
     ]
     spec = spec_of(folder, sources=sources)
-    share = batch(corpus(spec.data), spec=spec, step=0)
+    share = read_batch(open_corpus(spec.data), spec=spec, step=0)
     assert isinstance(share, LocalBatch) and share.labels is not None
     numbers, places = share.tokens // 1000, share.tokens % 1000
     ignored = (numbers == 1) & (places % 2 == 1)
@@ -214,14 +214,14 @@ def test_all_files_that_cannot_be_read_are_named_at_once(folder: Path):
     np.save(folder / "large.npy", np.full(400, 5000, np.uint16))
     gone = [{"path": str(folder / name)} for name in ("gone.npy", "a.npy", "lost.npy")]
     with pytest.raises(SpecError) as caught:
-        corpus(spec_of(folder, sources=gone).data)
+        open_corpus(spec_of(folder, sources=gone).data)
     faults = caught.value.faults
     assert [fault.place for fault in faults] == ["data.sources"] * 2
     for fault, name in zip(faults, ("gone.npy", "lost.npy"), strict=True):
         assert fault.finding == f"{folder / name}: No such file or directory"
     spec = spec_of(folder, sources=[{"path": str(folder / "small.npy")}, gone[1]])
     with pytest.raises(SpecError, match=r"small.npy has 3 tokens, but a sample needs 5"):
-        require(corpus(spec.data), spec)
+        require_trainable_data(open_corpus(spec.data), spec)
     spec = spec_of(folder, sources=[{"path": str(folder / "large.npy")}, gone[1]])
     with pytest.raises(SpecError, match=r"large.npy contains token 5000, but model.vocab is 4000"):
-        require(corpus(spec.data), spec)
+        require_trainable_data(open_corpus(spec.data), spec)

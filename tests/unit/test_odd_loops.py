@@ -251,10 +251,10 @@ def test_a_bias_whose_gradient_is_a_sum_that_cancels_is_as_exact_as_its_addends(
     scale = Magnitude(usual=0.1)
     bias, rounding = torch.tensor([3e-4]), 6e-8
     own = bias + rounding
-    assert difference(own, bias, scale.length(bias, bias)) < 1e-5
-    assert difference(2 * bias, bias, scale.length(bias, bias)) > 1e-2
+    assert difference(own, bias, scale.scale_of(bias, bias)) < 1e-5
+    assert difference(2 * bias, bias, scale.scale_of(bias, bias)) > 1e-2
     row = bias.expand(2)
-    assert difference(row + rounding, row, scale.length(row, row)) > 1e-5
+    assert difference(row + rounding, row, scale.scale_of(row, row)) > 1e-5
 
 
 class Called(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ptrain.spec.load import load
-from ptrain.train.session import on_device
+from ptrain.train.session import replace_device
 
 
 @pytest.mark.parametrize("cluster", ["cluster.preset=laptop", "cluster.preset=a100-8"])
@@ -12,11 +12,11 @@ def test_the_gpu_that_is_there_says_its_capability_whatever_the_cluster_is(
     cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    on_gpu = on_device(load("zero3", (cluster,)).spec, torch.device("cuda", 0))
+    on_gpu = replace_device(load("zero3", (cluster,)).spec, torch.device("cuda", 0))
     assert (on_gpu.device, on_gpu.sm, on_gpu.is_for_cuda) == ("cuda", 90, True)
 
 
 def test_ranks_on_processors_leave_the_cluster_as_it_is() -> None:
     spec = load("zero3", ("cluster.preset=a100-8",)).spec
-    on_cpu = on_device(spec, torch.device("cpu"))
+    on_cpu = replace_device(spec, torch.device("cpu"))
     assert (on_cpu.device, on_cpu.cluster) == ("cpu", spec.cluster)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ptrain.cli.main import main
-from ptrain.convert.saved import vocabulary_of
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import require
-from ptrain.data.tokenized import record_beside
+from ptrain.convert.saved import load_vocabulary
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import require_trainable_data
+from ptrain.data.tokenized import origin_path
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary
 from ptrain.errors import SpecError
 from ptrain.spec.load import load
@@ -76,12 +76,12 @@ def test_a_model_is_given_tokens_of_its_own_tokenizer_alone(base: Path, tmp_path
         file = tokens(tmp_path, name, tokenizer)
         spec = spec_of(model={"pretrained": str(base)}, data={"path": str(file)})
         if name == "own":
-            require(corpus(spec.data), spec)
+            require_trainable_data(open_corpus(spec.data), spec)
             continue
         with pytest.raises(SpecError, match=rf"{name}.npy has tokens of .*, but the model has"):
-            require(corpus(spec.data), spec)
-        record_beside(file).unlink()
-        require(corpus(spec.data), spec)
+            require_trainable_data(open_corpus(spec.data), spec)
+        origin_path(file).unlink()
+        require_trainable_data(open_corpus(spec.data), spec)
 
 
 def test_lengths_with_which_a_tokenizer_was_saved_make_no_other_of_it(base: Path, tmp_path: Path):
@@ -96,7 +96,7 @@ def test_lengths_with_which_a_tokenizer_was_saved_make_no_other_of_it(base: Path
     file = tokens(tmp_path, "t", again)
     assert np.load(file).tolist() == np.load(tokens(tmp_path, "u", base)).tolist()
     spec = spec_of(model={"pretrained": str(base)}, data={"path": str(file)})
-    require(corpus(spec.data), spec)
+    require_trainable_data(open_corpus(spec.data), spec)
 
 
 def test_files_of_two_tokenizers_are_not_mixed(base: Path, tmp_path: Path):
@@ -114,13 +114,13 @@ def test_files_of_two_tokenizers_are_not_mixed(base: Path, tmp_path: Path):
             with pytest.raises(
                 SpecError, match=r"data.sources: .*a.npy has tokens of .*b.npy has tokens of"
             ):
-                require(corpus(spec.data), spec)
+                require_trainable_data(open_corpus(spec.data), spec)
         else:
-            require(corpus(spec.data), spec)
+            require_trainable_data(open_corpus(spec.data), spec)
 
 
 def test_another_file_in_the_same_place_has_an_origin_of_its_own(base: Path, tmp_path: Path):
-    record = record_beside(tokens(tmp_path, "t", base))
+    record = origin_path(tokens(tmp_path, "t", base))
     assert json.loads(record.read_text())["tokenizer"] == str(base / "tokenizer.json")
     tokens(tmp_path, "t", None)
     assert json.loads(record.read_text())["tokenizer"] == "bytes"
@@ -128,7 +128,7 @@ def test_another_file_in_the_same_place_has_an_origin_of_its_own(base: Path, tmp
         record.write_text(damaged)
         data = {"path": str(tmp_path / "t.npy")}
         spec = spec_of(model={"pretrained": str(base)}, data=data)
-        require(corpus(spec.data), spec)
+        require_trainable_data(open_corpus(spec.data), spec)
 
 
 def test_texts_of_a_model_are_in_the_words_of_its_token_file(base: Path, tmp_path: Path):
@@ -137,15 +137,15 @@ def test_texts_of_a_model_are_in_the_words_of_its_token_file(base: Path, tmp_pat
     shutil.copytree(base, own)
     of_words, of_bytes = tokens(tmp_path, "words", own), tokens(tmp_path, "bytes", None)
     spec = spec_of(model=model, data={"path": str(of_words)})
-    words = vocabulary_of(spec, None)
+    words = load_vocabulary(spec, None)
     assert isinstance(words, FileVocabulary) and words.path == own / "tokenizer.json"
-    assert vocabulary_of(spec, base).tokens("red") == words.tokens("red")
+    assert load_vocabulary(spec, base).tokens("red") == words.tokens("red")
     with pytest.raises(SpecError, match=r"was trained with tokens of .*own/tokenizer.json"):
-        vocabulary_of(spec, different)
+        load_vocabulary(spec, different)
     shutil.rmtree(own)
     with pytest.raises(SpecError, match="its tokenizer is unknown"):
-        vocabulary_of(spec, None)
+        load_vocabulary(spec, None)
     spec = spec_of(model=model, data={"sources": [{"path": str(of_bytes)}]})
-    assert isinstance(vocabulary_of(spec, None), ByteVocabulary)
+    assert isinstance(load_vocabulary(spec, None), ByteVocabulary)
     with pytest.raises(SpecError, match="was trained with tokens of bytes"):
-        vocabulary_of(spec, base)
+        load_vocabulary(spec, base)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch, blank_batch, part_of
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import blank_batch, read_batch, shard_batch
 from ptrain.models.cross_entropy import IGNORED
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -24,7 +24,7 @@ def test_what_is_added_to_a_sample_is_no_target_and_no_sample_is_other_than_with
     spec = spec_of()
     assert (spec.batch.sequence, spec.batch.padding, spec.batch.unpadded_tokens) == (28, 1, 27)
     plain = load("zero2", ["mesh={dp_shard: 1}", "batch={global: 4, micro: 2, sequence: 27}"]).spec
-    own, other = (batch(corpus(s.data), spec=s, step=1) for s in (spec, plain))
+    own, other = (read_batch(open_corpus(s.data), spec=s, step=1) for s in (spec, plain))
     assert own.sample_ids == other.sample_ids
     assert own.global_tokens == other.global_tokens == 4 * 27 and own.global_samples == 4
     for padded, bare in zip(own.micro_batches(2), other.micro_batches(2), strict=True):
@@ -47,7 +47,7 @@ def test_one_device_with_padded_samples_computes_what_it_does_without() -> None:
 def test_samples_of_a_loop_of_ones_own_are_padded_alike() -> None:
     spec = spec_of()
     tokens = torch.arange(4 * 28).reshape(4, 28)
-    share = part_of(tokens, spec, 0)
+    share = shard_batch(tokens, spec, 0)
     assert share.global_tokens == 4 * 27
     (whole,) = share.micro_batches(4)
     assert torch.equal(whole.inputs[:, :27], tokens[:, :-1])
@@ -55,12 +55,12 @@ def test_samples_of_a_loop_of_ones_own_are_padded_alike() -> None:
     assert (whole.targets[:, 27:] == IGNORED).all()
     labels = torch.where(tokens % 2 == 0, tokens, IGNORED)
     with_labels = spec_of("data.ignored=[]")
-    assert part_of((tokens, labels), with_labels, 0).global_tokens == 4 * 13
+    assert shard_batch((tokens, labels), with_labels, 0).global_tokens == 4 * 13
 
 
 def test_a_blank_batch_is_as_long_as_a_padded_one() -> None:
     spec = spec_of()
-    own, blank = batch(corpus(spec.data), spec=spec, step=0), blank_batch(spec)
+    own, blank = read_batch(open_corpus(spec.data), spec=spec, step=0), blank_batch(spec)
     assert [t.shape for t in own.tensors] == [t.shape for t in blank.tensors]
 
 
@@ -68,5 +68,5 @@ def test_a_blank_batch_is_as_long_as_a_padded_one() -> None:
 def test_a_sequence_that_divides_is_left_as_it_is(sequence: int) -> None:
     spec = spec_of(sequence=sequence)
     assert (spec.batch.sequence, spec.batch.padding) == (sequence, 0)
-    local = batch(corpus(spec.data), spec=spec, step=0)
+    local = read_batch(open_corpus(spec.data), spec=spec, step=0)
     assert local.labels is None and len(blank_batch(spec).tensors) == 1

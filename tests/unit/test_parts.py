@@ -23,7 +23,7 @@ from ptrain.spec.spec import Spec
 from ptrain.traces import tensor_parts
 from ptrain.traces.facts import facts_of, module_facts
 from ptrain.traces.tensor_parts import by_place, trace_parts
-from ptrain.train.session import _on_first
+from ptrain.train.session import _run_on_first_rank
 from tests.models_external import pairs
 
 
@@ -105,11 +105,11 @@ def test_what_stops_the_first_rank_is_a_problem_of_the_others(error):
         raise error
 
     with pytest.raises(type(error)):
-        _on_first(exchange, trace)  # type: ignore[arg-type]
+        _run_on_first_rank(exchange, trace)  # type: ignore[arg-type]
     (told,) = exchange.told
     with pytest.raises(PtrainError, match=rf"rank 0 .*{type(error).__name__}"):
         by_place(told)
-    assert _on_first(exchange, lambda: told) is told  # type: ignore[arg-type]
+    assert _run_on_first_rank(exchange, lambda: told) is told  # type: ignore[arg-type]
 
 
 def test_the_processes_import_only_what_is_allowed():

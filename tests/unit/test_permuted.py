@@ -1,4 +1,4 @@
-"""Permuted references: the same terms in another order, and what is allowed because of them."""
+"""Permuted references: the same terms in another order, and the tolerances from them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import ReferenceTraining, Trajectory
 from ptrain.verification.references import (
-    Ask,
-    Permuted,
+    PermutedReference,
     PermutedSums,
     Progress,
+    ReferenceRequest,
     ReferenceRun,
-    _owners,
-    is_banded,
-    references,
+    _assign_owners,
+    is_order_sensitive,
+    run_references,
 )
 from ptrain.verification.tolerances import (
     FEW,
     MANY,
     QUANTILES,
-    Allowed,
-    fixed_in_fp32,
-    in_fp64,
-    in_own_dtypes,
-    plan,
+    RunTolerances,
+    derive_fp64_tolerances,
+    derive_own_tolerances,
+    fixed_fp32_tolerances,
+    plan_references,
 )
-from ptrain.verification.trajectory import Corridor, ProgramRun, checks
+from ptrain.verification.trajectory import LossCorridor, ProgramRun, trajectory_checks
 from tests.jobs import TINY
 
 ALONE = Exchange(World())
@@ -102,7 +102,7 @@ def test_backward_is_permuted_too():
 def test_a_permuted_reference_sees_every_micro_batch_once_in_another_order():
     spec = tiny("zero3", "batch.global=16")
     usual = [each.sample_ids for each in ReferenceTraining(spec).micro_batches(0)]
-    found = [each.sample_ids for each in Permuted(spec, 3).micro_batches(0)]
+    found = [each.sample_ids for each in PermutedReference(spec, 3).micro_batches(0)]
     assert sorted(found) == sorted(usual)
     assert found != usual
 
@@ -110,7 +110,7 @@ def test_a_permuted_reference_sees_every_micro_batch_once_in_another_order():
 def test_in_fp64_a_permuted_reference_is_the_reference_but_for_rounding():
     spec = tiny("zero3", "precision.compute=fp64")
     losses = []
-    for device in (ReferenceTraining(spec), Permuted(spec, 0)):
+    for device in (ReferenceTraining(spec), PermutedReference(spec, 0)):
         for step in range(2):
             found = device.accumulate(step)
             device.update(step, found.sums)
@@ -141,23 +141,25 @@ def told(losses: tuple[float, ...], offset: float = 0.0) -> ReferenceRun:
         losses=losses,
         gradient_norms=(1.0,) * len(losses),
         parameters={"a": torch.ones(3, dtype=torch.float64) + offset},
-        travelled=1.0,
-        again=0.0,
+        moved_distance=1.0,
+        repeated_loss=0.0,
     )
-    return ReferenceRun(losses=losses, norms=trajectory.gradient_norms, owner=0, solo=trajectory)
+    return ReferenceRun(
+        losses=losses, norms=trajectory.gradient_norms, owner=0, trajectory=trajectory
+    )
 
 
 def ran(solo: Trajectory | None) -> ProgramRun:
     """A program that did the same, up to its first step."""
     assert solo is not None
-    return ProgramRun(**{its.name: getattr(solo, its.name) for its in fields(solo)}, stopped=0)
+    return ProgramRun(**{its.name: getattr(solo, its.name) for its in fields(solo)}, stop_step=0)
 
 
 def test_the_fixed_figures_hold_as_long_as_references_agree():
     runs = [told((4.0, 3.0, 2.0)) for _ in range(FEW + 1)]
-    own = in_own_dtypes(tiny(), runs)
+    own = derive_own_tolerances(tiny(), runs)
     assert (own.losses, own.explanation) == ((1e-4,) * 3, "")
-    exact = in_fp64(runs, ALONE)
+    exact = derive_fp64_tolerances(runs, ALONE)
     assert exact.losses == (4e-12, 3e-12, 2e-12)
     assert exact.norms == (1e-11,) * 3
     assert (exact.parameters, exact.explanation) == (1e-9, "")
@@ -166,36 +168,38 @@ def test_the_fixed_figures_hold_as_long_as_references_agree():
 def test_what_rounding_grew_to_stays_allowed_and_the_step_is_told():
     apart = (0.0, 1e-3, 0.0)
     runs = [told((4.0, 3.0 + i * apart[1], 2.0), offset=float(i)) for i in range(FEW + 1)]
-    own = in_own_dtypes(tiny(), runs)
+    own = derive_own_tolerances(tiny(), runs)
     assert own.losses[0] == 1e-4
     assert own.losses[1] == own.losses[2] > 1e-2
     assert "up to step 1;" in own.explanation
-    exact = in_fp64(runs, ALONE)
+    exact = derive_fp64_tolerances(runs, ALONE)
     assert exact.losses[1] == own.losses[1]
     assert exact.parameters is not None and exact.parameters > 1e-9
 
 
 def test_permuted_references_are_run_from_the_start_where_no_fixed_figure_is():
-    fp32 = plan(tiny(), 3)
-    assert fp32.asks == (fp32.exact, fp32.own[0])
-    sixteen = plan(tiny("zero3", "precision.layout=zero16"), 3)
-    assert sixteen.asks == (sixteen.exact, *sixteen.own)
+    fp32 = plan_references(tiny(), 3)
+    assert fp32.required == (fp32.exact, fp32.own[0])
+    sixteen = plan_references(tiny("zero3", "precision.layout=zero16"), 3)
+    assert sixteen.required == (sixteen.exact, *sixteen.own)
     assert len(sixteen.own) == MANY + 1
-    fp64 = plan(tiny("zero3", "precision.compute=fp64"), 3)
-    assert fp64.asks == (fp64.exact,)
+    fp64 = plan_references(tiny("zero3", "precision.compute=fp64"), 3)
+    assert fp64.required == (fp64.exact,)
 
 
 def test_they_are_run_once_and_where_a_run_does_not_keep_to_the_fixed_figure():
     center = told((4.0, 3.0, 2.0))
     number = 0
 
-    def wider() -> Allowed:
+    def wider() -> RunTolerances:
         nonlocal number
         number += 1
         torch.manual_seed(number)
-        return replace(fixed_in_fp32(center), losses=(1e-3,) * 3, parameters=1e-3)
+        return replace(fixed_fp32_tolerances(center), losses=(1e-3,) * 3, parameters=1e-3)
 
-    within = Corridor(center=center.losses, allowed=fixed_in_fp32(center), wider=wider)
+    within = LossCorridor(
+        center=center.losses, allowed=fixed_fp32_tolerances(center), derive_wider=wider
+    )
     before = torch.get_rng_state()
     assert within.contains(0, 4.0 + 9e-5) and number == 0
     assert within.contains(1, 3.0 + 9e-4) and number == 1
@@ -206,12 +210,14 @@ def test_they_are_run_once_and_where_a_run_does_not_keep_to_the_fixed_figure():
 
 def test_what_fails_by_fixed_figures_is_judged_by_references_before_it_is_said_to_fail():
     center = told((4.0,))
-    grown = replace(fixed_in_fp32(center), losses=(1.0,))
-    within = Corridor(center=(4.0,), allowed=fixed_in_fp32(center), wider=lambda: grown)
-    run = ran(told((4.001,)).solo)
-    fixed = {check.name: check for check in checks(center, run, within.allowed, ALONE)}
+    grown = replace(fixed_fp32_tolerances(center), losses=(1.0,))
+    within = LossCorridor(
+        center=(4.0,), allowed=fixed_fp32_tolerances(center), derive_wider=lambda: grown
+    )
+    run = ran(told((4.001,)).trajectory)
+    fixed = {check.name: check for check in trajectory_checks(center, run, within.allowed, ALONE)}
     assert not fixed["loss of every step"].holds
-    judged = within.judged(lambda allowed: checks(center, run, allowed, ALONE))
+    judged = within.check_with(lambda allowed: trajectory_checks(center, run, allowed, ALONE))
     by_name = {check.name: check for check in judged}
     assert by_name["loss of every step"].holds
     assert by_name["loss of every step"].tolerance == 1.0
@@ -220,62 +226,70 @@ def test_what_fails_by_fixed_figures_is_judged_by_references_before_it_is_said_t
 def test_in_16_bits_references_alone_say_what_is_allowed():
     spec = tiny("zero3", "precision.layout=zero16")
     runs = [told((4.0 + i * 1e-3,), offset=i * 1e-3) for i in range(MANY + 1)]
-    found = in_own_dtypes(spec, runs)
+    found = derive_own_tolerances(spec, runs)
     assert 1e-2 < found.losses[0] < 1e-1
 
 
 def test_a_reference_that_is_no_number_allows_nothing():
     runs = [told((4.0, math.nan, 2.0)) for _ in range(MANY + 1)]
-    found = in_own_dtypes(tiny("zero3", "precision.layout=bf16"), runs)
+    found = derive_own_tolerances(tiny("zero3", "precision.layout=bf16"), runs)
     assert found.losses[0] < 1e-4
     assert not any(allowed >= 1e-9 for allowed in found.losses[1:])
 
 
 def test_which_layouts_need_many_references():
-    assert not is_banded(tiny())
-    assert not is_banded(tiny("zero3", "precision.layout=zero16", "precision.compute=fp64"))
-    assert is_banded(tiny("zero3", "precision.layout=zero16"))
-    assert is_banded(tiny("muon"))
-    assert not is_banded(tiny("muon", "precision.compute=fp64"))
-    assert len(plan(tiny(), 3).own) == FEW + 1
-    assert len(plan(tiny("muon"), 3).own) == MANY + 1
-    assert plan(tiny("zero3", "precision.compute=fp64"), 3).own == ()
+    assert not is_order_sensitive(tiny())
+    assert not is_order_sensitive(
+        tiny("zero3", "precision.layout=zero16", "precision.compute=fp64")
+    )
+    assert is_order_sensitive(tiny("zero3", "precision.layout=zero16"))
+    assert is_order_sensitive(tiny("muon"))
+    assert not is_order_sensitive(tiny("muon", "precision.compute=fp64"))
+    assert len(plan_references(tiny(), 3).own) == FEW + 1
+    assert len(plan_references(tiny("muon"), 3).own) == MANY + 1
+    assert plan_references(tiny("zero3", "precision.compute=fp64"), 3).own == ()
 
 
 # -- references that several specs share
 
 
 def test_a_references_key_is_what_it_depends_on_and_the_mesh_is_not():
-    key = Ask(spec=tiny("zero3"), steps=3).key
-    assert key == Ask(spec=tiny("ddp"), steps=3).key == Ask(spec=tiny("tp"), steps=3).key
+    key = ReferenceRequest(spec=tiny("zero3"), steps=3).key
+    assert (
+        key
+        == ReferenceRequest(spec=tiny("ddp"), steps=3).key
+        == ReferenceRequest(spec=tiny("tp"), steps=3).key
+    )
     others = (
-        Ask(spec=tiny("zero3"), steps=4),
-        Ask(spec=tiny("zero3"), steps=3, seed=0),
-        Ask(spec=tiny("zero3", "train.seed=1"), steps=3),
-        Ask(spec=tiny("zero3", "optimizer.lr=1e-3"), steps=3),
-        Ask(spec=tiny("zero3", "batch.micro=2"), steps=3),
-        Ask(spec=tiny("zero3", "precision.compute=fp64"), steps=3),
-        Ask(spec=tiny("zero3", "model.ffn=65"), steps=3),
+        ReferenceRequest(spec=tiny("zero3"), steps=4),
+        ReferenceRequest(spec=tiny("zero3"), steps=3, seed=0),
+        ReferenceRequest(spec=tiny("zero3", "train.seed=1"), steps=3),
+        ReferenceRequest(spec=tiny("zero3", "optimizer.lr=1e-3"), steps=3),
+        ReferenceRequest(spec=tiny("zero3", "batch.micro=2"), steps=3),
+        ReferenceRequest(spec=tiny("zero3", "precision.compute=fp64"), steps=3),
+        ReferenceRequest(spec=tiny("zero3", "model.ffn=65"), steps=3),
     )
     assert len({key, *(ask.key for ask in others)}) == len(others) + 1
 
 
 def test_a_reference_is_the_same_for_all_specs_of_a_job():
-    ask = Ask(spec=tiny("zero3"), steps=3)
-    first = references([ask, ask], ALONE, Progress())
-    again = references([replace(ask, spec=tiny("ddp"))], ALONE, Progress())
+    ask = ReferenceRequest(spec=tiny("zero3"), steps=3)
+    first = run_references([ask, ask], ALONE, Progress())
+    again = run_references([replace(ask, spec=tiny("ddp"))], ALONE, Progress())
     assert again[ask.key].losses == first[ask.key].losses
-    one, other = first[ask.key].solo, again[ask.key].solo
+    one, other = first[ask.key].trajectory, again[ask.key].trajectory
     assert one is not None and other is not None
-    assert one.again is not None and one.again == other.again < one.losses[0]
+    assert (
+        one.repeated_loss is not None and one.repeated_loss == other.repeated_loss < one.losses[0]
+    )
     for name, parameter in one.parameters.items():
         assert torch.equal(parameter, other.parameters[name])
 
 
 def test_ranks_share_references_by_what_these_take() -> None:
-    planned = plan(tiny("ddp"), 3)
+    planned = plan_references(tiny("ddp"), 3)
     asks = (planned.exact, *planned.own)  # one in fp64; one and three permuted ones in fp32
-    owners = _owners(list({ask.key: ask for ask in asks}.values()), 2)
+    owners = _assign_owners(list({ask.key: ask for ask in asks}.values()), 2)
     loads = [
         sum({its.key: its.cost for its in asks if owners[its.key] == n}.values()) for n in (0, 1)
     ]

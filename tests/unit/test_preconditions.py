@@ -17,7 +17,7 @@ from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.preconditions import preconditions
+from ptrain.verification.preconditions import check_preconditions
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=2", "model.ffn=32",
@@ -35,7 +35,7 @@ def checked(*changes: Callable[[Program], None]) -> Check:
         return program
 
     spec = resolve_auto(load("zero2", TINY))
-    (check,) = preconditions(spec, World(), Exchange(World()), make).checks
+    (check,) = check_preconditions(spec, World(), Exchange(World()), make).checks
     return check
 
 
@@ -97,6 +97,6 @@ def test_a_step_that_breaks_off_is_a_check_that_fails(error: type[Exception]) ->
         return program
 
     spec = resolve_auto(load("zero2", TINY))
-    (broken,) = preconditions(spec, World(), Exchange(World()), make).checks
+    (broken,) = check_preconditions(spec, World(), Exchange(World()), make).checks
     assert (broken.predicted, broken.measured) == (3, 1)
     assert broken.why.startswith(f"step 1 stops: {error.__name__}: not again")

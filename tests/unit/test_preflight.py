@@ -14,7 +14,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
 from ptrain.train import session
-from ptrain.train.options import parse
+from ptrain.train.options import parse_options
 from ptrain.train.session import _announce
 
 
@@ -42,5 +42,5 @@ def test_a_rank_that_a_launcher_started_refuses_what_is_no_checkpoint_before_it_
     (tmp_path / "empty").mkdir()
     words = ["zero3", "mesh.dp_shard=1", "--resume", str(tmp_path / "empty")]
     with pytest.raises(PtrainError, match="contains no checkpoint"):
-        session.run(parse([*words, "--run-dir", str(tmp_path / "run")]))
+        session.train_rank(parse_options([*words, "--run-dir", str(tmp_path / "run")]))
     assert not (tmp_path / "run").exists()

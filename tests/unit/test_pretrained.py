@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ptrain.cli.main import main
-from ptrain.convert.export import export
+from ptrain.convert.export import export_checkpoint
 from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.program import interpret
 from ptrain.models.initialize import build_model, initialize
@@ -73,7 +73,7 @@ def test_a_published_folder_is_read_and_exported_as_it_was(case: str, tmp_path: 
     expected = logits(folder)
     with torch.no_grad():
         torch.testing.assert_close(module(tokens()), expected, rtol=1e-5, atol=1e-5)
-    exported = export(run_of(folder, tmp_path / "run"), tmp_path / "out")
+    exported = export_checkpoint(run_of(folder, tmp_path / "run"), tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys() and exported.tensors == len(after)
     for name, tensor in before.items():
@@ -95,7 +95,7 @@ def test_padding_of_the_vocabulary_is_neither_read_nor_exported(case: str, tmp_p
             module(tokens())[..., :259], logits(folder), rtol=1e-5, atol=1e-5
         )
     run = run_of(folder, tmp_path / "run", beside=", vocab_multiple: 64")
-    export(run, tmp_path / "out")
+    export_checkpoint(run, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 259
     assert torch.equal(logits(tmp_path / "out"), logits(folder))
 
@@ -104,7 +104,7 @@ def test_files_of_an_index_are_read_and_written(tmp_path: Path, monkeypatch: Any
     folder = saved("qwen3_moe", tmp_path / "in", max_shard_size="40KB")
     assert len([*folder.glob("*.safetensors")]) > 2
     monkeypatch.setattr("ptrain.convert.export.FILE_BYTES", 30_000)
-    export(run_of(folder, tmp_path / "run"), tmp_path / "out")
+    export_checkpoint(run_of(folder, tmp_path / "run"), tmp_path / "out")
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 2
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -130,7 +130,7 @@ def test_a_run_is_exported_in_its_own_dtype_with_the_tokenizer_it_came_with(tmp_
     folder = saved("llama", tmp_path / "in")
     (folder / "tokenizer.json").write_text("{}")
     run = run_of(folder, tmp_path / "run", "precision.layout=bf16", "model.dropout=0.1")
-    exported = export(run, tmp_path / "out", step=1)
+    exported = export_checkpoint(run, tmp_path / "out", step=1)
     assert set(exported.copied) == {"tokenizer.json", "generation_config.json"}
     assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -140,7 +140,7 @@ def test_a_run_is_exported_in_its_own_dtype_with_the_tokenizer_it_came_with(tmp_
 def test_what_has_never_been_pretrained_is_exported_too(tmp_path: Path) -> None:
     spec = spec_of(saved("llama", tmp_path / "in"))
     run = run_of(tmp_path / "in", tmp_path / "run", "model.pretrained=null", *SHAPE)
-    assert export(run, tmp_path / "out").architecture == "LlamaForCausalLM"
+    assert export_checkpoint(run, tmp_path / "out").architecture == "LlamaForCausalLM"
     module = build_model(load(str(run / "spec.resolved.yaml")).spec.model, sequence=SEQUENCE)
     initialize(module, seed=spec.train.seed)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_what_is_written_beside_a_folder_is_exported_in_place_of_what_it_says(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
     run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run", *words)
-    export(run, tmp_path / "out")
+    export_checkpoint(run, tmp_path / "out")
     module = build_model(spec_of(tmp_path / "in", *words).model, sequence=SEQUENCE)
     initialize(module, seed=0)
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_layers_by_turns_are_read_of_older_files_too(tmp_path: Path) -> None:
 
 def test_a_single_expert_is_read_and_exported(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path / "in", num_local_experts=1, num_experts_per_tok=1)
-    export(run_of(folder, tmp_path / "run"), tmp_path / "out")
+    export_checkpoint(run_of(folder, tmp_path / "run"), tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -231,7 +231,7 @@ def test_an_export_that_cannot_be_leaves_nothing(
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(PtrainError, match=finding):
         runs = {"no run": tmp_path, "run too long": tmp_path / ("x" * 300)}
-        export(runs.get(word, run), to, step=7 if word.startswith("step") else None)
+        export_checkpoint(runs.get(word, run), to, step=7 if word.startswith("step") else None)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -253,7 +253,7 @@ def test_a_disk_that_is_full_is_one_message_and_leaves_nothing(tmp_path: Path) -
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
     try:
         with pytest.raises(SpecError, match=r"out cannot be written: model.safetensors: "):
-            export(run, tmp_path / "out")
+            export_checkpoint(run, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path.name for path in tmp_path.iterdir()} == {"in", "run"}
@@ -285,4 +285,4 @@ def test_what_a_config_cannot_say_of_a_training_is_said(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path / "in")
     words = ("model.capacity_factor=1.5", "model.document_start=256")
     run = run_of(folder, tmp_path / "run", *words)
-    assert export(run, tmp_path / "out").unsaid == ("capacity_factor", "document_start")
+    assert export_checkpoint(run, tmp_path / "out").unsaid == ("capacity_factor", "document_start")

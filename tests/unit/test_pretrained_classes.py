@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ptrain.convert.export import export
-from ptrain.convert.saved import Writer
+from ptrain.convert.export import export_checkpoint
+from ptrain.convert.saved import TextGenerator
 from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import SpecError
 from ptrain.interpreter.look import build_module, build_module_on_meta
@@ -58,7 +58,7 @@ def test_a_class_begins_with_a_folder_and_is_exported_as_it_was(case: str, tmp_p
     expected = logits(folder)
     assert torch.equal(given(begun(case, folder)), expected)
     run = run_of(folder, tmp_path / "run", beside=f", hf: {case}")
-    exported = export(run, tmp_path / "out")
+    exported = export_checkpoint(run, tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys() and exported.tensors == len(after)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -88,7 +88,7 @@ def test_what_was_drawn_is_exported_too(tmp_path: Path) -> None:
     fields = {name: config[name] for name in CLASSES["phimoe"][1]}
     words = ("model.pretrained=null", f"model.config={json.dumps(fields)}", "attention=eager")
     run = run_of(folder, tmp_path / "run", *words, beside=", hf: phimoe")
-    export(run, tmp_path / "out")
+    export_checkpoint(run, tmp_path / "out")
     assert tensors(folder).keys() == tensors(tmp_path / "out").keys()
     drawn = build_module(spec_of(folder, *words, beside=", hf: phimoe"))
     assert torch.equal(given(drawn.eval()), logits(tmp_path / "out"))
@@ -100,7 +100,7 @@ def test_fields_beside_a_folder_stand_for_its_own(tmp_path: Path) -> None:
     plain, turned = begun("starcoder2", folder), begun("starcoder2", folder, *words)
     assert not torch.equal(given(plain), given(turned))
     run = run_of(folder, tmp_path / "run", "attention=eager", *words, beside=", hf: starcoder2")
-    export(run, tmp_path / "out")
+    export_checkpoint(run, tmp_path / "out")
     assert torch.equal(given(turned), logits(tmp_path / "out"))
     with pytest.raises(SpecError, match="the config of the folder sets this in rope_parameters"):
         begun("starcoder2", folder, "model.config={rope_theta: 500.0}")
@@ -132,13 +132,13 @@ def test_a_trained_class_writes_as_transformers_does(tmp_path: Path) -> None:
     run = run_of(folder, tmp_path / "run", "attention=eager", beside=", hf: deepseek_v3")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     begun_with = ByteVocabulary().tokens("Once")
-    text = Writer(run).written("Once", tokens=8, temperature=0, generator=torch.Generator())
+    text = TextGenerator(run).generate("Once", tokens=8, temperature=0, generator=torch.Generator())
     there = theirs.generate(
         torch.tensor([begun_with]), max_new_tokens=8, do_sample=False, eos_token_id=257
     )
     assert text == ByteVocabulary().text(there[0, len(begun_with) :].tolist())
     shutil.rmtree(folder)
-    for use in (Writer, lambda run: export(run, tmp_path / "out")):
+    for use in (TextGenerator, lambda run: export_checkpoint(run, tmp_path / "out")):
         with pytest.raises(SpecError, match="does not exist any more, but the model needs"):
             use(run)
     assert not (tmp_path / "out").exists()
@@ -149,7 +149,7 @@ def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path) -> 
     run = run_of(folder, tmp_path / "run", beside=", hf: starcoder2")
     before, expected = tensors(folder), logits(folder)
     shutil.rmtree(folder)
-    assert export(run, tmp_path / "out").copied == ()
+    assert export_checkpoint(run, tmp_path / "out").copied == ()
     assert before.keys() == tensors(tmp_path / "out").keys()
     assert torch.equal(logits(tmp_path / "out"), expected)
 
@@ -165,7 +165,7 @@ def test_a_model_of_ones_own_is_exported_and_begins_with_it(tmp_path: Path) -> N
         }
     save_file(weights, folder / "model.safetensors")
     run = run_of(folder, tmp_path / "run", beside=OWN)
-    exported = export(run, tmp_path / "out")
+    exported = export_checkpoint(run, tmp_path / "out")
     assert exported.architecture == "tests.models_begun:build"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors"}
     after = tensors(tmp_path / "out")
@@ -173,7 +173,7 @@ def test_a_model_of_ones_own_is_exported_and_begins_with_it(tmp_path: Path) -> N
     assert all(torch.equal(tensor, after[name]) for name, tensor in weights.items())
     again = build_module(spec_of(tmp_path / "out", beside=OWN), allow_import=True)
     assert torch.equal(again.get_parameter("layers.1.bias"), weights["layers.1.bias"])
-    written = Writer(run, allow_import=True).score("one and one")
+    written = TextGenerator(run, allow_import=True).score("one and one")
     expected = nn.functional.cross_entropy(
         again(of("one and one"))[0, :-1], of("one and one")[0, 1:]
     )

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ptrain.axes.data.run.flat_target import LocalRowWriter, ParameterMembers
 from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.cli.main import main
-from ptrain.convert.export import export
-from ptrain.convert.saved import Writer
+from ptrain.convert.export import export_checkpoint
+from ptrain.convert.saved import TextGenerator
 from ptrain.errors import SpecError
 from ptrain.interpreter.look import ModuleFiller, build_module
 from ptrain.models.initialize import InitialValues, ModuleWeights, build_model
@@ -86,8 +86,8 @@ def test_buffers_of_a_folder_that_is_gone_are_not_guessed(
     run = run_of(tmp_path / "in", tmp_path / "run", beside=MARKED)
     shutil.rmtree(tmp_path / "in")
     for use in (
-        lambda: Writer(run, allow_import=True),
-        lambda: export(run, tmp_path / "out", allow_import=True),
+        lambda: TextGenerator(run, allow_import=True),
+        lambda: export_checkpoint(run, tmp_path / "out", allow_import=True),
     ):
         with pytest.raises(
             SpecError, match="does not exist any more, but the model has buffers"
@@ -98,8 +98,8 @@ def test_buffers_of_a_folder_that_is_gone_are_not_guessed(
         )
     resolved = run / "spec.resolved.yaml"
     resolved.write_text(resolved.read_text().replace(str(tmp_path / "in"), "null"))
-    assert Writer(run, allow_import=True).score("one").tokens
-    export(run, tmp_path / "out")
+    assert TextGenerator(run, allow_import=True).score("one").tokens
+    export_checkpoint(run, tmp_path / "out")
     assert tensors(tmp_path / "out").keys() == {*dict(build_marked(8).named_parameters())}
 
 
@@ -152,5 +152,7 @@ def test_a_buffer_that_a_class_says_files_may_lack_is_not_exported(
     kind = transformers.DeepseekV3ForCausalLM
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_missing", [BIAS], raising=False)
     lacking(folder, BIAS)
-    export(run_of(folder, tmp_path / "run", beside=", hf: deepseek_v3"), tmp_path / "out")
+    export_checkpoint(
+        run_of(folder, tmp_path / "run", beside=", hf: deepseek_v3"), tmp_path / "out"
+    )
     assert tensors(tmp_path / "out").keys() == tensors(folder).keys()

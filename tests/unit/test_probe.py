@@ -11,13 +11,13 @@ import torch
 
 from ptrain.algebra.legality import require_runnable
 from ptrain.cost import State
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import read_batch
 from ptrain.interpreter.program import interpret
 from ptrain.runtime.world import World
 from ptrain.spec.load import load
 from ptrain.train.folder import RunFolder
-from ptrain.train.probe import Probe, first_steady
+from ptrain.train.probe import Probe, first_steady_step
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from ptrain.train.probe import Probe, first_steady
 )
 def test_the_steady_step_begins_where_the_update_before_it_ended(overrides, steady):
     spec = require_runnable(load("zero1", overrides))
-    assert first_steady(spec, 0) == steady
+    assert first_steady_step(spec, 0) == steady
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -55,7 +55,9 @@ def test_a_state_that_is_declared_as_what_it_is_not_is_said(
     probe = Probe(program, RunFolder(tmp_path), first=0, every=0, measured=lambda _: None)
     with caplog.at_level(logging.WARNING, logger="ptrain"):
         for step in range(3):
-            local = batch(corpus(spec.data), spec=spec, step=step, data_index=0, data_degree=1)
+            local = read_batch(
+                open_corpus(spec.data), spec=spec, step=step, data_index=0, data_degree=1
+            )
             with probe(step):
                 program.forward_backward(local)
                 program.step(1e-3)

@@ -9,7 +9,7 @@ import pytest
 
 RANK = """
 import os, sys
-from ptrain.train.rank_exit import live
+from ptrain.train.rank_exit import run_and_exit
 read, write = os.pipe()
 os.close(read)
 for descriptor in {descriptors}:
@@ -22,7 +22,7 @@ def run():
     print("a line that is flushed at the end")
     return 1
 
-live(run)
+run_and_exit(run)
 """
 
 

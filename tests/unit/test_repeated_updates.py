@@ -15,7 +15,7 @@ import ptrain
 from ptrain.report.finding import Certainty, RootCause
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.updates.repeat import CannotRepeat, repeat
+from ptrain.verification.updates.repeat import CannotRepeat, repeat_updates
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -89,11 +89,11 @@ def test_a_recorded_step_repeats_to_the_bit_and_leaves_the_optimizer_alone(kind:
     for batch in rows(2):
         with StepRecorder(net, holds) as seen:
             trained(net, optimizer, batch)
-    assert seen.updates == 1
+    assert seen.max_updates == 1
     after = {name: p.detach().clone() for name, p in net.named_parameters()}
     state = copy.deepcopy(optimizer.state_dict())
     record = seen.record
-    outcomes = repeat(record.before)
+    outcomes = repeat_updates(record.before)
     assert outcomes
     for name, outcome in outcomes.items():
         assert torch.equal(outcome.value, record.after[name].value), name
@@ -121,7 +121,7 @@ def test_a_step_that_needs_a_closure_cannot_be_repeated() -> None:
     with StepRecorder(net, holds) as seen:
         optimizer.step(closure)
     with pytest.raises(CannotRepeat, match="LBFGS cannot be replayed"):
-        repeat(seen.record.before)
+        repeat_updates(seen.record.before)
 
 
 Act = Callable[[nn.Module, torch.optim.Optimizer], None]

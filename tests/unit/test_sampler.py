@@ -11,8 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptrain.data.corpus import Corpus, corpus, sample
-from ptrain.data.sampler import LocalBatch, Split, batch, part_of, positions, require
+from ptrain.data.corpus import Corpus, open_corpus, stream_sample
+from ptrain.data.sampler import (
+    LocalBatch,
+    Split,
+    batch_positions,
+    read_batch,
+    require_trainable_data,
+    shard_batch,
+)
 from ptrain.errors import PtrainError, SpecError
 from ptrain.spec.batch import Batch
 from ptrain.spec.job import DataSpec, EvalSpec, TrainSpec
@@ -48,7 +55,7 @@ def make_spec(
 
 def global_batch(source: Corpus, spec: Spec, step: int, degree: int) -> list[LocalBatch]:
     return [
-        batch(source, spec=spec, step=step, data_index=index, data_degree=degree)
+        read_batch(source, spec=spec, step=step, data_index=index, data_degree=degree)
         for index in range(degree)
     ]
 
@@ -85,7 +92,7 @@ def test_an_epoch_that_ends_in_mid_step_loses_and_doubles_nothing(degree):
 @pytest.mark.parametrize("degree", MESHES)
 def test_every_mesh_sees_the_same_global_batch(degree):
     source, spec = counted(1000), make_spec()
-    one = batch(source, spec=spec, step=3)
+    one = read_batch(source, spec=spec, step=3)
     parts = global_batch(source, spec, 3, degree)
     by_id = {
         sample_id: row
@@ -101,14 +108,14 @@ def test_every_mesh_sees_the_same_global_batch(degree):
 @pytest.mark.parametrize("degree", MESHES)
 def test_a_micro_batch_of_all_ranks_is_a_run_of_the_global_batch(degree):
     spec = make_spec(global_samples=32, micro=2)
-    ranks = [list(positions(spec, data_index=i, data_degree=degree)) for i in range(degree)]
+    ranks = [list(batch_positions(spec, data_index=i, data_degree=degree)) for i in range(degree)]
     for k in range(32 // (2 * degree)):
         together = [position for rank in ranks for position in rank[2 * k : 2 * k + 2]]
         assert together == list(range(2 * degree * k, 2 * degree * (k + 1)))
 
 
 def test_a_sample_is_a_window_and_its_targets_are_the_next_tokens():
-    local = batch(counted(1000), spec=make_spec(), step=5)
+    local = read_batch(counted(1000), spec=make_spec(), step=5)
     starts = torch.tensor(local.sample_ids) % 249 * SEQUENCE
     assert torch.equal(local.tokens, starts[:, None] + torch.arange(SEQUENCE + 1))
     for samples in local.micro_batches(2):
@@ -117,13 +124,13 @@ def test_a_sample_is_a_window_and_its_targets_are_the_next_tokens():
 
 def test_an_epoch_predicts_every_token_but_the_first_once():
     source, spec = counted(16 * SEQUENCE + 1), make_spec()
-    local = batch(source, spec=spec, step=0)
+    local = read_batch(source, spec=spec, step=0)
     targets = torch.cat([samples.targets.flatten() for samples in local.micro_batches(2)])
     assert targets.sort().values.tolist() == list(range(1, 16 * SEQUENCE + 1))
 
 
 def test_micro_batches_are_views_of_the_batch():
-    local = batch(counted(1000), spec=make_spec(), step=0)
+    local = read_batch(counted(1000), spec=make_spec(), step=0)
     storage = local.tokens.untyped_storage().data_ptr()
     pairs = [(samples.inputs, samples.targets) for samples in local.micro_batches(2)]
     assert len(pairs) == 8
@@ -142,7 +149,7 @@ def of_images() -> Spec:
 
 def test_samples_that_are_handed_over_come_in_the_dtype_that_the_model_computes_in():
     images, labels = torch.arange(32, dtype=torch.float64).view(16, 2), torch.arange(16)
-    own = part_of((images, labels), of_images(), 0)
+    own = shard_batch((images, labels), of_images(), 0)
     image, label = own.tensors
     assert (image.dtype, label.dtype) == (torch.float32, torch.int64)
     assert torch.equal(image.double(), images) and torch.equal(label, labels)
@@ -160,7 +167,7 @@ def test_samples_that_are_handed_over_come_in_the_dtype_that_the_model_computes_
 )
 def test_the_tensor_that_is_no_global_batch_is_named(samples, finding):
     with pytest.raises(SpecError) as caught:
-        part_of(samples, of_images(), 0)
+        shard_batch(samples, of_images(), 0)
     (fault,) = caught.value.faults
     assert fault.place == "batch" and fault.finding == finding
     assert "batch.global = 16" in fault.remedy
@@ -168,15 +175,15 @@ def test_the_tensor_that_is_no_global_batch_is_named(samples, finding):
 
 def test_a_step_is_the_same_whenever_it_is_asked_for():
     source, spec = counted(1000), make_spec()
-    first = batch(source, spec=spec, step=7)
-    batch(source, spec=spec, step=8)
-    assert torch.equal(batch(source, spec=spec, step=7).tokens, first.tokens)
+    first = read_batch(source, spec=spec, step=7)
+    read_batch(source, spec=spec, step=8)
+    assert torch.equal(read_batch(source, spec=spec, step=7).tokens, first.tokens)
 
 
 def test_seeds_and_epochs_have_orders_of_their_own():
     orders = {
         (seed, epoch): tuple(
-            sample(epoch * 100 + place, windows=100, seed=seed) % 100 for place in range(100)
+            stream_sample(epoch * 100 + place, windows=100, seed=seed) % 100 for place in range(100)
         )
         for seed in (0, 1, -1)
         for epoch in (0, 1)
@@ -189,7 +196,8 @@ def test_seeds_and_epochs_have_orders_of_their_own():
 @settings(max_examples=50)
 def test_the_order_of_an_epoch_is_a_permutation(windows, seed, epoch):
     drawn = [
-        sample(epoch * windows + place, windows=windows, seed=seed) for place in range(windows)
+        stream_sample(epoch * windows + place, windows=windows, seed=seed)
+        for place in range(windows)
     ]
     assert sorted(drawn) == list(range(epoch * windows, (epoch + 1) * windows))
 
@@ -197,20 +205,20 @@ def test_the_order_of_an_epoch_is_a_permutation(windows, seed, epoch):
 @given(place=st.integers(0, 10**12 - 1))
 @settings(max_examples=50)
 def test_a_huge_corpus_needs_no_memory(place):
-    assert 0 <= sample(place, windows=10**12, seed=0) < 10**12
+    assert 0 <= stream_sample(place, windows=10**12, seed=0) < 10**12
 
 
 def test_the_order_is_spread_evenly_over_the_corpus():
     """Each tenth of the draws takes about a tenth of its windows from each tenth of the corpus:
     chi-squared over 100 cells of 100, 81 degrees of freedom, mean 81 and deviation 12.7."""
-    drawn = np.array([sample(place, windows=10_000, seed=0) for place in range(10_000)])
+    drawn = np.array([stream_sample(place, windows=10_000, seed=0) for place in range(10_000)])
     cells = np.histogram2d(np.arange(10_000), drawn, bins=10)[0]
     assert 81 - 5 * 12.7 < ((cells - 100) ** 2 / 100).sum() < 81 + 5 * 12.7
 
 
 def test_the_held_out_split_has_windows_of_its_own():
     source, spec = counted(1000, held_out=5 * SEQUENCE + 1), make_spec(global_samples=4)
-    local = batch(source, spec=spec, step=0, split=Split.HELD_OUT)
+    local = read_batch(source, spec=spec, step=0, split=Split.HELD_OUT)
     assert int(local.tokens.max()) <= 5 * SEQUENCE
     assert len(set(local.sample_ids)) == 4
 
@@ -220,27 +228,27 @@ def test_a_corpus_shorter_than_a_sample_is_refused():
         PtrainError,
         match=r"has 4 tokens, but a sample needs 5\n  remedy: Use a smaller `batch.sequence`",
     ):
-        require(counted(SEQUENCE), make_spec())
+        require_trainable_data(counted(SEQUENCE), make_spec())
 
 
 def test_a_short_held_out_split_matters_only_to_who_evaluates():
     source = counted(1000, held_out=SEQUENCE)
-    require(source, make_spec())
+    require_trainable_data(source, make_spec())
     with pytest.raises(PtrainError, match="held_out split"):
-        require(source, make_spec(every=10))
+        require_trainable_data(source, make_spec(every=10))
 
 
 def test_a_token_outside_the_vocabulary_is_refused_with_the_size_that_fits():
     source, spec = counted(1000), make_spec(vocab=500)
     with pytest.raises(PtrainError, match=r"contains token 999.*\n  remedy: Use `model.vocab=1000"):
-        require(source, spec)
+        require_trainable_data(source, spec)
     with pytest.raises(PtrainError, match=r"but model.vocab is 500"):
         for step in range(20):
-            batch(source, spec=spec, step=step)
+            read_batch(source, spec=spec, step=step)
 
 
 def test_a_built_in_corpus_needs_the_vocabulary_of_its_tokenizer():
-    source = corpus(DataSpec())
-    require(source, make_spec(vocab=259))
+    source = open_corpus(DataSpec())
+    require_trainable_data(source, make_spec(vocab=259))
     with pytest.raises(PtrainError, match=r"Use `model\.vocab=259`"):
-        require(source, make_spec(vocab=258))
+        require_trainable_data(source, make_spec(vocab=258))

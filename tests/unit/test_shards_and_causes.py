@@ -11,9 +11,9 @@ import torch
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.capture import data_place
-from ptrain.verification.jobs.shards import part_of
-from ptrain.verification.parts import relative
+from ptrain.verification.capture import data_rank_index
+from ptrain.verification.jobs.shards import local_part
+from ptrain.verification.parts import relative_difference
 
 
 def _spec() -> Spec:
@@ -22,7 +22,7 @@ def _spec() -> Spec:
 
 
 def test_ranks_of_tp_have_the_same_samples() -> None:
-    assert [data_place(_spec(), rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [data_rank_index(_spec(), rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_plain_tensor_is_the_part_that_its_shape_and_place_say(
     shape: tuple[int, ...], place: int, expected: tuple[int, int] | None
 ) -> None:
     whole = torch.arange(28).view(7, 4)
-    part = part_of(whole, torch.zeros(shape), degree=2, place=place)
+    part = local_part(whole, torch.zeros(shape), degree=2, place=place)
     if expected is None:
         assert part is None
         return
@@ -53,7 +53,9 @@ def test_a_plain_tensor_is_the_part_that_its_shape_and_place_say(
 
 def test_a_difference_is_relative_to_what_is_expected_or_to_what_is_usual() -> None:
     expected = torch.tensor([3.0, 4.0])
-    assert relative(expected + torch.tensor([0.0, 0.5]), expected) == 0.1
-    assert relative(torch.tensor([1e-9]), torch.tensor([0.0])) == math.inf
-    assert relative(torch.tensor([1e-9]), torch.tensor([0.0]), least=1.0) == pytest.approx(1e-9)
-    assert relative(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
+    assert relative_difference(expected + torch.tensor([0.0, 0.5]), expected) == 0.1
+    assert relative_difference(torch.tensor([1e-9]), torch.tensor([0.0])) == math.inf
+    assert relative_difference(
+        torch.tensor([1e-9]), torch.tensor([0.0]), least=1.0
+    ) == pytest.approx(1e-9)
+    assert relative_difference(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf

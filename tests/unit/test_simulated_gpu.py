@@ -47,7 +47,7 @@ def parsed(*words: str) -> Any:
 def test_what_was_asked_is_asked_again_in_the_other_process() -> None:
     words = ("zero3", "model.layers=2", "--rank", "1", "--rank", "3", "--chart", "x.png")
     args = parsed(*words, "--every-block", "--json", "--allow-import")
-    assert parsed(*simulate._words(args)) == args
+    assert parsed(*simulate._typed_arguments(args)) == args
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_which_gpu_is_believed_in_is_the_clusters(
     overrides: tuple[str, ...], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulated_gpu, "missing_requirement", lambda: None)
-    assert simulate._pretended([load("ddp", overrides).spec]) == expected
+    assert simulate._gpu_capability([load("ddp", overrides).spec]) == expected
     monkeypatch.setattr(simulated_gpu, "missing_requirement", lambda: "no compiler")
-    assert simulate._pretended([load("ddp", overrides).spec]) is None
+    assert simulate._gpu_capability([load("ddp", overrides).spec]) is None
 
 
 def test_specs_for_several_kinds_of_gpu_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated_gpu, "missing_requirement", lambda: None)
     specs = [load("ddp", [f"cluster.preset={name}"]).spec for name in ("h100-8", "a100-8")]
-    assert simulate._pretended(specs) is None
+    assert simulate._gpu_capability(specs) is None
 
 
 def test_a_build_without_cuda_lacks_it_and_says_what_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_process_that_does_not_believe_starts_no_other(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert not simulated_gpu.is_on()
     assert "does not detect" in str(simulated_gpu.missing_requirement())
-    assert simulate._pretended([load("ddp", [FOR_GPUS]).spec]) is None
+    assert simulate._gpu_capability([load("ddp", [FOR_GPUS]).spec]) is None
 
 
 def test_a_folder_that_no_library_is_loaded_from_is_named(

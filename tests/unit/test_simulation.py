@@ -238,7 +238,7 @@ def test_buffers_of_collectives_and_temporaries_are_transient() -> None:
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_each_phase_is_told_where_it_needs_most(strategy: str) -> None:
     found = of_last_rank(strategy)
-    highest = {phase: moment.total for phase, moment in found.memory_history.by_phase().items()}
+    highest = {phase: moment.total for phase, moment in found.memory_history.phase_peaks().items()}
     assert highest == {row.phase: row.device_bytes for row in found.estimate.peak}
 
 

@@ -12,7 +12,7 @@ import pytest
 from ptrain.algebra.legality import require_runnable
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import MODEL_STATES
-from ptrain.report.record import compare
+from ptrain.report.record import compare_estimates
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.traces.facts import facts_of
@@ -122,7 +122,7 @@ def differing(job: Job) -> list[str]:
     return [
         f"rank {rank}: {check.name}: exact {check.predicted}, simulated {check.measured}"
         for rank in job.ranks
-        for check in compare(exact.of_rank(rank), simulate(spec, rank).estimate)
+        for check in compare_estimates(exact.of_rank(rank), simulate(spec, rank).estimate)
         if check.predicted != check.measured and not check.name.startswith("peak")
     ]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ptrain
-from ptrain.verification.jobs.draws import DrawMode, RandomDraw
+from ptrain.verification.jobs.draws import DrawRecorder, RandomDraw
 
 ROWS = list(torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(1)).double())
 RATE = 0.3
@@ -66,7 +66,7 @@ def test_what_stands_in_the_place_of_a_mask_stands_there_in_the_recomputation(se
     for keeps in (True, False):
         model.zero_grad()
         torch.manual_seed(seed)
-        with DrawMode(model, replace=OtherMask()):
+        with DrawRecorder(model, replace=OtherMask()):
             x = ROWS[0]
             for block in (*model.blocks, model.blocks[-1]):
                 x = checkpoint(block, x, use_reentrant=False) if keeps else block(x)
@@ -173,7 +173,7 @@ def test_a_fault_that_a_repetition_has_not_is_not_put_down_to_dropout() -> None:
 
 def test_slopes_that_are_drawn_are_seen_and_others_put_in_their_place() -> None:
     model, x = nn.RReLU(), ROWS[0].clone().requires_grad_()
-    with DrawMode(model, replace=lambda draw: torch.full_like(draw.value, 0.5)) as drawn:
+    with DrawRecorder(model, replace=lambda draw: torch.full_like(draw.value, 0.5)) as drawn:
         out = model(x)
         out.sum().backward()
     assert len(drawn.draws) == 1

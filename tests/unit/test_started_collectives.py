@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.verification.jobs.trials import Started, come_to_end
+from ptrain.verification.jobs.trials import Started, can_finish
 
 BOTH = [0, 1]
 A, B, MESSAGE = ("a", BOTH), ("b", BOTH), ("a", [])
@@ -29,4 +29,4 @@ RANKS_OF_THREE: list[Started] = [
     ],
 )
 def test_waiting_comes_to_the_end(everyones: list[Started], comes: bool) -> None:
-    assert come_to_end(everyones) is comes
+    assert can_finish(everyones) is comes

@@ -13,9 +13,9 @@ from ptrain.verification.jobs.evidence import (
     Contributions,
     Fix,
     JobEvidence,
-    OwnGradients,
+    RankGradients,
     Sample,
-    contributions,
+    fit_contributions,
 )
 from ptrain.verification.jobs.gradients import GradientCase
 from ptrain.verification.jobs.job import Ranks
@@ -50,7 +50,7 @@ def _sample(gradients: torch.Tensor) -> Sample:
 
 def _explained(sample: Sample, ranks: Ranks = PAIR) -> list[tuple[RootCause, Fix | None]]:
     """Return the hypotheses about one parameter."""
-    own = OwnGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=1)
+    own = RankGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=1)
     mismatch = Mismatch(
         step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="w", rank=0
     )
@@ -72,10 +72,10 @@ def test_a_rank_that_is_missing_everywhere_is_no_reduction_that_is_missing() -> 
 def test_ranks_sum_over_each_axis_and_over_several_together() -> None:
     axes = {"dp": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3))}
     ranks = Ranks(rank=0, size=4, device=torch.device("cpu"), axes=axes)
-    assert ranks.summed == axes | {"dp+cp": ((0, 1, 2, 3),)}
-    assert ranks.parting([2, 3]) == "dp"
-    assert ranks.parting([1, 3]) == "cp"
-    assert ranks.parting(range(4)) == ""
+    assert ranks.sum_groups == axes | {"dp+cp": ((0, 1, 2, 3),)}
+    assert ranks.separating_axis([2, 3]) == "dp"
+    assert ranks.separating_axis([1, 3]) == "cp"
+    assert ranks.separating_axis(range(4)) == ""
 
 
 def test_parts_of_a_sum_over_two_axes_are_told_by_both() -> None:
@@ -87,7 +87,7 @@ def test_parts_of_a_sum_over_two_axes_are_told_by_both() -> None:
     )
     ((said, fix),) = _explained(sample, ranks)
     assert said.factor == "missing all-reduce over dp and cp"
-    assert fix is not None and torch.allclose(fix.of("w", sample, 3), truth)
+    assert fix is not None and torch.allclose(fix.apply("w", sample, 3), truth)
 
 
 def test_the_gradient_of_the_step_before_is_told_alone_and_on_top() -> None:
@@ -99,7 +99,7 @@ def test_the_gradient_of_the_step_before_is_told_alone_and_on_top() -> None:
         )  # fmt: skip
         ((said, fix),) = _explained(sample)
         assert said.factor.startswith(factor)
-        assert fix is not None and torch.allclose(fix.of("w", sample, 0), sample.truth)
+        assert fix is not None and torch.allclose(fix.apply("w", sample, 0), sample.truth)
 
 
 def test_a_gradient_that_is_there_and_wrong_is_not_excused_by_one_that_is_missing() -> None:
@@ -107,8 +107,8 @@ def test_a_gradient_that_is_there_and_wrong_is_not_excused_by_one_that_is_missin
     ((_, fix),) = _explained(missing)
     assert fix is not None
     for rank in (0, 1):
-        assert torch.equal(fix.of("w", missing, rank), missing.truth)
-        assert not torch.equal(fix.of("w", wrong, rank), wrong.truth)
+        assert torch.equal(fix.apply("w", missing, rank), missing.truth)
+        assert not torch.equal(fix.apply("w", wrong, rank), wrong.truth)
 
 
 def _of_few_elements() -> Sample:
@@ -129,9 +129,9 @@ def test_a_multiple_of_ranks_with_few_elements_has_several_possible_causes() -> 
 
 def test_a_rank_with_few_elements_keeps_its_gradient() -> None:
     sample = _of_few_elements()
-    its = contributions(sample)
+    its = fit_contributions(sample)
     assert its is not None and not its.of_loop
-    for row in (its.rest(sample, 1), its.reweighted(sample, 1)):
+    for row in (its.add_residual(sample, 1), its.reweight(sample, 1)):
         assert torch.equal(row[8:], sample.gradients[1][8:])
 
 
@@ -154,7 +154,7 @@ def test_a_loss_without_a_sum_or_a_weight_has_no_factor(
 def test_a_small_part_of_the_gradient_is_no_stale_one() -> None:
     """Within what 16 bits leave of sums a tenth of it would be nothing."""
     truth, earlier = DRAWN.sum(0), DRAWN_4[0]
-    own = OwnGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=1)
+    own = RankGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=1)
     mismatch = Mismatch(
         step=1, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="w", rank=0
     )

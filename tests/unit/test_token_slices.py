@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.verification.jobs.modules import parts_of, slice_of
+from ptrain.verification.jobs.modules import candidate_parts, find_token_slice
 from ptrain.verification.jobs.record import ForwardCall
 
 
 def columns_of(whole: Tensor, own: Tensor) -> list[int] | None:
     calls = (ForwardCall(args=(its,), kwargs={}, autocast=None) for its in (whole, own))
-    part = slice_of(*([call] for call in calls))
+    part = find_token_slice(*([call] for call in calls))
     return None if part is None else part.columns.tolist()
 
 
@@ -41,12 +41,12 @@ def test_a_tensor_is_cut_along_tokens_and_features() -> None:
     """[samples, heads, tokens, features], of which a rank has every second head and late tokens."""
     whole = torch.randn(2, 4, 6, 3)
     own = whole[:, 2:, [2, 3]]
-    parts = list(parts_of(whole, own))
+    parts = list(candidate_parts(whole, own))
     assert any(torch.equal(part, own) for part in parts)
-    assert not list(parts_of(whole, torch.zeros(1, 2, 2, 3)))
+    assert not list(candidate_parts(whole, torch.zeros(1, 2, 2, 3)))
 
 
 def test_the_parts_of_fused_matrices_are_cut_one_by_one() -> None:
     whole = torch.arange(12.0)
     own = torch.tensor([2.0, 3.0, 6.0, 7.0, 10.0, 11.0])
-    assert any(torch.equal(part, own) for part in parts_of(whole, own))
+    assert any(torch.equal(part, own) for part in candidate_parts(whole, own))

@@ -13,8 +13,14 @@ import pytest
 
 from ptrain.cli.main import main
 from ptrain.data import tokenized
-from ptrain.data.tokenized import documents
-from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, decode, encode, open_tokens
+from ptrain.data.tokenized import read_documents
+from ptrain.data.vocabulary import (
+    ByteVocabulary,
+    FileVocabulary,
+    decode,
+    encode,
+    open_tokens,
+)
 
 TEXTS = ["one", "zwölf", "", "a longer text, with\nlines"]
 
@@ -112,7 +118,7 @@ def test_what_was_broken_off_goes_on_where_it_stopped(
             return super().batch(texts)
 
     done = tokenized.tokenize(files, out, Counting(), field="text", tell=lambda _: None)
-    expected = [text for file in files for text in documents(file, "text")]
+    expected = [text for file in files for text in read_documents(file, "text")]
     begun = 0 if has_changed else [0, 2, 4, 5, 7, 9][at]
     assert encoded == expected[begun:] and done.documents == len(expected)
     assert decode(open_tokens(out).tolist()) == "".join(expected)

@@ -21,7 +21,7 @@ from ptrain.train import journal
 from ptrain.train import tracker as tracker_module
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG, TRACKERS, Trackers
-from ptrain.train.tracker import TrackedRun, identity_of, require_trackers
+from ptrain.train.tracker import TrackedRun, continued_run_id, require_trackers
 
 SPEC = {"name": "small", "train": {"steps": 2, "seed": 0}, "tensor": {"plan": {"blocks.*.up": "x"}}}
 ROWS = ((1, {"loss": 5.5, "lr": 1e-3}), (2, {"loss": 5.25}))
@@ -115,7 +115,7 @@ def test_a_tracker_is_given_everything_in_order_and_its_identity_is_kept(tmp_pat
     assert recorded.calls == ALL
     kept = RunFolder(tmp_path).identity("wandb")
     assert kept.read_text() == "new\n" and kept.stat().st_mode & 0o777 == 0o600
-    assert identity_of(RunFolder(tmp_path), "wandb", None, "small") == "new"
+    assert continued_run_id(RunFolder(tmp_path), "wandb", None, "small") == "new"
 
 
 def test_a_training_that_fails_is_closed_as_failed(tmp_path, monkeypatch):
@@ -180,10 +180,10 @@ def test_a_continuation_has_the_identity_of_the_run_that_it_continues(tmp_path):
     before.identity("wandb").write_text("abc\n")
     before.resolved.write_text("name: 'small'\nmodel: {}\n")
     for source in (before.path, before.checkpoints, saved):
-        assert identity_of(after, "wandb", str(source), "small") == "abc"
-        assert identity_of(after, "mlflow", str(source), "small") == ""
-        assert identity_of(after, "wandb", str(source), "other") == "", "a run of its own"
-    assert identity_of(after, "wandb", "auto", "small") == ""
+        assert continued_run_id(after, "wandb", str(source), "small") == "abc"
+        assert continued_run_id(after, "mlflow", str(source), "small") == ""
+        assert continued_run_id(after, "wandb", str(source), "other") == "", "a run of its own"
+    assert continued_run_id(after, "wandb", "auto", "small") == ""
 
 
 def test_a_package_that_is_not_installed_is_refused_with_the_remedy(monkeypatch):
@@ -320,7 +320,7 @@ def require_no_secret(folder: Path) -> None:
 def test_wandb_itself_writes_a_run_offline_that_goes_on_and_no_secret(offline, warnings):
     pytest.importorskip("wandb")
     follow({"wandb": tracked(offline)})
-    identity = identity_of(RunFolder(offline), "wandb", None, "small")
+    identity = continued_run_id(RunFolder(offline), "wandb", None, "small")
     follow({"wandb": tracked(offline, identity=identity, first=2)})
     written = sorted(offline.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb"))
     assert identity and written and not warnings
@@ -332,7 +332,7 @@ def test_wandb_itself_writes_a_run_offline_that_goes_on_and_no_secret(offline, w
 def test_mlflow_itself_writes_a_run_to_a_file_and_goes_on_with_it(offline, warnings):
     mlflow = pytest.importorskip("mlflow")
     follow({"mlflow": tracked(offline)})
-    identity = identity_of(RunFolder(offline), "mlflow", None, "small")
+    identity = continued_run_id(RunFolder(offline), "mlflow", None, "small")
     follow({"mlflow": tracked(offline, identity=identity, first=2)})
     assert not warnings
     client = mlflow.MlflowClient(tracking_uri=os.environ["MLFLOW_TRACKING_URI"])

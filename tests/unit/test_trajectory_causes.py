@@ -6,7 +6,7 @@ import pytest
 
 from ptrain.report.finding import Subject
 from ptrain.report.record import Check
-from ptrain.verification.trajectory import of_dtypes, of_reference
+from ptrain.verification.trajectory import explain_dtypes, explain_reference
 
 
 def check(name: str, why: str = "") -> Check:
@@ -24,14 +24,16 @@ def check(name: str, why: str = "") -> Check:
 def test_what_fails_in_the_own_dtypes_alone_is_named_with_its_step(
     name: str, state: Subject, step: int
 ) -> None:
-    found = of_dtypes([check("run: losses are finite"), check(name, "differs")], 50, "zero16", 2)
+    found = explain_dtypes(
+        [check("run: losses are finite"), check(name, "differs")], 50, "zero16", 2
+    )
     assert found is not None
     assert (found.state, found.step, found.factor) == (state, step, "in zero16 only")
 
 
 def test_one_device_that_does_not_learn_is_told_as_such_with_what_to_change() -> None:
     checks = [check("loss of every step"), check("reference: learns", "it rose")]
-    found = of_reference(checks, 2)
+    found = explain_reference(checks, 2)
     assert found is not None
     assert found.factor == "the reference does not learn" and found.ranks == (0, 1)
     assert "(learns: it rose)" in found.sentence
@@ -40,9 +42,9 @@ def test_one_device_that_does_not_learn_is_told_as_such_with_what_to_change() ->
 
 def test_where_all_holds_nobody_is_named() -> None:
     assert (
-        of_reference(
+        explain_reference(
             [check("reference: losses are finite"), check("run: losses are finite", "nan")], 2
         )
         is None
     )
-    assert of_dtypes([check("reference: losses are finite")], None, "fp32", 2) is None
+    assert explain_dtypes([check("reference: losses are finite")], None, "fp32", 2) is None

@@ -15,7 +15,7 @@ import ptrain
 from ptrain.report.finding import Certainty
 from ptrain.verification.jobs.record import shared_buffers
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.jobs.trials import put
+from ptrain.verification.jobs.trials import copy_pairs
 
 ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
 
@@ -181,7 +181,7 @@ def test_a_trial_writes_into_the_buffers_themselves() -> None:
     for side in sides:
         side.register_buffer("row", torch.zeros(2, device="meta"))
     ((_, right, own),) = shared_buffers(*sides)
-    put([(own, right)])
+    copy_pairs([(own, right)])
     assert own.is_meta
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from ptrain.data.corpus import corpus
-from ptrain.data.sampler import Split, batch, require
+from ptrain.data.corpus import open_corpus
+from ptrain.data.sampler import Split, read_batch, require_trainable_data
 from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.program import interpret
 from ptrain.models.external import MapDataset
@@ -50,7 +50,7 @@ def function(name: str, **arguments: Any) -> dict[str, Any]:
 
 def fault_of(spec: Spec) -> Fault:
     with pytest.raises(SpecError) as caught:
-        require(corpus(spec.data), spec)
+        require_trainable_data(open_corpus(spec.data), spec)
         facts_of(spec, allow_import=True)
     (fault,) = caught.value.faults
     return fault
@@ -194,14 +194,14 @@ def test_what_a_sample_draws_of_a_generator_is_the_same_in_every_process(how):
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_an_epoch_gives_every_sample_once_on_any_mesh(degree):
     spec = spec_of(data=function("items"), loss=function("plain"), mesh={"dp_shard": degree})
-    source = corpus(spec.data)
+    source = open_corpus(spec.data)
     size = source.num_samples(8, Split.TRAIN)
     assert size == 38
     firsts = [
         int(row.inputs[0, 0])
         for step in range(19)  # four epochs of 38 samples are 19 batches of 8
         for index in range(degree)
-        for row in batch(
+        for row in read_batch(
             source, spec=spec, step=step, data_index=index, data_degree=degree
         ).micro_batches(1)
     ]
@@ -210,8 +210,8 @@ def test_an_epoch_gives_every_sample_once_on_any_mesh(degree):
 
 def test_the_last_twentieth_is_held_out():
     spec = spec_of(data=function("items"), loss=function("plain"), eval={"every": 1})
-    source = corpus(spec.data)
-    held_out = batch(source, spec=spec, step=0, split=Split.HELD_OUT)
+    source = open_corpus(spec.data)
+    held_out = read_batch(source, spec=spec, step=0, split=Split.HELD_OUT)
     assert {int(row.inputs[0, 0]) for row in held_out.micro_batches(1)} == {38, 39}
     few = spec_of(data=function("items", count=19), loss=function("plain"), eval={"every": 1})
     assert "too few to hold out one in 20" in fault_of(few).finding

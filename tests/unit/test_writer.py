@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ptrain.cli.main import main
-from ptrain.convert.saved import Writer, windows
+from ptrain.convert.saved import TextGenerator, token_windows
 from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import PtrainError, SpecError
 from tests.published_folders import saved
@@ -44,7 +44,7 @@ def theirs(folder: Path) -> Any:
 def test_it_goes_on_as_the_class_of_transformers_does(run: Path, theirs: Any) -> None:
     prompt = "Once"
     tokens = ByteVocabulary().tokens(prompt)
-    text = Writer(run).written(
+    text = TextGenerator(run).generate(
         prompt, tokens=SEQUENCE - len(tokens), temperature=0, generator=torch.Generator()
     )
     begun = torch.tensor([tokens])
@@ -56,11 +56,11 @@ def test_a_text_is_foreseen_as_the_class_of_transformers_does(run: Path, theirs:
     tokens = ByteVocabulary().tokens(TEXT)
     assert len(tokens) > 2 * SEQUENCE, "several windows"
     sums = 0.0
-    for window in windows(tokens, SEQUENCE):
+    for window in token_windows(tokens, SEQUENCE):
         ids = torch.tensor([window])
         with torch.no_grad():
             sums += float(theirs(ids, labels=ids).loss) * (len(window) - 1)
-    score = Writer(run).score(TEXT)
+    score = TextGenerator(run).score(TEXT)
     assert score.tokens == len(tokens) - 1
     assert score.loss == pytest.approx(sums / score.tokens, rel=1e-5)
     assert score.perplexity == pytest.approx(math.exp(sums / score.tokens), rel=1e-5)
@@ -70,7 +70,7 @@ def test_a_text_is_foreseen_as_the_class_of_transformers_does(run: Path, theirs:
 @pytest.mark.parametrize("length", [1, 2, 5, 100])
 def test_every_token_but_the_first_is_a_target_once(length: int) -> None:
     tokens = list(range(11))
-    parts = [*windows(tokens, length)]
+    parts = [*token_windows(tokens, length)]
     assert [token for part in parts for token in part[1:]] == tokens[1:]
     assert all(2 <= len(part) <= length + 1 for part in parts)
 
@@ -92,11 +92,11 @@ def test_tokens_are_those_of_the_tokenizer_that_is_named(run: Path, tmp_path: Pa
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    writer = Writer(run, tokenizer=tmp_path / "tokenizer.json")
+    writer = TextGenerator(run, tokenizer=tmp_path / "tokenizer.json")
     assert writer.vocabulary.tokens("upon a time") == [2, 3, 4]
     assert writer.score("upon a time once").tokens == 3
     with pytest.raises(SpecError, match="the prompt has no tokens"):
-        writer.written("", tokens=1, temperature=0, generator=torch.Generator())
+        writer.generate("", tokens=1, temperature=0, generator=torch.Generator())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_user_who_says_nothing_is_refused(run: Path, capsys: Any) -> None:
 
 def test_a_text_without_a_target_is_refused(run: Path) -> None:
     with pytest.raises(PtrainError, match="fewer than two tokens"):
-        Writer(run).score("")
+        TextGenerator(run).score("")
 
 
 def test_tokens_of_a_file_say_nothing_without_a_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_tokens_of_a_file_say_nothing_without_a_tokenizer(folder: Path, tmp_path
     np.save(path, np.zeros(500, dtype=np.uint16))
     run = run_of(folder, tmp_path / "run", f"data={{path: {path}}}")
     with pytest.raises(SpecError, match="its tokenizer is unknown"):
-        Writer(run)
+        TextGenerator(run)
 
 
 def test_a_run_whose_spec_is_damaged_is_refused_in_one_message(

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from ptrain.internals.autograd import is_in_backward
 from ptrain.models.ledger import OperatorMode
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.jobs.record import digest
-from ptrain.verification.parts import canonical_modules, held
+from ptrain.verification.jobs.record import checksum
+from ptrain.verification.parts import canonical_modules, local_cpu
 
 _CHANCES = {"bernoulli", "bernoulli_", "native_dropout"}
 _UNIFORM = {"rand", "rand_like", "uniform", "uniform_"}
@@ -59,7 +59,7 @@ class RandomDraw:
     value: Tensor
     kept: float = 1.0
 
-    def stilled(self) -> Tensor | None:
+    def neutral_value(self) -> Tensor | None:
         """Return a value that disables the draw, or None if its kind has none.
 
         A Bernoulli mask becomes its probability, so that a division by it gives 1. Uniform numbers
@@ -87,9 +87,10 @@ Seen = tuple[tuple[int, str], int, str]  # module, index of the draw in its visi
 Rows = tuple[str, ...]
 
 
-class DrawMode(OperatorMode):
-    """A mode that records the random draws of models, and replaces them: `with DrawMode(model) as
-    drawn`.
+class DrawRecorder(OperatorMode):
+    """A mode that records the random draws of models, and replaces them.
+
+    Use it as a context: `with DrawRecorder(model) as drawn:`.
 
     Fused attention kernels apply dropout without a visible mask. Their dropout is disabled, and
     their modules are listed in `hidden`.
@@ -132,10 +133,10 @@ class DrawMode(OperatorMode):
             for path, module in canonical_modules(model):
                 # prepended: draws of other pre-hooks belong to this module
                 begins = module.register_forward_pre_hook(
-                    partial(self._begins, (index, path)), prepend=True, with_kwargs=True
+                    partial(self._before_module, (index, path)), prepend=True, with_kwargs=True
                 )
                 # always_call: a forward pass that raises must leave the stack too
-                ends = module.register_forward_hook(self._ends, always_call=True)
+                ends = module.register_forward_hook(self._after_module, always_call=True)
                 self._hooks.callback(begins.remove)
                 self._hooks.callback(ends.remove)
         super().__enter__()
@@ -145,13 +146,15 @@ class DrawMode(OperatorMode):
         super().__exit__(*error)
         self._hooks.close()
 
-    def _begins(self, place: tuple[int, str], module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_module(
+        self, place: tuple[int, str], module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
         """Push a module that begins to run; start a new pass if it is outermost in forward."""
         if not self._running and not is_in_backward():
-            self._begins_outermost(place, _rows_of((args, kwargs)))
+            self._start_pass(place, _row_keys((args, kwargs)))
         self._running.append(ModuleVisit(place))
 
-    def _begins_outermost(self, place: tuple[int, str], rows: Rows) -> None:
+    def _start_pass(self, place: tuple[int, str], rows: Rows) -> None:
         """Start a pass of an outermost module, and record its rows.
 
         Passes without gradients (frozen parts, checkpointed forwards, evaluations) are numbered
@@ -168,7 +171,7 @@ class DrawMode(OperatorMode):
         )
         self.rows[place[1], self._call] = rows
 
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
 
     def run_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +181,7 @@ class DrawMode(OperatorMode):
         if not (self._running or is_again):
             return function(*args, **kwargs)
         if name not in _DRAWN:
-            return function(*self._undropped(function, args), **kwargs)
+            return function(*self._disable_dropout(function, args), **kwargs)
         result = function(*args, **kwargs)
         visit = self._running[-1] if self._running else ModuleVisit((0, ""))
         place = visit.place
@@ -186,12 +189,12 @@ class DrawMode(OperatorMode):
             return result  # argument 4 is `training`: evaluation draws nothing
         # native_dropout returns (output, mask)
         drawn = result[1] if isinstance(result, tuple) else result
-        value = held(args[1] if name == _SLOPES else drawn)
+        value = local_cpu(args[1] if name == _SLOPES else drawn)
         draw = RandomDraw(
             path=place[1], number=self._counts.get(place, 0), outer=self._outer, call=self._call,
-            kind=name, value=value.detach().clone(), kept=_kept(name, args),
+            kind=name, value=value.detach().clone(), kept=_keep_probability(name, args),
         )  # fmt: skip
-        other = self._instead(draw, visit, is_again)
+        other = self._replace_draw(draw, visit, is_again)
         if other is None:
             return result
         other = other.to(value)
@@ -202,7 +205,7 @@ class DrawMode(OperatorMode):
         # in-place operators must return the tensor that they wrote
         return result.copy_(other) if name.endswith("_") else other
 
-    def _instead(self, draw: RandomDraw, visit: ModuleVisit, is_again: bool) -> Tensor | None:
+    def _replace_draw(self, draw: RandomDraw, visit: ModuleVisit, is_again: bool) -> Tensor | None:
         """Record a draw, and return its replacement, or None.
 
         A recomputation restores the generator state, so its draw has the same bits as forward's.
@@ -211,7 +214,7 @@ class DrawMode(OperatorMode):
         from the last to the first. If a part of a module is recomputed separately, only the bits
         are known.
         """
-        bits = digest(draw.value)
+        bits = checksum(draw.value)
         seen = visit.place, visit.drawn, bits
         visit.drawn += 1
         if is_again:
@@ -219,7 +222,7 @@ class DrawMode(OperatorMode):
             known = self._of_visits.get(seen, [])
             if known:
                 return known.pop() if len(known) > 1 else known[0]
-            other = self._before(draw) if self._keeps else None
+            other = self._forward_value(draw) if self._keeps else None
             return self._replaced.get(bits) if other is None and not self._running else other
         self._counts[visit.place] = draw.number + 1
         self.draws.append(draw)
@@ -229,17 +232,19 @@ class DrawMode(OperatorMode):
             self._of_visits.setdefault(seen, []).append(other)
         return other
 
-    def _before(self, draw: RandomDraw) -> Tensor | None:
+    def _forward_value(self, draw: RandomDraw) -> Tensor | None:
         """Return the value that forward used for a draw of backward, or None if it is ambiguous.
 
         Candidates have the same kind and shape, and the same module if that is known.
         """
-        alike = [its for its in self.draws if _is_alike(its, draw) and draw.path in ("", its.path)]
+        alike = [
+            its for its in self.draws if _is_same_kind(its, draw) and draw.path in ("", its.path)
+        ]
         if len(alike) != 1:
             return None
         return self._stood.get(id(alike[0]), alike[0].value)
 
-    def _undropped(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _disable_dropout(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of a fused attention operator with `dropout_p` set to 0."""
         names = [argument.name for argument in function._schema.arguments]
         place = names.index("dropout_p") if "dropout_p" in names else len(args)
@@ -249,15 +254,15 @@ class DrawMode(OperatorMode):
         return *args[:place], 0.0, *args[place + 1 :]
 
 
-def _rows_of(given: Any) -> Rows:
+def _row_keys(given: Any) -> Rows:
     """Return a checksum of each row of the first tensor in an input tree."""
     first = next((leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
     if first is None or not first.dim():
         return ()
-    return tuple(digest(row.flatten()) for row in held(first.detach()))
+    return tuple(checksum(row.flatten()) for row in local_cpu(first.detach()))
 
 
-def _kept(name: str, args: tuple[Any, ...]) -> float:
+def _keep_probability(name: str, args: tuple[Any, ...]) -> float:
     """Return the probability that an element of a mask is kept; 1.0 for other operators.
 
     Bernoulli operators with a tensor of probabilities count as 0.5.
@@ -285,7 +290,7 @@ class RankDraw:
 
 
 @dataclass(slots=True)
-class EveryonesDraws:
+class AllDraws:
     """The draws of all ranks in one step, and the results of the look-ups.
 
     Attributes:
@@ -304,24 +309,24 @@ class EveryonesDraws:
     used: set[Key] = field(default_factory=set)
 
     @classmethod
-    def gathered(cls, drawn: DrawMode, ranks: Ranks) -> EveryonesDraws:
+    def gather(cls, drawn: DrawRecorder, ranks: Ranks) -> AllDraws:
         """All-gather the draws of all ranks. All ranks call it."""
         body = io.BytesIO()
         passes = {place: (place[1], its, drawn.times[place]) for place, its in drawn.rows.items()}
         own = [
-            [draw.path, draw.number, passes[draw.outer, draw.call], *_packed(draw.value)]
+            [draw.path, draw.number, passes[draw.outer, draw.call], *_pack_mask(draw.value)]
             for draw in drawn.draws
         ]
         torch.save(own, body)
         result = cls()
-        for rank, its in enumerate(ranks.bytes(body.getvalue())):
+        for rank, its in enumerate(ranks.gather_bytes(body.getvalue())):
             draws = torch.load(io.BytesIO(its), weights_only=True)
             for path, number, (call, rows, times), value, dtype in draws:
                 held = RankDraw(rank, call, rows, times, value.to(dtype))
                 result.by_key.setdefault((path, number), []).append(held)
         return result
 
-    def of(self, draw: RandomDraw, rows: Rows, times: int = 0) -> Tensor | None:
+    def value_for(self, draw: RandomDraw, rows: Rows, times: int = 0) -> Tensor | None:
         """Return the value of the reference's draw for these samples, or None if it is unknown.
 
         The draw of a rank with the same rows comes first, then a draw that is equal on all ranks,
@@ -338,20 +343,20 @@ class EveryonesDraws:
             self.alone.add(key)
             return None
         self.used.add(key)
-        held = _of_such_passes(self.by_key[key], draw, rows, times)
+        held = _matching_passes(self.by_key[key], draw, rows, times)
         shapes, first = {its.value.shape for its in held}, held[0].value
         value = None
         if same := [its for its in held if its.rows == rows]:
-            value = self._of_replicas(draw.path, same)
+            value = self._replica_value(draw.path, same)
         elif shapes == {draw.value.shape} and all(torch.equal(its.value, first) for its in held):
             value = first
         if value is None or value.shape != draw.value.shape:
-            value = self._by_rows(draw, rows, held)
+            value = self._join_rows(draw, rows, held)
         if value is None:
             self.lost.add(draw.path)
         return value
 
-    def _by_rows(self, draw: RandomDraw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
+    def _join_rows(self, draw: RandomDraw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
         """Concatenate each sample's rows from the ranks' draws; None if a sample is missing."""
         whole, dim = draw.value.shape, None
         passes: dict[tuple[int, Rows], list[RankDraw]] = {}
@@ -359,8 +364,8 @@ class EveryonesDraws:
             passes.setdefault((its.call, its.rows), []).append(its)
         known: dict[str, list[Tensor]] = {}
         for (_, its_rows), group in passes.items():
-            value, count = self._of_replicas(draw.path, group), len(its_rows)
-            dim = None if value is None else _dim_of_rows(whole, len(rows), value.shape, count)
+            value, count = self._replica_value(draw.path, group), len(its_rows)
+            dim = None if value is None else _find_row_dim(whole, len(rows), value.shape, count)
             if value is None or dim is None:
                 return None
             for row, block in zip(its_rows, value.movedim(dim, 0).chunk(count), strict=True):
@@ -370,7 +375,7 @@ class EveryonesDraws:
         blocks = [known[row].pop(0) if len(known[row]) > 1 else known[row][0] for row in rows]
         return torch.cat(blocks).movedim(0, dim)
 
-    def _of_replicas(self, path: str, same: Sequence[RankDraw]) -> Tensor | None:
+    def _replica_value(self, path: str, same: Sequence[RankDraw]) -> Tensor | None:
         """Return the draw of ranks with the same samples, or None if they hold shards of it.
 
         Ranks that differ are recorded in `unlike`; the first rank's value counts.
@@ -382,7 +387,7 @@ class EveryonesDraws:
             self.unlike.setdefault(path, (same[0].rank, *differ))
         return first
 
-    def of_first(self, draw: RandomDraw, rows: Rows) -> Tensor | None:
+    def first_rank_value(self, draw: RandomDraw, rows: Rows) -> Tensor | None:
         """Return the draw of the first rank with these samples, if ranks drew differently.
 
         Returns None otherwise.
@@ -395,7 +400,7 @@ class EveryonesDraws:
         return first.value if first.value.shape == draw.value.shape else None
 
 
-def _of_such_passes(
+def _matching_passes(
     held: Sequence[RankDraw], draw: RandomDraw, rows: Rows, times: int
 ) -> Sequence[RankDraw]:
     """Return the rank draws that match a draw's kind of pass (with or without gradients).
@@ -409,7 +414,7 @@ def _of_such_passes(
     return same if same and is_whole else graded
 
 
-def _dim_of_rows(whole: torch.Size, count: int, part: torch.Size, its_count: int) -> int | None:
+def _find_row_dim(whole: torch.Size, count: int, part: torch.Size, its_count: int) -> int | None:
     """Return the only dimension whose size is proportional to the number of samples, or None.
 
     `whole` has `count` samples, and `part` has `its_count`.
@@ -424,21 +429,21 @@ def _dim_of_rows(whole: torch.Size, count: int, part: torch.Size, its_count: int
     return next(fits, None) if len(whole) == len(part) else None
 
 
-def _packed(value: Tensor) -> tuple[Tensor, torch.dtype]:
+def _pack_mask(value: Tensor) -> tuple[Tensor, torch.dtype]:
     """Return a tensor on the CPU and its dtype; masks of zeros and ones are packed as bool."""
     own = value.detach().cpu().contiguous()
     return own.bool() if bool(((own == 0) | (own == 1)).all()) else own, own.dtype
 
 
-def drawn_again_otherwise(drawn: DrawMode) -> Iterator[RandomDraw]:
+def changed_redraws(drawn: DrawRecorder) -> Iterator[RandomDraw]:
     """Yield backward's draws of a kind and shape that forward drew, but with other bits."""
-    seen = {digest(draw.value) for draw in drawn.draws}
+    seen = {checksum(draw.value) for draw in drawn.draws}
     for draw in drawn.again:
-        alike = [its for its in drawn.draws if _is_alike(its, draw)]
-        if alike and digest(draw.value) not in seen:
+        alike = [its for its in drawn.draws if _is_same_kind(its, draw)]
+        if alike and checksum(draw.value) not in seen:
             yield draw
 
 
-def _is_alike(left: RandomDraw, right: RandomDraw) -> bool:
+def _is_same_kind(left: RandomDraw, right: RandomDraw) -> bool:
     """Return True if two draws have the same operator and shape."""
     return (left.kind, left.value.shape) == (right.kind, right.value.shape)

@@ -19,21 +19,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ptrain.report.finding import RootCause
-from ptrain.verification.capture import Samples, ledger_of
+from ptrain.verification.capture import SampleFaults, find_sample_faults
 from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.modules import ProbeResult
-from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digest
+from ptrain.verification.jobs.record import ForwardCall, StepRecorder, checksum
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import (
     LeastSquares,
     Magnitude,
-    are_alike,
-    combination,
-    is_number_of,
+    are_equal_on_ranks,
+    fit_combination,
+    fit_multiple,
+    is_representable,
     mean_size,
-    multiple,
     norm,
-    ratio,
+    relative_size,
 )
 
 
@@ -59,7 +59,7 @@ def _rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[tuple[str, int]]:
         tensors = (its for its in leaves if isinstance(its, Tensor) and its.dim())
         first = next((its for its in tensors if not isinstance(its, DTensor)), None)
         if first is not None:
-            yield from ((digest(row.flatten()), row.numel()) for row in first)
+            yield from ((checksum(row.flatten()), row.numel()) for row in first)
 
 
 def compare_rows(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> RowReport:
@@ -72,7 +72,7 @@ def compare_rows(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -
     )
 
 
-def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
+def row_keys(calls: Sequence[ForwardCall]) -> list[str]:
     """Return a checksum of each row of the model's first input tensor, pass by pass."""
     return [key for key, _ in _rows_of_calls(calls)]
 
@@ -100,31 +100,31 @@ class Sample:
     basis: Tensor
 
     @classmethod
-    def of_rows(cls, rows: Tensor) -> Sample:
-        """Return a sample of all ranks' rows, stacked in the layout of `OwnGradients.rows`."""
+    def from_rows(cls, rows: Tensor) -> Sample:
+        """Return a sample of all ranks' rows, stacked in the layout of `RankGradients.rows`."""
         return cls(truth=rows[0, 0], before=rows[0, 1], gradients=rows[:, 2], basis=rows[:, 3:])
 
     @classmethod
-    def joined(cls, samples: Iterable[Sample]) -> Sample:
+    def concatenate(cls, samples: Iterable[Sample]) -> Sample:
         """Concatenate the samples of several parameters."""
         rows = [(its.truth, its.before, its.gradients, its.basis) for its in samples]
         truth, before, gradients, basis = (torch.cat(its, -1) for its in zip(*rows, strict=True))
         return cls(truth=truth, before=before, gradients=gradients, basis=basis)
 
-    def scaled(self, factor: float) -> Sample:
+    def divide_gradients(self, factor: float) -> Sample:
         """Return the sample with the ranks' gradients divided by a factor."""
         return replace(self, gradients=self.gradients / factor)
 
-    def holders(self) -> list[int]:
+    def holding_ranks(self) -> list[int]:
         """Return the ranks that hold any of these elements."""
         return [rank for rank, row in enumerate(self.gradients) if bool((~row.isnan()).any())]
 
-    def of(self, rank: int) -> tuple[Tensor, Tensor]:
+    def rank_rows(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return a rank's gradient, and the reference's, at the elements that the rank holds."""
         has = ~self.gradients[rank].isnan()
         return self.gradients[rank][has], self.truth[has]
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+    def held_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return all held elements of the ranks, with the reference's, as flat tensors.
 
         The result is the ranks' gradients, the reference's, and the reference's of the previous
@@ -134,14 +134,14 @@ class Sample:
         truth, before = (row.expand_as(has)[has] for row in (self.truth, self.before))
         return self.gradients[has], truth, before
 
-    def multiple(self) -> LeastSquares:
+    def fit_multiple(self) -> LeastSquares:
         """Fit the gradients of all ranks as one multiple of the reference's."""
-        own, truth, _ = self.rows()
-        return multiple(own, truth)
+        own, truth, _ = self.held_rows()
+        return fit_multiple(own, truth)
 
-    def without_gradient(self) -> list[int]:
+    def ranks_without_gradient(self) -> list[int]:
         """Return the ranks whose gradient is zero although the reference's is not."""
-        pairs = [(rank, *self.of(rank)) for rank in self.holders()]
+        pairs = [(rank, *self.rank_rows(rank)) for rank in self.holding_ranks()]
         return [rank for rank, own, truth in pairs if truth.any() and not own.any()]
 
 
@@ -166,19 +166,21 @@ class Contributions:
         """The ranks with distinct data."""
         return tuple(dict.fromkeys(rank for rank, _ in self.labels))
 
-    def reweighted(self, sample: Sample, rank: int) -> Tensor:
+    def reweight(self, sample: Sample, rank: int) -> Tensor:
         """Return a rank's gradient with the reference's weights of the micro-batches."""
         own = sample.gradients[rank]
         if rank not in self.of_loop:
             return own
-        return own + self._sum(sample, self.of_truth) - self._sum(sample, self.of_loop[rank])
+        return (
+            own + self._combine(sample, self.of_truth) - self._combine(sample, self.of_loop[rank])
+        )
 
-    def rest(self, sample: Sample, rank: int) -> Tensor:
+    def add_residual(self, sample: Sample, rank: int) -> Tensor:
         """Return the reference's gradient plus a rank's residual over the micro-batches."""
         own = sample.gradients[rank]
         if rank not in self.of_loop:
             return own
-        return sample.truth + own - self._sum(sample, self.of_loop[rank])
+        return sample.truth + own - self._combine(sample, self.of_loop[rank])
 
     def loss_factor(self, rank: int, losses: Sequence[float]) -> float | None:
         """Return the factor on a rank's loss if its micro-batches get the reference's weights.
@@ -194,13 +196,13 @@ class Contributions:
         pairs = zip(own, losses, strict=True)
         return sum(right[n] / actual[n] * loss for n, loss in pairs) / total
 
-    def _sum(self, sample: Sample, fit: LeastSquares) -> Tensor:
+    def _combine(self, sample: Sample, fit: LeastSquares) -> Tensor:
         """Return the sum of the contributions with the coefficients of a fit."""
         rows = torch.stack([sample.basis[place] for place in self.labels])
         return torch.tensor(fit.coefficients).double() @ rows
 
 
-def contributions(sample: Sample) -> Contributions | None:
+def fit_contributions(sample: Sample) -> Contributions | None:
     """Return the distinct contributions of the micro-batches to a sample, and the fits.
 
     Returns None if a micro-batch could not run again, or if there are more than half as many
@@ -215,7 +217,9 @@ def contributions(sample: Sample) -> Contributions | None:
         for number, row in enumerate(rows):
             if not row.any():
                 continue
-            place = next((p for p, it in enumerate(columns) if are_alike([row, it], 1e-6)), None)
+            place = next(
+                (p for p, it in enumerate(columns) if are_equal_on_ranks([row, it], 1e-6)), None
+            )
             if place is None:
                 place = len(columns)
                 labels.append((rank, number))
@@ -227,12 +231,12 @@ def contributions(sample: Sample) -> Contributions | None:
     for rank, row in enumerate(sample.gradients):
         has = ~row.isnan()
         if 2 * len(columns) <= int(has.sum()):
-            fits[rank] = combination(row[has], [column[has] for column in columns])
-    return Contributions(tuple(labels), combination(sample.truth, columns), fits, own)
+            fits[rank] = fit_combination(row[has], [column[has] for column in columns])
+    return Contributions(tuple(labels), fit_combination(sample.truth, columns), fits, own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnGradients:
+class RankGradients:
     """This rank's gradients of one step, and the reference's.
 
     Attributes:
@@ -260,7 +264,7 @@ class OwnGradients:
         """
         truth = self.truths[name].flatten()
         old = self.before.get(name, torch.zeros_like(truth)).flatten()
-        mine = _at_elements(truth, self.taken.get(name), self.holds.get(name))
+        mine = _fill_full_layout(truth, self.taken.get(name), self.holds.get(name))
         both = torch.stack([truth.double(), old.double(), mine])
         return torch.cat([both, _basis(truth, self.given, name, self.micro_batches)])
 
@@ -272,7 +276,7 @@ class OwnGradients:
         which are about as large as the other elements. A rank without elements returns True.
         """
         right = {  # the reference's values of this rank's elements
-            name: self.holds[name].of(self.truths[name].view(self.holds[name].shape))
+            name: self.holds[name].select(self.truths[name].view(self.holds[name].shape))
             for name in self.taken
             if name in names
         }
@@ -283,14 +287,14 @@ class OwnGradients:
             bool(((self.taken[name] - its).abs() <= eps * (its.abs() + 2 * mean_size(its))).all())
             for name, its in right.items()
         )
-        own = all(is_number_of(self.taken[name], dtype) for name in right)
-        return is_near and own and not all(is_number_of(its, dtype) for its in right.values())
+        own = all(is_representable(self.taken[name], dtype) for name in right)
+        return is_near and own and not all(is_representable(its, dtype) for its in right.values())
 
-    def of_all_ranks(self, name: str, ranks: Ranks) -> Iterator[Sample]:
+    def gather_samples(self, name: str, ranks: Ranks) -> Iterator[Sample]:
         """Yield all elements of a parameter as samples of limited size. All ranks call it."""
         rows = self.rows(name)
         for piece in rows.split(max(_CHUNK // (ranks.size * rows.size(0)), 1), dim=1):
-            yield Sample.of_rows(ranks.stack(piece))
+            yield Sample.from_rows(ranks.stack(piece))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,9 +310,9 @@ class JobEvidence:
     """
 
     samples: dict[str, Sample]
-    own: OwnGradients
+    own: RankGradients
     micro_batches: int
-    ledger: Samples | None = None
+    ledger: SampleFaults | None = None
     rows: tuple[RowReport, ...] = ()
 
     @property
@@ -318,12 +322,12 @@ class JobEvidence:
         return f"all {count} gradients match" if count > 1 else "the gradient matches"
 
     @property
-    def contributed(self) -> Contributions | None:
+    def contributions(self) -> Contributions | None:
         """The contributions of the micro-batches to all parameters, or None."""
-        return contributions(Sample.joined(self.samples.values()))
+        return fit_contributions(Sample.concatenate(self.samples.values()))
 
 
-def evidence(
+def collect_evidence(
     ranks: Ranks,
     holds: Mapping[str, ParameterShard],
     *,
@@ -342,29 +346,29 @@ def evidence(
         probe: The gradients of the loop's micro-batches, run on the reference's model.
         before: The reference's gradients of the previous step.
     """
-    own = OwnGradients(
+    own = RankGradients(
         holds=holds, truths=reference.gradients, taken=run.gradients, given=probe.gradients,
         before=before, micro_batches=min(max(ranks.gather(len(probe.gradients))), MOST),
     )  # fmt: skip
     return replace(
-        sampled(ranks, own),
+        sample_gradients(ranks, own),
         micro_batches=max(ranks.gather(len(probe.gradients))),
         rows=tuple(ranks.gather(compare_rows(reference.calls, run.calls), RowReport)),
-        ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
+        ledger=find_sample_faults(row_keys(reference.calls), ranks.gather(row_keys(run.calls))),
     )
 
 
-def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
+def sample_gradients(ranks: Ranks, own: RankGradients) -> JobEvidence:
     """All-gather sampled gradients of both sides. All ranks call it."""
     names = list(own.truths)
-    places = places_of(ranks, {name: own.truths[name].flatten() for name in names})
+    places = choose_elements(ranks, {name: own.truths[name].flatten() for name in names})
     everyones = ranks.stack(torch.cat([own.rows(n)[:, places[n]] for n in names], dim=1))
     parts = everyones.split([places[name].numel() for name in names], dim=2)
-    samples = {name: Sample.of_rows(part) for name, part in zip(names, parts, strict=True)}
+    samples = {name: Sample.from_rows(part) for name, part in zip(names, parts, strict=True)}
     return JobEvidence(samples=samples, micro_batches=own.micro_batches, own=own)
 
 
-def places_of(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def choose_elements(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the indices of the sampled elements by parameter, as rank 0 chooses them.
 
     Half of them are its largest elements, the others are evenly spread. All ranks call it.
@@ -378,12 +382,14 @@ def places_of(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
         largest = truth.abs().topk(count // 2).indices.cpu()
         spread = torch.linspace(0, truth.numel() - 1, count - count // 2).long()
         chosen[name] = torch.cat([largest, spread])
-    together = ranks.first(torch.cat([indices.long() for indices in chosen.values()]))
+    together = ranks.broadcast(torch.cat([indices.long() for indices in chosen.values()]))
     sizes = [indices.numel() for indices in chosen.values()]
     return dict(zip(chosen, together.split(sizes), strict=True))
 
 
-def _at_elements(truth: Tensor, gradient: Tensor | None, shard: ParameterShard | None) -> Tensor:
+def _fill_full_layout(
+    truth: Tensor, gradient: Tensor | None, shard: ParameterShard | None
+) -> Tensor:
     """Return this rank's gradient in the layout of the full tensor, in fp64.
 
     Elements that it does not hold are NaN. Elements without a gradient are zero.
@@ -392,7 +398,7 @@ def _at_elements(truth: Tensor, gradient: Tensor | None, shard: ParameterShard |
     if shard is not None:
         value = torch.zeros(()) if gradient is None else gradient
         value = value.masked_fill(value.isnan(), math.inf)  # NaN marks elements that are not held
-        row[slice(None) if shard.at is None else shard.at.to(row.device)] = value.to(row)
+        row[slice(None) if shard.indices is None else shard.indices.to(row.device)] = value.to(row)
     return row
 
 
@@ -434,23 +440,23 @@ class Fix:
     """
 
     names: Collection[str]
-    undone: Callable[[Sample, int], Tensor]
+    undo: Callable[[Sample, int], Tensor]
     words: str
     scale: float = 1.0
     loss_factor: LossFactor = unknown_factor
 
-    def of(self, name: str, sample: Sample, rank: int) -> Tensor:
+    def apply(self, name: str, sample: Sample, rank: int) -> Tensor:
         """Return a rank's gradient of a sample after the fix; NaN at elements of other ranks."""
-        sample = sample.scaled(self.scale)
-        return self.undone(sample, rank) if name in self.names else sample.gradients[rank]
+        sample = sample.divide_gradients(self.scale)
+        return self.undo(sample, rank) if name in self.names else sample.gradients[rank]
 
 
 # Describes the differences that remain with these gradients; "" if there are none.
 After = Callable[[Mapping[str, Tensor], Fix], str]
 
 
-def tried(
-    fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance
+def try_fix(
+    fix: Fix, own: RankGradients, ranks: Ranks, limit: Tolerance
 ) -> tuple[float, Mapping[str, Tensor] | None]:
     """Try a fix on all elements of all gradients. All ranks call it.
 
@@ -460,19 +466,19 @@ def tried(
         for a shard that differed.
     """
     truths = own.truths
-    scale = Magnitude.of(truths)
+    scale = Magnitude.measure(truths)
     bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
     # a correct fix leaves only rounding, on every rank's shard of every parameter
     largest, fixes, rows = 0.0, True, dict[str, Tensor]()
     for name, whole in truths.items():
         squares: dict[int, Tensor] = {}
         pieces = []
-        for sample in own.of_all_ranks(name, ranks):
+        for sample in own.gather_samples(name, ranks):
             piece = sample.truth.clone()
             # this rank last: its values win where replicas overlap in `piece`
-            for rank in sorted(sample.holders(), key=lambda its: its == ranks.rank):
+            for rank in sorted(sample.holding_ranks(), key=lambda its: its == ranks.rank):
                 has = ~sample.gradients[rank].isnan()
-                undone, (was, truth) = fix.of(name, sample, rank)[has], sample.of(rank)
+                undone, (was, truth) = fix.apply(name, sample, rank)[has], sample.rank_rows(rank)
                 sizes = [norm(undone - truth), norm(was - truth), norm(truth)]
                 counted = torch.tensor([*(size**2 for size in sizes), truth.numel()]).double()
                 squares[rank] = squares.get(rank, torch.zeros(4).double()) + counted
@@ -480,15 +486,15 @@ def tried(
             pieces.append(piece)
         rows[name] = torch.cat(pieces)
         for left, before, length, numel in (row.tolist() for row in squares.values()):
-            size = max(math.sqrt(length), scale.quiet(whole) * math.sqrt(numel))
-            after, was_off = (ratio(math.sqrt(its), size) for its in (left, before))
+            size = max(math.sqrt(length), scale.negligible_size(whole) * math.sqrt(numel))
+            after, was_off = (relative_size(math.sqrt(its), size) for its in (left, before))
             largest = max(largest, after)
             helps = after <= was_off / 2 or was_off <= limit.gradients
             fixes = fixes and after <= bound and helps
     return largest, rows if fixes else None
 
 
-def with_trial(
+def add_trial(
     said: RootCause, fix: Fix | None, evidence: JobEvidence, ranks: Ranks, limit: Tolerance,
     after: After,
 ) -> RootCause:  # fmt: skip
@@ -499,9 +505,9 @@ def with_trial(
     """
     if fix is None:
         return said
-    left, gradients = tried(fix, evidence.own, ranks, limit)
+    left, gradients = try_fix(fix, evidence.own, ranks, limit)
     if gradients is None:
-        return said.unexplained(fix.words)
+        return said.as_unexplained(fix.words)
     words = f"{fix.words}, {evidence.match_words} the reference to {left:.1e}"
     others = after(gradients, fix)
-    return said.fits(f"{words}{others}") if others else said.proven(words)
+    return said.as_fitting(f"{words}{others}") if others else said.as_proven(words)

@@ -23,28 +23,28 @@ from ptrain.verification.jobs.evidence import (
     JobEvidence,
     LossFactor,
     Sample,
-    contributions,
-    tried,
+    add_trial,
+    fit_contributions,
+    try_fix,
     unknown_factor,
-    with_trial,
 )
 from ptrain.verification.jobs.job import RANKS, Ranks, Tolerance
 from ptrain.verification.jobs.root_causes import (
-    blame,
+    axis_text,
     explain_samples,
-    families,
-    over_axis,
-    root_cause,
-    unclear,
+    list_families,
+    make_root_cause,
+    make_untested_cause,
+    unexplained_gradients_cause,
 )
 from ptrain.verification.parts import (
     DegreeProduct,
-    absent,
-    combination,
+    absent_addends,
     factor_text,
+    fit_combination,
     is_even,
-    missing_sum,
-    products,
+    matching_products,
+    missing_sum_factor,
 )
 
 SEPARATE = "mean of separate micro-batches"
@@ -82,18 +82,20 @@ def explain_gradients(
         fixes that were tried, or names a rounding to a coarser dtype.
     """
     names = [name for name in evidence.samples if any(its.name == name for its in mismatches)]
-    unexplained = unclear(mismatches, evidence, names, ranks)
+    unexplained = unexplained_gradients_cause(mismatches, evidence, names, ranks)
     out: list[str] = []
-    for said, fix in GradientCase(mismatches, evidence, ranks, _loose(limit), names).hypotheses():
-        likeliest = with_trial(said, fix, evidence, ranks, limit, after)
+    for said, fix in GradientCase(
+        mismatches, evidence, ranks, _fit_tolerance(limit), names
+    ).hypotheses():
+        likeliest = add_trial(said, fix, evidence, ranks, limit, after)
         if likeliest.certainty is not Certainty.UNEXPLAINED:
             return likeliest
         out.append(likeliest.tried.removeprefix(RULED_OUT))
     is_known = unexplained.certainty is not Certainty.UNEXPLAINED or not out
-    return unexplained if is_known else unexplained.unexplained("; ".join(out))
+    return unexplained if is_known else unexplained.as_unexplained("; ".join(out))
 
 
-def _loose(limit: Tolerance) -> float:
+def _fit_tolerance(limit: Tolerance) -> float:
     """Return the relative residual up to which a fit holds. A fault, a factor, leaves more."""
     return min(max(_LOOSE * limit.gradients, _FEWEST), _LOOSEST)
 
@@ -109,22 +111,22 @@ class GradientCase:
         self.tolerance, every = tolerance, evidence.samples
         self.scale = self._common_factor()
         chosen = names if self.scale == 1.0 else every
-        scaled = {name: every[name].scaled(self.scale) for name in chosen}
-        self.samples = {name: its for name, its in scaled.items() if not self._is_right(its)}
+        scaled = {name: every[name].divide_gradients(self.scale) for name in chosen}
+        self.samples = {name: its for name, its in scaled.items() if not self._is_correct(its)}
 
-    def _is_right(self, sample: Sample) -> bool:
+    def _is_correct(self, sample: Sample) -> bool:
         """Return True if the gradient matches the reference's, or if no rank holds the elements."""
-        fit = sample.multiple()
-        is_one = fit.holds(self.tolerance) and abs(fit.factor - 1) <= self.tolerance
-        return is_one or not sample.holders()
+        fit = sample.fit_multiple()
+        is_one = fit.is_within(self.tolerance) and abs(fit.factor - 1) <= self.tolerance
+        return is_one or not sample.holding_ranks()
 
     def _common_factor(self) -> float:
         """Return the factor of most parameters, if the others differ in another way; else 1.0.
 
         This happens if gradients are clipped by a norm to which wrong gradients contribute.
         """
-        fits = [its.multiple() for its in self.evidence.samples.values() if its.holders()]
-        even = sorted(fit.factor for fit in fits if fit.holds(self.tolerance))
+        fits = [its.fit_multiple() for its in self.evidence.samples.values() if its.holding_ranks()]
+        even = sorted(fit.factor for fit in fits if fit.is_within(self.tolerance))
         if 2 * len(even) <= len(fits) or len(even) == len(fits):
             return 1.0
         middle = even[len(even) // 2]
@@ -132,20 +134,20 @@ class GradientCase:
         return middle if alike and math.isfinite(middle) and middle > 0 else 1.0
 
     @cached_property
-    def joint(self) -> Sample:
+    def joint_sample(self) -> Sample:
         """The parameters that differ, as one sample."""
-        return Sample.joined(self.samples.values())
+        return Sample.concatenate(self.samples.values())
 
     @cached_property
-    def contributed(self) -> Contributions | None:
+    def contributions(self) -> Contributions | None:
         """The contributions of the micro-batches to the parameters that differ, or None."""
-        return contributions(self.joint)
+        return fit_contributions(self.joint_sample)
 
     def hypotheses(self) -> Iterator[Hypothesis]:
         """Return the hypotheses that fit the samples, simplest first."""
         ways = (
-            self._of_missing, self._of_multiples, self._of_partial_sums,
-            self._of_earlier_gradients, self._of_micro_batches,
+            self._missing_hypotheses, self._multiple_hypotheses, self._partial_sum_hypotheses,
+            self._earlier_gradient_hypotheses, self._micro_batch_hypotheses,
         )  # fmt: skip
         return chain.from_iterable(way() for way in ways if self.samples)
 
@@ -157,18 +159,18 @@ class GradientCase:
         is_scaled = abs(self.scale - 1) > self.tolerance
         words = f"divided by {self.scale:.4g} and {words}" if is_scaled else words
         return Fix(
-            names=set(self.samples), undone=undone, words=words, scale=self.scale,
+            names=set(self.samples), undo=undone, words=words, scale=self.scale,
             loss_factor=loss_factor,
         )  # fmt: skip
 
-    def _say(
+    def _make_root_cause(
         self, axis: str, factor: str, sentence: str, fix: str, *, ranks: Iterable[int] = (),
         state: Subject = Subject.GRADIENTS, names: Sequence[str] = (),
     ) -> RootCause:  # fmt: skip
         """Return the root cause of the mismatches of `names` (default: all that differ)."""
         names = names or [*self.samples]
         here = [mismatch for mismatch in self.mismatches if mismatch.name in names]
-        return root_cause(
+        return make_root_cause(
             here or self.mismatches, self.ranks, state=state, axis=axis, factor=factor,
             names=names, who=ranks or {mismatch.rank for mismatch in here},
             sentence=sentence, fix=fix,
@@ -179,15 +181,17 @@ class GradientCase:
         total = len(self.evidence.samples)
         return f"{'all' if len(names) == total else f'{len(names)} of'} {total} parameters"
 
-    def _of_missing(self) -> Iterator[Hypothesis]:
+    def _missing_hypotheses(self) -> Iterator[Hypothesis]:
         """Yield the hypothesis that ranks have no gradient, or one that is not finite."""
-        lacking = {name: its.without_gradient() for name, its in self.samples.items()}
+        lacking = {name: its.ranks_without_gradient() for name, its in self.samples.items()}
         if names := [name for name, ranks in lacking.items() if ranks]:
             without = sorted({rank for its in lacking.values() for rank in its})
-            holders = sorted({rank for name in names for rank in self.samples[name].holders()})
+            holders = sorted(
+                {rank for name in names for rank in self.samples[name].holding_ranks()}
+            )
             is_everywhere, count = without == holders, self._count(names)
-            yield self._say(
-                "" if is_everywhere else self.ranks.axis_of(holders),
+            yield self._make_root_cause(
+                "" if is_everywhere else self.ranks.differing_axis(holders),
                 "no gradient",
                 f"{count[0].upper()}{count[1:]} get a gradient in the reference, but "
                 f"{'no rank' if is_everywhere else 'not every rank'} that holds them has one when "
@@ -200,42 +204,42 @@ class GradientCase:
                 if not bool(sample.gradients[rank].nan_to_num().any())
                 else sample.gradients[rank],
             )  # fmt: skip
-        if bool(self.joint.gradients.isinf().any()):  # NaN marks elements that a rank lacks
-            yield self._say(
+        if bool(self.joint_sample.gradients.isinf().any()):  # NaN marks elements that a rank lacks
+            yield self._make_root_cause(
                 "", "not finite", "The gradient has an infinity or a NaN.",
                 "Look for a division by zero, a log of zero or an overflow of 16 bits.",
             ), None  # fmt: skip
 
-    def _of_multiples(self) -> Iterator[Hypothesis]:
+    def _multiple_hypotheses(self) -> Iterator[Hypothesis]:
         """Yield the hypothesis that the gradients are one multiple of the reference's."""
-        fit = self.joint.multiple()
-        if fit.holds(self.tolerance):
-            yield self._even(fit.factor), self._fix(
+        fit = self.joint_sample.fit_multiple()
+        if fit.is_within(self.tolerance):
+            yield self._explain_factor(fit.factor), self._fix(
                 f"divided by {fit.factor:.4g}",
                 lambda sample, rank: sample.gradients[rank] / fit.factor,
                 lambda rank, losses: 1 / fit.factor,
             )  # fmt: skip
 
-    def _even(self, factor: float) -> RootCause:
+    def _explain_factor(self, factor: float) -> RootCause:
         """Return the root cause of a common factor.
 
         It names the degrees whose product is the factor. If that is ambiguous, or not a product, it
         lists possible causes.
         """
-        sizes, where = self._side_of(factor)
-        fits = products(factor, sizes, self.tolerance)
-        alike = [fit for fit in fits if _powers(fit) == _powers(fits[0])]
+        sizes, where = self._possible_degrees(factor)
+        fits = matching_products(factor, sizes, self.tolerance)
+        alike = [fit for fit in fits if _degree_exponents(fit) == _degree_exponents(fits[0])]
         verb = "not divided by" if factor > 1 else "divided twice by"
         causes = [
             f"{verb} "
             + " and ".join(f"{_NAMES.get(n, f'the ranks of {n}')} ({sizes[n]})" for n in fit.axes)
             for fit in alike
-            if set(_powers(fit)) in ({1.0}, {-1.0})
+            if set(_degree_exponents(fit)) in ({1.0}, {-1.0})
         ]
         text = str(fits[0]) if len(alike) == 1 else f"× {factor:.4g}"
         what = f"The gradient of {self._count(self.samples)} is {factor:.4g} times the reference"
         if where and len(causes) == len(alike) == 1:
-            return self._say(
+            return self._make_root_cause(
                 "+".join(axis for axis in fits[0].axes if axis != _MICRO),
                 f"{text} ({_MICRO})" if fits[0].axes == (_MICRO,) else text,
                 f"{what}: it is {causes[0]}{where}.",
@@ -248,27 +252,27 @@ class GradientCase:
             causes.append("another scale of the loss")
         causes += [f"another scale{_REDUCED}"] * (where == _REDUCED)
         causes += ["another clipping norm"] * is_norm
-        return self._say(
+        return self._make_root_cause(
             "", text, f"{what}. {POSSIBLE}{'; '.join(causes)}.",
             f"Undo the one that holds: this factor must be {1 / factor:.4g} times what it is.",
             state=Subject.NORM if is_norm else Subject.GRADIENTS,
         )  # fmt: skip
 
-    def _side_of(self, factor: float) -> tuple[dict[str, int], str]:
+    def _possible_degrees(self, factor: float) -> tuple[dict[str, int], str]:
         """Return the degrees that may have caused a factor, and a phrase for its place.
 
         The weight of a micro-batch's contribution, in the loop and in the reference, shows whether
         the factor is in the loss or in the reduction. The phrase is "" if the weights are unknown.
         """
         degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
-        contributed = self.contributed
-        is_known = contributed is not None and contributed.of_truth.holds(self.tolerance)
+        contributed = self.contributions
+        is_known = contributed is not None and contributed.of_truth.is_within(self.tolerance)
         if contributed is None or not (is_known and contributed.of_loop):
             return degrees | micro, ""
         actual = fmean(next(iter(contributed.of_loop.values())).coefficients)
         right = fmean(contributed.of_truth.coefficients)
         # some ranks may not use these parameters: take the data ranks of all parameters
-        data = (self.evidence.contributed or contributed).data_ranks
+        data = (self.evidence.contributions or contributed).data_ranks
         is_mean, is_sum = (abs(actual * n - 1) <= self.tolerance for n in (len(data), 1))
         if not (is_mean or is_sum):
             return degrees, _REDUCED
@@ -281,13 +285,13 @@ class GradientCase:
             return axes, ", neither in the loss nor in the reduction"
         if axes and is_mean and abs(right - 1) <= self.tolerance:
             return axes | micro, ", in the loss and in the reduction"
-        return micro if products(factor, micro, self.tolerance) else degrees, _OF_LOSS
+        return micro if matching_products(factor, micro, self.tolerance) else degrees, _OF_LOSS
 
-    def _of_partial_sums(self) -> Iterator[Hypothesis]:
+    def _partial_sum_hypotheses(self) -> Iterator[Hypothesis]:
         """Yield the hypotheses that an all-reduce over an axis is missing, up to one factor."""
-        truths = self.joint.truth.expand_as(self.joint.gradients)
-        for axis, groups in self.ranks.summed.items():
-            total = missing_sum(self.joint.gradients, truths, groups, self.tolerance)
+        truths = self.joint_sample.truth.expand_as(self.joint_sample.gradients)
+        for axis, groups in self.ranks.sum_groups.items():
+            total = missing_sum_factor(self.joint_sample.gradients, truths, groups, self.tolerance)
             if total is None:
                 continue
             size, kind, factor = len(groups[0]), "sum", total
@@ -297,32 +301,32 @@ class GradientCase:
             besides = "" if is_one else f", {factor_text(factor, {})}"
             group_of = {rank: list(group) for group in groups for rank in group}
             times = "" if abs(total - 1) <= self.tolerance else f", times {total:.4g}"
-            yield self._say(
+            yield self._make_root_cause(
                 axis.partition("+")[0],
-                f"missing all-reduce {over_axis(axis)}{besides}",
+                f"missing all-reduce {axis_text(axis)}{besides}",
                 f"Each rank has a partial gradient of {self._count(self.samples)}: the {kind} "
-                f"{over_axis(axis)} ({size}) is the reference gradient"
+                f"{axis_text(axis)} ({size}) is the reference gradient"
                 f"{besides and f' times {1 / factor:.4g}'}.",
-                f"All-reduce it {over_axis(axis)} ({kind}) before the optimizer steps.",
+                f"All-reduce it {axis_text(axis)} ({kind}) before the optimizer steps.",
             ), self._fix(
-                f"summed {over_axis(axis)}{times}",
-                partial(_summed, group_of, total),
+                f"summed {axis_text(axis)}{times}",
+                partial(_sum_over_group, group_of, total),
             )  # fmt: skip
 
-    def _of_earlier_gradients(self) -> Iterator[Hypothesis]:
+    def _earlier_gradient_hypotheses(self) -> Iterator[Hypothesis]:
         """Yield the hypothesis that the previous step's gradient was taken, or added."""
-        own, truth, before = self.joint.rows()
-        both = combination(own, [truth, before])
-        if not before.any() or not both.holds(self.tolerance):
+        own, truth, before = self.joint_sample.held_rows()
+        both = fit_combination(own, [truth, before])
+        if not before.any() or not both.is_within(self.tolerance):
             return
         this, earlier = both.coefficients
         if is_stale := abs(this) <= min(self.tolerance, _GONE):
-            said = self._say(
+            said = self._make_root_cause(
                 "", "stale by 1 step", "The optimizer takes the gradient of the previous step.",
                 "Wait for this step's reduction, or copy it to the optimizer, before it steps.",
             )  # fmt: skip
         else:
-            said = self._say(
+            said = self._make_root_cause(
                 "", "previous step added",
                 "The gradient still includes that of the previous step.",
                 "Set gradients to None after every update, before the first backward of the next "
@@ -335,44 +339,48 @@ class GradientCase:
             + is_stale * sample.truth,
         )  # fmt: skip
 
-    def _of_micro_batches(self) -> Iterator[Hypothesis]:
+    def _micro_batch_hypotheses(self) -> Iterator[Hypothesis]:
         """Yield the hypothesis that micro-batches are missing, or have other weights.
 
         It requires that each rank's gradient is a sum of micro-batch contributions. Missing ones
         must be the same on all ranks.
         """
-        its = self.contributed
-        if its is None or not its.of_truth.holds(self.tolerance) or not its.of_loop:
+        its = self.contributions
+        if its is None or not its.of_truth.is_within(self.tolerance) or not its.of_loop:
             return
         fits, rounding = its.of_loop.values(), 10 * self.tolerance
-        is_known = len(fits) == len(self.joint.holders()) and not absent(its.of_truth.coefficients)
-        if not is_known or not all(fit.holds(self.tolerance) for fit in fits):
+        is_known = len(fits) == len(self.joint_sample.holding_ranks()) and not absent_addends(
+            its.of_truth.coefficients
+        )
+        if not is_known or not all(fit.is_within(self.tolerance) for fit in fits):
             return
         right = is_even(its.of_truth.coefficients, rounding)
         evens = [is_even(fit.coefficients, rounding) for fit in fits]
-        lacking = {rank: absent(fit.coefficients) for rank, fit in its.of_loop.items()}
+        lacking = {rank: absent_addends(fit.coefficients) for rank, fit in its.of_loop.items()}
         lacks = any(lacking.values())
         if all(evens) and right:
             return
         if all(evens) or (right and not any(evens) and not lacks):
-            said = self._reweighted(its, is_loss=all(evens))
+            said = self._explain_weights(its, is_loss=all(evens))
         elif lacks and len({*lacking.values()}) == 1:
-            said = self._incomplete(its, lacking[min(lacking)])
+            said = self._explain_missing_contributions(its, lacking[min(lacking)])
         else:
             return
         factor = its.loss_factor if all(evens) else unknown_factor
         words = "with the weight that each micro-batch has in the reference"
-        yield said, self._fix(words, its.reweighted, factor)
+        yield said, self._fix(words, its.reweight, factor)
 
-    def _incomplete(self, its: Contributions, missing: Collection[int]) -> RootCause:
+    def _explain_missing_contributions(
+        self, its: Contributions, missing: Collection[int]
+    ) -> RootCause:
         """Return the root cause of missing contributions, given their indices."""
         count = self.evidence.micro_batches
         ranks = sorted(rank for rank, own in its.own.items() if {*own} & {*missing})
         numbers = sorted({its.labels[index][1] for index in missing})
         listed, who = (", ".join(map(str, row)) for row in (numbers, ranks))
         is_all = len(numbers) == count
-        return self._say(
-            self.ranks.parting(ranks) if is_all else "",
+        return self._make_root_cause(
+            self.ranks.separating_axis(ranks) if is_all else "",
             f"rank {who} missing" if is_all else f"micro-batch {listed} missing",
             f"The gradient lacks {'all' * is_all or f'micro-batch {listed}'} of rank {who}"
             f"{'' if is_all else f' (of {count})'}: it reaches no optimizer in this step.",
@@ -381,7 +389,7 @@ class GradientCase:
             ranks=ranks,
         )  # fmt: skip
 
-    def _reweighted(self, its: Contributions, *, is_loss: bool) -> RootCause:
+    def _explain_weights(self, its: Contributions, *, is_loss: bool) -> RootCause:
         """Return the root cause of micro-batches with other weights than in the reference.
 
         With `is_loss`, the weights are even in the loop only; else they are even in the reference
@@ -401,8 +409,8 @@ class GradientCase:
             if is_loss
             else ("in the reference, but not in the loop", "Clip and divide the full gradient")
         )  # fmt: skip
-        return self._say(
-            "" if several else self.ranks.axis_of(its.data_ranks),
+        return self._make_root_cause(
+            "" if several else self.ranks.differing_axis(its.data_ranks),
             f"{'local normalisation' if is_loss else 'scaled before the sum'}, "
             f"× {min(ratios):.3g} to × {max(ratios):.3g}",
             f"The gradient of each {'micro-batch' if several else 'rank'} has the same weight in "
@@ -412,19 +420,19 @@ class GradientCase:
         )
 
 
-def _powers(fit: DegreeProduct) -> list[float]:
+def _degree_exponents(fit: DegreeProduct) -> list[float]:
     """Return the sorted exponents of a product of degrees."""
     return sorted(power for _, power in fit.powers)
 
 
-def _summed(
+def _sum_over_group(
     group_of: Mapping[int, Sequence[int]], factor: float, sample: Sample, rank: int
 ) -> Tensor:
     """Return a rank's gradient summed over its group, times a factor."""
     return sample.gradients[group_of[rank]].sum(0) * factor
 
 
-def of_samples(
+def explain_sample_faults(
     mismatches: Sequence[Mismatch], evidence: JobEvidence, ranks: Ranks
 ) -> RootCause | None:
     """Return the root cause of wrong samples on the ranks, or None if they show no fault.
@@ -441,20 +449,20 @@ def of_samples(
     if not unknown:
         return None
     odd = [rank for rank, its in enumerate(reports) if its.unknown]
-    other = blame(
+    other = make_untested_cause(
         Subject.BATCH, "other samples", "samples",
         f"{unknown} of {count} samples that the model is given are not in the global batch, on "
         f"ranks {', '.join(map(str, odd))}.",
         "Check how these ranks draw their samples (the seed, the epoch, the position in the "
         "data after a resume); ranks of tensor parallelism must read the same ones.",
-        step=mismatches[0].step, ranks=odd, axis=ranks.parting(odd),
+        step=mismatches[0].step, ranks=odd, axis=ranks.separating_axis(odd),
     )  # fmt: skip
     is_clear = len(odd) < ranks.size and all(its.unknown in (0, its.count) for its in reports)
     words = "the inputs of the model were compared with the global batch, sample by sample"
-    return other.fits(words) if is_clear else other
+    return other.as_fitting(words) if is_clear else other
 
 
-def of_own_samples(
+def explain_separate_means(
     mismatches: Sequence[Mismatch],
     evidence: JobEvidence,
     ranks: Ranks,
@@ -465,8 +473,8 @@ def of_own_samples(
     Then the loss of a sample differs between the sides, or depends on other samples of the batch.
     Returns None if the fit does not hold on all elements. All ranks call it.
     """
-    contributed, reports = evidence.contributed, evidence.rows
-    if contributed is None or contributed.of_truth.holds(_loose(limit)):
+    contributed, reports = evidence.contributions, evidence.rows
+    if contributed is None or contributed.of_truth.is_within(_fit_tolerance(limit)):
         return None
     fits = contributed.of_loop.values()
     if not fits or not all(is_even(fit.coefficients, _EVEN) for fit in fits):
@@ -474,8 +482,8 @@ def of_own_samples(
     if any(report.sliced for report in reports) or not all(report.count for report in reports):
         return None
     names = [name for name in evidence.samples if any(d.name == name for d in mismatches)]
-    where = blame(
-        Subject.LOSS, SEPARATE, families(names),
+    where = make_untested_cause(
+        Subject.LOSS, SEPARATE, list_families(names),
         "The optimizer takes the mean of the micro-batches computed separately, but the reference "
         f"gradient is not such a mean. {POSSIBLE}labels, masks or weights of the loss that belong "
         "to other samples; another number that the loss computes for each (a local count, a "
@@ -487,10 +495,10 @@ def of_own_samples(
         step=mismatches[0].step, ranks=range(ranks.size),
     )  # fmt: skip
     fix = Fix(
-        names=set(evidence.samples), undone=contributed.rest,
+        names=set(evidence.samples), undo=contributed.add_residual,
         words="computed by the plain module from the samples given to the ranks",
     )  # fmt: skip
-    left, gradients = tried(fix, evidence.own, ranks, limit)
+    left, gradients = try_fix(fix, evidence.own, ranks, limit)
     if gradients is None:
         return None
-    return where.located(f"{fix.words}, {evidence.match_words} the loop to {left:.1e}")
+    return where.as_located(f"{fix.words}, {evidence.match_words} the loop to {left:.1e}")

@@ -73,14 +73,14 @@ class Ranks:
         dist.all_gather(rows, mine, group=self.group)
         return torch.stack(rows).cpu()
 
-    def first(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor on the CPU. All ranks pass a tensor of equal shape and dtype."""
         shared = tensor.contiguous().to(self.device)
         if self.size > 1:
             dist.broadcast(shared, src=0, group=self.group)
         return shared.cpu()
 
-    def bytes(self, mine: bytes) -> list[bytes]:
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return the bytes of all ranks, by rank. Lengths may differ. All ranks call it."""
         if self.size == 1:
             return [mine]
@@ -99,7 +99,7 @@ class Ranks:
         return {axis: len(groups[0]) for axis, groups in self.axes.items()}
 
     @property
-    def summed(self) -> Axes:
+    def sum_groups(self) -> Axes:
         """The groups over which gradients may be summed: each axis, then combinations (`dp+cp`)."""
         together: Axes = {}
         for count in range(2, len(self.axes) + 1):
@@ -115,7 +115,7 @@ class Ranks:
                 together["+".join(names)] = groups
         return self.axes | together
 
-    def parting(self, chosen: Iterable[int], order: Iterable[str] | None = None) -> str:
+    def separating_axis(self, chosen: Iterable[int], order: Iterable[str] | None = None) -> str:
         """Return the first axis (of `order`) with a group that contains chosen and other ranks.
 
         Returns "" if no axis has such a group, as when all ranks are chosen.
@@ -126,7 +126,7 @@ class Ranks:
                 return axis
         return ""
 
-    def axis_of(self, ranks: Sequence[int]) -> str:
+    def differing_axis(self, ranks: Sequence[int]) -> str:
         """Return the first axis on which at least two of these ranks differ, or ""."""
         for axis, lines in self.axes.items():
             if any(len(set(line) & set(ranks)) > 1 for line in lines):
@@ -134,7 +134,7 @@ class Ranks:
         return ""
 
 
-def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
+def ranks_from_mesh(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
     """Return this process's rank, and the axes of the default process group.
 
     The axes are those of `mesh`, or else of the DTensors' root mesh with most dimensions. If no
@@ -154,7 +154,7 @@ def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
     return Ranks(rank=dist.get_rank(), size=size, device=device, axes=axes)
 
 
-def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:
+def ranks_from_spec(spec: Spec, exchange: Exchange) -> Ranks:
     """Return the ranks of a run on the axes of its spec, which communicate over its exchange."""
     return Ranks(
         rank=exchange.world.rank,
@@ -219,16 +219,16 @@ class Evidence(Protocol):
     ) -> tuple[StepRecorder, StepRecorder]:
         """Return a recorder for the reference's next step, and one for the job's."""
 
-    def state(self) -> SavedState:
+    def copy_state(self) -> SavedState:
         """Return a copy of the job's state."""
 
     def shards(self) -> dict[str, ParameterShard]:
         """Return the shard of each parameter that this rank's optimizers update, by name."""
 
-    def values(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
+    def parameter_values(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
         """Return this rank's elements of each parameter, flattened, by parameter name."""
 
-    def kept(self) -> Mapping[str, Mapping[str, Tensor]]:
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the optimizer state of this rank, by parameter name."""
 
     def buffers(self, reference: nn.Module) -> Buffers:
@@ -250,11 +250,11 @@ class SavedState(Protocol):
         """Restore the state, and the gradients of that time too if `gradients` is True."""
 
 
-def each_tensor(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return a batch in which `change` is applied to every tensor that is not a scalar."""
     if isinstance(batch, Mapping):
         # tree_map treats a mapping of an unregistered type, as tokenizers return, as a leaf
-        return type(batch)({key: each_tensor(its, change) for key, its in batch.items()})  # type: ignore[call-arg]
+        return type(batch)({key: map_tensors(its, change) for key, its in batch.items()})  # type: ignore[call-arg]
     return tree_map(
         lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch
     )
@@ -274,7 +274,7 @@ class Tolerance:
     updates: float
     losses: float
 
-    def length_of(self, rounding: float) -> float:
+    def length_at(self, rounding: float) -> float:
         """Return the length at which `rounding` reaches `updates`; 0.0 if `updates` is 0."""
         return rounding / self.updates if self.updates else 0.0
 
@@ -358,10 +358,10 @@ class Terms:
             ),
         ):  # fmt: skip
             if is_wrong:
-                raise _refused(term, finding, remedy)
+                raise _option_error(term, finding, remedy)
 
 
-def _refused(term: str, finding: str, remedy: str) -> PtrainError:
+def _option_error(term: str, finding: str, remedy: str) -> PtrainError:
     return PtrainError(f"verify: Terms.{term}: {finding}\n  remedy: {remedy}")
 
 
@@ -369,14 +369,14 @@ def require_padded(terms: Terms, wholes: Mapping[str, Tensor]) -> None:
     """Raise PtrainError if a padded parameter is not in the reference, or has more rows there."""
     for name, rows in terms.padded.items():
         if name not in wholes or not wholes[name].dim() or rows < len(wholes[name]):
-            raise _refused(
+            raise _option_error(
                 "padded",
                 f"the reference has no parameter {name} of up to {rows} rows",
                 "Use a parameter's name, and the rows of the loop's full tensor.",
             )
 
 
-def tolerance_of(dtype: torch.dtype | None, parameters: Iterable[Tensor]) -> Tolerance:
+def choose_tolerance(dtype: torch.dtype | None, parameters: Iterable[Tensor]) -> Tolerance:
     """Return the tolerance of `dtype`, or of the coarsest dtype of the parameters.
 
     Raises PtrainError if `TOLERANCES` has none of these dtypes.
@@ -397,7 +397,7 @@ _WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 COLLECTIVES = ("c10d", "_c10d_functional")
 
 
-def require_plain(reference: Job) -> None:
+def require_unwrapped(reference: Job) -> None:
     """Raise PtrainError if a module of the reference is wrapped, or a parameter is a DTensor."""
     for module in reference.model.modules():
         if isinstance(module, _WRAPPERS):
@@ -412,20 +412,20 @@ def require_plain(reference: Job) -> None:
         )
 
 
-def _refused_of_reference(words: str) -> PtrainError:
+def _reference_error(words: str) -> PtrainError:
     return PtrainError(
         f"verify: the reference's {words}\n  remedy: Give the reference a step without "
         "collectives. It has the full batch."
     )
 
 
-class Alone(OperatorMode):
+class NoComms(OperatorMode):
     """An operator mode that rejects collectives.
 
     Only this rank runs a reference, or repeats a part of a step: a collective would never return.
     """
 
-    def __init__(self, refused: Callable[[str], Exception] = _refused_of_reference) -> None:
+    def __init__(self, refused: Callable[[str], Exception] = _reference_error) -> None:
         super().__init__()
         self._refused = refused
 
@@ -452,7 +452,7 @@ def loss_dtype(loss: Any) -> torch.dtype | None:
     return loss.dtype if isinstance(loss, torch.Tensor) else None
 
 
-def number(loss: Any) -> float | None:
+def loss_value(loss: Any) -> float | None:
     """Return a loss (number, tensor or DTensor of one element) as a float, else None."""
     if isinstance(loss, DTensor):
         loss = loss.full_tensor()
@@ -463,15 +463,15 @@ def number(loss: Any) -> float | None:
         return None
 
 
-def odd_loss(loss: Any) -> str:
+def describe_non_loss(loss: Any) -> str:
     """Describe a returned value that is not a loss; return "" for a loss or None."""
-    if loss is None or number(loss) is not None:
+    if loss is None or loss_value(loss) is not None:
         return ""
     is_tensor = isinstance(loss, torch.Tensor)
     return f"a tensor of {tuple(loss.shape)}" if is_tensor else f"{loss!r:.60}"
 
 
-def has_parameters(model: nn.Module) -> None:
+def require_trainable(model: nn.Module) -> None:
     """Raise PtrainError if no parameter of the model requires a gradient."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PtrainError(
@@ -487,18 +487,20 @@ class GlobalLoss:
     how: Losses
     ranks: Ranks
 
-    def of(self, right: float | None, mine: float | None) -> float | None:
+    def combine(self, right: float | None, mine: float | None) -> float | None:
         """Return the loop's global loss, or None if the reference or all ranks have none.
 
         Ranks without a loss, such as the earlier stages of a pipeline, do not count. All ranks call
         it.
         """
         losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
-        return None if right is None or not losses else self._made_up(self.how, right, losses)
+        return (
+            None if right is None or not losses else self._combine_by_rule(self.how, right, losses)
+        )
 
     def notes(self, right: Any, mine: Any) -> list[str]:
         """Return notes on returned values that are not losses. All ranks call it."""
-        everyones = self.ranks.gather([odd_loss(right), odd_loss(mine)])
+        everyones = self.ranks.gather([describe_non_loss(right), describe_non_loss(mine)])
         rows = [row for its in everyones for row in zip(("reference", "loop"), its, strict=True)]
         return [
             f"losses: not compared, the step of the {side} returned {words}. Return the loss only, "
@@ -507,13 +509,13 @@ class GlobalLoss:
             if words
         ]
 
-    def ways(self, right: float, mine: float | None) -> dict[Known, float]:
+    def combine_by_rules(self, right: float, mine: float | None) -> dict[Known, float]:
         """Return the global loss by each known rule (`mean`, `sum`, `same`). All ranks call it."""
         losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
-        return {how: self._made_up(how, right, losses) for how in get_args(Known)}
+        return {how: self._combine_by_rule(how, right, losses) for how in get_args(Known)}
 
     @staticmethod
-    def _made_up(how: Losses, right: float, losses: Sequence[float]) -> float:
+    def _combine_by_rule(how: Losses, right: float, losses: Sequence[float]) -> float:
         match how:
             case "mean":
                 return sum(losses) / len(losses)
@@ -523,11 +525,11 @@ class GlobalLoss:
                 return max(losses, key=lambda loss: abs(loss - right))
             case reduce:
                 total = reduce(losses)
-                if words := odd_loss(total):
+                if words := describe_non_loss(total):
                     raise PtrainError(
                         f"verify: Terms.loss returned {words}\n  remedy: Return one number."
                     )
-                value = number(total)
+                value = loss_value(total)
                 return math.nan if value is None else value
 
 
@@ -546,14 +548,14 @@ class Verdict:
     trajectory: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
-    def fails(self) -> bool:
+    def has_failed(self) -> bool:
         """True if there is a root cause, or a check that does not hold."""
         return self.root_cause is not None or not all(check.holds for check in self.checks)
 
     @property
     def holds(self) -> bool:
         """True if there are checks, and nothing fails."""
-        return bool(self.checks) and not self.fails
+        return bool(self.checks) and not self.has_failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

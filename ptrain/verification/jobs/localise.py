@@ -18,37 +18,42 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ptrain.report.finding import POSSIBLE, RootCause, Subject
-from ptrain.verification.jobs.evidence import JobEvidence, places_of
+from ptrain.verification.jobs.evidence import JobEvidence, choose_elements
 from ptrain.verification.jobs.modules import (
     Calls,
-    Forced,
+    ForcedValues,
     ModuleCall,
     ModuleRecorder,
     ProbeResult,
     TensorFit,
-    innermost,
+    candidate_parts,
+    find_token_slice,
+    innermost_paths,
     is_within,
-    parts_of,
-    probed,
-    slice_of,
+    probe_model,
 )
 from ptrain.verification.jobs.record import StepRecorder
-from ptrain.verification.jobs.root_causes import families, family, over_axis, shared_factor
+from ptrain.verification.jobs.root_causes import (
+    axis_text,
+    layer_family,
+    list_families,
+    shared_factor,
+)
 from ptrain.verification.parts import (
     difference,
-    held,
+    fit_multiple,
     is_even,
-    multiple,
+    local_cpu,
     norm,
     root_mean_square,
-    without_masks,
+    zero_shared_infinities,
 )
 
 if TYPE_CHECKING:
     from ptrain.verification.jobs.inquiry import Inquiry
 
 
-class Side(IntEnum):
+class TensorSide(IntEnum):
     """The tensor of a module's pass that is compared: input, output, or gradient of the output."""
 
     GIVEN = 0
@@ -57,9 +62,9 @@ class Side(IntEnum):
 
 
 _WORDS = {
-    Side.GIVEN: "the reference's input of",
-    Side.OUTPUT: "the reference's output of",
-    Side.UPSTREAM: "the reference's gradient of the output of",
+    TensorSide.GIVEN: "the reference's input of",
+    TensorSide.OUTPUT: "the reference's output of",
+    TensorSide.UPSTREAM: "the reference's gradient of the output of",
 }
 _LOOSE = 10  # tolerances: the rounding of earlier modules adds up
 _COARSEST = 0.1  # upper bound of the limit: a fault is larger in any dtype
@@ -67,7 +72,7 @@ _QUIET = 1e-6  # a tensor below this share of the usual size is rounding
 _NEAR = 1e-3  # relative residual of a multiple: a fault is larger
 _MOST_ROUNDS = 6  # differences that are replaced one after the other: a step each
 
-Place = tuple[str, Side]
+Place = tuple[str, TensorSide]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ class FirstDifference:
     """
 
     path: str
-    side: Side
+    side: TensorSide
     size: float
     number: int
     ranks: tuple[int, ...]
@@ -95,7 +100,7 @@ def _is_cause(first: FirstDifference, said: RootCause) -> bool:
     """Return True if the difference shows a cause, and not only a place."""
     if POSSIBLE in said.sentence:
         return False
-    if first.side is Side.OUTPUT and first.path and not first.between:
+    if first.side is TensorSide.OUTPUT and first.path and not first.between:
         return True
     return not said.factor.startswith(("differs by", "other gradient"))
 
@@ -114,22 +119,22 @@ class ModuleInquiry:
         self.inquiry, self.own, self.probe = inquiry, modules, probe
         self.ranks, self.step = inquiry.ranks, inquiry.step
         expected, seen = self.step.expected.calls, self.step.seen.calls
-        self.part = slice_of(expected, seen)
+        self.part = find_token_slice(expected, seen)
         rows, pair = evidence.rows[self.ranks.rank], inquiry.pair
         is_run = bool(probe.gradients) and all(probe.gradients) and not rows.sliced
         is_whole = len(pair.holds) == len(pair.wholes)
         self._is_alone = is_run and self.part is None and (is_whole or not rows.unknown)
         if not self._is_alone:  # compare with shards of the reference's pass on the global batch
-            with inquiry.drawing.replayed(pair.reference.model):
-                self.probe = probed(pair.reference.model, expected)
+            with inquiry.drawing.replay(pair.reference.model):
+                self.probe = probe_model(pair.reference.model, expected)
         upstreams = [its.upstream for its in self.probe.modules.values()]
         self._usual = max((root_mean_square([u]) for u in upstreams if u is not None), default=0.0)
         events = self.ranks.gather([list(event) for event in self.probe.events])[0]
-        order: list[Place] = [(path, Side(int(ends))) for path, ends in events]
-        self._order = [*order, *((path, Side.UPSTREAM) for path, ends in order[::-1] if ends)]
-        self._factor = self._factor_of_upstreams(modules)
-        self.suspect = self._first(modules, {})
-        self.is_plain = self.suspect is None or self.suspect.side is Side.UPSTREAM
+        order: list[Place] = [(path, TensorSide(int(ends))) for path, ends in events]
+        self._order = [*order, *((path, TensorSide.UPSTREAM) for path, ends in order[::-1] if ends)]
+        self._factor = self._common_upstream_factor(modules)
+        self.suspect = self._find_first(modules, {})
+        self.is_plain = self.suspect is None or self.suspect.side is TensorSide.UPSTREAM
 
     def root_cause(self) -> RootCause | None:
         """Return the root cause that a trial supports, or None.
@@ -139,50 +144,50 @@ class ModuleInquiry:
         factors = [*self.ranks.degrees.values(), 1] if self._factor is None else [self._factor]
         for factor in dict.fromkeys(factors if self.is_plain else [self._factor]):
             self._factor = factor
-            if (root_cause := self._undone()) is not None:
+            if (root_cause := self._undo_differences()) is not None:
                 return root_cause
         return None
 
-    def _undone(self) -> RootCause | None:
+    def _undo_differences(self) -> RootCause | None:
         """Replace one difference after the other until the step is right; return its root cause."""
-        forces: dict[tuple[str, int], Forced] = {}
+        forces: dict[tuple[str, int], ForcedValues] = {}
         named: list[FirstDifference] = []
         modules, probe = self.own, self.probe
         for _ in range(_MOST_ROUNDS):
-            first = self._first(modules, forces)
-            if first is None or not self._force(first, modules, forces):
+            first = self._find_first(modules, forces)
+            if first is None or not self._force_family(first, modules, forces):
                 break
             named.append(first)
-            seen, left, modules = self._tried(forces, named)
+            seen, left, modules = self._run_forced(forces, named)
             if left is not None:
-                said = self._said(named, modules, not left[1])
-                tried = f"with {self._forced_words(named)} in its place {left[0]}"
+                said = self._explain_first(named, modules, not left[1])
+                tried = f"with {self._forced_text(named)} in its place {left[0]}"
                 is_cause = _is_cause(named[0], said) and not left[1]
-                return said.proven(tried) if is_cause else said.located(f"{tried}{left[1]}")
+                return said.as_proven(tried) if is_cause else said.as_located(f"{tried}{left[1]}")
             if seen is None:
                 break
             if self._is_alone:  # the output gradients have changed
-                self.probe = self.inquiry.probe_of(seen)
-            self._factor = self._factor or self._factor_of_upstreams(modules)
+                self.probe = self.inquiry.run_probe(seen)
+            self._factor = self._factor or self._common_upstream_factor(modules)
         self.probe = probe
         return None
 
-    def first_in_words(self) -> tuple[str, str] | None:
+    def describe_first(self) -> tuple[str, str] | None:
         """Return the place of the first difference ("" in backward) and a sentence, or None."""
         first = self.suspect
         if first is None:
             return None
-        place = families([first.path]) or "the model"
-        axis = f", as partial sums {over_axis(first.axis)} do" if first.axis else ""
-        if first.side is Side.UPSTREAM:
+        place = list_families([first.path]) or "the model"
+        axis = f", as partial sums {axis_text(first.axis)} do" if first.axis else ""
+        if first.side is TensorSide.UPSTREAM:
             return place if first.is_last else "", (
                 "Every output that could be compared matches the reference; the gradient of the "
                 f"output of {place} is the first that differs in backward{axis}."
             )
-        what = "input" if first.side is Side.GIVEN else "output"
+        what = "input" if first.side is TensorSide.GIVEN else "output"
         return place, f"The {what} of {place} is the first that differs in forward{axis}."
 
-    def _rights(self, path: str, number: int) -> Iterator[ModuleCall]:
+    def _matching_passes(self, path: str, number: int) -> Iterator[ModuleCall]:
         """Yield the reference's passes to which this pass of a module may correspond."""
         its = self.probe.modules
         if self._is_alone:
@@ -193,31 +198,31 @@ class ModuleInquiry:
                 if name == path and (call.times == 1 or not number)
             )  # fmt: skip
 
-    def _of_call(
+    def _fit_call(
         self, path: str, number: int, call: ModuleCall
-    ) -> Iterator[tuple[Side, TensorFit]]:
+    ) -> Iterator[tuple[TensorSide, TensorFit]]:
         """Yield the fits of a pass's inputs, its output, and its output gradient if not tiny."""
-        rights = list(self._rights(path, number))
+        rights = list(self._matching_passes(path, number))
         for at, own in enumerate(tree_leaves(call.given)):
             wholes = [tree_leaves(right.given) for right in rights]
             pairs = [its[at] for its in wholes if len(its) == len(tree_leaves(call.given))]
-            if (fit := self._fit(own, pairs, number, at)) is not None:
-                yield Side.GIVEN, fit
-        returned = self._fit(call.output, [its.output for its in rights], number)
+            if (fit := self._best_fit(own, pairs, number, at)) is not None:
+                yield TensorSide.GIVEN, fit
+        returned = self._best_fit(call.output, [its.output for its in rights], number)
         if returned is not None:
-            yield Side.OUTPUT, returned
+            yield TensorSide.OUTPUT, returned
         loud = [
             its.upstream * (self._factor or 1.0)
             if its.upstream is not None
-            and root_mean_square([held(its.upstream)]) > _QUIET * self._usual
+            and root_mean_square([local_cpu(its.upstream)]) > _QUIET * self._usual
             else None
             for its in rights
         ]
         place = returned.place if returned is not None else None
-        if (fit := self._fit(call.upstream, loud, number, place=place)) is not None:
-            yield Side.UPSTREAM, fit
+        if (fit := self._best_fit(call.upstream, loud, number, place=place)) is not None:
+            yield TensorSide.UPSTREAM, fit
 
-    def _fit(
+    def _best_fit(
         self, own: Any, wholes: Sequence[Any], number: int, leaf: int = 0,
         place: tuple[int, int] | None = None,
     ) -> TensorFit | None:  # fmt: skip
@@ -235,11 +240,11 @@ class ModuleInquiry:
                 or whole.is_floating_point() != own.is_floating_point()
             ):
                 continue
-            for part, truth in enumerate(parts_of(whole, own, self.part)):
+            for part, truth in enumerate(candidate_parts(whole, own, self.part)):
                 if place is not None and place != (index, part):
                     continue
-                both = without_masks(held(own).double(), held(truth).double())
-                length = max(norm(both[1]), _QUIET * norm(held(whole).double().nan_to_num()))
+                both = zero_shared_infinities(local_cpu(own).double(), local_cpu(truth).double())
+                length = max(norm(both[1]), _QUIET * norm(local_cpu(whole).double().nan_to_num()))
                 fits.append(
                     TensorFit(
                         number=number, leaf=leaf, size=difference(*both, length), own=own,
@@ -248,41 +253,41 @@ class ModuleInquiry:
                 )  # fmt: skip
         return min(fits, key=lambda fit: fit.size, default=None)
 
-    def _factor_of_upstreams(self, modules: Calls) -> float | None:
+    def _common_upstream_factor(self, modules: Calls) -> float | None:
         """Return the factor of this rank's output gradients, or None if ranks have no common one.
 
         A loss that is a mean over a rank's tokens causes such a factor. All ranks call it.
         """
-        factors = self.ranks.gather(self._own_factor(modules))
+        factors = self.ranks.gather(self._last_upstream_factor(modules))
         is_one = None not in factors and is_even(factors, _NEAR)
         return factors[self.ranks.rank] if is_one else None
 
-    def _own_factor(self, modules: Calls) -> float | None:
+    def _last_upstream_factor(self, modules: Calls) -> float | None:
         """Return the factor of the last output gradient that is a multiple of the reference's."""
         if self._is_alone:
             return 1.0
         fits = (
-            multiple(held(call.upstream).flatten(), held(truth).flatten())
+            fit_multiple(local_cpu(call.upstream).flatten(), local_cpu(truth).flatten())
             for path, side in self._order
-            if side is Side.UPSTREAM
+            if side is TensorSide.UPSTREAM
             and (call := modules.get((path, 0))) is not None and call.upstream is not None
-            for right in self._rights(path, 0)
+            for right in self._matching_passes(path, 0)
             if right.upstream is not None
-            for truth in parts_of(right.upstream, call.upstream, self.part)
+            for truth in candidate_parts(right.upstream, call.upstream, self.part)
         )  # fmt: skip
-        return next((fit.factor for fit in fits if fit.holds(_NEAR)), None)
+        return next((fit.factor for fit in fits if fit.is_within(_NEAR)), None)
 
-    def _limit(self, side: Side) -> float:
+    def _limit(self, side: TensorSide) -> float:
         """Return the tolerance of a tensor, which includes the rounding of earlier modules."""
         limit = self.inquiry.limit
-        exact = limit.gradients if side is Side.UPSTREAM else limit.outputs
+        exact = limit.gradients if side is TensorSide.UPSTREAM else limit.outputs
         return min(_LOOSE * exact, _COARSEST)
 
-    def _compared(self, modules: Calls) -> dict[Place, TensorFit]:
+    def _compare_passes(self, modules: Calls) -> dict[Place, TensorFit]:
         """Return the worst fit of each place, in the first micro-batch that exceeds the limit."""
         worst: dict[Place, TensorFit] = {}
         for (path, number), call in modules.items():
-            for side, fit in self._of_call(path, number, call):
+            for side, fit in self._fit_call(path, number, call):
                 known = worst.get((path, side))
                 if known is None or (
                     fit.size > known.size
@@ -291,14 +296,14 @@ class ModuleInquiry:
                     worst[path, side] = fit
         return worst
 
-    def _first(
-        self, modules: Calls, forces: Mapping[tuple[str, int], Forced]
+    def _find_first(
+        self, modules: Calls, forces: Mapping[tuple[str, int], ForcedValues]
     ) -> FirstDifference | None:
         """Return the first place that differs on any rank and is not forced, or None.
 
         Partial sums and reordered rows are skipped if the next comparison matches.
         """
-        mine = self._compared(modules)
+        mine = self._compare_passes(modules)
         rows = [
             [*place, fit.size, fit.number, fit.size > self._limit(place[1]) and fit.is_reordered]
             for place, fit in mine.items()
@@ -306,8 +311,9 @@ class ModuleInquiry:
         table: dict[Place, list[tuple[int, float, int, bool]]] = {}
         for rank, its in enumerate(self.ranks.gather(rows)):
             for path, side, size, number, is_reordered in its:
-                table.setdefault((path, Side(side)), []).append((rank, size, number, is_reordered))
-        done = {(path, side) for its in self.ranks.gather(_places(forces)) for path, side in its}
+                row = (rank, size, number, is_reordered)
+                table.setdefault((path, TensorSide(side)), []).append(row)
+        done = {(p, s) for its in self.ranks.gather(_forced_places(forces)) for p, s in its}
         known = [place for place in self._order if place in table and place not in done]
         wrong = {
             place: [row for row in table[place] if row[1] > self._limit(place[1])]
@@ -317,18 +323,18 @@ class ModuleInquiry:
             if not (its := wrong[path, side]):
                 continue
             number = min(row[2] for row in its)
-            axis, factor = self._shared(path, side, number, modules)
+            axis, factor = self._shared_cause(path, side, number, modules)
             ahead = [
                 place
                 for place in known[at + 1 :]
-                if place[1] is not Side.UPSTREAM
+                if place[1] is not TensorSide.UPSTREAM
                 and not (wrong[place] and all(row[3] for row in wrong[place]))
             ]
-            is_undone = bool(ahead) and not wrong[ahead[0]] and side is not Side.UPSTREAM
+            is_undone = bool(ahead) and not wrong[ahead[0]] and side is not TensorSide.UPSTREAM
             if is_undone and (axis or all(row[3] for row in its)):
                 continue
-            right = [p for p, s in known[:at] if s is Side.OUTPUT and not wrong[p, s]]
-            kind = Side.UPSTREAM if side is Side.UPSTREAM else Side.OUTPUT
+            right = [p for p, s in known[:at] if s is TensorSide.OUTPUT and not wrong[p, s]]
+            kind = TensorSide.UPSTREAM if side is TensorSide.UPSTREAM else TensorSide.OUTPUT
             gone = [p for p, s in self._order[: self._order.index((path, side))] if s is kind]
             model = self.inquiry.pair.reference.model
             unknown = [
@@ -338,31 +344,34 @@ class ModuleInquiry:
                 and not is_within(path, p)
                 and next(model.get_submodule(p).parameters(), None) is not None
             ]
-            later = [p for p, s in known[:at] if s is Side.UPSTREAM]
+            later = [p for p, s in known[:at] if s is TensorSide.UPSTREAM]
             return FirstDifference(
                 path=path, side=side, size=max(row[1] for row in its), number=number,
                 ranks=tuple(row[0] for row in its), before=tuple(right),
-                between=tuple(innermost(unknown)), is_last=not later, axis=axis, factor=factor,
+                between=tuple(innermost_paths(unknown)), is_last=not later, axis=axis,
+                factor=factor,
             )  # fmt: skip
         return None
 
-    def _shared(self, path: str, side: Side, number: int, modules: Calls) -> tuple[str, str]:
+    def _shared_cause(
+        self, path: str, side: TensorSide, number: int, modules: Calls
+    ) -> tuple[str, str]:
         """Return the axis of a missing sum, or a factor, or "" for both. All ranks call it."""
         call = modules.get((path, number))
-        fits = () if call is None else self._of_call(path, number, call)
+        fits = () if call is None else self._fit_call(path, number, call)
         fit = max((f for s, f in fits if s is side), key=lambda f: f.size, default=None)
         everyones = self.ranks.gather(None if fit is None else list(fit.own.shape))
         if fit is None or any(its != everyones[0] or its is None for its in everyones):
             return "", ""
-        truth, own = (held(its).flatten().double() for its in (fit.truth, fit.own))
+        truth, own = (local_cpu(its).flatten().double() for its in (fit.truth, fit.own))
         if not bool(torch.isfinite(own).all()):
             truth = own = torch.zeros_like(own)
-        (where,) = places_of(self.ranks, {"": truth}).values()
+        (where,) = choose_elements(self.ranks, {"": truth}).values()
         both = torch.stack([truth[where], own[where]])
         return shared_factor(self.ranks, self.ranks.stack(both), self._limit(side))
 
-    def _force(
-        self, first: FirstDifference, modules: Calls, forces: dict[tuple[str, int], Forced]
+    def _force_family(
+        self, first: FirstDifference, modules: Calls, forces: dict[tuple[str, int], ForcedValues]
     ) -> bool:
         """Add the reference's values for this family of modules; return True if all ranks can.
 
@@ -371,25 +380,25 @@ class ModuleInquiry:
         """
         is_possible = True
         for (path, number), call in modules.items():
-            if family(path) != family(first.path):
+            if layer_family(path) != layer_family(first.path):
                 continue
-            fits = [fit for side, fit in self._of_call(path, number, call) if side is first.side]
+            fits = [fit for side, fit in self._fit_call(path, number, call) if side is first.side]
             if call.times > 1 or not fits:
                 is_possible = False
                 continue
-            forced = forces.setdefault((path, number), Forced())
-            if first.side is Side.GIVEN:
+            forced = forces.setdefault((path, number), ForcedValues())
+            if first.side is TensorSide.GIVEN:
                 forced.given |= {
                     fit.leaf: fit.truth for fit in fits if fit.size > self._limit(first.side)
                 }
-            elif first.side is Side.OUTPUT:
+            elif first.side is TensorSide.OUTPUT:
                 forced.output = fits[0].truth
             else:
                 forced.upstream = fits[0].truth
         return all(self.ranks.gather(is_possible))
 
-    def _tried(
-        self, forces: Mapping[tuple[str, int], Forced], named: Sequence[FirstDifference]
+    def _run_forced(
+        self, forces: Mapping[tuple[str, int], ForcedValues], named: Sequence[FirstDifference]
     ) -> tuple[StepRecorder | None, tuple[str, str] | None, Calls]:
         """Run the step with forced values; return its record, a result in phrases, and passes.
 
@@ -399,29 +408,32 @@ class ModuleInquiry:
         model = self.inquiry.pair.loop.model
         recorder = ModuleRecorder(model, forces)
         self.inquiry.rewind()
-        ran = self.inquiry.stepped(recorder, self.inquiry.drawing.repeated(model))
+        ran = self.inquiry.repeat_step(recorder, self.inquiry.drawing.repeat(model))
         if ran is None or not all(self.ranks.gather(set(forces) <= set(recorder.calls))):
             return None, None, recorder.calls
-        inside = [family(its.path) for its in named if its.side is Side.OUTPUT and its.path]
-        inside += [family(path) for its in named[:1] for path in its.between]
+        inside = [
+            layer_family(its.path) for its in named if its.side is TensorSide.OUTPUT and its.path
+        ]
+        inside += [layer_family(path) for its in named[:1] for path in its.between]
         seen, loss = ran
-        is_of_labels = not named or (named[0].side is Side.UPSTREAM and named[0].is_last)
-        left = self.inquiry.left_outside(seen, None if is_of_labels else loss, inside)
+        is_of_labels = not named or (named[0].side is TensorSide.UPSTREAM and named[0].is_last)
+        left = self.inquiry.compare_outside(seen, None if is_of_labels else loss, inside)
         return seen, left, recorder.calls
 
-    def _forced_words(self, named: Sequence[FirstDifference]) -> str:
+    def _forced_text(self, named: Sequence[FirstDifference]) -> str:
         return " and ".join(
-            f"{_WORDS[side]} {' and '.join(families(self._members(f)) or 'the model' for f in its)}"
-            for side in Side
+            f"{_WORDS[side]} "
+            f"{' and '.join(list_families(self._family_members(f)) or 'the model' for f in its)}"
+            for side in TensorSide
             if (its := [first for first in named if first.side is side])
         )
 
-    def _members(self, first: FirstDifference) -> list[str]:
+    def _family_members(self, first: FirstDifference) -> list[str]:
         """Return the modules of the difference's family that run on any rank. All ranks call it."""
-        mine = [path for path, _ in self.own if family(path) == family(first.path)]
+        mine = [path for path, _ in self.own if layer_family(path) == layer_family(first.path)]
         return [path for its in self.ranks.gather(list(dict.fromkeys(mine))) for path in its]
 
-    def _said(
+    def _explain_first(
         self, named: Sequence[FirstDifference], modules: Calls, is_all: bool = False
     ) -> RootCause:
         """Return the root cause of the first of these differences. All ranks call it.
@@ -431,13 +443,13 @@ class ModuleInquiry:
         first = named[0]
         wrong = [
             path
-            for (path, side), fit in self._compared(modules).items()
-            if side is first.side and family(path) == family(first.path)
+            for (path, side), fit in self._compare_passes(modules).items()
+            if side is first.side and layer_family(path) == layer_family(first.path)
             and fit.size > self._limit(side)
         ]  # fmt: skip
         everyones = self.ranks.gather(wrong)
         members = {path for its in everyones for path in its} or {first.path}
-        place = families(sorted(members)) or "the model"
+        place = list_families(sorted(members)) or "the model"
         who = [rank for rank, its in enumerate(everyones) if its] or first.ranks
         blamed = RootCause(
             state=Subject.ACTIVATIONS, axis=first.axis or self._axis, place=place, sentence="",
@@ -445,12 +457,12 @@ class ModuleInquiry:
             ranks=tuple(who),
         )  # fmt: skip
         match first.side:
-            case Side.GIVEN:
-                return self._said_of_input(first, blamed, is_all)
-            case Side.OUTPUT:
-                return self._said_of_output(first, blamed, named)
+            case TensorSide.GIVEN:
+                return self._explain_input(first, blamed, is_all)
+            case TensorSide.OUTPUT:
+                return self._explain_output(first, blamed, named)
             case _ if first.between and not is_all:
-                closed = families(first.between)
+                closed = list_families(first.between)
                 return replace(
                     blamed, state=Subject.GRADIENTS, place=closed,
                     sentence=f"The gradient that {closed} hands back to {place} differs from the "
@@ -480,9 +492,9 @@ class ModuleInquiry:
                     fix=shared if self._axis else f"Check the backward pass of what takes {place}.",
                 )  # fmt: skip
 
-    def _said_of_input(self, first: FirstDifference, blamed: RootCause, is_all: bool) -> RootCause:
+    def _explain_input(self, first: FirstDifference, blamed: RootCause, is_all: bool) -> RootCause:
         """Return the root cause of a differing input: shifted positions, or the code before it."""
-        mine = self._shifts(first)
+        mine = self._input_shifts(first)
         everyones = self.ranks.gather(mine)
         who = [rank for rank, its in enumerate(everyones) if its is not None]
         place = blamed.place
@@ -500,13 +512,13 @@ class ModuleInquiry:
                 "reference for the same tokens.",
                 fix=f"Shard them like the tokens{self._over}.",
             )  # fmt: skip
-        last = families(first.before[-1:]) or "the input of the model"
+        last = list_families(first.before[-1:]) or "the input of the model"
         attention = (
             ". In attention these are the mask, and the keys and values that ranks gather"
             if self.part is not None
             else ""
         )
-        closed = "" if is_all else families(first.between)
+        closed = "" if is_all else list_families(first.between)
         unknown = f" {closed} could not be compared." if closed else ""
         return replace(
             blamed, place=closed or place,
@@ -515,21 +527,21 @@ class ModuleInquiry:
             fix=f"Check what is computed between {last} and {place}{attention}{self._over}.",
         )  # fmt: skip
 
-    def _shifts(self, first: FirstDifference) -> list[int] | None:
+    def _input_shifts(self, first: FirstDifference) -> list[int] | None:
         """Return the differences between the reference's integer input and this rank's, or None."""
         call = self.own.get((first.path, first.number))
-        for side, fit in self._of_call(first.path, first.number, call) if call else ():
-            if side is Side.GIVEN and fit.size and not fit.own.is_floating_point():
-                return (held(fit.truth).long() - held(fit.own).long()).unique().tolist()
+        for side, fit in self._fit_call(first.path, first.number, call) if call else ():
+            if side is TensorSide.GIVEN and fit.size and not fit.own.is_floating_point():
+                return (local_cpu(fit.truth).long() - local_cpu(fit.own).long()).unique().tolist()
         return None
 
-    def _said_of_output(
+    def _explain_output(
         self, first: FirstDifference, blamed: RootCause, named: Sequence[FirstDifference]
     ) -> RootCause:
         """Return the root cause of a differing output, such as missing sums."""
         place = blamed.place
-        outputs = [its for its in named if its.side is Side.OUTPUT]
-        several = " and ".join(families(self._members(its)) for its in outputs)
+        outputs = [its for its in named if its.side is TensorSide.OUTPUT]
+        several = " and ".join(list_families(self._family_members(its)) for its in outputs)
         keys = [(its.path, its.number) for its in outputs]
         mine = [self.own[key].is_written for key in keys if key in self.own]
         if any(self.ranks.gather(bool(mine) and all(mine))):
@@ -546,32 +558,32 @@ class ModuleInquiry:
         closed = [path for path in first.between if path in inside]
         sentences = [f"{place} returns another output than in the reference for the same samples."]
         if first.axis:
-            sentences.append(f"The ranks {over_axis(first.axis)} have partial sums.")
+            sentences.append(f"The ranks {axis_text(first.axis)} have partial sums.")
         if inner:
-            sentences.append(f"Its submodules {families(inner)} match the reference.")
+            sentences.append(f"Its submodules {list_families(inner)} match the reference.")
         if closed:
-            sentences.append(f"{families(closed)} could not be compared.")
+            sentences.append(f"{list_families(closed)} could not be compared.")
         return replace(
-            blamed, place=families(closed) if closed and not first.path else several,
+            blamed, place=list_families(closed) if closed and not first.path else several,
             sentence=" ".join(sentences),
             fix="All-reduce them." if first.axis else "Check its forward and its wrappers.",
         )  # fmt: skip
 
     @property
     def _axis(self) -> str:
-        return self.ranks.axis_of(range(self.ranks.size)) if self.part is not None else ""
+        return self.ranks.differing_axis(range(self.ranks.size)) if self.part is not None else ""
 
     @property
     def _over(self) -> str:
         return f" (over {self._axis})" if self._axis else ""
 
 
-def _places(forces: Mapping[tuple[str, int], Forced]) -> list[Place]:
+def _forced_places(forces: Mapping[tuple[str, int], ForcedValues]) -> list[Place]:
     return [
         (path, side)
         for (path, _), forced in forces.items()
         for side, has in zip(
-            Side,
+            TensorSide,
             (forced.given, forced.output is not None, forced.upstream is not None),
             strict=True,
         )

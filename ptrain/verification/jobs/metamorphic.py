@@ -17,22 +17,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
-from ptrain.verification.compare import claim
-from ptrain.verification.jobs.job import Alone, Job, Tolerance, each_tensor
+from ptrain.verification.compare import condition_check
+from ptrain.verification.jobs.job import Job, NoComms, Tolerance, map_tensors
 from ptrain.verification.jobs.modules import (
     Calls,
     ModuleCall,
     ModuleRecorder,
-    autocast_of,
+    input_tokens,
     is_within,
-    probed,
-    tokens_of,
+    probe_model,
+    recorded_autocast,
 )
-from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, seeded
-from ptrain.verification.jobs.root_causes import blame, families
+from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, seed_generators
+from ptrain.verification.jobs.root_causes import list_families, make_untested_cause
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.jobs.step import Drawing
-from ptrain.verification.parts import canonical_modules, difference, multiple, norm
+from ptrain.verification.jobs.step import DrawReplay
+from ptrain.verification.parts import canonical_modules, difference, fit_multiple, norm
 
 _NEARLY_ALL = 0.99  # share of targets that the right offset predicts
 _RARELY = 0.9  # share above which a second offset makes the task unclear
@@ -40,7 +40,7 @@ _FEWEST = 8  # targets that are needed to determine a task
 _FITS = 1e-4  # relative residual of a gradient that fits
 
 
-def task_of(call: ForwardCall) -> tuple[Tensor, Tensor, int | None] | None:
+def find_language_task(call: ForwardCall) -> tuple[Tensor, Tensor, int | None] | None:
     """Return the tokens, the mask of positions with a target, and the offset of the targets.
 
     The targets of a cross-entropy are the positions of the negative gradients.
@@ -49,7 +49,7 @@ def task_of(call: ForwardCall) -> tuple[Tensor, Tensor, int | None] | None:
         Tokens and mask are [samples, positions]. The offset is 0 to 2, or None if it is unclear.
         The result is None if the model has no token input, no logits for it, or too few targets.
     """
-    tokens, gradient = tokens_of(call), call.upstream.get(0)
+    tokens, gradient = input_tokens(call), call.upstream.get(0)
     if tokens is None or gradient is None or gradient.dim() != 3:
         return None
     if gradient.shape[:2] != tokens.shape or int(tokens.max()) >= gradient.size(2):
@@ -68,7 +68,7 @@ def task_of(call: ForwardCall) -> tuple[Tensor, Tensor, int | None] | None:
     return tokens, has_target, shares.index(most) if is_clear else None
 
 
-def softmaxed(call: ForwardCall) -> str:
+def describe_softmax(call: ForwardCall) -> str:
     """Return a phrase for probabilities that the loss gets in place of logits; "" for logits.
 
     The gradient of the output shows it: the gradient of a cross-entropy of a softmax has another
@@ -95,7 +95,7 @@ def softmaxed(call: ForwardCall) -> str:
 
 def _is_multiple(slopes: Tensor, expected: Tensor) -> bool:
     """Return True if one tensor is a multiple of the other."""
-    return multiple(slopes.flatten(), expected.flatten()).holds(_FITS)
+    return fit_multiple(slopes.flatten(), expected.flatten()).is_within(_FITS)
 
 
 _ORDERS = 3  # permutations of the samples
@@ -112,7 +112,7 @@ class TriedRelation:
     root_cause: RootCause | None
 
     @classmethod
-    def of(
+    def from_cause(
         cls,
         name: str,
         root_cause: RootCause | None = None,
@@ -126,10 +126,13 @@ class TriedRelation:
         measured.
         """
         otherwise = why or (f"{root_cause.factor}: {root_cause.place}" if root_cause else "")
-        return cls(claim(f"shared code: {name}", value, root_cause is None, otherwise), root_cause)
+        return cls(
+            condition_check(f"shared code: {name}", value, root_cause is None, otherwise),
+            root_cause,
+        )
 
 
-class Metamorphic:
+class RelationTests:
     """The tests on the reference after the comparison. They change its state.
 
     Attributes:
@@ -138,38 +141,45 @@ class Metamorphic:
 
     def __init__(
         self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *,
-        drawing: Drawing, document_end: int | None = None,
+        drawing: DrawReplay, document_end: int | None = None,
     ) -> None:  # fmt: skip
         self._job, self._wholes, self._limit = job, wholes, limit
         self._num_ranks, self._drawing = drawing.ranks.size, drawing
         self._document_end = document_end
         self.notes: list[str] = []
 
-    def relations(self, batch: Any, trained: Collection[str]) -> Iterator[TriedRelation]:
+    def test_relations(self, batch: Any, trained: Collection[str]) -> Iterator[TriedRelation]:
         """Yield the results of the tests with one batch.
 
         `trained` are the parameters that had a gradient in some step.
         """
-        state = ModelState.of(self._job.model)
+        state = ModelState.copy_of(self._job.model)
         with ModuleRecorder(self._job.model) as modules:
             seen = self._step(batch)
         if not seen.gradients:
             self.notes.append("code shared by both sides: not tested, no optimizer steps")
             return
-        yield from self._attached(modules.calls, trained)
-        yield from self._repeated(state, seen.gradients, batch)
+        yield from self._test_gradient_flow(modules.calls, trained)
+        yield from self._test_repeated_batch(state, seen.gradients, batch)
         state.restore()
-        yield from self._of_tokens(seen.calls)
+        yield from self._test_targets(seen.calls)
 
     def _step(self, batch: Any) -> StepRecorder:
         """Run one step with a fixed seed and without dropout, and return its record."""
         model = self._job.model
-        still = self._drawing.stilled(model)  # no dropout: passes are comparable
-        with seeded(model), StepRecorder(model, self._wholes) as seen, still, Alone():
+        still = self._drawing.disable(model)  # no dropout: passes are comparable
+        with (
+            seed_generators(model),
+            StepRecorder(model, self._wholes) as seen,
+            still,
+            NoComms(),
+        ):
             self._job.step(batch)
         return seen
 
-    def _attached(self, calls: Calls, trained: Collection[str]) -> Iterator[TriedRelation]:
+    def _test_gradient_flow(
+        self, calls: Calls, trained: Collection[str]
+    ) -> Iterator[TriedRelation]:
         """Test that gradients reach every trainable module whose output is used later."""
         inner = dict(canonical_modules(self._job.model))
         order = [path for path, _ in calls]
@@ -184,17 +194,17 @@ class Metamorphic:
             and not _is_returned(calls.get(("", number)), call.output)
             and not any(is_within(order[m], path) for m in range(n + 1, last + 1) if has[m])
         ]  # fmt: skip
-        yield TriedRelation.of("gradients come back through the model", self._blame(
+        yield TriedRelation.from_cause("gradients come back through the model", self._proven_cause(
             Subject.GRADIENTS, "no gradient in the reference either", [],
-            f"{families(lost)} gets only zero gradients, although its parameters are "
+            f"{list_families(lost)} gets only zero gradients, although its parameters are "
             "trainable: after it the model is detached (detach(), no_grad(), .data), "
             "multiplies by zero weights, or does not use its output.",
             "Remove what cuts it off, or freeze what is meant to stay.",
             "in every step its parameters have no gradient, and later modules have one",
-            place=families(lost),
-        ) if lost else None, why=f"none reaches {families(lost)}")  # fmt: skip
+            place=list_families(lost),
+        ) if lost else None, why=f"none reaches {list_families(lost)}")  # fmt: skip
 
-    def _repeated(
+    def _test_repeated_batch(
         self, state: ModelState, gradients: Tensors, batch: Any
     ) -> Iterator[TriedRelation]:
         """Test that a batch gives equal gradients again, whatever is in `.grad`."""
@@ -202,13 +212,19 @@ class Metamorphic:
         state.restore(gradients=False)
         again = self._step(batch).gradients
         names = [name for name in gradients if name in again]
-        grown = [n for n in names if self._apart(again[n], gradients[n], gradients[n]) > 0.0]
+        grown = [
+            n
+            for n in names
+            if self._relative_difference(again[n], gradients[n], gradients[n]) > 0.0
+        ]
         is_added = bool(grown) and all(
-            self._apart(again[n] - gradients[n], gradients[n] - before.get(n, 0.0), gradients[n])
+            self._relative_difference(
+                again[n] - gradients[n], gradients[n] - before.get(n, 0.0), gradients[n]
+            )
             <= _LOOSE * self._limit.gradients
             for n in grown
         )
-        yield TriedRelation.of("a step starts without gradients", self._blame(
+        yield TriedRelation.from_cause("a step starts without gradients", self._proven_cause(
             Subject.GRADIENTS, "previous step added, in the reference too", grown,
             "Both loops add a step's gradient to that of the previous step.",
             "Set gradients to None after every update (optimizer.zero_grad()).",
@@ -216,10 +232,10 @@ class Metamorphic:
             "the first",
         ) if is_added else None)  # fmt: skip
 
-    def _of_tokens(self, calls: Sequence[ForwardCall]) -> Iterator[TriedRelation]:
+    def _test_targets(self, calls: Sequence[ForwardCall]) -> Iterator[TriedRelation]:
         """Test the targets of a language model, and its causal mask."""
-        if calls and (given := softmaxed(calls[0])):
-            yield TriedRelation.of("the loss takes logits", self._blame(
+        if calls and (given := describe_softmax(calls[0])):
+            yield TriedRelation.from_cause("the loss takes logits", self._proven_cause(
                 Subject.LOSS, "softmax before cross-entropy", [],
                 f"Cross-entropy takes logits and applies softmax itself, but it gets {given}.",
                 "Remove the softmax on both sides.",
@@ -227,7 +243,7 @@ class Metamorphic:
                 place="loss",
             ), why=given)  # fmt: skip
             return
-        task = task_of(calls[0]) if calls else None
+        task = find_language_task(calls[0]) if calls else None
         if task is None:
             self.notes.append(
                 "labels and the causal mask: not tested, no logits of tokens are seen"
@@ -235,7 +251,7 @@ class Metamorphic:
             return
         tokens, has_label, shift = task
         name = "labels are the next tokens"
-        seen = self._sees_no_future(calls[0], tokens) if shift in (0, 1) else None
+        seen = self._test_causality(calls[0], tokens) if shift in (0, 1) else None
         if shift == 0 and (seen is None or seen.root_cause is not None):
             self.notes.append(
                 "the labels are the tokens themselves: intended if the task is to copy"
@@ -249,7 +265,7 @@ class Metamorphic:
                 else ("the token after the next", "The model or the data already shifts the "
                       "labels: shift them once")
             )  # fmt: skip
-            yield TriedRelation.of(name, self._blame(
+            yield TriedRelation.from_cause(name, self._proven_cause(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
                 f"The loss has {says} as the target of every position.", f"{fix}.",
                 f"according to the gradient of the loss the target is {says}",
@@ -259,12 +275,12 @@ class Metamorphic:
         if shift != 1:
             self.notes.append("the causal mask: not tested, the labels are not the next tokens")
             return
-        yield TriedRelation.of(name)
+        yield TriedRelation.from_cause(name)
         if seen is not None:
             yield seen
-        yield from self._of_documents(tokens, has_label)
+        yield from self._test_document_ends(tokens, has_label)
 
-    def _of_documents(self, tokens: Tensor, has_label: Tensor) -> Iterator[TriedRelation]:
+    def _test_document_ends(self, tokens: Tensor, has_label: Tensor) -> Iterator[TriedRelation]:
         """Test that the last token of a document has no target."""
         if (end := self._document_end) is None:
             self.notes.append(
@@ -278,7 +294,7 @@ class Metamorphic:
             return
         count = int((ends & has_label[:, :-1]).sum())
         across = f"{count} of {int(ends.sum())} tokens {end} have a label"
-        yield TriedRelation.of("no label is of another document", self._blame(
+        yield TriedRelation.from_cause("no label is of another document", self._proven_cause(
             Subject.BATCH, "labels across documents", [],
             f"The last token of a document (token {end}) has the first token of the next "
             "document as its target.",
@@ -287,21 +303,22 @@ class Metamorphic:
             place="labels",
         ) if count else None, why=across)  # fmt: skip
 
-    def _sees_no_future(self, call: ForwardCall, tokens: Tensor) -> TriedRelation | None:
+    def _test_causality(self, call: ForwardCall, tokens: Tensor) -> TriedRelation | None:
         """Test that changed tokens in the second half leave the logits of the first half."""
         at = tokens.size(1) // 2
         other = tokens.clone()
         other[:, at:] = other[:, at:].roll(1, 0) if tokens.size(0) > 1 else other[:, at:].flip(1)
         earlier = (other != tokens).any(1, keepdim=True).expand_as(tokens).clone()
         earlier[:, at:] = False
-        size = self._apart_after(call, tokens, other, earlier)
+        size = self._logits_change(call, tokens, other, earlier)
         if size is None:
             self.notes.append(
                 "the causal mask: not tested, the model draws random numbers or keeps counters"
             )
             return None
         holds = size <= _LOOSE * self._limit.outputs
-        return TriedRelation.of("no token sees its future", None if holds else self._blame(
+        return TriedRelation.from_cause(
+            "no token sees its future", None if holds else self._proven_cause(
             Subject.ACTIVATIONS, "no causal mask", [],
             "A position sees later tokens and has the next one as its target.",
             "Give attention a causal mask (is_causal=True) on both sides.",
@@ -309,7 +326,7 @@ class Metamorphic:
             place="attention",
         ), why="logits change with later tokens", value=size)  # fmt: skip
 
-    def _apart_after(
+    def _logits_change(
         self, call: ForwardCall, tokens: Tensor, other: Tensor, where: Tensor
     ) -> float | None:
         """Return the relative change of the logits at `where` if `other` replaces the tokens.
@@ -331,27 +348,29 @@ class Metamorphic:
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
         """Return the model's first output tensor in fp64, with a fixed seed and without dropout."""
-        still = self._drawing.stilled(self._job.model)
-        with torch.no_grad(), seeded(self._job.model), autocast_of([call]), still:
+        still = self._drawing.disable(self._job.model)
+        with torch.no_grad(), seed_generators(self._job.model), recorded_autocast([call]), still:
             output = self._job.model(*args, **kwargs)
         return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double()
 
-    def _apart(self, left: Tensor, right: Tensor, scale: Tensor) -> float:
+    def _relative_difference(self, left: Tensor, right: Tensor, scale: Tensor) -> float:
         """Return the difference relative to `scale`; 0.0 within the tolerance."""
         size = norm(left - right)
         return 0.0 if size <= self._limit.gradients * norm(scale) else size / (norm(scale) or 1.0)
 
-    def _blame(
+    def _proven_cause(
         self, state: Subject, factor: str, names: Sequence[str], sentence: str, fix: str,
         tried: str, place: str = "",
     ) -> RootCause:  # fmt: skip
         """Return a proven root cause of code that both sides share."""
-        place = place or families(names)
-        return of_both_sides(state, factor, place, sentence, fix, tried, num_ranks=self._num_ranks)
+        place = place or list_families(names)
+        return shared_root_cause(
+            state, factor, place, sentence, fix, tried, num_ranks=self._num_ranks
+        )
 
 
-def rounding_of_order(
-    model: nn.Module, calls: Sequence[ForwardCall], drawing: Drawing
+def order_rounding(
+    model: nn.Module, calls: Sequence[ForwardCall], drawing: DrawReplay
 ) -> dict[str, float]:
     """Return the largest relative change of each parameter's gradient if samples are permuted.
 
@@ -360,9 +379,9 @@ def rounding_of_order(
     """
     sums: list[dict[str, Tensor]] = []
     for seed in range(_ORDERS + 1):  # the first: as they are
-        passes = [_in_order_of(call, seed) if seed else call for call in calls]
-        with drawing.stilled(model):
-            gradients = probed(model, passes).gradients
+        passes = [_permute_samples(call, seed) if seed else call for call in calls]
+        with drawing.disable(model):
+            gradients = probe_model(model, passes).gradients
         names = gradients[0] if all(gradients) else {}
         sums.append({name: torch.stack([its[name] for its in gradients]).sum(0) for name in names})
     first = sums[0]
@@ -373,11 +392,11 @@ def rounding_of_order(
     }
 
 
-def _in_order_of(call: ForwardCall, seed: int) -> ForwardCall:
+def _permute_samples(call: ForwardCall, seed: int) -> ForwardCall:
     """Return a forward pass with its samples permuted by a seed."""
     given = call.args, call.kwargs
     order = torch.randperm(_num_rows(given), generator=torch.Generator().manual_seed(seed))
-    args, kwargs = each_tensor(given, lambda rows: rows[order])
+    args, kwargs = map_tensors(given, lambda rows: rows[order])
     upstream = {
         place: gradient[order] if gradient.dim() and len(gradient) == len(order) else gradient
         for place, gradient in call.upstream.items()
@@ -385,19 +404,21 @@ def _in_order_of(call: ForwardCall, seed: int) -> ForwardCall:
     return replace(call, args=args, kwargs=kwargs, upstream=upstream)
 
 
-def of_both_sides(
+def shared_root_cause(
     state: Subject, factor: str, place: str, sentence: str, fix: str, tried: str, *,
     num_ranks: int, step: int = 0,
 ) -> RootCause:  # fmt: skip
     """Return a proven root cause of code that the reference runs too, on all ranks."""
-    said = blame(state, factor, place, sentence, fix, step=step, ranks=range(num_ranks))
-    return said.proven(tried)
+    said = make_untested_cause(
+        state, factor, place, sentence, fix, step=step, ranks=range(num_ranks)
+    )
+    return said.as_proven(tried)
 
 
 def _num_rows(batch: Any) -> int:
     """Return the first dimension that all tensors of a batch share, or 0."""
     sizes: set[int] = set()
-    each_tensor(batch, lambda rows: sizes.add(len(rows)))
+    map_tensors(batch, lambda rows: sizes.add(len(rows)))
     return sizes.pop() if len(sizes) == 1 else 0
 
 

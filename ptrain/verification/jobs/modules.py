@@ -28,13 +28,13 @@ from ptrain.cost import Phase
 from ptrain.errors import Fault
 from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
 from ptrain.models.watch import IN_PROGRAMS, is_real
-from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices
-from ptrain.verification.jobs.shards import FUSED, part_of
+from ptrain.verification.jobs.record import ForwardCall, cuda_devices, is_recorded_forward
+from ptrain.verification.jobs.shards import FUSED, local_part
 from ptrain.verification.parts import (
     canonical_modules,
     canonical_parameters,
     difference,
-    held,
+    local_cpu,
     norm,
 )
 
@@ -69,7 +69,7 @@ class TokenSlice:
                 yield index
 
 
-def tokens_of(call: ForwardCall) -> Tensor | None:
+def input_tokens(call: ForwardCall) -> Tensor | None:
     """Return the first input that is an integer tensor of shape [samples, tokens], or None."""
     leaves = tree_leaves((call.args, call.kwargs))
     return next(
@@ -82,7 +82,9 @@ def tokens_of(call: ForwardCall) -> Tensor | None:
     )  # fmt: skip
 
 
-def slice_of(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> TokenSlice | None:
+def find_token_slice(
+    reference: Sequence[ForwardCall], run: Sequence[ForwardCall]
+) -> TokenSlice | None:
     """Return the position of this rank's tokens in the reference's, or None.
 
     Both sides must run one forward pass. None also means that the rank has full samples, or that
@@ -90,20 +92,20 @@ def slice_of(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> To
     """
     if len(reference) != 1 or len(run) != 1:
         return None
-    whole, own = tokens_of(reference[0]), tokens_of(run[0])
+    whole, own = input_tokens(reference[0]), input_tokens(run[0])
     if whole is None or own is None or own.size(1) >= whole.size(1):
         return None
     count = own.size(0)
     for start in range(0, whole.size(0) - count + 1, count):
         rows = torch.arange(start, start + count)
         windows = torch.arange(whole.size(1)).unfold(0, own.size(1), 1)
-        for columns in (*cuts(whole.size(1), own.size(1)), *windows):
+        for columns in (*shard_indices(whole.size(1), own.size(1)), *windows):
             if torch.equal(whole[start : start + count, columns.to(whole.device)], own):
                 return TokenSlice(rows=rows, columns=columns, whole=whole.shape)
     return None
 
 
-def cuts(whole: int, own: int) -> Iterator[Tensor]:
+def shard_indices(whole: int, own: int) -> Iterator[Tensor]:
     """Yield the indices of each shard, for all usual ways to shard a dimension.
 
     They are contiguous chunks, also of each part of a fused projection; zigzag, where rank r of n
@@ -122,14 +124,14 @@ def cuts(whole: int, own: int) -> Iterator[Tensor]:
     yield from (every[rank::count] for rank in range(count))
 
 
-def parts_of(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iterator[Tensor]:
+def candidate_parts(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iterator[Tensor]:
     """Yield all parts of the reference's tensor that this rank's tensor may correspond to.
 
     A DTensor has one part, by its placements. A plain tensor corresponds to the full tensor, or to
     a shard along one or two dimensions.
     """
     if isinstance(own, DTensor):
-        if (its := part_of(whole, own)) is not None:
+        if (its := local_part(whole, own)) is not None:
             yield its
         return
     sizes = list(enumerate(zip(whole.shape, own.shape, strict=False)))
@@ -137,7 +139,7 @@ def parts_of(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iter
     if whole.dim() != own.dim() or len(cut) > 2:
         return
     ways = [
-        [(dim, index) for index in (part and [*part.indices(*both)]) or cuts(*both)]
+        [(dim, index) for index in (part and [*part.indices(*both)]) or shard_indices(*both)]
         for dim, *both in cut
     ]
     for chosen in product(*ways):
@@ -173,7 +175,7 @@ class TensorFit:
     @property
     def is_reordered(self) -> bool:
         """True if the rows are the reference's in another order, judged by weighted row sums."""
-        own, truth = (_row_sums(held(side)) for side in (self.own, self.truth))
+        own, truth = (_row_sums(local_cpu(side)) for side in (self.own, self.truth))
         return self.own.dim() > 1 and difference(own, truth, norm(truth)) <= _SAME_ROWS
 
 
@@ -212,7 +214,7 @@ Event = tuple[str, bool]  # a module's path, and whether its pass ends (else it 
 
 
 @dataclass(slots=True, kw_only=True)
-class Forced:
+class ForcedValues:
     """The values that replace those of a module's pass.
 
     Attributes:
@@ -226,21 +228,21 @@ class Forced:
     upstream: Tensor | None = None
 
 
-class Instead(torch.autograd.Function):
+class ReplaceValues(torch.autograd.Function):
     """An operator that replaces a tensor's values, and passes the gradient on to that tensor."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, other: Tensor) -> Tensor:
-        return _like(own, other)
+        return _cast_like(own, other)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
-def _like(own: Tensor, other: Tensor) -> Tensor:
+def _cast_like(own: Tensor, other: Tensor) -> Tensor:
     """Return the values of `other` with the dtype, device and placements of `own`."""
-    local = other.to(held(own).dtype).to(own.device).clone()
+    local = other.to(local_cpu(own).dtype).to(own.device).clone()
     if not isinstance(own, DTensor):
         return local
     return DTensor.from_local(
@@ -267,7 +269,7 @@ class ModuleRecorder:
     """
 
     def __init__(
-        self, model: nn.Module, forced: Mapping[Key, Forced] | None = None, *,
+        self, model: nn.Module, forced: Mapping[Key, ForcedValues] | None = None, *,
         modules: Iterable[tuple[str, nn.Module]] | None = None,
         kept: Collection[int] | None = None,
     ) -> None:  # fmt: skip
@@ -286,23 +288,23 @@ class ModuleRecorder:
             if isinstance(module, nn.Identity) or module in IN_PROGRAMS:  # no hook runs in there
                 continue
             begins = module.register_forward_pre_hook(
-                partial(self._begins, path), prepend=self._is_first, with_kwargs=True
+                partial(self._before_forward, path), prepend=self._is_first, with_kwargs=True
             )
             keep(begins.remove)
-            keep(module.register_forward_hook(partial(self._ends, path)).remove)
+            keep(module.register_forward_hook(partial(self._after_forward, path)).remove)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _begins(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record the inputs of a module's first pass in a micro-batch; return the forced inputs."""
-        if not counts():
+        if not is_recorded_forward():
             return None
         # A pass of the root (path "") starts a micro-batch; a program gives its number by `phase`.
         self._micro_batch += self._is_first and not path
         self._runs[path] = self._runs.get(path, -1) + 1
-        key = self._key(path)
+        key = self._current_key(path)
         if key in self.calls:
             self.calls[key].times += 1
         if key in self.calls or (self._kept is not None and key[1] not in self._kept):
@@ -313,23 +315,23 @@ class ModuleRecorder:
         for name, parameter in module.named_parameters(path, recurse=False):
             if name not in self.in_use:
                 self.in_use[name] = parameter.detach().clone()
-            is_written |= not torch.equal(held(self.in_use[name]), held(parameter))
+            is_written |= not torch.equal(local_cpu(self.in_use[name]), local_cpu(parameter))
         self.calls[key] = ModuleCall(
             given=tree_unflatten(kept, spec), is_written=is_written, called_at=_caller()
         )
-        self._happens(key, False)
+        self._record_event(key, False)
         given = self._forced[key].given if key in self._forced else {}
         if not given:
             return None
         put = [
             leaf if at not in given
-            else Instead.apply(leaf, given[at]) if is_real(leaf)
-            else _like(leaf, given[at])
+            else ReplaceValues.apply(leaf, given[at]) if is_real(leaf)
+            else _cast_like(leaf, given[at])
             for at, leaf in enumerate(leaves)
         ]  # fmt: skip
         return tree_unflatten(put, spec)
 
-    def of_pass(
+    def pass_tensors(
         self, number: int, what: Callable[[ModuleCall], Tensor | None]
     ) -> dict[str, Tensor]:
         """Return a tensor of each module's pass in a micro-batch, by path; None is left out."""
@@ -341,38 +343,38 @@ class ModuleRecorder:
         if phase is Phase.FORWARD:
             self._micro_batch = micro_batch
 
-    def _key(self, path: str) -> Key:
+    def _current_key(self, path: str) -> Key:
         """Return the key of a module's current pass.
 
         Its number is the micro-batch, or the module's run if the root does not run.
         """
         return path, self._runs[path] if self._micro_batch < 0 else self._micro_batch
 
-    def _happens(self, key: Key, ends: bool) -> None:
+    def _record_event(self, key: Key, ends: bool) -> None:
         """Record an event of the first recorded micro-batch."""
         if key[1] == min(self._kept or (0,)):
             self.events.append((key[0], ends))
 
-    def _ends(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_forward(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
         """Record the outputs of a pass and hook their gradient; return the forced outputs."""
-        key = self._key(path) if path in self._runs else (path, 0)
+        key = self._current_key(path) if path in self._runs else (path, 0)
         call = self.calls.get(key)
         real = [leaf for leaf in tree_leaves(output) if is_real(leaf)]
         first = next(iter(real), None)
-        if not counts() or call is None or call.output is not None or first is None:
+        if not is_recorded_forward() or call is None or call.output is not None or first is None:
             return None
         call.output = first.detach().clone()
         call.others = tuple(leaf.detach().clone() for leaf in real[1:])
-        self._happens(key, True)
-        forced = self._forced.get(key, Forced())
-        other = first if forced.output is None else Instead.apply(first, forced.output)
+        self._record_event(key, True)
+        forced = self._forced.get(key, ForcedValues())
+        other = first if forced.output is None else ReplaceValues.apply(first, forced.output)
         if forced.upstream is not None and other is first:
             other = first.clone()
         if other.requires_grad:
-            other.register_hook(partial(_keep, call))
+            other.register_hook(partial(_keep_upstream, call))
             if forced.upstream is not None:
                 truth = forced.upstream
-                other.register_hook(lambda gradient: _like(gradient, truth))
+                other.register_hook(lambda gradient: _cast_like(gradient, truth))
         if other is first:
             return None
         return tree_map(lambda leaf: other if leaf is first else leaf, output)
@@ -391,11 +393,11 @@ def _caller() -> str:
     return f"{place}:{frame.f_lineno}"
 
 
-def _keep(call: ModuleCall, gradient: Tensor) -> None:
+def _keep_upstream(call: ModuleCall, gradient: Tensor) -> None:
     call.upstream = gradient.detach().clone()
 
 
-def innermost(paths: Sequence[str]) -> list[str]:
+def innermost_paths(paths: Sequence[str]) -> list[str]:
     """Return the paths that contain no other of these paths."""
     return [
         path
@@ -425,25 +427,25 @@ class ProbeResult:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def probed(model: nn.Module, calls: Sequence[ForwardCall]) -> ProbeResult:
+def probe_model(model: nn.Module, calls: Sequence[ForwardCall]) -> ProbeResult:
     """Run a model on recorded micro-batches, and return the record.
 
     The model stays unchanged: gradients are not accumulated, and buffers are restored.
     """
-    with untouched(model), ModuleRecorder(model) as recorder:
-        gradients = [_run(model, call) for call in calls]
+    with preserve_model(model), ModuleRecorder(model) as recorder:
+        gradients = [_run_micro_batch(model, call) for call in calls]
     return ProbeResult(recorder.calls, recorder.events, gradients)
 
 
-def _run(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
+def _run_micro_batch(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
     """Return the parameter gradients of one micro-batch, or {} if the model cannot run it."""
     inputs = tree_leaves((call.args, call.kwargs))
     if any(isinstance(leaf, DTensor) for leaf in (*inputs, *call.upstream.values())):
         return {}
     with ExitStack() as stack:
-        stack.enter_context(autocast_of([call]))
+        stack.enter_context(recorded_autocast([call]))
         stack.enter_context(torch.enable_grad())
-        leaves = _leaves(model, call)
+        leaves = _output_leaves(model, call)
     if any(place >= len(leaves) for place in call.upstream):
         return {}
     wanted = {place: leaves[place] for place in call.upstream if is_real(leaves[place])}
@@ -464,7 +466,7 @@ def _run(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
     return {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
 
 
-def _leaves(model: nn.Module, call: ForwardCall) -> list[Any]:
+def _output_leaves(model: nn.Module, call: ForwardCall) -> list[Any]:
     """Return the leaves of the model's output, or [] if the forward pass raises.
 
     A full model cannot take the inputs of a pipeline stage, for example.
@@ -476,7 +478,7 @@ def _leaves(model: nn.Module, call: ForwardCall) -> list[Any]:
         return []
 
 
-def autocast_of(calls: Sequence[ForwardCall]) -> AbstractContextManager[object]:
+def recorded_autocast(calls: Sequence[ForwardCall]) -> AbstractContextManager[object]:
     """Return a context with the autocast of the first forward pass."""
     if not calls or calls[0].autocast is None:
         return nullcontext()
@@ -486,7 +488,7 @@ def autocast_of(calls: Sequence[ForwardCall]) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def preserve_model(model: nn.Module) -> Iterator[None]:
     """Temporarily use a model; restore its buffers and torch's generators on exit."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:

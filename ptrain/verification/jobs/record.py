@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ptrain.internals.autograd import is_in_backward
 from ptrain.models.ledger import local_tensor
 from ptrain.models.watch import first_real, is_real
-from ptrain.report.copies import Copy, differing
-from ptrain.report.finding import Mismatch, Moment, Subject, Way
+from ptrain.report.copies import Replica, find_differing_replicas
+from ptrain.report.finding import DifferenceKind, Mismatch, Moment, Subject
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.shards import ParameterShard
@@ -33,10 +33,10 @@ from ptrain.verification.parts import (
     Magnitude,
     canonical_modules,
     difference,
-    held,
+    local_cpu,
     mean_size,
     norm,
-    without_masks,
+    zero_shared_infinities,
 )
 from ptrain.verification.updates.repeat import UpdateRecorder
 
@@ -53,13 +53,13 @@ class ModelState:
     gradients: tuple[tuple[Tensor, Tensor | None], ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelState:
+    def copy_of(cls, model: nn.Module) -> ModelState:
         """Return copies of the current state of a model."""
         parameters = list(model.parameters())
         return cls(
-            tuple((tensor, held(tensor).clone()) for tensor in parameters),
+            tuple((tensor, local_cpu(tensor).clone()) for tensor in parameters),
             tuple(
-                (module, name, held(buffer).clone())
+                (module, name, local_cpu(buffer).clone())
                 for module in model.modules()
                 for name, buffer in module.named_buffers(recurse=False)
             ),
@@ -73,7 +73,7 @@ class ModelState:
         """Return the copied gradients that are not None, flattened, by name."""
         known = {id(parameter): gradient for parameter, gradient in self.gradients}
         rows = {name: known.get(id(shard.parameter)) for name, shard in holds.items()}
-        return {name: held(row).flatten() for name, row in rows.items() if row is not None}
+        return {name: local_cpu(row).flatten() for name, row in rows.items() if row is not None}
 
     @torch.no_grad()
     def restore(self, *, gradients: bool = True) -> None:
@@ -102,7 +102,7 @@ def cuda_devices(model: nn.Module) -> list[int]:
 
 
 @contextmanager
-def seeded(model: nn.Module) -> Iterator[None]:
+def seed_generators(model: nn.Module) -> Iterator[None]:
     """Temporarily seed torch's generators with 0, and restore their states on exit."""
     with torch.random.fork_rng(devices=cuda_devices(model)):
         torch.manual_seed(0)
@@ -151,9 +151,11 @@ class StepRecorder(UpdateRecorder):
 
     def __enter__(self) -> Self:
         model = dict(canonical_modules(self.model))[""]
-        begins = model.register_forward_pre_hook(self._begins, prepend=True, with_kwargs=True)
+        begins = model.register_forward_pre_hook(
+            self._before_forward, prepend=True, with_kwargs=True
+        )
         self.callback(begins.remove)
-        self.callback(model.register_forward_hook(self._ends).remove)
+        self.callback(model.register_forward_hook(self._after_forward).remove)
         return super().__enter__()
 
     @property
@@ -162,9 +164,9 @@ class StepRecorder(UpdateRecorder):
         dtype = self.calls[0].autocast if self.calls else None
         return str(dtype).removeprefix("torch.") if dtype else "the module's dtype"
 
-    def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Record the arguments of a forward pass, and the parameters in use if it is the first."""
-        if counts():
+        if is_recorded_forward():
             leaves = tree_leaves((args, kwargs))
             device = next((its.device.type for its in leaves if isinstance(its, Tensor)), "cpu")
             autocast = torch.is_autocast_enabled(device)
@@ -173,18 +175,18 @@ class StepRecorder(UpdateRecorder):
                 self.in_use = {
                     name: shard.value().clone()
                     for name, shard in self.holds.items()
-                    if shard.within is None  # FSDP1 has all-gathered its flat parameter
+                    if shard.flat_index is None  # FSDP1 has all-gathered its flat parameter
                 }
-            kept_args, kept_kwargs = tree_map(_kept, (args, kwargs))
+            kept_args, kept_kwargs = tree_map(_copy_leaf, (args, kwargs))
             self.calls.append(ForwardCall(kept_args, kept_kwargs, dtype))
 
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return copies of the outputs that keep their gradient.
 
         The hook on a copy sees only the gradient of later uses of an output. A model that computes
         its loss internally uses the original. Copies also avoid FSDP2's warning about views.
         """
-        if not (counts() and self.calls):
+        if not (is_recorded_forward() and self.calls):
             return None
         call = self.calls[-1]
         first = first_real(output)
@@ -213,12 +215,12 @@ def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor | None) -> No
         call.upstream[place] = gradient.detach().clone()
 
 
-def counts() -> bool:
+def is_recorded_forward() -> bool:
     """Return True in a forward pass that records gradients and is no recomputation."""
     return torch.is_grad_enabled() and not is_in_backward()
 
 
-def _kept(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -226,7 +228,7 @@ _SURE = 10  # times the gradient tolerance: below this share of its mean size, n
 _ROUNDINGS = 16  # roundings of a parameter in its dtype by which an update may differ
 
 
-def at_start(
+def compare_start(
     differences: Differences,
     wholes: Mapping[str, Tensor],
     names: Iterable[str],
@@ -249,21 +251,21 @@ def at_start(
     """
     for name in wholes:
         if name not in holds and name not in elsewhere:
-            differences.add(
+            differences.add_mismatch(
                 Moment.START, Subject.PARAMETERS, name,
-                "in the reference, but not in the loop's model", Way.MISSING,
+                "in the reference, but not in the loop's model", DifferenceKind.MISSING,
             )  # fmt: skip
     for name in names:
         if name not in wholes:
-            differences.add(
+            differences.add_mismatch(
                 Moment.START, Subject.PARAMETERS, name,
-                "in the loop's model, but not in the reference", Way.MISSING,
+                "in the loop's model, but not in the reference", DifferenceKind.MISSING,
             )  # fmt: skip
-    scale = Magnitude.of(wholes)
+    scale = Magnitude.measure(wholes)
     for name, shard in holds.items():
-        value, expected = values[name], shard.of(wholes[name])
+        value, expected = values[name], shard.select(wholes[name])
         if not torch.equal(value, expected.to(value)):
-            size = difference(value, expected, scale.length(wholes[name], expected))
+            size = difference(value, expected, scale.scale_of(wholes[name], expected))
             differences.compare(
                 Moment.START, Subject.PARAMETERS, name, difference=size or math.inf, tolerance=0.0
             )
@@ -288,14 +290,14 @@ def compare_in_use(
         is_old = torch.equal(value, before[1][name])
         if is_old and torch.equal(reference[name], before[0][name]):
             continue
-        right, earlier = (holds[name].of(whole) for whole in (reference[name], before[0][name]))
-        size = beside_way(value, right, norm(right.double() - earlier.double()), limit)
+        right, earlier = (holds[name].select(whole) for whole in (reference[name], before[0][name]))
+        size = relative_to_move(value, right, norm(right.double() - earlier.double()), limit)
         differences.compare(
             Moment.FORWARD, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates
         )
 
 
-def beside_way(
+def relative_to_move(
     own: Tensor, right: Tensor, way: float, limit: Tolerance, roundings: int = _ROUNDINGS
 ) -> float:
     """Return the difference relative to a parameter's change `way`, or to its rounding.
@@ -303,7 +305,7 @@ def beside_way(
     The larger of both lengths counts. `roundings` is the number of roundings in the dtype of `own`
     that are allowed.
     """
-    rounding = limit.length_of(roundings * torch.finfo(own.dtype).eps * norm(right))
+    rounding = limit.length_at(roundings * torch.finfo(own.dtype).eps * norm(right))
     return difference(own, right, max(way, rounding))
 
 
@@ -319,26 +321,26 @@ def compare_gradients(
     """
     wholes, own = (side.gradients for side in sides)
     expected = {name: gradient for name, gradient in wholes.items() if name in holds}
-    scale = Magnitude.of(expected)
+    scale = Magnitude.measure(expected)
     for name, shard in holds.items():
         gradient = own.get(name)
         whole = expected.get(name)
         if whole is None:
             if gradient is not None and bool(gradient.any()):
-                differences.add(
+                differences.add_mismatch(
                     Moment.GRADIENTS, Subject.GRADIENTS, name,
-                    "a gradient that the reference does not have", Way.MISSING,
+                    "a gradient that the reference does not have", DifferenceKind.MISSING,
                 )  # fmt: skip
             continue
-        part = shard.of(whole.view(shard.shape))
+        part = shard.select(whole.view(shard.shape))
         if gradient is None:
             if not scale.is_noise(part):
-                differences.add(
+                differences.add_mismatch(
                     Moment.GRADIENTS, Subject.GRADIENTS, name,
-                    "no gradient when the optimizer steps", Way.MISSING,
+                    "no gradient when the optimizer steps", DifferenceKind.MISSING,
                 )  # fmt: skip
             continue
-        size = difference(gradient, part, scale.length(whole, part))
+        size = difference(gradient, part, scale.scale_of(whole, part))
         differences.compare(
             Moment.GRADIENTS, Subject.GRADIENTS, name, difference=size, tolerance=limit.gradients
         )
@@ -366,17 +368,19 @@ def compare_update(
         return
     after, run_after = course.after[course.sure], course.run_after[course.sure]
     moved = norm(after.double() - course.origin[course.sure].double())
-    size = 0.0 if is_noise else beside_way(run_after, after, moved, limit)
+    size = 0.0 if is_noise else relative_to_move(run_after, after, moved, limit)
     size = size if bool(torch.isfinite(course.run_after).all()) else math.inf
-    if course.stood_still and course.reference_moved:  # in 16 bits the limit would allow it
+    if course.is_unchanged and course.has_reference_moved:  # in 16 bits the limit would allow it
         size = max(size, 1.0)
     differences.compare(
         Moment.UPDATE, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates
     )
-    differences.courses[name] = course
+    differences.moves[name] = course
 
 
-def sure_of(part: Tensor, gradient: Tensor | None, whole: Tensor, limit: Tolerance) -> Tensor:
+def significant_elements(
+    part: Tensor, gradient: Tensor | None, whole: Tensor, limit: Tolerance
+) -> Tensor:
     """Return a mask of the gradient elements that exceed rounding, or are zero on both sides.
 
     Args:
@@ -403,17 +407,17 @@ def compare_states(
     State that is noise, such as that of a key's bias, which has no gradient, is compared relative
     to the state of the other parameters.
     """
-    scales = _scales_of(reference)
+    scales = _state_scales(reference)
     for name, tensors in run.items():
         for key, state in tensors.items():
             whole = reference.get(name, {}).get(key)
             if whole is None or whole.shape != holds[name].shape:
                 continue
-            row = holds[name].like(state)
+            row = holds[name].select_state(state)
             if row is None:
                 continue
-            part = holds[name].of(whole)
-            length = max(scales[key].length(whole, part), QUIET * norm(whole))
+            part = holds[name].select(whole)
+            length = max(scales[key].scale_of(whole, part), QUIET * norm(whole))
             size = difference(row, part, length)
             differences.compare(
                 Moment.UPDATE, Subject.OPTIMIZER, f"{name} · {key}", difference=size,
@@ -421,13 +425,13 @@ def compare_states(
             )  # fmt: skip
 
 
-def _scales_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Magnitude]:
+def _state_scales(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Magnitude]:
     """Return the magnitude of each kind of state over all parameters."""
     kinds: dict[str, dict[str, Tensor]] = {}
     for name, tensors in states.items():
         for key, state in tensors.items():
             kinds.setdefault(key, {})[name] = state
-    return {key: Magnitude.of(tensors) for key, tensors in kinds.items()}
+    return {key: Magnitude.measure(tensors) for key, tensors in kinds.items()}
 
 
 Buffers: TypeAlias = Iterator[tuple[str, Tensor, Tensor]]
@@ -469,24 +473,24 @@ def compare_buffers(
     """Compare floating buffers; at the start with the tighter limit for module outputs."""
     bound = limit.outputs if moment is Moment.START else limit.updates
     for name, *both in buffers:
-        own, right = without_masks(*reversed([held(its) for its in both]))
+        own, right = zero_shared_infinities(*reversed([local_cpu(its) for its in both]))
         differences.compare(
             moment, Subject.BUFFERS, name, difference=difference(own, right, norm(right)),
             tolerance=bound,
         )  # fmt: skip
 
 
-def digests(
+def shard_checksums(
     holds: Mapping[str, ParameterShard], rows: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
     """Return two checksums by name: of the element indices ("" for a full tensor) and values."""
     return {
-        name: ["" if holds[name].at is None else digest(holds[name].at), digest(row)]
+        name: ["" if holds[name].indices is None else checksum(holds[name].indices), checksum(row)]
         for name, row in rows.items()
     }
 
 
-def digest(tensor: Tensor | None) -> str:
+def checksum(tensor: Tensor | None) -> str:
     """Return a checksum of a tensor's bytes, or "" for None."""
     if tensor is None:
         return ""
@@ -494,18 +498,20 @@ def digest(tensor: Tensor | None) -> str:
     return hashlib.blake2b(raw.tobytes(), digest_size=12).hexdigest()
 
 
-def replicas(step: int, everyones: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[Mismatch]:
+def compare_replicas(
+    step: int, everyones: Sequence[Mapping[str, Sequence[str]]]
+) -> Iterator[Mismatch]:
     """Yield a mismatch for each parameter part that several ranks hold with different bits."""
     when = Moment.UPDATE, Subject.PARAMETERS
     tables = [
-        [Copy(*when, name, part, "", bits) for name, (part, bits) in mine.items()]
+        [Replica(*when, name, part, "", bits) for name, (part, bits) in mine.items()]
         for mine in everyones
     ]
-    for mismatch in differing(tables, step):
+    for mismatch in find_differing_replicas(tables, step):
         yield replace(mismatch, difference=math.inf, told="replicas differ")
 
 
-def state_of(
+def optimizer_states(
     run: StepRecorder, holds: Mapping[str, ParameterShard]
 ) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of the optimizers' state that are not scalars, by parameter and key."""

@@ -18,28 +18,28 @@ from torch import Tensor, nn
 from ptrain.report.finding import (
     POSSIBLE,
     Certainty,
+    DifferenceKind,
     Mismatch,
     Moment,
     RootCause,
     Subject,
-    Way,
 )
-from ptrain.verification.capture import Samples
+from ptrain.verification.capture import SampleFaults
 from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.job import RANKS, Ranks
-from ptrain.verification.jobs.record import digest, shared_buffers
+from ptrain.verification.jobs.record import checksum, shared_buffers
 from ptrain.verification.parts import (
     COARSER,
+    dtype_name,
     factor_text,
-    held,
-    is_number_of,
-    missing_sum,
-    multiple,
-    named,
+    fit_multiple,
+    is_representable,
+    local_cpu,
+    missing_sum_factor,
 )
 
 
-def family(name: str) -> str:
+def layer_family(name: str) -> str:
     """Return a name with the numbers of its layers replaced: `blocks.*.norm.weight`.
 
     A leading number stays, because the layers of a plain nn.Sequential are unrelated.
@@ -47,24 +47,24 @@ def family(name: str) -> str:
     return re.sub(r"(?<=\.)\d+\b", "*", name)
 
 
-def families(names: Iterable[str]) -> str:
+def list_families(names: Iterable[str]) -> str:
     """Return a list of at most three families: `blocks.*.norm.weight, head.weight and 2 more`.
 
     A family with one member is listed by its full name.
     """
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        kinds.setdefault(family(name), []).append(name)
+        kinds.setdefault(layer_family(name), []).append(name)
     shown = [kind if len(members) > 1 else members[0] for kind, members in kinds.items()]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
-def over_axis(axis: str) -> str:
+def axis_text(axis: str) -> str:
     """Return "over all ranks", or "over" with the names of a combined axis ("dp+cp")."""
     return "over all ranks" if axis == RANKS else f"over {axis.replace('+', ' and ')}"
 
 
-def root_cause(
+def make_root_cause(
     mismatches: Sequence[Mismatch],
     ranks: Ranks,
     *,
@@ -95,14 +95,14 @@ def root_cause(
     """
     blamed = sorted({mismatch.rank for mismatch in mismatches} if who is None else set(who))
     return RootCause(
-        state=state, axis=ranks.parting(blamed) if axis is None else axis, factor=factor,
-        place=families([mismatch.name for mismatch in mismatches] if names is None else names),
+        state=state, axis=ranks.separating_axis(blamed) if axis is None else axis, factor=factor,
+        place=list_families([mismatch.name for mismatch in mismatches] if names is None else names),
         step=mismatches[0].step, ranks=tuple(blamed), sentence=sentence, certainty=certainty,
         tried=tried, fix=fix,
     )  # fmt: skip
 
 
-def blame(
+def make_untested_cause(
     state: Subject, factor: str, place: str, sentence: str, fix: str, *, step: int,
     ranks: Iterable[int], axis: str = "",
 ) -> RootCause:  # fmt: skip
@@ -113,7 +113,9 @@ def blame(
     )  # fmt: skip
 
 
-def first_difference(mismatches: Sequence[Mismatch], ranks: Ranks, tried: str = "") -> RootCause:
+def first_mismatch_cause(
+    mismatches: Sequence[Mismatch], ranks: Ranks, tried: str = ""
+) -> RootCause:
     """Return the first mismatch as a root cause, with all ranks where it occurs.
 
     Any differing gradient counts as the same occurrence, because a rank may hold no element of the
@@ -123,7 +125,7 @@ def first_difference(mismatches: Sequence[Mismatch], ranks: Ranks, tried: str = 
     alike = [
         its
         for its in mismatches
-        if (its.when, its.subject) == (one.when, one.subject)
+        if (its.order_key, its.subject) == (one.order_key, one.subject)
         and (its.name == one.name or one.subject in (Subject.GRADIENTS, Subject.BATCH))
     ]
     size = one.told or f"differs by {one.difference:.3g}"
@@ -135,7 +137,7 @@ def first_difference(mismatches: Sequence[Mismatch], ranks: Ranks, tried: str = 
     if one.subject is Subject.BATCH:
         certainty, fix = Certainty.FITS, "the sampler, and which share of the batch each rank takes"
         tried = "the inputs of each rank's model were compared with the batch, row by row"
-    return root_cause(
+    return make_root_cause(
         alike, ranks, state=one.subject, factor=size, names=[one.place], tried=tried,
         certainty=certainty, fix=f"Check {fix}.",
         sentence=f"The first difference is in the {what}: {size}. Everything before it matches the "
@@ -145,15 +147,15 @@ def first_difference(mismatches: Sequence[Mismatch], ranks: Ranks, tried: str = 
 
 def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     """Return the root cause of parameters that are missing or differ before the first step."""
-    missing = [mismatch for mismatch in mismatches if mismatch.way is Way.MISSING]
+    missing = [mismatch for mismatch in mismatches if mismatch.way is DifferenceKind.MISSING]
     if missing:
-        return root_cause(
+        return make_root_cause(
             missing, ranks, state=Subject.PARAMETERS, factor="missing",
             sentence=f"{missing[0].name}: {missing[0].told}.",
             fix="Build both from the same module.",
         )  # fmt: skip
     mismatches = [its for its in mismatches if its.subject is not Subject.BUFFERS]
-    return root_cause(
+    return make_root_cause(
         mismatches, ranks, state=Subject.PARAMETERS, factor="other weights at the start",
         sentence="The loop does not start from the reference's weights.",
         fix="Copy the module before it is wrapped (copy.deepcopy), or seed both identically on "
@@ -171,22 +173,22 @@ def explain_buffers(
     """
     first = mismatches[0]
     blame = partial(
-        root_cause, [its for its in mismatches if its.name == first.name], ranks,
+        make_root_cause, [its for its in mismatches if its.name == first.name], ranks,
         state=Subject.BUFFERS,
     )  # fmt: skip
     right, own = next(
         (
-            (held(its), held(other))
+            (local_cpu(its), local_cpu(other))
             for name, its, other in shared_buffers(*models)
             if name == first.name
         ),
         (torch.empty(0), torch.empty(0)),  # another stage has the buffer
     )
-    coarse = [d for d in COARSER if is_number_of(own, d) and not is_number_of(right, d)]
-    dtype = named(coarse[0]) if coarse else ""
-    fit = multiple(own, right)
-    times = f"× {fit.factor:.4g}" if fit.holds(limit) else ""
-    everyones = ranks.gather((digest(own), dtype, times), tuple[str, str, str])
+    coarse = [d for d in COARSER if is_representable(own, d) and not is_representable(right, d)]
+    dtype = dtype_name(coarse[0]) if coarse else ""
+    fit = fit_multiple(own, right)
+    times = f"× {fit.factor:.4g}" if fit.is_within(limit) else ""
+    everyones = ranks.gather((checksum(own), dtype, times), tuple[str, str, str])
     dtypes = {everyones[its.rank][1] for its in mismatches if its.name == first.name}
     when = "at the start" if first.moment is Moment.START else "at the end of the step"
     if (dtype := min(dtypes)) and len(dtypes) == 1:
@@ -196,7 +198,7 @@ def explain_buffers(
             "reference.",
             fix="Keep it in the dtype of the reference when the model is cast.",
         )
-    bits = [its for its, *_ in everyones if its != digest(torch.empty(0))]
+    bits = [its for its, *_ in everyones if its != checksum(torch.empty(0))]
     if len(set(bits)) == 1:
         times = everyones[first.rank][2]
         return blame(
@@ -221,8 +223,8 @@ def explain_buffers(
 
 def explain_average(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     """Return the root cause of moving averages that differ although the parameters match."""
-    return root_cause(
-        mismatches, ranks, state=Subject.AVERAGE, factor=_size(mismatches),
+    return make_root_cause(
+        mismatches, ranks, state=Subject.AVERAGE, factor=_size_label(mismatches),
         sentence="The parameters match the reference, but their moving average differs.",
         fix="Update it once per step, from the parameters after the update, on every rank, with "
             "the reference's decay.",
@@ -242,15 +244,15 @@ def explain_in_use(
     """
     kinds = {everyones[mismatch.rank][mismatch.name] for mismatch in mismatches}
     factor, what = kinds.pop() if len(kinds) == 1 else ("", "")
-    blamed = root_cause(
-        mismatches, ranks, state=Subject.PARAMETERS, factor=factor or _size(mismatches),
+    blamed = make_root_cause(
+        mismatches, ranks, state=Subject.PARAMETERS, factor=factor or _size_label(mismatches),
         sentence="The parameters in use differ from the reference before this forward pass, and "
         f"not after the previous update{what and f': each {what}'}.",
         fix="Load the same checkpoint as the reference, in its dtype, on every rank.",
     )  # fmt: skip
     if not factor:
-        return blamed.unexplained("the values of an earlier step, a rounding")
-    return blamed.fits(f"to the bit, each {what}")
+        return blamed.as_unexplained("the values of an earlier step, a rounding")
+    return blamed.as_fitting(f"to the bit, each {what}")
 
 
 def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> RootCause:
@@ -264,12 +266,12 @@ def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Ro
     )  # fmt: skip
 
 
-def _size(mismatches: Sequence[Mismatch]) -> str:
+def _size_label(mismatches: Sequence[Mismatch]) -> str:
     """Return the largest difference as a label."""
     return f"differs by {max(mismatch.difference for mismatch in mismatches):.3g}"
 
 
-def reference_not_finite(step: int, ranks: Ranks) -> RootCause:
+def non_finite_reference_cause(step: int, ranks: Ranks) -> RootCause:
     """Return the root cause of a reference whose gradients or parameters are not finite."""
     return RootCause(
         state=Subject.PARAMETERS, axis="", factor="the reference is not finite", place="reference",
@@ -302,9 +304,9 @@ def explain_loss(
     expected, actual = losses
     ratio = actual / expected if expected else 0.0
     is_near = abs(ratio - 1) < 1e-3
-    blamed = root_cause(
+    blamed = make_root_cause(
         mismatches, ranks, state=Subject.LOSS, axis="",
-        factor=_size(mismatches) if is_near else factor_text(ratio, ranks.degrees),
+        factor=_size_label(mismatches) if is_near else factor_text(ratio, ranks.degrees),
         sentence=f"The loss is {actual:.6g}, the reference loss is {expected:.6g}, and the "
                  f"gradients {gradients}{': ' if gradients == 'match' else f'. {POSSIBLE}'}"
                  + ("the reported loss is combined in another way than the trained loss."
@@ -315,12 +317,14 @@ def explain_loss(
             "`Terms(loss='mean' | 'sum' | 'same' or a function)`.",
     )  # fmt: skip
     if not fitting:
-        return blamed.unexplained("the mean, the sum and the loss of one rank")
+        return blamed.as_unexplained("the mean, the sum and the loss of one rank")
     tried = f"with loss={fitting[0]!r} it matches the reference"
-    return blamed.proven(tried) if gradients == "match" else blamed.fits(tried)
+    return blamed.as_proven(tried) if gradients == "match" else blamed.as_fitting(tried)
 
 
-def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
+def explain_samples(
+    ledger: SampleFaults, mismatches: Sequence[Mismatch], ranks: Ranks
+) -> RootCause:
     """Return the root cause of samples that are missing or processed twice."""
     lists = {"missing": ledger.missing, "doubled": ledger.doubled}
     words = [
@@ -329,7 +333,7 @@ def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Rank
         for word, rows in lists.items()
         if rows
     ]
-    return root_cause(
+    return make_root_cause(
         mismatches, ranks, state=Subject.BATCH, names=["samples"], who=range(ranks.size),
         axis=next(iter(ranks.axes), "") if ledger.doubled else "",
         factor=" and ".join(word for word, rows in lists.items() if rows),
@@ -344,7 +348,7 @@ def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Rank
 _MOST_OFF = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
 
 
-def unclear(
+def unexplained_gradients_cause(
     mismatches: Sequence[Mismatch], evidence: JobEvidence, names: Sequence[str], ranks: Ranks
 ) -> RootCause:
     """Return the root cause of gradients that no sum explains. All ranks call it.
@@ -361,7 +365,7 @@ def unclear(
         ),
         None,
     )
-    unknown = root_cause(
+    unknown = make_root_cause(
         mismatches, ranks, state=first.subject, axis="", factor=f"differs by {largest:.3g}",
         names=names or [first.name], certainty=Certainty.UNEXPLAINED,
         sentence="It is not a multiple of the reference and not an addend of a sum over an axis.",
@@ -369,7 +373,7 @@ def unclear(
     )  # fmt: skip
     if coarse is None:
         return unknown
-    dtype = named(coarse)
+    dtype = dtype_name(coarse)
     return replace(
         unknown,
         factor=f"rounded to {dtype}",
@@ -392,8 +396,8 @@ def shared_factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[st
     """
     truths, parts = everyones.unbind(1)
     for axis, groups in ranks.axes.items():
-        if missing_sum(parts, truths, groups, tolerance) is not None:
-            return axis, f"missing all-reduce {over_axis(axis)}"
-    fit = multiple(parts, truths)
-    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > PLAIN
+        if missing_sum_factor(parts, truths, groups, tolerance) is not None:
+            return axis, f"missing all-reduce {axis_text(axis)}"
+    fit = fit_multiple(parts, truths)
+    is_multiple = fit.is_within(tolerance) and abs(fit.factor - 1) > PLAIN
     return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""

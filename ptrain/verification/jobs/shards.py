@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ptrain.errors import PtrainError
 from ptrain.internals.fsdp1 import FLAT_NAME, FlatShard, flat_shard
 from ptrain.models.ledger import local_tensor
-from ptrain.verification.parts import canonical_name, held
+from ptrain.verification.parts import canonical_name, local_cpu
 
 # Numbers of matrices in a fused projection (2: gate and up, 3: q, k and v): each is sharded alone.
 FUSED = (1, 2, 3)
@@ -40,12 +40,12 @@ class ParameterShard:
     name: str
     parameter: Tensor
     shape: torch.Size
-    at: Tensor | None = None
-    within: slice | Tensor | None = None
+    indices: Tensor | None = None
+    flat_index: slice | Tensor | None = None
 
     def value(self) -> Tensor:
         """Return this rank's elements, flattened. They may share memory with the parameter."""
-        return self._of(self.parameter)
+        return self._select(self.parameter)
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of this rank's elements, flattened, or None.
@@ -60,43 +60,45 @@ class ParameterShard:
         both = isinstance(gradient, DTensor) and isinstance(own, DTensor)
         if both and gradient.placements != own.placements:
             gradient = gradient.redistribute(placements=own.placements)
-        return self._of(gradient)
+        return self._select(gradient)
 
-    def of(self, whole: Tensor) -> Tensor:
+    def select(self, whole: Tensor) -> Tensor:
         """Return the same elements of a full tensor, flattened."""
-        row = held(whole).flatten()
-        return row if self.at is None else row[self.at.to(row.device)]
+        row = local_cpu(whole).flatten()
+        return row if self.indices is None else row[self.indices.to(row.device)]
 
     @torch.no_grad()
     def write(self, whole: Tensor) -> None:
         """Write this rank's elements of a full tensor to the parameter."""
         own = local_tensor(self.parameter.detach())
         row = own.flatten()
-        row[slice(None) if self.within is None else self.within] = self.of(whole).to(row)
+        row[slice(None) if self.flat_index is None else self.flat_index] = self.select(whole).to(
+            row
+        )
         own.copy_(row.view_as(own))
 
-    def like(self, state: Tensor) -> Tensor | None:
+    def select_state(self, state: Tensor) -> Tensor | None:
         """Return the same elements of an optimizer's state tensor, or None if its shape differs."""
-        local = held(state)
-        return self._of(state) if local.shape == held(self.parameter).shape else None
+        local = local_cpu(state)
+        return self._select(state) if local.shape == local_cpu(self.parameter).shape else None
 
-    def _of(self, tensor: Tensor) -> Tensor:
-        row = held(tensor).flatten()
-        return row if self.within is None else row[self.within]
+    def _select(self, tensor: Tensor) -> Tensor:
+        row = local_cpu(tensor).flatten()
+        return row if self.flat_index is None else row[self.flat_index]
 
 
-def numbered(shape: torch.Size) -> Tensor:
+def index_tensor(shape: torch.Size) -> Tensor:
     """Return a tensor of this shape that contains its flat indices."""
     return torch.arange(shape.numel()).view(shape)
 
 
 @torch.no_grad()
-def values_of(holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
+def copy_values(holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
     """Return copies of this rank's elements of all parameters, flattened, by name."""
     return {name: shard.value().clone() for name, shard in holds.items()}
 
 
-def held_by(
+def find_shards(
     model: nn.Module,
     wholes: Mapping[str, Tensor],
     part: Callable[[str, Tensor], Tensor] | None = None,
@@ -118,18 +120,18 @@ def held_by(
     """
     shards: dict[str, ParameterShard] = {}
     unclear: list[tuple[str, Tensor]] = []
-    for name, parameter, flat in _renamed(model, tied or {}):
+    for name, parameter, flat in _rename_tied(model, tied or {}):
         if name not in wholes or name in shards:
             continue
         shape = wholes[name].shape
-        numbers = _padded(numbered(shape), (padded or {}).get(name, 0))
-        within = flat.within if flat is not None else None
+        numbers = _pad_indices(index_tensor(shape), (padded or {}).get(name, 0))
+        within = flat.flat_index if flat is not None else None
         if flat is not None:
-            row: Tensor | None = flat.at
+            row: Tensor | None = flat.indices
         elif part is not None and not isinstance(parameter, DTensor):
             row = part(name, numbers)
         else:
-            row = part_of(numbers, parameter)
+            row = local_part(numbers, parameter)
         if row is None:
             unclear.append((name, parameter))
             continue
@@ -137,16 +139,16 @@ def held_by(
         count = int((row >= 0).sum())  # padding rows follow the others
         within = slice(0, count) if count < row.numel() else within
         at = None if count == shape.numel() else row[row >= 0]
-        shards[name] = _checked(ParameterShard(name, parameter, shape, at, within))
-    shards.update(_settled(unclear, wholes))
+        shards[name] = _require_count(ParameterShard(name, parameter, shape, at, within))
+    shards.update(_find_sharded(unclear, wholes))
     return {name: shards[name] for name in wholes if name in shards}
 
 
-def shard_of(name: str, tensor: DTensor, shape: torch.Size) -> ParameterShard:
+def dtensor_shard(name: str, tensor: DTensor, shape: torch.Size) -> ParameterShard:
     """Return the elements of a full tensor of this shape that a DTensor holds on this rank."""
-    at = part_of(numbered(shape), tensor)
+    at = local_part(index_tensor(shape), tensor)
     if at is None:
-        raise _unknown(name, tensor, shape)
+        raise _unknown_offset_error(name, tensor, shape)
     return ParameterShard(name, tensor, shape, None if at.shape == shape else at.flatten())
 
 
@@ -162,24 +164,24 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def parameter_names(model: nn.Module, tied: Mapping[str, str]) -> list[str]:
     """Return the canonical parameter names, with FSDP1's original names and tied ones resolved."""
-    return [name for name, _, _ in _renamed(model, tied)]
+    return [name for name, _, _ in _rename_tied(model, tied)]
 
 
-def _renamed(
+def _rename_tied(
     model: nn.Module, tied: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor, _Flat | None]]:
     """Yield tied parameters under their first name.
 
     A model that has another tensor under the first name does not tie them: the name stays.
     """
-    rows = list(_tensors(model))
+    rows = list(_named_tensors(model))
     known = {name for name, _, _ in rows}
     for name, parameter, flat in rows:
         first = tied.get(name, name)
         yield name if first in known else first, parameter, flat
 
 
-def _padded(numbers: Tensor, rows: int) -> Tensor:
+def _pad_indices(numbers: Tensor, rows: int) -> Tensor:
     """Return the indices with rows of -1 appended, up to `rows` in total."""
     more = max(rows - len(numbers), 0) if numbers.dim() else 0
     return (
@@ -187,24 +189,24 @@ def _padded(numbers: Tensor, rows: int) -> Tensor:
     )
 
 
-def _checked(one: ParameterShard) -> ParameterShard:
+def _require_count(one: ParameterShard) -> ParameterShard:
     """Return the shard; raise PtrainError if its element count is not the expected one."""
-    expected = one.shape.numel() if one.at is None else one.at.numel()
+    expected = one.shape.numel() if one.indices is None else one.indices.numel()
     if one.value().numel() != expected:
-        raise _unknown(one.name, one.parameter, one.shape)
+        raise _unknown_offset_error(one.name, one.parameter, one.shape)
     return one
 
 
-def _unknown(name: str, parameter: Tensor, shape: torch.Size) -> PtrainError:
+def _unknown_offset_error(name: str, parameter: Tensor, shape: torch.Size) -> PtrainError:
     """Return the error for a shard at an unknown offset."""
     return PtrainError(
-        f"verify: {name}: this rank has {tuple(held(parameter).shape)} of a tensor of "
+        f"verify: {name}: this rank has {tuple(local_cpu(parameter).shape)} of a tensor of "
         f"{tuple(shape)}, at an unknown offset\n  remedy: Set `Terms(part=...)` to a "
         "function (name, full tensor) -> this rank's shard."
     )
 
 
-def part_of(whole: Tensor, tensor: Tensor, *, degree: int = 1, place: int = 0) -> Tensor | None:
+def local_part(whole: Tensor, tensor: Tensor, *, degree: int = 1, place: int = 0) -> Tensor | None:
     """Return the elements of a full tensor that `tensor` holds, or None if they are unknown.
 
     A DTensor shows them by its placements, unless it is a partial sum. A plain tensor is
@@ -215,14 +217,16 @@ def part_of(whole: Tensor, tensor: Tensor, *, degree: int = 1, place: int = 0) -
         return None
     if isinstance(tensor, DTensor):
         is_sum = any(placement.is_partial() for placement in tensor.placements)
-        return None if is_sum or tensor.shape != whole.shape else _cut(whole, tensor)
+        return (
+            None if is_sum or tensor.shape != whole.shape else _shard_by_placements(whole, tensor)
+        )
     for dim, size in enumerate(tensor.shape):
         if size != whole.size(dim):
             whole = _chunks(whole, degree, dim)[place]
     return whole if whole.shape == tensor.shape else None
 
 
-def _cut(whole: Tensor, tensor: DTensor) -> Tensor:
+def _shard_by_placements(whole: Tensor, tensor: DTensor) -> Tensor:
     """Return this rank's shard of a full tensor, by the placements of a DTensor.
 
     Mesh dimensions apply in order, each by torch.chunk. FSDP2 on top of tensor parallelism shards
@@ -257,16 +261,16 @@ class _Flat:
     the flat parameter, or None if FSDP1 keeps the original parameters.
     """
 
-    at: Tensor
-    within: slice | None
+    indices: Tensor
+    flat_index: slice | None
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, _Flat | None]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, _Flat | None]]:
     """Yield canonical names, tensors, and the positions of parameters that FSDP1 has flattened."""
     flats: dict[str, tuple[Tensor, _Flat]] = {}
     for path, module in model.named_modules():
         if (shard := flat_shard(module)) is not None:
-            flats.update(_flattened(canonical_name(path), shard))
+            flats.update(_flat_parameters(canonical_name(path), shard))
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
         if name.rpartition(".")[2] != FLAT_NAME:
@@ -276,7 +280,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, _Flat | None]]:
         yield name, parameter, segment
 
 
-def _flattened(prefix: str, shard: FlatShard) -> Iterator[tuple[str, tuple[Tensor, _Flat]]]:
+def _flat_parameters(prefix: str, shard: FlatShard) -> Iterator[tuple[str, tuple[Tensor, _Flat]]]:
     """Yield the original parameters of a flat parameter, with the elements that this rank has."""
     if not shard.is_cut:
         if shard.keeps_originals:
@@ -292,7 +296,7 @@ def _flattened(prefix: str, shard: FlatShard) -> Iterator[tuple[str, tuple[Tenso
         yield name, (shard.flat, _Flat(at, within))
 
 
-def _settled(
+def _find_sharded(
     unclear: list[tuple[str, Tensor]], wholes: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, ParameterShard]]:
     """Yield the shards of plain tensors that are sharded along one dimension.
@@ -303,16 +307,16 @@ def _settled(
     places: dict[int, int] = {}
     open_: list[tuple[str, Tensor, list[tuple[int, int, Tensor]]]] = []
     for name, parameter in unclear:
-        whole = held(wholes[name])
-        row = held(parameter).to(whole.dtype).flatten()
-        candidates = list(_candidates(parameter.shape, whole.shape))
+        whole = local_cpu(wholes[name])
+        row = local_cpu(parameter).to(whole.dtype).flatten()
+        candidates = list(_candidate_shards(parameter.shape, whole.shape))
         alike = [
             candidate for candidate in candidates if torch.equal(whole.flatten()[candidate[2]], row)
         ]
         if len(alike) == 1:
             places.setdefault(alike[0][0], alike[0][1])
         if not candidates:
-            raise _unknown(name, parameter, whole.shape)
+            raise _unknown_offset_error(name, parameter, whole.shape)
         open_.append((name, parameter, alike or candidates))
     for name, parameter, candidates in open_:
         usual = dist.get_rank() if dist.is_initialized() else 0
@@ -323,7 +327,7 @@ def _settled(
         yield name, ParameterShard(name, parameter, wholes[name].shape, at)
 
 
-def _candidates(part: torch.Size, whole: torch.Size) -> Iterator[tuple[int, int, Tensor]]:
+def _candidate_shards(part: torch.Size, whole: torch.Size) -> Iterator[tuple[int, int, Tensor]]:
     """Yield all shards of this shape as (number of chunks, chunk index, flat element indices)."""
     if len(part) != len(whole):
         return
@@ -331,7 +335,7 @@ def _candidates(part: torch.Size, whole: torch.Size) -> Iterator[tuple[int, int,
     if len(differing) != 1:
         return
     (dim,) = differing
-    numbers = numbered(whole)
+    numbers = index_tensor(whole)
     most = dist.get_world_size() if dist.is_initialized() else 1
     for fused in FUSED:
         for count in range(2, most + 1):

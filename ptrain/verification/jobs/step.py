@@ -17,38 +17,45 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.report.finding import POSSIBLE, Moment, RootCause, Subject
 from ptrain.verification.compare import Differences, ParameterMove
-from ptrain.verification.jobs.draws import DrawMode, EveryonesDraws, Key, RandomDraw
-from ptrain.verification.jobs.job import Alone, Average, Job, Ranks, SavedState, Terms, Tolerance
+from ptrain.verification.jobs.draws import AllDraws, DrawRecorder, Key, RandomDraw
+from ptrain.verification.jobs.job import Average, Job, NoComms, Ranks, SavedState, Terms, Tolerance
 from ptrain.verification.jobs.record import (
     Buffers,
     ModelState,
     StepRecorder,
-    beside_way,
+    checksum,
     compare_buffers,
     compare_gradients,
     compare_in_use,
     compare_states,
     compare_update,
     cuda_devices,
-    digest,
-    digests,
+    optimizer_states,
+    relative_to_move,
+    shard_checksums,
     shared_buffers,
-    state_of,
-    sure_of,
+    significant_elements,
 )
-from ptrain.verification.jobs.root_causes import families
-from ptrain.verification.jobs.shards import ParameterShard, held_by, shard_of, values_of
-from ptrain.verification.parts import COARSER, Magnitude, canonical_name, difference, named, norm
+from ptrain.verification.jobs.root_causes import list_families
+from ptrain.verification.jobs.shards import ParameterShard, copy_values, dtensor_shard, find_shards
+from ptrain.verification.parts import (
+    COARSER,
+    Magnitude,
+    canonical_name,
+    difference,
+    dtype_name,
+    norm,
+)
 from ptrain.verification.updates.clip import (
     UpdateCase,
     common_factor,
     compare_masters,
-    kept_squares,
+    record_squares,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Unattributed(Exception):
+class UnattributedDraws(Exception):
     """The error for random draws that cannot be attributed to samples. All ranks raise it.
 
     `paths` are the modules that draw them. Both loops must run again with these draws disabled.
@@ -65,7 +72,7 @@ class RandomState:
     gpus: dict[int, Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module) -> RandomState:
+    def read(cls, model: nn.Module) -> RandomState:
         """Return the current states for the CPU and for the GPUs of the model."""
         gpus = {device: torch.cuda.get_rng_state(device) for device in cuda_devices(model)}
         return cls(torch.get_rng_state(), gpus)
@@ -77,7 +84,7 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
 
-class Drawing:
+class DrawReplay:
     """The recorder of the loop's random draws, and their replay in the reference.
 
     All ranks call `exchange` after the loop's step, before the reference's.
@@ -91,45 +98,45 @@ class Drawing:
 
     def __init__(self, ranks: Ranks, still: Collection[str] = (), *, draws: bool = True) -> None:
         self.ranks, self.still = ranks, frozenset(still)
-        self.everyones = EveryonesDraws()
-        self.loop = DrawMode()
+        self.everyones = AllDraws()
+        self.loop = DrawRecorder()
         self.hidden: set[str] = set()
         self.count = 0
         self.draws = draws
 
     @property
-    def any(self) -> bool:
+    def has_draws(self) -> bool:
         """True if the loop or the reference draws random numbers."""
         return bool(self.everyones.by_key or self.everyones.alone)
 
-    def recorded(self, model: nn.Module) -> Any:
+    def record(self, model: nn.Module) -> Any:
         """Return a context for the loop's step that records its draws."""
-        self.loop = DrawMode(
-            model, replace=lambda draw: draw.stilled() if draw.path in self.still else None
+        self.loop = DrawRecorder(
+            model, replace=lambda draw: draw.neutral_value() if draw.path in self.still else None
         )
         return self.loop if self.draws else nullcontext()
 
-    def exchange(self) -> None:
+    def gather_draws(self) -> None:
         """All-gather the recorded draws. All ranks call it."""
-        self.everyones = EveryonesDraws.gathered(self.loop, self.ranks)
+        self.everyones = AllDraws.gather(self.loop, self.ranks)
         hidden = self.ranks.gather(sorted(self.loop.hidden))
         self.hidden |= {path for paths in hidden for path in paths}
         self.count = len(self.everyones.by_key)
 
-    def replayed(self, *models: nn.Module, still: Collection[Key] = ()) -> Any:
+    def replay(self, *models: nn.Module, still: Collection[Key] = ()) -> Any:
         """Return a context in which plain models replay the loop's draws, sample by sample.
 
         Each sample gets the mask that it had on the rank that processed it. Draws in `still` are
         disabled.
         """
 
-        def value(draw: RandomDraw, mode: DrawMode) -> Tensor | None:
+        def value(draw: RandomDraw, mode: DrawRecorder) -> Tensor | None:
             place = draw.outer, draw.call
-            return self.everyones.of(draw, mode.rows[place], mode.times[place])
+            return self.everyones.value_for(draw, mode.rows[place], mode.times[place])
 
-        return self._instead(models, still, value)
+        return self._replace_draws(models, still, value)
 
-    def repeated(self, *models: nn.Module, alike: bool = False, still: Collection[Key] = ()) -> Any:
+    def repeat(self, *models: nn.Module, alike: bool = False, still: Collection[Key] = ()) -> Any:
         """Return a context in which models draw the numbers that this rank's loop drew in its step.
 
         Args:
@@ -140,30 +147,31 @@ class Drawing:
         """
         own = {(draw.path, draw.number, draw.call): draw.value for draw in self.loop.draws}
 
-        def value(draw: RandomDraw, mode: DrawMode) -> Tensor | None:
+        def value(draw: RandomDraw, mode: DrawRecorder) -> Tensor | None:
             its = own.get((draw.path, draw.number, draw.call))
             rows = mode.rows.get((draw.outer, draw.call), ())
-            if alike and (first := self.everyones.of_first(draw, rows)) is not None:
+            if alike and (first := self.everyones.first_rank_value(draw, rows)) is not None:
                 its = first
             return its if its is not None and its.shape == draw.value.shape else None
 
-        return self._instead(models, still, value, keeps=alike)
+        return self._replace_draws(models, still, value, keeps=alike)
 
-    def stilled(self, model: nn.Module) -> Any:
+    def disable(self, model: nn.Module) -> Any:
         """Return a context in which the model's draws are disabled."""
-        return DrawMode(model, replace=RandomDraw.stilled) if self.draws else nullcontext()
+        neutral = RandomDraw.neutral_value
+        return DrawRecorder(model, replace=neutral) if self.draws else nullcontext()
 
     def require_attributed(self) -> None:
-        """Raise Unattributed on all ranks if a draw has no source. All ranks call it.
+        """Raise UnattributedDraws on all ranks if a draw has no source. All ranks call it.
 
         Call it after the reference's step, which looks up the draws.
         """
-        if not self.any:
+        if not self.has_draws:
             return
         mine = sorted(self.everyones.lost)
         paths = {path for paths in self.ranks.gather(mine) for path in paths}
         if paths:
-            raise Unattributed(tuple(sorted(paths | self.still)))
+            raise UnattributedDraws(tuple(sorted(paths | self.still)))
 
     def notes(self) -> Iterator[str]:
         """Yield notes on the draws that were replayed, and on those that were not."""
@@ -175,7 +183,7 @@ class Drawing:
             )
         if self.still:
             yield (
-                f"compared without the draws of {families(sorted(self.still))}: they are "
+                f"compared without the draws of {list_families(sorted(self.still))}: they are "
                 "drawn for shards of samples, by stages or for several samples at once, and "
                 "cannot be attributed to samples. Set its rate to 0 on both sides, or draw one "
                 "row per sample"
@@ -183,22 +191,22 @@ class Drawing:
         if self.hidden:
             yield (
                 "compared without dropout within attention "
-                f"({families(sorted(self.hidden))}): a fused kernel shows no mask. Use "
+                f"({list_families(sorted(self.hidden))}): a fused kernel shows no mask. Use "
                 "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) to compare with it"
             )
 
-    def _instead(
+    def _replace_draws(
         self, models: Sequence[nn.Module], still: Collection[Key],
-        value: Callable[[RandomDraw, DrawMode], Tensor | None], *, keeps: bool = False,
+        value: Callable[[RandomDraw, DrawRecorder], Tensor | None], *, keeps: bool = False,
     ) -> Any:  # fmt: skip
         """Return a context in which draws take the result of `value`, or are disabled if still."""
-        mode: DrawMode
+        mode: DrawRecorder
 
         def instead(draw: RandomDraw) -> Tensor | None:
             is_still = draw.path in self.still or (draw.path, draw.number) in still
-            return draw.stilled() if is_still else value(draw, mode)
+            return draw.neutral_value() if is_still else value(draw, mode)
 
-        mode = DrawMode(*models, replace=instead, keeps=keeps)
+        mode = DrawRecorder(*models, replace=instead, keeps=keeps)
         return mode if self.draws else nullcontext()
 
 
@@ -222,9 +230,9 @@ class Averages:
         self._reference, self._loop, self._holds = reference, loop, holds
         self._origin, self._before = Both(), Both()
 
-    def before(self) -> None:
+    def save(self) -> None:
         """Copy the averages before a step. The first call also sets the origin of their change."""
-        self._before = self._values()
+        self._before = self._copy_values()
         self._origin = self._origin or self._before
 
     def compare(self, differences: Differences, limit: Tolerance) -> None:
@@ -234,7 +242,7 @@ class Averages:
         moved. An average that stood still although most elements of the reference's moved differs
         by 1.
         """
-        now = self._values()
+        now = self._copy_values()
         for name, (own, right) in now.items():
             was, its = self._before[name]
             way = norm(right.double() - self._origin[name][1].double())
@@ -242,7 +250,7 @@ class Averages:
             # an average that hardly moved, _LARGE of the length that makes `eps` that share
             eps = torch.finfo(own.dtype).eps * _ROUNDINGS * norm(right)
             size = max(
-                beside_way(own, right, way, limit, _ROUNDINGS),
+                relative_to_move(own, right, way, limit, _ROUNDINGS),
                 difference(own, right, max(way, eps / _LARGE)) * limit.updates / _LARGE,
             )
             if torch.equal(own, was) and 2 * int((right != its).sum()) > right.numel():
@@ -251,14 +259,14 @@ class Averages:
                 Moment.UPDATE, Subject.AVERAGE, name, difference=size, tolerance=limit.updates
             )
 
-    def _values(self) -> Both:
+    def _copy_values(self) -> Both:
         """Return copies of the elements that this rank has of both averages, by name."""
         rights, rows = dict(_tensors(self._reference.average)), Both()
         for name, tensor in _tensors(self._loop.average):
             if name not in rights or name not in self._holds:
                 continue
             shard = _shard(name, tensor, rights[name].shape, self._holds[name])
-            rows[name] = shard.value().clone(), shard.of(rights[name].detach()).clone()
+            rows[name] = shard.value().clone(), shard.select(rights[name].detach()).clone()
         return rows
 
 
@@ -271,10 +279,10 @@ def _shard(
     parameter.
     """
     if isinstance(tensor, DTensor):
-        return shard_of(name, tensor, shape)
+        return dtensor_shard(name, tensor, shape)
     if tensor.shape == shape:
         return ParameterShard(name, tensor, shape)
-    return replace(parameter, parameter=tensor, within=None)
+    return replace(parameter, parameter=tensor, flat_index=None)
 
 
 def _tensors(average: Average | None) -> Iterator[tuple[str, Tensor]]:
@@ -311,16 +319,17 @@ class LoopPair:
 
     def __post_init__(self) -> None:
         self.averages = Averages(self.reference, self.loop, self.holds)
-        self.origin = values_of(self.wholes)
+        self.origin = copy_values(self.wholes)
 
-    def values(self) -> Rows:
+    def copy_values(self) -> Rows:
         """Return copies of this rank's elements of the loop's parameters, flattened, by name."""
         its = self.loop.evidence
-        return its.values(self.holds) if its else values_of(self.holds)
+        return its.parameter_values(self.holds) if its else copy_values(self.holds)
 
-    def kept(self, seen: StepRecorder) -> Mapping[str, Mapping[str, Tensor]]:
+    def optimizer_states(self, seen: StepRecorder) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the state of the loop's optimizers, by parameter and key."""
-        return self.loop.evidence.kept() if self.loop.evidence else state_of(seen, self.holds)
+        its = self.loop.evidence
+        return its.optimizer_state() if its else optimizer_states(seen, self.holds)
 
     def buffers(self) -> Buffers:
         """Yield the buffers that both sides have: name, the reference's, the loop's."""
@@ -334,10 +343,11 @@ class LoopPair:
         plain = StepRecorder(self.reference.model, self.wholes)
         return plain, StepRecorder(self.loop.model, self.holds)
 
-    def states(self) -> tuple[SavedState, SavedState]:
+    def copy_states(self) -> tuple[SavedState, SavedState]:
         """Return copies of the states of both sides: the reference's, the loop's."""
-        own = self.loop.evidence.state() if self.loop.evidence else ModelState.of(self.loop.model)
-        return ModelState.of(self.reference.model), own
+        its = self.loop.evidence
+        own = its.copy_state() if its else ModelState.copy_of(self.loop.model)
+        return ModelState.copy_of(self.reference.model), own
 
 
 CLIPPED = 1e-6  # relative: clip factors of parameters may differ by this, beyond a rounding
@@ -373,7 +383,7 @@ class StepComparison:
     unclipped: dict[str, float]
 
     @property
-    def clip(self) -> float | None:
+    def clip_factor(self) -> float | None:
         """The factor by which the reference multiplies all gradients after backward.
 
         None if there is no common factor, or if a recorder already divides by it.
@@ -388,8 +398,8 @@ class StepComparison:
 Watches = Sequence[AbstractContextManager[object]]
 
 
-def both_losses(
-    pair: LoopPair, batch: Any, share: Any, drawing: Drawing,
+def run_both_sides(
+    pair: LoopPair, batch: Any, share: Any, drawing: DrawReplay,
     within: tuple[Watches, Watches] = ((), ()),
 ) -> tuple[Any, Any]:  # fmt: skip
     """Run the loop's step, then the reference's with the loop's draws; return both losses.
@@ -397,58 +407,59 @@ def both_losses(
     `within` has contexts for both steps. The reference comes first there and in the result.
     """
     loop, plain = pair.loop.model, pair.reference.model
-    random, (of_reference, of_loop) = RandomState.of(loop), within
+    random, (of_reference, of_loop) = RandomState.read(loop), within
     with ExitStack() as stack:
-        for context in (*of_loop, drawing.recorded(loop)):
+        for context in (*of_loop, drawing.record(loop)):
             stack.enter_context(context)
         loss = pair.loop.step(share)
-    drawing.exchange()
+    drawing.gather_draws()
     # the reference starts from the same states, and must not advance the loop's generators
     with torch.random.fork_rng(devices=cuda_devices(plain)), ExitStack() as stack:
         random.restore()
-        alone = nullcontext() if pair.loop.evidence else Alone()  # slow: dispatches every operator
-        for context in (*of_reference, drawing.replayed(plain), alone):
+        # NoComms is slow: it dispatches every operator in Python
+        alone = nullcontext() if pair.loop.evidence else NoComms()
+        for context in (*of_reference, drawing.replay(plain), alone):
             stack.enter_context(context)
         return pair.reference.step(batch), loss
 
 
 def run_step(
-    pair: LoopPair, number_: int, batch: Any, share: Any, limit: Tolerance, drawing: Drawing
+    pair: LoopPair, number_: int, batch: Any, share: Any, limit: Tolerance, drawing: DrawReplay
 ) -> StepComparison:
     """Run step `number_` (from 0) on both sides, and compare gradients, parameters and state."""
-    random = RandomState.of(pair.loop.model)
-    began = pair.states()
-    before, run_before = values_of(pair.wholes), pair.values()
-    pair.averages.before()
+    random = RandomState.read(pair.loop.model)
+    began = pair.copy_states()
+    before, run_before = copy_values(pair.wholes), pair.copy_values()
+    pair.averages.save()
     expected, seen = pair.recorders()
     unclipped: dict[str, float] = {}
     # a program's reference runs backward per micro-batch: no single pass leaves their sum
-    kept = nullcontext() if pair.loop.evidence else kept_squares(pair.wholes, unclipped)
+    kept = nullcontext() if pair.loop.evidence else record_squares(pair.wholes, unclipped)
     watches = (expected, kept), (seen,)
-    right, loss = both_losses(pair, batch, share, drawing, watches)
+    right, loss = run_both_sides(pair, batch, share, drawing, watches)
     differences = Differences(step=number_, rank=drawing.ranks.rank)
-    if seen.updates != expected.updates:
-        differences.add(
+    if seen.max_updates != expected.max_updates:
+        differences.add_mismatch(
             Moment.START, Subject.COUNTER, "optimizer.step",
-            f"{seen.updates} updates, {expected.updates} in the reference",
+            f"{seen.max_updates} updates, {expected.max_updates} in the reference",
         )  # fmt: skip
     sides = expected, seen
     own = {name: shard for name, shard in pair.holds.items() if name not in seen.omitted}
-    own = of_own_optimizers(seen.updated, own, drawing.ranks)
+    own = locally_updated(seen.updated, own, drawing.ranks)
     compare_gradients(differences, sides, own, limit)
     compare_in_use(differences, sides, (before, run_before), pair.holds, limit)
-    scale, run_after = Magnitude.of(expected.gradients), pair.values()
+    scale, run_after = Magnitude.measure(expected.gradients), pair.copy_values()
     for name, shard in pair.holds.items():
         gradient = expected.gradients.get(name)
         if gradient is not None:
-            part = shard.of(gradient.view(shard.shape))
-            now = sure_of(part, seen.gradients.get(name), gradient, limit)
+            part = shard.select(gradient.view(shard.shape))
+            now = significant_elements(part, seen.gradients.get(name), gradient, limit)
             pair.sure[name] = pair.sure[name] & now if name in pair.sure else now
         course = ParameterMove(
             parameter=shard.parameter,
-            origin=shard.of(pair.origin[name]),
-            before=shard.of(before[name]),
-            after=shard.of(pair.wholes[name].value()),
+            origin=shard.select(pair.origin[name]),
+            before=shard.select(before[name]),
+            after=shard.select(pair.wholes[name].value()),
             run_before=run_before[name],
             run_after=run_after[name],
             sure=pair.sure.get(name, torch.ones_like(run_before[name], dtype=torch.bool)),
@@ -458,7 +469,7 @@ def run_step(
     case = UpdateCase(
         verdict=differences, reference=expected, run=seen, holds=pair.holds, limit=limit
     )
-    states = state_of(expected, pair.wholes), pair.kept(seen)
+    states = optimizer_states(expected, pair.wholes), pair.optimizer_states(seen)
     compare_states(differences, *states, pair.holds, limit)
     compare_buffers(differences, pair.buffers(), limit)
     if pair.loop.evidence:
@@ -473,7 +484,7 @@ def run_step(
     )  # fmt: skip
 
 
-def of_own_optimizers(
+def locally_updated(
     updated: Collection[str], holds: Mapping[str, ParameterShard], ranks: Ranks
 ) -> dict[str, ParameterShard]:
     """Return the shards whose gradients must be reduced to this rank. All ranks call it.
@@ -482,24 +493,24 @@ def of_own_optimizers(
     """
     everyones = ranks.gather(sorted(updated))
     elsewhere = {name for its in everyones for name in its}.difference(updated)
-    return {name: s for name, s in holds.items() if s.at is not None or name not in elsewhere}
+    return {name: s for name, s in holds.items() if s.indices is not None or name not in elsewhere}
 
 
-def checksums(pair: LoopPair, step: StepComparison) -> dict[str, dict[str, list[str]]]:
+def step_checksums(pair: LoopPair, step: StepComparison) -> dict[str, dict[str, list[str]]]:
     """Return checksums of this rank's parameters and gradients after a step."""
     return {
-        "parameters": digests(pair.holds, step.values),
-        "gradients": digests(pair.holds, step.seen.gradients),
+        "parameters": shard_checksums(pair.holds, step.values),
+        "gradients": shard_checksums(pair.holds, step.seen.gradients),
     }
 
 
-def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:
+def are_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:
     """Return True if all gradients and parameters are finite."""
     values = (*gradients.values(), *(shard.value() for shard in holds.values()))
     return all(bool(torch.isfinite(tensor).all()) for tensor in values)
 
 
-def written(
+def describe_written(
     step: StepComparison, holds: Mapping[str, ParameterShard],
     sums: Sequence[Mapping[str, Sequence[str]]],
 ) -> dict[str, tuple[str, str]]:  # fmt: skip
@@ -516,7 +527,7 @@ def written(
     """
     kinds = {}
     for name, value in step.seen.in_use.items():
-        bits, right = digest(value), holds[name].of(step.expected.in_use[name])
+        bits, right = checksum(value), holds[name].select(step.expected.in_use[name])
         earlier = [number for number, its in enumerate(sums) if its[name][1] == bits]
         coarse = [d for d in COARSER if torch.equal(value, right.to(d).to(value.dtype))]
         kinds[name] = "", ""
@@ -524,7 +535,7 @@ def written(
             when = f"step {earlier[-1] - 1}" if earlier[-1] else "the start"
             kinds[name] = f"values of {when}", f"has its values of {when}"
         elif coarse:
-            dtype = named(coarse[0])
+            dtype = dtype_name(coarse[0])
             kinds[name] = f"rounded to {dtype}", f"is the reference rounded to {dtype}"
     return kinds
 
@@ -532,16 +543,10 @@ def written(
 Sums = dict[str, dict[str, list[str]]]
 
 
-def repeated(
-    job: Job,
-    wholes: Mapping[str, Tensor],
-    terms: Terms,
-    *,
-    shares: Sequence[Any],
-    first: Sequence[Sums],
-    drawing: Drawing,
-    tied: Mapping[str, str],
-) -> RootCause | None:
+def check_repeated_run(
+    job: Job, wholes: Mapping[str, Tensor], terms: Terms, *, shares: Sequence[Any],
+    first: Sequence[Sums], drawing: DrawReplay, tied: Mapping[str, str],
+) -> RootCause | None:  # fmt: skip
     """Run a loop again, and return a root cause if its bits differ, or None.
 
     Args:
@@ -554,14 +559,17 @@ def repeated(
         drawing: Records the draws.
         tied: First name of each tied parameter, by its other names.
     """
-    holds = held_by(job.model, wholes, terms.part, tied=tied, padded=terms.padded)
-    now = {"parameters": checksums_of(holds)}
+    holds = find_shards(job.model, wholes, terms.part, tied=tied, padded=terms.padded)
+    now = {"parameters": value_checksums(holds)}
     for step, expected in enumerate(first):
         if step:
-            with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
+            with StepRecorder(job.model, holds) as seen, drawing.record(job.model):
                 job.step(shares[step - 1])
             # gradients first: the first kind that differs is reported
-            now = {"gradients": digests(holds, seen.gradients), "parameters": checksums_of(holds)}
+            now = {
+                "gradients": shard_checksums(holds, seen.gradients),
+                "parameters": value_checksums(holds),
+            }
         mine = {
             kind: [name for name, bits in sums.items() if expected[kind].get(name) != bits]
             for kind, sums in now.items()
@@ -571,7 +579,7 @@ def repeated(
         if kind is not None:
             return RootCause(
                 state=Subject(kind), axis="", factor="not reproducible", step=max(step - 1, 0),
-                place=families(name for its in everyones for name in its[kind]),
+                place=list_families(name for its in everyones for name in its[kind]),
                 ranks=tuple(rank for rank, its in enumerate(everyones) if its[kind]),
                 sentence="Run again from the same weights on the same batch, the loop gives other "
                 f"bits. {POSSIBLE}an unseeded dropout or draw; a collective that is not waited "
@@ -586,6 +594,6 @@ def repeated(
     return None
 
 
-def checksums_of(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
+def value_checksums(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
     """Return checksums of the current parameter values of this rank, by name."""
-    return digests(holds, {name: shard.value() for name, shard in holds.items()})
+    return shard_checksums(holds, {name: shard.value() for name, shard in holds.items()})

@@ -22,19 +22,18 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from ptrain.meters.traffic import group_of
 from ptrain.models.ledger import OperatorMode, local_tensor
 from ptrain.models.watch import first_real, is_real
-from ptrain.report.finding import Mismatch, RootCause, Subject, Way
-from ptrain.verification.capture import Samples
-from ptrain.verification.jobs.draws import drawn_again_otherwise
-from ptrain.verification.jobs.job import (
-    COLLECTIVES,
-    GlobalLoss,
-    Tolerance,
-    each_tensor,
-    number,
+from ptrain.report.finding import DifferenceKind, Mismatch, RootCause, Subject
+from ptrain.verification.capture import SampleFaults
+from ptrain.verification.jobs.draws import changed_redraws
+from ptrain.verification.jobs.job import COLLECTIVES, GlobalLoss, Tolerance, loss_value, map_tensors
+from ptrain.verification.jobs.record import is_recorded_forward, shared_buffers
+from ptrain.verification.jobs.root_causes import (
+    PLAIN,
+    list_families,
+    make_root_cause,
+    make_untested_cause,
 )
-from ptrain.verification.jobs.record import counts, shared_buffers
-from ptrain.verification.jobs.root_causes import PLAIN, blame, families, root_cause
-from ptrain.verification.parts import canonical_modules, held, multiple, numbers_apart
+from ptrain.verification.parts import canonical_modules, fit_multiple, local_cpu, number_difference
 
 if TYPE_CHECKING:
     from ptrain.verification.jobs.inquiry import Inquiry
@@ -65,10 +64,10 @@ class Trial:
         """
         return self.gradients <= min(10 * limit, max(limit, loosest), 0.1 * self.before)
 
-    def of(self, blamed: RootCause, words: str) -> RootCause:
+    def confirm(self, blamed: RootCause, words: str) -> RootCause:
         """Return the root cause with this trial: proven, or fitting if others still differ."""
         tried = f"{words} the gradients match the reference to {self.gradients:.1e}"
-        return blamed.proven(tried) if not self.others else blamed.fits(f"{tried}{self.others}")
+        return blamed.as_fitting(tried + self.others) if self.others else blamed.as_proven(tried)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,7 @@ _MESSAGES = {"send", "recv_", "recv_any_source_"}
 _GROUPS = {"process_group", "group_name"}  # arguments of c10d's and functional collectives
 
 
-class Waited(OperatorMode):
+class CollectiveRecorder(OperatorMode):
     """A mode that records the collectives and messages that this rank starts (`started`, in order).
 
     `is_async` is set if a collective was started without waiting for it. With `waits`, each of
@@ -124,7 +123,7 @@ class Waited(OperatorMode):
         return result
 
 
-def come_to_end(everyones: Sequence[Started]) -> bool:
+def can_finish(everyones: Sequence[Started]) -> bool:
     """Return True if all ranks finish when each waits for every collective as it starts.
 
     The collectives are replayed: one completes if it is next on all ranks of its group. Messages
@@ -153,7 +152,7 @@ def without_cast_cache() -> Iterator[None]:
 
 
 @contextmanager
-def around_backward(begins: Callable[[list[Tensor]], Callable[[], None]]) -> Iterator[None]:
+def hook_backward(begins: Callable[[list[Tensor]], Callable[[], None]]) -> Iterator[None]:
     """Temporarily call `begins` with the roots of each backward pass, and its result afterwards."""
     run = torch.autograd.backward  # Tensor.backward looks it up here (torch/_tensor.py, 2.13)
 
@@ -166,27 +165,27 @@ def around_backward(begins: Callable[[list[Tensor]], Callable[[], None]]) -> Ite
         yield
 
 
-def kept_in_backward(model: nn.Module) -> Context:
+def restore_buffers_after_backward(model: nn.Module) -> Context:
     """Return a context that restores the buffers after each backward pass.
 
     A recomputed part then writes its buffers once, in forward.
     """
 
     def begins(tensors: Any) -> Callable[[], None]:
-        kept = [(its, held(its).clone()) for its in model.buffers()]
-        return partial(put, kept)
+        kept = [(its, local_cpu(its).clone()) for its in model.buffers()]
+        return partial(copy_pairs, kept)
 
-    return around_backward(begins)
+    return hook_backward(begins)
 
 
 @torch.no_grad()
-def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write the second tensor of each pair to the first."""
     for tensor, value in pairs:
         local_tensor(tensor.detach()).copy_(value)
 
 
-class AsBackwardLeft(ExitStack):
+class BackwardGradients(ExitStack):
     """A context in which optimizers step with the gradients that the last backward pass left.
 
     Args:
@@ -208,16 +207,16 @@ class AsBackwardLeft(ExitStack):
         self._left: dict[int, Tensor] = {}
 
     def __enter__(self) -> Self:
-        self.enter_context(around_backward(lambda tensors: self._keep))
-        self.callback(register_optimizer_step_pre_hook(self._put_back).remove)
+        self.enter_context(hook_backward(lambda tensors: self._copy_gradients))
+        self.callback(register_optimizer_step_pre_hook(self._restore_gradients).remove)
         return self
 
-    def _keep(self) -> None:
+    def _copy_gradients(self) -> None:
         """Copy the gradients after a backward pass."""
         gradients = {id(its): its.grad for its in self._parameters if its.grad is not None}
         self._left = {key: gradient.detach().clone() for key, gradient in gradients.items()}
 
-    def _put_back(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _restore_gradients(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Fit the factor, and restore the gradients before an optimizer steps."""
         pairs = [
             (its, its.grad, self._left.pop(id(its)))
@@ -225,13 +224,13 @@ class AsBackwardLeft(ExitStack):
             if id(its) in self._left and its.grad is not None
         ]
         if fitted := [pair[1:] for pair in pairs if id(pair[0]) in self._fitted]:
-            rows = [map(held, side) for side in zip(*fitted, strict=True)]
+            rows = [map(local_cpu, side) for side in zip(*fitted, strict=True)]
             own, left = (torch.cat([its.double().flatten() for its in row]) for row in rows)
-            fit = multiple(own, left)
+            fit = fit_multiple(own, left)
             times = fit.factor / self._times
-            self.factor = f"{times:.4g}" if fit.holds(1e-3) and abs(times - 1) > PLAIN else ""
+            self.factor = f"{times:.4g}" if fit.is_within(1e-3) and abs(times - 1) > PLAIN else ""
         for parameter, own, left in pairs:
-            self.has_replaced |= not torch.equal(held(own), held(left))
+            self.has_replaced |= not torch.equal(local_cpu(own), local_cpu(left))
             parameter.grad = left if self._times == 1.0 else left * self._times
 
 
@@ -245,7 +244,7 @@ _LINEAR = {
 _OF_STACKED = {"MeanBackward0", "SumBackward0"}
 
 
-class WithTerm(torch.autograd.Function):
+class AddTermGradient(torch.autograd.Function):
     """An operator that returns a tensor, and gives another one a constant gradient."""
 
     @staticmethod
@@ -305,26 +304,26 @@ class LossTerms(ExitStack):
 
     def __enter__(self) -> Self:
         root = dict(canonical_modules(self._model))[""]
-        self.callback(root.register_forward_hook(self._returned).remove)
-        self.enter_context(around_backward(self._begins))
+        self.callback(root.register_forward_hook(self._name_outputs).remove)
+        self.enter_context(hook_backward(self._before_backward))
         self.enter_context(self._scalars)
         return self
 
-    def of(self, loss: float | None) -> float | None:
+    def changed_loss(self, loss: float | None) -> float | None:
         """Return the loss with the changed coefficients, or None without a loss."""
         was, now = self._shares
         return loss if loss is None or was == now or not was else loss * now / was
 
-    def _begins(self, losses: list[Tensor]) -> Callable[[], None]:
+    def _before_backward(self, losses: list[Tensor]) -> Callable[[], None]:
         if len(losses) == 1 and losses[0].numel() == 1 and losses[0].grad_fn is not None:
-            self._watch(losses[0].grad_fn)
+            self._hook_terms(losses[0].grad_fn)
         return lambda: None
 
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _name_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Name the scalar outputs of the model, and attach the joined terms to the first output."""
         first, joined = first_real(output), first_real(output)
         leaves, spec = tree_flatten_with_path(output)
-        if first is None or not counts():
+        if first is None or not is_recorded_forward():
             return None
         put = []
         for place, leaf in leaves:
@@ -335,11 +334,14 @@ class LossTerms(ExitStack):
                 self._scalars.values[leaf.grad_fn] = float(leaf.detach())
                 if name in self._joined:
                     self._shares[1] += self._joined[name] * float(leaf.detach())
-                    joined, leaf = WithTerm.apply(joined, leaf, self._joined[name]), leaf.detach()
+                    joined, leaf = (
+                        AddTermGradient.apply(joined, leaf, self._joined[name]),
+                        leaf.detach(),
+                    )
             put.append(leaf)
         return tree_unflatten([joined if leaf is first else leaf for leaf in put], spec)
 
-    def _watch(self, loss: Any) -> None:
+    def _hook_terms(self, loss: Any) -> None:
         """Walk from the loss through linear operators to its terms, and hook each of them."""
         seen: dict[str, int] = {}
         nodes = [loss]
@@ -356,9 +358,9 @@ class LossTerms(ExitStack):
             seen[name] = seen.get(name, 0) + 1
             full = name if seen[name] == 1 else f"{name} ({seen[name]})"
             value = self._scalars.values.get(node, math.nan)
-            node.register_prehook(partial(self._weighed, full, value))
+            node.register_prehook(partial(self._scale_term, full, value))
 
-    def _weighed(
+    def _scale_term(
         self, name: str, value: float, gradients: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Record the coefficient of a term, and scale its gradient."""
@@ -369,12 +371,12 @@ class LossTerms(ExitStack):
         return (gradients[0] * times, *gradients[1:])
 
 
-def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
+def possible_causes(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
     """Yield the possible causes that can be undone without changes of the user's code."""
     loop, step = inquiry.pair.loop.model, first[0].step
-    said = partial(blame, step=step, ranks=range(inquiry.ranks.size))
-    names = families([mismatch.name for mismatch in first])
-    draws = partial(inquiry.drawing.repeated, loop)
+    said = partial(make_untested_cause, step=step, ranks=range(inquiry.ranks.size))
+    names = list_families([mismatch.name for mismatch in first])
+    draws = partial(inquiry.drawing.repeat, loop)
     everyones = inquiry.ranks.gather((inquiry.starts.is_async, inquiry.starts.started))
     if any(is_async for is_async, _ in everyones):
         waited = PossibleCause(
@@ -384,9 +386,9 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
                 "done.", "Wait for it first (`work.wait()`).",
             ),
             words="with every collective waited for where it starts",
-            run=lambda: inquiry.trial(draws(), Waited(waits=True)), is_of_time=True,
+            run=lambda: inquiry.run_trial(draws(), CollectiveRecorder(waits=True)), is_of_time=True,
         )  # fmt: skip
-        if come_to_end([started for _, started in everyones]):
+        if can_finish([started for _, started in everyones]):
             yield waited
         else:
             inquiry.untried += (
@@ -402,7 +404,7 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
                 "Leave autocast before weights are written, or pass cache_enabled=False.",
             ),
             words="with autocast's cache off",
-            run=lambda: inquiry.trial(draws(), without_cast_cache()),
+            run=lambda: inquiry.run_trial(draws(), without_cast_cache()),
         )  # fmt: skip
     yield PossibleCause(
         blamed=said(
@@ -413,15 +415,17 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
         ),
         words="with copies of what is saved for backward",
         # a clone of each saved tensor does not see later writes
-        run=lambda: inquiry.trial(
+        run=lambda: inquiry.run_trial(
             draws(), torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda its: its)
         ),
     )  # fmt: skip
-    yield from _of_changed_gradients(inquiry, first)
-    yield from _of_masks(inquiry, said)
+    yield from _changed_gradient_causes(inquiry, first)
+    yield from _random_draw_causes(inquiry, said)
 
 
-def of_shares(inquiry: Inquiry, blamed: RootCause, ledger: Samples | None) -> RootCause | None:
+def explain_by_batches(
+    inquiry: Inquiry, blamed: RootCause, ledger: SampleFaults | None
+) -> RootCause | None:
     """Prove that ranks read wrong samples, by trials; return None if none succeeds.
 
     The trials give each rank an even share of the global batch, or all of it, or give the reference
@@ -436,7 +440,7 @@ def of_shares(inquiry: Inquiry, blamed: RootCause, ledger: Samples | None) -> Ro
         f"an even share over {axis}": lines for axis, lines in ranks.axes.items()
     }
     sizes: set[int] = set()
-    each_tensor(batch, lambda its: sizes.add(len(its)))
+    map_tensors(batch, lambda its: sizes.add(len(its)))
 
     def trials() -> Iterator[tuple[str, Trial | None]]:
         for what, lines in groups.items():
@@ -446,30 +450,32 @@ def of_shares(inquiry: Inquiry, blamed: RootCause, ledger: Samples | None) -> Ro
             if not all(ranks.gather(all(size % len(line) == 0 for size in sizes))):
                 inquiry.untried += f"; the step {words} was not run, as it does not divide evenly"
                 continue
-            part = partial(_part, line.index(ranks.rank), len(line))
-            yield words, inquiry.trial(share=each_tensor(batch, part))
+            part = partial(_split_rows, line.index(ranks.rank), len(line))
+            yield words, inquiry.run_trial(share=map_tensors(batch, part))
         if ledger:
             rows = [row for row in range(ledger.count) if row not in ledger.missing]
             rows = sorted([*rows, *ledger.doubled])
-            left = each_tensor(batch, lambda its: its[rows] if len(its) == ledger.count else its)
+            left = map_tensors(batch, lambda its: its[rows] if len(its) == ledger.count else its)
             words = "with the same samples left out, or read twice, in the reference"
-            yield words, inquiry.trial_of_reference(left)
+            yield words, inquiry.try_reference(left)
 
     for words, trial in trials():
         if trial is not None and trial.is_near(inquiry.limit.gradients) and not trial.others:
-            return trial.of(blamed, words)
+            return trial.confirm(blamed, words)
     return None
 
 
-def _part(place: int, count: int, rows: Tensor) -> Tensor:
+def _split_rows(place: int, count: int, rows: Tensor) -> Tensor:
     """Return one of `count` nearly equal parts of the rows."""
     return rows.tensor_split(count)[place]
 
 
-def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
+def _changed_gradient_causes(
+    inquiry: Inquiry, first: Sequence[Mismatch]
+) -> Iterator[PossibleCause]:
     """Yield the cause that differing gradients were changed between backward and the optimizer."""
     holds, ranks = inquiry.pair.holds, inquiry.ranks
-    loop, clip = inquiry.pair.loop.model, ranks.gather(inquiry.step.clip)[0]
+    loop, clip = inquiry.pair.loop.model, ranks.gather(inquiry.step.clip_factor)[0]
     chosen = [holds[name].parameter for name in {its.name for its in first} & holds.keys()]
     if clip is None:
         inquiry.untried += (
@@ -478,9 +484,9 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
         )
         return
 
-    def run() -> tuple[AsBackwardLeft, Trial | None]:
-        left = AsBackwardLeft(loop, chosen, clip)
-        return left, inquiry.trial(inquiry.drawing.repeated(loop), before=[left])
+    def run() -> tuple[BackwardGradients, Trial | None]:
+        left = BackwardGradients(loop, chosen, clip)
+        return left, inquiry.run_trial(inquiry.drawing.repeat(loop), before=[left])
 
     left, _ = run()
     everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, str])
@@ -490,7 +496,7 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
     factors = {everyones[rank][1] for rank in wrong}
     factor = min(factors) if len(factors) == 1 else ""
     yield PossibleCause(
-        blamed=root_cause(
+        blamed=make_root_cause(
             first, ranks, state=Subject.GRADIENTS,
             factor=f"changed after backward{factor and f', × {factor}'}",
             sentence="The gradients that backward leaves are right. Before the optimizer steps "
@@ -504,22 +510,22 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
     )  # fmt: skip
 
 
-def _of_masks(inquiry: Inquiry, said: partial[RootCause]) -> Iterator[PossibleCause]:
+def _random_draw_causes(inquiry: Inquiry, said: partial[RootCause]) -> Iterator[PossibleCause]:
     """Yield the possible causes that concern random draws."""
-    if not inquiry.drawing.any:
+    if not inquiry.drawing.has_draws:
         return
     everyones, loop = inquiry.drawing.everyones, inquiry.pair.loop.model
     # equal on all ranks: they come from all-gathered draws
     alone, loop_only = everyones.alone, set(everyones.by_key) - everyones.used
-    mine = sorted({draw.path or draw.outer for draw in drawn_again_otherwise(inquiry.drawing.loop)})
+    mine = sorted({draw.path or draw.outer for draw in changed_redraws(inquiry.drawing.loop)})
     again = {path for paths in inquiry.ranks.gather(mine) for path in paths}
     who = sorted({rank for its in everyones.unlike.values() for rank in its})
 
     def candidate(paths: Iterable[str], words: str, *what: Any, **masks: Any) -> PossibleCause:
-        place = families(path or "the model" for path in sorted(paths))
+        place = list_families(path or "the model" for path in sorted(paths))
         return PossibleCause(
             blamed=said(what[0], what[1], place, *what[2:]), words=words,
-            run=lambda: inquiry.trial(inquiry.drawing.repeated(loop, **masks)),
+            run=lambda: inquiry.run_trial(inquiry.drawing.repeat(loop, **masks)),
         )  # fmt: skip
 
     if everyones.unlike:
@@ -531,7 +537,7 @@ def _of_masks(inquiry: Inquiry, said: partial[RootCause]) -> Iterator[PossibleCa
             "Seed these ranks identically, and differently from ranks with other samples.",
             alike=True,
         )  # fmt: skip
-        axis = inquiry.ranks.axis_of(who)
+        axis = inquiry.ranks.differing_axis(who)
         yield replace(unlike, blamed=replace(unlike.blamed, ranks=tuple(who), axis=axis))
     if again:
         yield candidate(
@@ -549,7 +555,7 @@ def _of_masks(inquiry: Inquiry, said: partial[RootCause]) -> Iterator[PossibleCa
             "The reference applies dropout, but no rank of the loop does.",
             "Use the same mode (model.train() before the step) and rate in both.",
         )  # fmt: skip
-        yield replace(its, run=partial(inquiry.trial_of_reference, inquiry.batch, alone))
+        yield replace(its, run=partial(inquiry.try_reference, inquiry.batch, alone))
     if loop_only:
         yield candidate(
             [path for path, _ in loop_only], "without dropout there", Subject.RANDOM,
@@ -559,7 +565,7 @@ def _of_masks(inquiry: Inquiry, said: partial[RootCause]) -> Iterator[PossibleCa
         )  # fmt: skip
 
 
-def tried_start(
+def try_initial_values(
     said: RootCause, first: Sequence[Mismatch], pair: LoopPair, loss: GlobalLoss,
     step: Callable[[], StepComparison], limit: Tolerance,
 ) -> RootCause:  # fmt: skip
@@ -568,7 +574,7 @@ def tried_start(
     The parameters are replaced, or the buffer that the root cause names. All ranks call it.
     """
     ranks = loss.ranks
-    if any(its.way is not Way.VALUE or its.between for its in first):
+    if any(its.way is not DifferenceKind.VALUE or its.between for its in first):
         return said
     if said.state is Subject.PARAMETERS:
         for name, shard in pair.holds.items():
@@ -577,17 +583,17 @@ def tried_start(
         path, _, leaf = said.place.rpartition(".")
         for name, its, own in list(shared_buffers(pair.reference.model, pair.loop.model)):
             if name == said.place and own.dtype is its.dtype:
-                put([(own, its)])
+                copy_pairs([(own, its)])
             elif name == said.place:  # a copy in place would round it again
                 module = dict(canonical_modules(pair.loop.model))[path]
                 setattr(module, leaf, its.to(own.device, copy=True))
     seen = step()
-    both = [number(its) for its in seen.losses]
-    measured = loss.of(*both)
-    is_off = measured is not None and numbers_apart(both[0] or 0.0, measured) > limit.losses
+    both = [loss_value(its) for its in seen.losses]
+    measured = loss.combine(*both)
+    is_off = measured is not None and number_difference(both[0] or 0.0, measured) > limit.losses
     mine = [its.name.partition(" · ")[0] for its in seen.differences.mismatches]
     everyones = ranks.gather(mine + ["loss"] * is_off)
     what = f"with the reference's values of {said.place} on all ranks the first step"
-    if apart := families(name for its in everyones for name in its):
-        return said.fits(f"{what} still differs ({apart})")
-    return said.proven(f"{what} matches the reference: gradients, loss and update")
+    if apart := list_families(name for its in everyones for name in its):
+        return said.as_fitting(f"{what} still differs ({apart})")
+    return said.as_proven(f"{what} matches the reference: gradients, loss and update")

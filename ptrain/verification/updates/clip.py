@@ -22,18 +22,18 @@ from torch import Tensor
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.verification.compare import Differences
 from ptrain.verification.jobs.job import Ranks, Tolerance
-from ptrain.verification.jobs.record import StepRecorder, compare_states, compare_update, digest
-from ptrain.verification.jobs.root_causes import families, root_cause
+from ptrain.verification.jobs.record import StepRecorder, checksum, compare_states, compare_update
+from ptrain.verification.jobs.root_causes import list_families, make_root_cause
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.jobs.trials import around_backward
-from ptrain.verification.parts import Magnitude, multiple, square
+from ptrain.verification.jobs.trials import hook_backward
+from ptrain.verification.parts import Magnitude, fit_multiple, squared_norm
 from ptrain.verification.updates.repeat import (
     CannotRepeat,
     Ingredients,
     UpdateOutcome,
     UpdateRecord,
     is_row,
-    repeat,
+    repeat_updates,
 )
 
 # In a dtype with a larger epsilon (bfloat16: 7.8e-3; float16 has 9.8e-4), a lost update of some
@@ -54,7 +54,7 @@ class Remainder:
     worst: float
 
     @classmethod
-    def of_all(cls, everyones: Sequence[Remainder]) -> Remainder:
+    def combine(cls, everyones: Sequence[Remainder]) -> Remainder:
         """Combine the differences of all ranks: the sum of counts, and the largest difference."""
         return cls(sum(its.count for its in everyones), max(its.worst for its in everyones))
 
@@ -66,7 +66,7 @@ class Remainder:
         return self.count == 0 and self.worst <= 0.1 * before.worst
 
 
-def update_apart(left: Remainder, obstacle: str, ranks: Ranks) -> str:
+def describe_remainder(left: Remainder, obstacle: str, ranks: Ranks) -> str:
     """Describe the difference that a repeated update leaves, or why it could not be repeated.
 
     All ranks must call it. The text is "" if the update matches the reference's.
@@ -74,7 +74,7 @@ def update_apart(left: Remainder, obstacle: str, ranks: Ranks) -> str:
     lefts, obstacles = zip(*ranks.gather((left, obstacle), tuple[Remainder, str]), strict=True)
     if why := next(filter(None, obstacles), ""):
         return f"; the update could not be repeated ({why})"
-    left = Remainder.of_all(lefts)
+    left = Remainder.combine(lefts)
     still = f"; the update repeated with them still differs by {left.worst:.2g}"
     return still if left.count else ""
 
@@ -102,7 +102,7 @@ class UpdateCase:
 
     @cached_property
     def _scale(self) -> Magnitude:
-        return Magnitude.of(self.reference.gradients)
+        return Magnitude.measure(self.reference.gradients)
 
     def is_noise(self, name: str) -> bool:
         """Return True for a parameter whose gradient is only rounding, which is not compared."""
@@ -110,73 +110,70 @@ class UpdateCase:
         return gradient is not None and self._scale.is_noise(gradient)
 
     @cached_property
-    def own(self) -> dict[str, Ingredients]:
+    def loop_inputs(self) -> dict[str, Ingredients]:
         """The inputs of the loop's updates on this rank, of parameters that both sides update."""
-        return {name: its for name, its in self.run.record.before.items() if name in self.other}
+        return {n: its for n, its in self.run.record.before.items() if n in self.reference_inputs}
 
     @cached_property
-    def other(self) -> dict[str, Ingredients]:
+    def reference_inputs(self) -> dict[str, Ingredients]:
         """The inputs of the reference's updates, at this rank's elements."""
         return {
-            name: self._part(name, its)
+            name: self._shard_ingredients(name, its)
             for name, its in self.reference.record.before.items()
             if name in self.holds
         }
 
-    def _part(self, name: str, whole: Ingredients) -> Ingredients:
+    def _shard_ingredients(self, name: str, whole: Ingredients) -> Ingredients:
         shard = self.holds[name]
         return replace(
             whole,
-            value=shard.of(whole.value),
-            gradient=None if whole.gradient is None else shard.of(whole.gradient),
-            state=self._part_of_state(name, whole.state, whole.value),
+            value=shard.select(whole.value),
+            gradient=None if whole.gradient is None else shard.select(whole.gradient),
+            state=self._shard_state(name, whole.state, whole.value),
         )
 
-    def _part_of_state(self, name: str, state: Mapping[str, Any], row: Tensor) -> dict[str, Any]:
+    def _shard_state(self, name: str, state: Mapping[str, Any], row: Tensor) -> dict[str, Any]:
         shard = self.holds[name]
-        return {k: shard.of(value) if is_row(value, row) else value for k, value in state.items()}
+        return {k: shard.select(its) if is_row(its, row) else its for k, its in state.items()}
 
-    def target(self, name: str) -> UpdateOutcome:
+    def reference_outcome(self, name: str) -> UpdateOutcome:
         """Return the outcome of the reference's update, at this rank's elements."""
         after, row = self.reference.record.after[name], self.reference.record.before[name].value
-        value = self.holds[name].of(after.value)
-        return UpdateOutcome(value, self._part_of_state(name, after.state, row))
+        value = self.holds[name].select(after.value)
+        return UpdateOutcome(value, self._shard_state(name, after.state, row))
 
-    def remainder(self, outcomes: Mapping[str, UpdateOutcome]) -> Remainder:
+    def measure_remainder(self, outcomes: Mapping[str, UpdateOutcome]) -> Remainder:
         """Return the difference of these outcomes from the reference's."""
-        scratch = self.differences(outcomes)
+        scratch = self.compare_outcomes(outcomes)
         both = Subject.PARAMETERS, Subject.OPTIMIZER
-        worst = max(scratch.most(Moment.UPDATE, subject) for subject in both)
+        worst = max(scratch.largest_of(Moment.UPDATE, subject) for subject in both)
         return Remainder(len(scratch.mismatches), worst)
 
-    def differences(self, outcomes: Mapping[str, UpdateOutcome]) -> Differences:
+    def compare_outcomes(self, outcomes: Mapping[str, UpdateOutcome]) -> Differences:
         """Compare outcomes with the reference's, with the tolerances of the verdict."""
         scratch = Differences(step=self.verdict.step, rank=self.verdict.rank)
         rights: dict[str, dict[str, Tensor]] = {}
         owns: dict[str, dict[str, Tensor]] = {}
         rows: dict[str, ParameterShard] = {}
         for name, outcome in outcomes.items():
-            target = self.target(name)
+            target = self.reference_outcome(name)
             course = replace(
-                self.verdict.courses[name],
-                before=self.other[name].value,
+                self.verdict.moves[name],
+                before=self.reference_inputs[name].value,
                 after=target.value,
                 run_before=self.run.record.before[name].value
                 if name in self.run.record.before
-                else self.verdict.courses[name].run_before,
+                else self.verdict.moves[name].run_before,
                 run_after=outcome.value,
             )
-            compare_update(
-                scratch, name, course, is_noise=self.is_noise(name),
-                limit=self.limit,
-            )  # fmt: skip
+            compare_update(scratch, name, course, is_noise=self.is_noise(name), limit=self.limit)
             rows[name] = ParameterShard(name, target.value, target.value.shape)
             for side, its in ((rights, target), (owns, outcome)):
                 side[name] = {k: v for k, v in its.state.items() if is_row(v, target.value)}
         compare_states(scratch, rights, owns, rows, self.limit)
         return scratch
 
-    def with_gradients(
+    def repeat_with_gradients(
         self, gradients: Mapping[str, Tensor | None], trial: UpdateRecord | None = None
     ) -> tuple[Remainder, str]:
         """Repeat the update with other gradients.
@@ -190,28 +187,25 @@ class UpdateCase:
             ("" if it can).
         """
         obstacle = self.run.record.obstacle or self.reference.record.obstacle
-        moved = any(not its.stood_still for its in self.verdict.courses.values())
-        if not (self.own or obstacle) and moved:
+        moved = any(not its.is_unchanged for its in self.verdict.moves.values())
+        if not (self.loop_inputs or obstacle) and moved:
             obstacle = "no torch.optim.Optimizer makes it"
         if obstacle:
             return BROKEN, obstacle
         rows = {n: row * self.reference.clip for n, row in gradients.items() if row is not None}
-        its = self.repeated({n: replace(own, gradient=rows.get(n)) for n, own in self.own.items()})
+        its = self.repeat_update(
+            {n: replace(own, gradient=rows.get(n)) for n, own in self.loop_inputs.items()}
+        )
         try:
-            is_own = its[1] or not self.unlike(trial)
+            is_own = its[1] or not self.unreproduced_parameters(trial)
         except CannotRepeat as error:
             return BROKEN, str(error)
         return its if is_own else (BROKEN, "its step gives other values than its class computes")
 
-    def repeated(self, taken: Mapping[str, Ingredients]) -> tuple[Remainder, str]:
-        """Repeat the update with these ingredients.
-
-        Returns:
-            The difference from the reference, and the reason why the update cannot be repeated
-            ("" if it can).
-        """
+    def repeat_update(self, taken: Mapping[str, Ingredients]) -> tuple[Remainder, str]:
+        """Repeat the update with these ingredients. Returns as `repeat_with_gradients`."""
         try:
-            return self.remainder(repeat(taken)), ""
+            return self.measure_remainder(repeat_updates(taken)), ""
         except CannotRepeat as error:
             return BROKEN, str(error)
 
@@ -220,39 +214,38 @@ class UpdateCase:
 
         All ranks must call it.
         """
-        sides = {name: self.other if name in names else self.own for name in self.own}
-        left, obstacle = self.with_gradients({n: side[n].gradient for n, side in sides.items()})
+        own, other = self.loop_inputs, self.reference_inputs
+        gradients = {n: (other if n in names else own)[n].gradient for n in own}
+        left, obstacle = self.repeat_with_gradients(gradients)
         return all(ranks.gather(not obstacle and left.count == 0))
 
-    def unlike(self, trial: UpdateRecord | None = None) -> list[str]:
-        """Return the parameters whose repeated update differs from the recorded step's outcome.
+    def unreproduced_parameters(self, trial: UpdateRecord | None = None) -> list[str]:
+        """Return the parameters whose repeated update differs from the outcome in `trial`.
 
-        Args:
-            trial: The record to repeat; default: the loop's step.
+        Default: the loop's step.
         """
         record = trial or self.run.record
-        before = {name: its for name, its in record.before.items() if name in self.other}
+        before = {name: its for name, its in record.before.items() if name in self.reference_inputs}
         return [
             name
-            for name, outcome in repeat(before).items()
-            if not _is_alike(outcome.value, record.after[name].value, before[name].value)
-        ]
-
-    def written_after(self) -> list[str]:
-        """Return the parameters whose bits changed between optimizer.step and the step's end."""
-        return [
-            name
-            for name, outcome in self.run.record.after.items()
-            if name in self.verdict.courses
-            and not torch.equal(
-                outcome.value.to(self.verdict.courses[name].run_after),
-                self.verdict.courses[name].run_after,
+            for name, outcome in repeat_updates(before).items()
+            if not _is_equal_up_to_rounding(
+                outcome.value, record.after[name].value, before[name].value
             )
         ]
 
-    def part(self, name: str) -> str:
+    def later_written_parameters(self) -> list[str]:
+        """Return the parameters whose bits changed between optimizer.step and the step's end."""
+        ends = {name: move.run_after for name, move in self.verdict.moves.items()}
+        return [
+            name
+            for name, outcome in self.run.record.after.items()
+            if name in ends and not torch.equal(outcome.value.to(ends[name]), ends[name])
+        ]
+
+    def shard_checksum(self, name: str) -> str:
         """Return a checksum of the indices of this rank's elements of a parameter."""
-        return digest(self.holds[name].at)
+        return checksum(self.holds[name].indices)
 
 
 def compare_masters(differences: Differences, case: UpdateCase) -> None:
@@ -262,12 +255,12 @@ def compare_masters(differences: Differences, case: UpdateCase) -> None:
     """
     masters = {
         name: case.run.record.after[name]
-        for name in case.run.record.masters & case.own.keys()
+        for name in case.run.record.masters & case.loop_inputs.keys()
         if name in case.run.record.after
-        and torch.finfo(case.other[name].value.dtype).eps
-        <= torch.finfo(case.own[name].value.dtype).eps
+        and torch.finfo(case.reference_inputs[name].value.dtype).eps
+        <= torch.finfo(case.loop_inputs[name].value.dtype).eps
     }
-    scratch = case.differences(masters)
+    scratch = case.compare_outcomes(masters)
     for mismatch in scratch.mismatches:
         if mismatch.subject is Subject.PARAMETERS:
             differences.mismatches.append(
@@ -275,7 +268,7 @@ def compare_masters(differences: Differences, case: UpdateCase) -> None:
             )
 
 
-def _is_alike(repeated: Tensor, seen: Tensor, before: Tensor) -> bool:
+def _is_equal_up_to_rounding(repeated: Tensor, seen: Tensor, before: Tensor) -> bool:
     """Return True if two outcomes differ only by rounding.
 
     The difference is relative to the movement in a coarse dtype, and to the value in a fine one.
@@ -302,7 +295,7 @@ _REPRODUCED = 1e-6  # the relative error of a factor up to which a norm over an 
 _LEAST = 1e-9  # a factor nearer to 1 is no clipping
 
 
-def kept_squares(
+def record_squares(
     wholes: Mapping[str, ParameterShard], squares: dict[str, float]
 ) -> AbstractContextManager[object]:
     """Return a context that records the squared norm of each gradient after every backward pass.
@@ -313,9 +306,9 @@ def kept_squares(
 
     def keep() -> None:
         gradients = {name: shard.parameter.grad for name, shard in wholes.items()}
-        squares.update({name: square(its) for name, its in gradients.items() if its is not None})
+        squares.update({n: squared_norm(its) for n, its in gradients.items() if its is not None})
 
-    return around_backward(lambda tensors: keep)
+    return hook_backward(lambda tensors: keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +345,7 @@ def common_factor(
     Returns:
         The factor; 1.0 if all squares are zero, None if the factors differ.
     """
-    rows = {name: square(its) for name, its in gradients.items() if squares.get(name)}
+    rows = {name: squared_norm(its) for name, its in gradients.items() if squares.get(name)}
     factors = [math.sqrt(row / squares[name]) for name, row in rows.items()]
     if not factors or max(factors) - min(factors) > tolerance * max(factors):
         return None if factors else 1.0
@@ -367,7 +360,7 @@ class ClippedGradient:
     factor: float
 
     @classmethod
-    def of(
+    def detect(
         cls, squares: Mapping[str, float], gradients: Mapping[str, Tensor], tolerance: float
     ) -> ClippedGradient | None:
         """Detect clipping from squared norms before and gradients after it.
@@ -383,7 +376,7 @@ class ClippedGradient:
         chosen = self.squares if names is None else names
         return math.sqrt(sum(self.squares.get(name, 0.0) for name in chosen))
 
-    def scaled(self, norm: float, epsilons: tuple[float, float]) -> float:
+    def clip_ratio(self, norm: float, epsilons: tuple[float, float]) -> float:
         """Return the ratio of a gradient clipped by another norm to the reference's clipped one.
 
         Args:
@@ -396,7 +389,7 @@ class ClippedGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class ClipWay:
+class ClipHypothesis:
     """A hypothesis about clipping, with the texts of its root cause.
 
     Attributes:
@@ -416,7 +409,7 @@ class ClipWay:
     names: tuple[str, ...] = ()
 
 
-def clipping(
+def explain_clipping(
     mismatches: Sequence[Mismatch],
     case: UpdateCase,
     wholes: tuple[Mapping[str, float], Mapping[str, Tensor]],
@@ -433,8 +426,8 @@ def clipping(
         ranks: The ranks.
     """
     tolerance = min(_LOOSE * case.limit.gradients, _LOOSEST)
-    gradient = ClippedGradient.of(*wholes, tolerance)
-    mine = list(_scalings(case, wholes[1], gradient, tolerance)) if gradient else []
+    gradient = ClippedGradient.detect(*wholes, tolerance)
+    mine = list(_measure_scalings(case, wholes[1], gradient, tolerance)) if gradient else []
     everyones = ranks.gather((gradient, mine), tuple[ClippedGradient | None, list[Scaling]])
     rows = [row for _, its in everyones for row in its]
     gradient = everyones[0][0]  # one rank's: float sums of several ranks might decide differently
@@ -445,7 +438,7 @@ def clipping(
     wrong = {row.rank for row in rows if abs(row.factor - 1.0) > tolerance}
     largest = max((abs(row.factor - 1.0) for row in rows), default=0.0)
     bound = min(case.limit.gradients, _LOOSEST, _SHARE * largest)
-    fitting = [pair for pair in fits(gradient, rows, ranks, wrong) if pair[0] <= bound]
+    fitting = [pair for pair in fit_hypotheses(gradient, rows, ranks, wrong) if pair[0] <= bound]
     if not wrong or len({way.factor for _, way in fitting}) != 1:
         return None  # no hypothesis fits, or several different ones
     error, way = min(fitting, key=lambda pair: pair[0])
@@ -456,7 +449,7 @@ def clipping(
     elif way.is_local:
         axis = next(iter(ranks.axes), "")
     is_proven = len(fitting) == 1 and (not way.names or error <= _REPRODUCED)
-    return root_cause(
+    return make_root_cause(
         mismatches, ranks, state=Subject.NORM, axis=axis, factor=way.factor,
         names=way.names or None, who=wrong, sentence=sentence, fix=way.fix,
         certainty=Certainty.PROVEN if is_proven else Certainty.FITS,
@@ -464,9 +457,9 @@ def clipping(
     )  # fmt: skip
 
 
-def fits(
+def fit_hypotheses(
     gradient: ClippedGradient, rows: Sequence[Scaling], ranks: Ranks, wrong: Collection[int]
-) -> list[tuple[float, ClipWay]]:
+) -> list[tuple[float, ClipHypothesis]]:
     """Return the error of each hypothesis: the largest relative difference of a factor from it.
 
     A hypothesis about an axis is left out if it predicts the same factors as a general one: on a
@@ -480,8 +473,9 @@ def fits(
     """
     measured = []
     predictions: list[list[float]] = []
-    for way in (*_ways(gradient, rows, wrong), *_ways_of_axes(gradient, rows, ranks)):
-        factors = [gradient.scaled(way.norm(row), (0.0, 0.0)) for row in rows]
+    general = _general_hypotheses(gradient, rows, wrong)
+    for way in (*general, *_axis_hypotheses(gradient, rows, ranks)):
+        factors = [gradient.clip_ratio(way.norm(row), (0.0, 0.0)) for row in rows]
         if way.axis and any(
             all(math.isclose(*both, rel_tol=_REPRODUCED) for both in zip(factors, its, strict=True))
             for its in predictions
@@ -490,41 +484,42 @@ def fits(
         if not way.axis:
             predictions.append(factors)
         error = min(
-            max(abs(row.factor / gradient.scaled(way.norm(row), both) - 1.0) for row in rows)
+            max(abs(row.factor / gradient.clip_ratio(way.norm(row), both) - 1.0) for row in rows)
             for both in product(_EPSILONS, _EPSILONS)
         )
         measured.append((error, way))
     return measured
 
 
-def _scalings(
+def _measure_scalings(
     case: UpdateCase, wholes: Mapping[str, Tensor], gradient: ClippedGradient, tolerance: float
 ) -> Iterator[Scaling]:
     """Yield the factors of this rank's gradients; NaN for one that is no multiple."""
-    parts = {n: case.holds[n].of(whole) for n, whole in wholes.items() if n in case.holds}
-    local = math.sqrt(sum(map(square, parts.values())))
+    parts = {n: case.holds[n].select(whole) for n, whole in wholes.items() if n in case.holds}
+    local = math.sqrt(sum(map(squared_norm, parts.values())))
     for name, part in parts.items():
         own = case.run.gradients.get(name)
         if case.is_noise(name) or not bool(part.any()):
             continue
-        fit = multiple(own, part) if own is not None else None
-        factor = fit.factor if fit is not None and fit.holds(_FITS * tolerance) else math.nan
+        fit = fit_multiple(own, part) if own is not None else None
+        factor = fit.factor if fit is not None and fit.is_within(_FITS * tolerance) else math.nan
         taken = case.run.record.before.get(name)
         group = -1 if taken is None else taken.group
         yield Scaling(
-            case.verdict.rank, name, group, factor, local / gradient.factor, case.part(name)
-        )
+            case.verdict.rank, name, group, factor, local / gradient.factor,
+            case.shard_checksum(name),
+        )  # fmt: skip
 
 
-def _ways(
+def _general_hypotheses(
     gradient: ClippedGradient, rows: Sequence[Scaling], wrong: Collection[int]
-) -> Iterator[ClipWay]:
+) -> Iterator[ClipHypothesis]:
     groups: dict[int, set[str]] = {}
     for row in rows:
         groups.setdefault(row.group, set()).add(row.name)
     before = "the reference gradient before clipping"
     if len(groups) > 1:
-        yield ClipWay(
+        yield ClipHypothesis(
             "clip per group",
             f"Each of {len(groups)} parameter groups is clipped separately, but the "
             "reference clips all by the global norm.",
@@ -533,7 +528,7 @@ def _ways(
             "the optimizers take",
             lambda row: gradient.norm(sorted(groups[row.group])),
         )
-    yield ClipWay(
+    yield ClipHypothesis(
         "clip per parameter",
         "Every parameter's gradient is clipped separately, but the reference clips all "
         "by the global norm.",
@@ -542,7 +537,7 @@ def _ways(
         "the optimizers take",
         lambda row: gradient.norm([row.name]),
     )
-    yield ClipWay(
+    yield ClipHypothesis(
         "clipped by the local norm",
         "Every rank clips by its local norm.",
         "Sum the squares over all ranks that hold other shards first.",
@@ -551,7 +546,7 @@ def _ways(
         lambda row: row.local,
         is_local=True,
     )
-    yield ClipWay(
+    yield ClipHypothesis(
         "not clipped",
         "The optimizers of these ranks take unclipped gradients.",
         "Clip them by the global norm, after they are reduced and before the update.",
@@ -560,9 +555,9 @@ def _ways(
     )
 
 
-def _ways_of_axes(
+def _axis_hypotheses(
     gradient: ClippedGradient, rows: Sequence[Scaling], ranks: Ranks
-) -> Iterator[ClipWay]:
+) -> Iterator[ClipHypothesis]:
     """Yield the hypotheses that a norm counts squares several times, or leaves them out.
 
     There are up to three for each axis and each combination of axes: the squares of replicated
@@ -570,7 +565,7 @@ def _ways_of_axes(
     """
     parts = {(row.name, row.rank): row.part for row in rows}
     names = sorted({row.name for row in rows})
-    for axis, groups in ranks.summed.items():
+    for axis, groups in ranks.sum_groups.items():
         degree = len(groups[0])
         copied = tuple(
             name
@@ -585,16 +580,16 @@ def _ways_of_axes(
                 continue
             verb = f"counted {times} times" if times else "left out"
             squares = gradient.norm() ** 2 + (times - 1) * gradient.norm(chosen) ** 2
-            yield ClipWay(
+            yield ClipHypothesis(
                 "counted several times" if times else "left out of the norm",
                 f"In the norm, the squares of what is {kind} over {axis} "
-                f"({families(chosen)}) are {verb}.",
+                f"({list_families(chosen)}) are {verb}.",
                 "Count each element once.",
                 f"the reference gradient before clipping, with these squares {verb}, equals "
                 "the gradients that the optimizers take",
-                partial(_constant, math.sqrt(max(squares, 0.0))), axis=axis, names=chosen,
+                partial(_constant_norm, math.sqrt(max(squares, 0.0))), axis=axis, names=chosen,
             )  # fmt: skip
 
 
-def _constant(length: float, row: Scaling) -> float:
+def _constant_norm(length: float, row: Scaling) -> float:
     return length

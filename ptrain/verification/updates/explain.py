@@ -19,16 +19,16 @@ from torch import Tensor
 
 from ptrain.report.finding import POSSIBLE, Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.jobs.record import digest
-from ptrain.verification.jobs.root_causes import families, root_cause
+from ptrain.verification.jobs.record import checksum
+from ptrain.verification.jobs.root_causes import list_families, make_root_cause
 from ptrain.verification.parts import difference, factor_text, norm
 from ptrain.verification.updates.clip import Remainder, UpdateCase
 from ptrain.verification.updates.repeat import (
     Ingredients,
+    are_equal,
     as_number,
     is_row,
     piece_shape,
-    same,
 )
 
 # Entries of a parameter group that do not change the result: they select torch's implementation
@@ -67,7 +67,7 @@ class Swap:
         kept = of_keys.get(self.ingredient)
         return getattr(side, self.ingredient) if kept is None else kept.get(self.key)
 
-    def of(self, own: Ingredients, other: Ingredients) -> Ingredients:
+    def apply(self, own: Ingredients, other: Ingredients) -> Ingredients:
         """Return the loop's ingredients with this one replaced by the reference's."""
         its = self.value(other)
         match self.ingredient:
@@ -84,17 +84,19 @@ class Swap:
 Swaps = tuple[Swap, ...]
 
 
-def differing(case: UpdateCase) -> dict[Swap, list[str]]:
+def find_differences(case: UpdateCase) -> dict[Swap, list[str]]:
     """Return the ingredients that differ from the reference's on this rank, with the parameters."""
     names: dict[Swap, list[str]] = {}
-    for name, own in case.own.items():
-        other = case.other[name]
-        for swap in _differences(own, other, max(case.limit.updates, 10 * case.limit.gradients)):
+    for name, own in case.loop_inputs.items():
+        other = case.reference_inputs[name]
+        for swap in _differing_swaps(
+            own, other, max(case.limit.updates, 10 * case.limit.gradients)
+        ):
             names.setdefault(swap, []).append(name)
     return names
 
 
-def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Iterator[Swap]:
+def _differing_swaps(own: Ingredients, other: Ingredients, tolerance: float) -> Iterator[Swap]:
     keys = {
         Ingredient.SETTING: (own.settings.keys() | other.settings.keys()) - _OF_CLASS,
         Ingredient.STATE: own.state.keys() | other.state.keys(),
@@ -104,26 +106,26 @@ def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Iter
             swap = Swap(kind, key)
             mine, right = swap.value(own), swap.value(other)
             is_of_rows = is_row(mine, own.value) and is_row(right, other.value)
-            differs = not same(mine, right)
+            differs = not are_equal(mine, right)
             if kind is Ingredient.STATE and is_of_rows:
                 differs = difference(mine, right, norm(right)) > tolerance
             if differs:
                 yield swap
 
 
-def left_with(case: UpdateCase, swaps: Swaps) -> Remainder:
+def try_swaps(case: UpdateCase, swaps: Swaps) -> Remainder:
     """Repeat the update with these swaps, and return its difference from the reference's."""
-    taken = dict(case.own)
+    taken = dict(case.loop_inputs)
     for swap in swaps:
-        taken = {name: swap.of(own, case.other[name]) for name, own in taken.items()}
-    return case.repeated(taken)[0]
+        taken = {name: swap.apply(own, case.reference_inputs[name]) for name, own in taken.items()}
+    return case.repeat_update(taken)[0]
 
 
 # The difference that is left with each swap alone.
 Singles = dict[Swap, Remainder]
 
 
-def search(
+def search_swaps(
     case: UpdateCase, ranks: Ranks, mismatch: Remainder
 ) -> tuple[list[Swaps], Remainder, Singles]:
     """Find the smallest sets of swaps that make the update match the reference's on all ranks.
@@ -139,21 +141,21 @@ def search(
         The sets of swaps that fix the update, the best first; the difference that is left with the
         best one (`mismatch` if there is none); and the difference with each swap alone.
     """
-    everyones = ranks.gather(list(differing(case)), list[Swap])
+    everyones = ranks.gather(list(find_differences(case)), list[Swap])
     order = list(Ingredient)
     of_any = {swap for of_rank in everyones for swap in of_rank}
     swaps = sorted(of_any, key=lambda swap: (order.index(swap.ingredient), swap.key))
-    lefts = _all_ranks(case, ranks, [(swap,) for swap in swaps])
+    lefts = _try_on_all_ranks(case, ranks, [(swap,) for swap in swaps])
     singles = {swap: left for (swap,), left in lefts.items()}
     if not any(left.is_fix_of(mismatch) for left in lefts.values()):
-        lefts = _all_ranks(case, ranks, _several(swaps))
+        lefts = _try_on_all_ranks(case, ranks, _swap_combinations(swaps))
     fixes = [its for its, left in lefts.items() if left.is_fix_of(mismatch)]
     fixes.sort(key=lambda its: (len(its), lefts[its].worst))
     alike = [its for its in fixes if len(its) == len(fixes[0])]
     return alike, lefts[fixes[0]] if fixes else mismatch, singles
 
 
-def _several(swaps: Sequence[Swap]) -> list[Swaps]:
+def _swap_combinations(swaps: Sequence[Swap]) -> list[Swaps]:
     """Return combinations of swaps: all of a kind, then pairs.
 
     An optimizer that was created again has lost all of its state, so a kind is tried as a unit.
@@ -166,10 +168,12 @@ def _several(swaps: Sequence[Swap]) -> list[Swaps]:
     return list(dict.fromkeys([*kinds, *combinations(swaps, 2)]))[:_MOST]
 
 
-def _all_ranks(case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]) -> dict[Swaps, Remainder]:
-    mine = [left_with(case, swaps) for swaps in trials]
+def _try_on_all_ranks(
+    case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]
+) -> dict[Swaps, Remainder]:
+    mine = [try_swaps(case, swaps) for swaps in trials]
     everyones = zip(*ranks.gather(mine, list[Remainder]), strict=True)
-    return {swaps: Remainder.of_all(its) for swaps, its in zip(trials, everyones, strict=True)}
+    return {swaps: Remainder.combine(its) for swaps, its in zip(trials, everyones, strict=True)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,17 +199,17 @@ class IngredientPair:
 
 def differing_pairs(case: UpdateCase, swaps: Swaps) -> Iterator[IngredientPair]:
     """Yield the values that the swaps replace on this rank."""
-    names = differing(case)
+    names = find_differences(case)
     for swap, name in ((its, name) for its in swaps for name in names.get(its, ())):
-        own, other = (swap.value(side[name]) for side in (case.own, case.other))
+        own, other = (swap.value(side[name]) for side in (case.loop_inputs, case.reference_inputs))
         yield IngredientPair(
             swap=swap, name=name, rank=case.verdict.rank,
-            own=_text(own, other), other=_text(other, own),
+            own=_value_text(own, other), other=_value_text(other, own),
             is_master=name in case.run.record.masters,
         )  # fmt: skip
 
 
-def _text(value: Any, other: Any) -> str:
+def _value_text(value: Any, other: Any) -> str:
     if isinstance(value, Tensor) and value.numel() != 1:
         if not bool(value.any()):
             return "zeros"
@@ -224,7 +228,7 @@ _FIXES = {
 }  # fmt: skip
 
 
-def words(
+def describe_swaps(
     fix: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int]
 ) -> tuple[Subject, str, str, str]:
     """Return the state, the factor, the sentence and the fix of a root cause.
@@ -237,7 +241,9 @@ def words(
     settled = tuple(swap for swap in fix if swap.ingredient is Ingredient.SETTING)
     if settled and all(row.own == "none" for row in rows if row.swap not in settled):
         fix = settled  # missing state follows from a setting, such as `momentum` or `amsgrad`
-    parts = [_of_swap(swap, [row for row in rows if row.swap == swap], degrees) for swap in fix]
+    parts = [
+        _describe_swap(swap, [row for row in rows if row.swap == swap], degrees) for swap in fix
+    ]
     state, factor = parts[0][0], " and ".join(factor for _, factor, _ in parts)
     kept = [row for row in rows if row.swap.key != "step" and not settled]
     is_state = all(swap.ingredient is Ingredient.STATE for swap in fix)
@@ -247,7 +253,7 @@ def words(
     return state, factor, facts, _FIXES[fix[0].ingredient]
 
 
-def _of_swap(
+def _describe_swap(
     swap: Swap, rows: Sequence[IngredientPair], degrees: dict[str, int]
 ) -> tuple[Subject, str, str]:
     title = swap.key or str(swap.ingredient)
@@ -256,7 +262,7 @@ def _of_swap(
         pair = (rows[0].own, "") if "off" in row.own else (row.own, row.other)
         pairs.setdefault(pair, []).append(row.name)
     listed = "; ".join(
-        f"{own}{other and f', in the reference {other}'}, for {families(names)}"
+        f"{own}{other and f', in the reference {other}'}, for {list_families(names)}"
         for (own, other), names in list(pairs.items())[:3]
     )
     own, other = next(iter(pairs))
@@ -275,8 +281,8 @@ def _of_swap(
 def explain_replicas(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     """Return the root cause of replicas that are correct up to rounding but differ in bits."""
     first = mismatches[0]
-    return root_cause(
-        mismatches, ranks, state=first.subject, axis=ranks.axis_of(first.between),
+    return make_root_cause(
+        mismatches, ranks, state=first.subject, axis=ranks.differing_axis(first.between),
         factor="replicas differ",
         sentence=f"Ranks {', '.join(map(str, first.between))} hold the same shard with different "
         "bits.",
@@ -316,27 +322,34 @@ class UpdateExplainer:
     def root_cause(self) -> RootCause:
         """Return the root cause: the first explanation whose trial matches the reference."""
         case = self.case
-        differing = self._departing()
-        if any(self.ranks.gather(bool(without := self._without_a_step()))):
-            return self._left_out(without)
-        foreign = (differing & case.run.record.after.keys()) - case.other.keys()
+        differing = self._differing_parameters()
+        if any(self.ranks.gather(bool(without := self._unstepped_parameters()))):
+            return self._explain_unstepped(without)
+        foreign = (differing & case.run.record.after.keys()) - case.reference_inputs.keys()
         if any(self.ranks.gather(bool(foreign))):
-            return self.unexplained(_FOREIGN)
+            return self.unexplained_cause(_FOREIGN)
         everyones = self.ranks.gather(case.run.record.obstacle or case.reference.record.obstacle)
         if obstacle := next(filter(None, everyones), ""):
-            return self.unexplained(f"the update cannot be replayed: {obstacle}{self._differing()}")
+            return self.unexplained_cause(
+                f"the update cannot be replayed: {obstacle}{self._differing_inputs_text()}"
+            )
         after = case.run.record.after
-        own = case.remainder({name: after[name] for name in case.own})
-        mismatch = Remainder.of_all(self.ranks.gather(own, Remainder))
+        own = case.measure_remainder({name: after[name] for name in case.loop_inputs})
+        mismatch = Remainder.combine(self.ranks.gather(own, Remainder))
         if mismatch.count == 0:
-            return self._written_after(mismatch)
-        kinds = [[its.rule.kind.__name__ for its in (case.own[n], case.other[n])] for n in case.own]
+            return self._explain_later_write(mismatch)
+        kinds = [
+            [its.rule.kind.__name__ for its in (case.loop_inputs[n], case.reference_inputs[n])]
+            for n in case.loop_inputs
+        ]
         unlike = [both for its in self.ranks.gather(kinds) for both in its if both[0] != both[1]]
         if unlike:
-            return self.unexplained("the loop steps by {}, the reference by {}".format(*unlike[0]))
-        return self._in_the_step(mismatch)
+            return self.unexplained_cause(
+                "the loop steps by {}, the reference by {}".format(*unlike[0])
+            )
+        return self._explain_step(mismatch)
 
-    def _departing(self) -> set[str]:
+    def _differing_parameters(self) -> set[str]:
         """Return the parameters that differ on this rank, or whose state differs."""
         return {
             mismatch.name.partition(" · ")[0]
@@ -344,64 +357,66 @@ class UpdateExplainer:
             if mismatch.rank == self.case.verdict.rank and mismatch.subject in UPDATED
         }
 
-    def _rows(self, names: Sequence[str]) -> list[tuple[int, str]]:
+    def _gather_rows(self, names: Sequence[str]) -> list[tuple[int, str]]:
         """Return the names of all ranks, each with its rank."""
         everyones = self.ranks.gather(names)
         return [(rank, name) for rank, its in enumerate(everyones) for name in its]
 
-    def _repeated(self, taken: dict[str, Ingredients]) -> Remainder:
+    def _repeat_update(self, taken: dict[str, Ingredients]) -> Remainder:
         """Repeat the update with these ingredients, and return the difference on all ranks."""
-        left, self.obstacle = self.case.repeated(taken)
-        return Remainder.of_all(self.ranks.gather(left, Remainder))
+        left, self.obstacle = self.case.repeat_update(taken)
+        return Remainder.combine(self.ranks.gather(left, Remainder))
 
-    def _without_a_step(self) -> set[str]:
+    def _unstepped_parameters(self) -> set[str]:
         """Return the differing parameters that no optimizer of this rank stepped.
 
         Parameters with the bits of a rank whose optimizer stepped them are left out: with ZeRO,
         the update happens on another rank and is broadcast.
         """
         case = self.case
-        without = self._departing() - case.run.record.after.keys()
+        without = self._differing_parameters() - case.run.record.after.keys()
         stepped = {
-            name: self._bits(name) for name in case.run.record.after if name in case.verdict.courses
+            name: self._shard_checksums(name)
+            for name in case.run.record.after
+            if name in case.verdict.moves
         }
         owners = self.ranks.gather(stepped) if any(self.ranks.gather(bool(without))) else []
-        return {n for n in without if all(its.get(n) != self._bits(n) for its in owners)}
+        return {n for n in without if all(its.get(n) != self._shard_checksums(n) for its in owners)}
 
-    def _bits(self, name: str) -> list[str]:
+    def _shard_checksums(self, name: str) -> list[str]:
         """Return checksums of the rank's element indices, and of the elements after the step."""
-        return [self.case.part(name), digest(self.case.verdict.courses[name].run_after)]
+        return [self.case.shard_checksum(name), checksum(self.case.verdict.moves[name].run_after)]
 
-    def _left_out(self, without: set[str]) -> RootCause:
+    def _explain_unstepped(self, without: set[str]) -> RootCause:
         """Return the root cause of parameters that no optimizer of this rank stepped."""
         case = self.case
-        still = {name for name in without if case.verdict.courses[name].stood_still}
+        still = {name for name in without if case.verdict.moves[name].is_unchanged}
         obstacles = (
             (without - still, "the differing tensors changed in the step, and no "
              "torch.optim.Optimizer that stepped on their rank has them"),
-            (without - case.other.keys(), _FOREIGN),
+            (without - case.reference_inputs.keys(), _FOREIGN),
         )  # fmt: skip
         for names, obstacle in obstacles:
             if any(self.ranks.gather(bool(names))):
-                return self.unexplained(obstacle)
+                return self.unexplained_cause(obstacle)
         taken = {
             name: replace(
-                case.other[name],
+                case.reference_inputs[name],
                 shape=piece_shape(case.holds[name]),
-                value=case.verdict.courses[name].run_before,
+                value=case.verdict.moves[name].run_before,
                 gradient=case.run.gradients.get(name),
             )
             for name in still
         }
-        left = self._repeated(taken)
+        left = self._repeat_update(taken)
         if not left.is_fix_of(Remainder(1, max(d.difference for d in self.mismatches))):
-            return self.unexplained(
+            return self.unexplained_cause(
                 "no optimizer that steps has the differing tensors, and with the reference "
                 "optimizer and the present gradient they would still differ by "
                 f"{left.worst:.2g}"
             )
-        stepped = case.run.record.after.keys() & case.verdict.courses.keys()
-        mine = ([[n, case.part(n)] for n in sorted(its)] for its in (still, stepped))
+        stepped = case.run.record.after.keys() & case.verdict.moves.keys()
+        mine = ([[n, case.shard_checksum(n)] for n in sorted(its)] for its in (still, stepped))
         everyones = self.ranks.gather(list(mine))
         rows = [(rank, part) for rank, (its, _) in enumerate(everyones) for part in its]
         elsewhere = [part for _, its in everyones for part in its]
@@ -413,7 +428,7 @@ class UpdateExplainer:
             else ("not updated, and no optimizer that steps on these ranks has it", "Give it to an "
                   "optimizer")
         )  # fmt: skip
-        return self._proven(
+        return self._proven_cause(
             Subject.PARAMETERS, "stale on some ranks" if is_stale else "not updated",
             f"The gradient of the parameter is right, but it is {what}.", f"{fix}.",
             [name for _, (name, _) in rows], sorted({rank for rank, _ in rows}),
@@ -422,9 +437,9 @@ class UpdateExplainer:
             axis=next(iter(self.ranks.axes), "") if is_stale else None,
         )  # fmt: skip
 
-    def _written_after(self, mismatch: Remainder) -> RootCause:
+    def _explain_later_write(self, mismatch: Remainder) -> RootCause:
         """Return the root cause of values that changed after correct optimizer steps."""
-        written = set(self._rows(self.case.written_after()))
+        written = set(self._gather_rows(self.case.later_written_parameters()))
         rows = [
             (its.rank, its.name.partition(" · ")[0])
             for its in self.mismatches
@@ -435,7 +450,7 @@ class UpdateExplainer:
             rows = [(its.rank, its.name) for its in self.mismatches]
         is_state = all(its.subject is Subject.OPTIMIZER for its in self.mismatches)
         state = Subject.OPTIMIZER if is_state else Subject.PARAMETERS
-        return self._proven(
+        return self._proven_cause(
             state, "differs after the update",
             f"The optimizer's step is right, but {'its state' if is_state else 'the parameter'} "
             "differs at the end of the step.",
@@ -444,14 +459,16 @@ class UpdateExplainer:
             [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
 
-    def _in_the_step(self, mismatch: Remainder) -> RootCause:
+    def _explain_step(self, mismatch: Remainder) -> RootCause:
         case = self.case
-        left = self._repeated(dict(case.own))
-        rows = self._rows(sorted(case.own) if self.obstacle else case.unlike())
+        left = self._repeat_update(dict(case.loop_inputs))
+        rows = self._gather_rows(
+            sorted(case.loop_inputs) if self.obstacle else case.unreproduced_parameters()
+        )
         if obstacle := next(filter(None, self.ranks.gather(self.obstacle)), ""):
-            return self.unexplained(f"{obstacle}{self._differing()}")
+            return self.unexplained_cause(f"{obstacle}{self._differing_inputs_text()}")
         if rows and left.is_fix_of(mismatch):
-            return self._proven(
+            return self._proven_cause(
                 Subject.PARAMETERS, "written within the step",
                 "optimizer.step() gives another result than its class computes from these "
                 "gradients, state and settings.",
@@ -460,20 +477,20 @@ class UpdateExplainer:
                 f"the step replayed with its inputs matches the reference to {left.worst:.2g}",
             )  # fmt: skip
         if rows:
-            return self.unexplained(
+            return self.unexplained_cause(
                 "the update cannot be replayed element by element: its gradients, state and "
-                f"settings give {families((name for _, name in rows))} other values than its "
-                f"step did{self._differing()}"
+                f"settings give {list_families((name for _, name in rows))} other values than its "
+                f"step did{self._differing_inputs_text()}"
             )
-        fixes, rest, singles = search(case, self.ranks, mismatch)
+        fixes, rest, singles = search_swaps(case, self.ranks, mismatch)
         if not fixes:
-            return self.unexplained(_ruled_out(singles))
+            return self.unexplained_cause(_ruled_out_text(singles))
         was = f" (it differed by {mismatch.worst:.2g})" if rest.worst > _COARSE else ""
-        return self._exchanged(fixes, f"{rest.worst:.2g}{was}")
+        return self._explain_swaps(fixes, f"{rest.worst:.2g}{was}")
 
-    def _differing(self) -> str:
+    def _differing_inputs_text(self) -> str:
         """Return a clause with the inputs that differ, for an update that cannot be repeated."""
-        everyones = self.ranks.gather(list(differing(self.case)), list[Swap])
+        everyones = self.ranks.gather(list(find_differences(self.case)), list[Swap])
         noise = (Ingredient.GRADIENT, Ingredient.VALUE)  # roundings of these alone are no reason
         titles = {
             swap.key or swap.ingredient
@@ -483,22 +500,22 @@ class UpdateExplainer:
         listed = ", ".join(sorted(titles)) or "none of its settings and state"
         return f"; {listed} differed from the reference before it"
 
-    def _exchanged(self, fixes: Sequence[Swaps], rest: str) -> RootCause:
+    def _explain_swaps(self, fixes: Sequence[Swaps], rest: str) -> RootCause:
         mine = list(differing_pairs(self.case, fixes[0]))
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
-        state, factor, sentence, fix = words(fixes[0], rows, self.ranks.degrees)
+        state, factor, sentence, fix = describe_swaps(fixes[0], rows, self.ranks.degrees)
         what, *others = (
             ", ".join(swap.key or str(swap.ingredient) for swap in its) for its in fixes
         )
         if others:
             sentence += f" {POSSIBLE}{'; '.join((what, *others))}."
-        return self._proven(
+        return self._proven_cause(
             state, factor, sentence, fix, [row.name for row in rows],
             sorted({row.rank for row in rows}),
             f"the update replayed with the reference's {what} matches the reference to {rest}",
         )  # fmt: skip
 
-    def _proven(
+    def _proven_cause(
         self,
         state: Subject,
         factor: str,
@@ -510,22 +527,22 @@ class UpdateExplainer:
         *,
         axis: str | None = None,
     ) -> RootCause:
-        return root_cause(
+        return make_root_cause(
             self.mismatches, self.ranks, state=state, factor=factor, sentence=sentence,
             fix=fix, names=names, who=ranks, axis=axis,
-        ).proven(proof)  # fmt: skip
+        ).as_proven(proof)  # fmt: skip
 
-    def unexplained(self, ruled_out: str) -> RootCause:
+    def unexplained_cause(self, ruled_out: str) -> RootCause:
         first = max(self.mismatches, key=lambda mismatch: mismatch.difference)
         alike = [d for d in self.mismatches if d.subject is first.subject]
-        return root_cause(
+        return make_root_cause(
             alike, self.ranks, state=first.subject, factor=f"differs by {first.difference:.3g}",
             sentence="The gradients match the reference, but this differs at the end of the step.",
             certainty=Certainty.UNEXPLAINED, tried=ruled_out,
         )  # fmt: skip
 
 
-def _ruled_out(singles: Singles) -> str:
+def _ruled_out_text(singles: Singles) -> str:
     """Return a clause with the swaps that were tried and the difference that each left."""
     tried = [
         f"{swap.key or swap.ingredient}: {left.worst:.2g}"

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_map
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import UserCodeError, convert_exceptions, describe_error
-from ptrain.verification.jobs.job import Alone
+from ptrain.verification.jobs.job import NoComms
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.parts import held
+from ptrain.verification.parts import local_cpu
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -53,7 +53,7 @@ class CannotRepeat(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class OptimizerRule:
     """An optimizer without its parameters, their state and their settings.
 
     Attributes:
@@ -67,14 +67,14 @@ class Rule:
     obstacle: str = ""
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Rule:
+    def copy_of(cls, optimizer: Optimizer) -> OptimizerRule:
         """Copy an optimizer's present attributes. Parameters that they refer to are not copied."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         known = {id(tensor) for tensor in tensors}
         attributes = {
             name: tree_map(
                 lambda leaf: (
-                    held(leaf) if isinstance(leaf, DTensor) and id(leaf) not in known else leaf
+                    local_cpu(leaf) if isinstance(leaf, DTensor) and id(leaf) not in known else leaf
                 ),
                 value,
             )
@@ -82,10 +82,12 @@ class Rule:
             if name not in _LEFT_OUT and not isinstance(value, FunctionType | MethodType)
         }
         try:
-            with convert_exceptions(_refusal):
+            with convert_exceptions(_optimizer_fault):
                 copied = copy.deepcopy(attributes, {id(tensor): tensor for tensor in tensors})
         except UserCodeError as error:
-            return cls(type(optimizer), {}, f"its attributes cannot be copied ({_cause(error)})")
+            return cls(
+                type(optimizer), {}, f"its attributes cannot be copied ({_cause_text(error)})"
+            )
         return cls(type(optimizer), copied)
 
 
@@ -104,7 +106,7 @@ class Ingredients:
         group: The index of the group over all optimizers.
     """
 
-    rule: Rule
+    rule: OptimizerRule
     tensor: Tensor
     shape: torch.Size
     value: Tensor
@@ -127,7 +129,7 @@ class UpdateOutcome:
     state: dict[str, Any]
 
 
-def repeat(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
+def repeat_updates(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
     """Run one optimizer step on the given ingredients.
 
     Args:
@@ -144,11 +146,11 @@ def repeat(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
         rules.setdefault(id(ingredients.rule), {})[name] = ingredients
     outcomes: dict[str, UpdateOutcome] = {}
     for of_rule in rules.values():
-        outcomes |= _stepped(of_rule)
+        outcomes |= _run_optimizer_step(of_rule)
     return {name: outcomes[name] for name in taken}
 
 
-def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
+def _run_optimizer_step(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
     """Run one step of a single optimizer."""
     rule = next(iter(taken.values())).rule
     if rule.obstacle:
@@ -163,11 +165,11 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
     optimizer.param_groups = []
     vars(optimizer).update({name: OrderedDict() for name in _HOOKS})
     try:
-        with convert_exceptions(_refusal):
+        with convert_exceptions(_optimizer_fault):
             vars(optimizer).update(copy.deepcopy(rule.attributes, known))
             for name, own in taken.items():
-                _give(optimizer, pieces[name], own)
-            with Alone(lambda words: CannotRepeat(f"its {words}")):
+                _add_parameter(optimizer, pieces[name], own)
+            with NoComms(lambda words: CannotRepeat(f"its {words}")):
                 # Optimizer.profile_hook_step (torch/optim/optimizer.py) wraps `step` with hooks;
                 # a user's hooks must not run again, so the wrapped method is called
                 step: Any = rule.kind.step
@@ -175,7 +177,9 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
     except UserCodeError as error:
         if isinstance(error.__cause__, CannotRepeat):
             raise error.__cause__ from error
-        raise CannotRepeat(f"{rule.kind.__name__} cannot be replayed: {_cause(error)}") from error
+        raise CannotRepeat(
+            f"{rule.kind.__name__} cannot be replayed: {_cause_text(error)}"
+        ) from error
     return {
         name: UpdateOutcome(
             piece.detach().flatten(),
@@ -190,40 +194,40 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
     }
 
 
-def _give(optimizer: Optimizer, piece: nn.Parameter, own: Ingredients) -> None:
+def _add_parameter(optimizer: Optimizer, piece: nn.Parameter, own: Ingredients) -> None:
     """Add a parameter with its gradient, settings and state to an optimizer."""
     if own.gradient is not None:
         piece.grad = own.gradient.to(piece.dtype, copy=True).view(own.shape)
-    optimizer.param_groups.append({**settings_of(own.settings), "params": [piece]})
+    optimizer.param_groups.append({**copy_settings(own.settings), "params": [piece]})
     if own.state:
         optimizer.state[piece] = {
-            key: copied(value.view(own.shape) if is_row(value, own.value) else value)
+            key: copy_value(value.view(own.shape) if is_row(value, own.value) else value)
             for key, value in own.state.items()
         }
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """Return a deep copy; of a tensor a detached clone."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.deepcopy(value)
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def copy_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group without its tensors, with `capturable` off, because
     no CUDA graph captures the repeated step."""
     return {
-        key: False if key == "capturable" else copied(value)
+        key: False if key == "capturable" else copy_value(value)
         for key, value in group.items()
         if key not in _OF_TENSORS
     }
 
 
-def _refusal(error: BaseException) -> Fault:
+def _optimizer_fault(error: BaseException) -> Fault:
     return Fault(place="optimizer", finding=describe_error(error))
 
 
-def _cause(error: UserCodeError) -> str:
+def _cause_text(error: UserCodeError) -> str:
     return str(error.__cause__) or type(error.__cause__).__name__
 
 
@@ -239,7 +243,7 @@ def is_row(value: Any, row: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == row.shape and value.dim() == 1
 
 
-def same(own: Any, other: Any) -> bool:
+def are_equal(own: Any, other: Any) -> bool:
     """Return True if two settings or entries of state are bitwise equal."""
     are_both = isinstance(own, Tensor) and isinstance(other, Tensor)
     if are_both and (own.dtype, own.shape) == (other.dtype, other.shape):
@@ -302,7 +306,7 @@ class UpdateRecorder(ExitStack):
         return self
 
     @property
-    def updates(self) -> int:
+    def max_updates(self) -> int:
         """The largest number of steps of one optimizer."""
         return max(self.num_updates.values(), default=0)
 
@@ -320,7 +324,7 @@ class UpdateRecorder(ExitStack):
         for name, shard in self.holds.items():
             self.updated |= {name} if id(shard.parameter) in own else set()
             if id(shard.parameter) in own or name not in self.gradients:
-                if (gradient := _gradient(optimizer, shard)) is not None:
+                if (gradient := _read_gradient(optimizer, shard)) is not None:
                     self.gradients[name] = gradient
                 elif id(shard.parameter) in own:  # read at another optimizer's step
                     self.gradients.pop(name, None)
@@ -330,12 +334,12 @@ class UpdateRecorder(ExitStack):
             self._depth += 1  # its base class's step, which it calls
             return
         self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
-        self._keep(optimizer)
+        self._record_inputs(optimizer)
 
     @torch.no_grad()
-    def _keep(self, optimizer: Optimizer) -> None:
+    def _record_inputs(self, optimizer: Optimizer) -> None:
         """Record the ingredients of an optimizer's step."""
-        rule, taken = Rule.of(optimizer), dict[str, Ingredients]()
+        rule, taken = OptimizerRule.copy_of(optimizer), dict[str, Ingredients]()
         places = {
             id(tensor): (tensor, number, group)
             for number, group in enumerate(optimizer.param_groups, self._num_groups)
@@ -344,12 +348,12 @@ class UpdateRecorder(ExitStack):
         self._num_groups += len(optimizer.param_groups)
         # a tensor that is materialized only for its update stays empty without a gradient
         given = [tensor for tensor, _, _ in places.values() if tensor.numel()]
-        for name, shard in self._named(given):
+        for name, shard in self._match_parameters(given):
             tensor, number, group = places[id(shard.parameter)]
             if is_master := shard is not self.holds[name]:
                 self.record.masters.add(name)
             is_new = is_master or tensor.grad is None
-            gradient = _gradient(optimizer, shard) if is_new else self.gradients.get(name)
+            gradient = _read_gradient(optimizer, shard) if is_new else self.gradients.get(name)
             self.record.shards[name] = shard
             if "lr" in group:
                 self.rates.add(float(group["lr"]))
@@ -359,8 +363,8 @@ class UpdateRecorder(ExitStack):
                 shape=piece_shape(shard),
                 value=shard.value().clone(),
                 gradient=gradient,
-                state=_state(shard, optimizer),
-                settings=settings_of(group),
+                state=_copy_state(shard, optimizer),
+                settings=copy_settings(group),
                 group=number,
             )
         # ZeroRedundancyOptimizer steps another optimizer: the inner step counts, and parameters
@@ -382,9 +386,9 @@ class UpdateRecorder(ExitStack):
         for name, ingredients in taken.items():
             shard = record.shards[name]
             record.before[name] = ingredients
-            record.after[name] = UpdateOutcome(shard.value().clone(), _state(shard, optimizer))
+            record.after[name] = UpdateOutcome(shard.value().clone(), _copy_state(shard, optimizer))
 
-    def _named(self, tensors: list[Tensor]) -> Iterator[tuple[str, ParameterShard]]:
+    def _match_parameters(self, tensors: list[Tensor]) -> Iterator[tuple[str, ParameterShard]]:
         """Yield the parameters that these tensors are or are master copies of.
 
         A master copy is a tensor of the parameter's shape that rounds to its value.
@@ -398,7 +402,7 @@ class UpdateRecorder(ExitStack):
         for master in masters:
             for name in left:
                 shard = self.holds[name]
-                if shard.within is None and _rounds_to(master, shard.parameter):
+                if shard.flat_index is None and _rounds_to(master, shard.parameter):
                     left.remove(name)
                     yield name, replace(shard, parameter=master)
                     break
@@ -406,16 +410,16 @@ class UpdateRecorder(ExitStack):
 
 def piece_shape(shard: ParameterShard) -> torch.Size:
     """Return the shape of this rank's piece; [n] for a piece inside a flat parameter."""
-    return held(shard.parameter).shape if shard.within is None else shard.value().shape
+    return local_cpu(shard.parameter).shape if shard.flat_index is None else shard.value().shape
 
 
 def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
     """Return True if a tensor, rounded to the parameter's dtype, equals the parameter."""
-    own, other = held(master), held(parameter)
+    own, other = local_cpu(master), local_cpu(parameter)
     return own.shape == other.shape and torch.equal(own.to(other.dtype), other)
 
 
-def _gradient(optimizer: Optimizer, shard: ParameterShard) -> Tensor | None:
+def _read_gradient(optimizer: Optimizer, shard: ParameterShard) -> Tensor | None:
     """Return a copy of the unscaled gradient; a fused optimizer divides by `grad_scale` itself."""
     gradient, scale = shard.gradient(), getattr(optimizer, "grad_scale", None)
     if gradient is None:
@@ -423,14 +427,16 @@ def _gradient(optimizer: Optimizer, shard: ParameterShard) -> Tensor | None:
     return gradient.clone() if scale is None else gradient / float(scale)
 
 
-def _state(shard: ParameterShard, optimizer: Optimizer) -> dict[str, object]:
+def _copy_state(shard: ParameterShard, optimizer: Optimizer) -> dict[str, object]:
     """Return a copy of a parameter's optimizer state: this rank's elements of elementwise state,
     and all other entries in full."""
     entries = optimizer.state.get(shard.parameter, {})
     state: dict[str, object] = {}
     for key, value in entries.items():
-        row = shard.like(value) if isinstance(value, Tensor) and value.dim() else None
-        state[key] = copied(held(value) if isinstance(value, Tensor) and row is None else value)
+        row = shard.select_state(value) if isinstance(value, Tensor) and value.dim() else None
+        state[key] = copy_value(
+            local_cpu(value) if isinstance(value, Tensor) and row is None else value
+        )
         if row is not None:
             state[key] = row.clone()
     return state
