@@ -31,6 +31,15 @@ def by_hand(spec: Spec) -> Step:
     return loop(spec, model, adamw(spec, model))
 
 
+def compiled(spec: Spec) -> Step:
+    """DistributedDataParallel around blocks that torch.compile compiles."""
+    model = built(spec)
+    for block in model.blocks:
+        block.compile(fullgraph=True, dynamic=False)
+    model = replicated(model, spec)
+    return loop(spec, model, adamw(spec, model))
+
+
 def zero_redundancy(spec: Spec) -> Step:
     """DistributedDataParallel and torch's ZeroRedundancyOptimizer."""
     model = replicated(built(spec), spec)

@@ -12,7 +12,16 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from _by_hand import adamw, built, by_hand, loop, pipelined, tensor_parallel, zero_redundancy
+from _by_hand import (
+    adamw,
+    built,
+    by_hand,
+    compiled,
+    loop,
+    pipelined,
+    tensor_parallel,
+    zero_redundancy,
+)
 from _by_hand_axes import experts, ring
 from _steps import RANKS, bucket_cap_mb
 
@@ -195,6 +204,10 @@ GROUPS: dict[str, dict[str, tuple[str | None, Maker]]] = {
         "accelerate DDP": ("accelerate", accelerate_ddp),
         "Fabric DDP": ("lightning-fabric", fabric_ddp),
         "DeepSpeed stage 0": ("deepspeed", deepspeed(0)),
+    },
+    "ddp, compiled": {
+        "by hand, compiled": (None, compiled),
+        "by hand, eager": (None, by_hand),
     },
     "zero1": {
         "by hand": (None, zero_redundancy),

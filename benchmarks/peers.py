@@ -33,6 +33,7 @@ EXPERTS = (
     "model.experts=8", "model.experts_per_token=2", "model.expert_ffn=512",
     "model.capacity_factor=null",
 )  # fmt: skip
+COMPILED = {"ddp, compiled": "ddp"}  # the specs of these, to which `compile=block` is added
 OWN = "ptrain"
 SCRIPT = Script(
     "peers",
@@ -55,6 +56,14 @@ class Case:
     @property
     def ranks(self) -> int:
         return WORLDS.get(self.strategy, RANKS)
+
+    @property
+    def spec(self) -> str:
+        return COMPILED.get(self.strategy, self.strategy)
+
+    @property
+    def own_dials(self) -> tuple[str, ...]:
+        return (*self.dials, *(["compile=block"] if self.strategy in COMPILED else []))
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -87,9 +96,14 @@ def measure(case: Case, names: Sequence[str], rounds: int, folder: str) -> dict[
     import torch.distributed as dist
 
     environment(dist.get_rank(), case.ranks)
-    spec = legal(case.strategy, case.words)
+    if case.strategy in COMPILED:
+        import torch._inductor.config
+
+        # Ranks of a pool are daemons, which may not start the processes of a parallel compilation.
+        torch._inductor.config.compile_threads = 1
+    spec = legal(case.spec, case.words)
     steps = {name: GROUPS[case.strategy][name][1](spec) for name in names}
-    own, others = beside(case.strategy, (*case.words, *case.dials), rounds, folder, steps)
+    own, others = beside(case.spec, (*case.words, *case.own_dials), rounds, folder, steps)
     return {OWN: own, **others}
 
 
