@@ -411,7 +411,7 @@ def _expected_samples(
     samples: dict[int, list[tuple[int, bytes]]] = {}
     for micro_batch in reference.micro_batches(step):
         samples.setdefault(micro_batch.data_index, []).extend(
-            (sample, _input_key(micro_batch.single_sample(row).samples, own))
+            (sample, _input_key(micro_batch.samples.slice_rows(row, row + 1), own))
             for row, sample in enumerate(micro_batch.sample_ids)
         )
     return samples

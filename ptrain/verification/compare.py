@@ -297,11 +297,6 @@ class Differences:
         largest = self.largest.setdefault(kind, LargestDifference(_check_name(*kind), tolerance))
         largest.record(difference, name, tolerance)
 
-    def largest_of(self, moment: Moment, subject: Subject) -> float:
-        """Return the largest difference of a kind so far."""
-        largest = self.largest.get((moment, subject))
-        return largest.difference if largest else 0.0
-
     def compare(
         self,
         moment: Moment,

@@ -364,14 +364,9 @@ def mean_size(tensor: Tensor) -> float:
 COARSER = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def round_to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor rounded to another dtype, in its original dtype."""
-    return tensor.to(dtype).to(tensor.dtype)
-
-
 def is_representable(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Return True if every element is exactly representable in `dtype`."""
-    return torch.equal(round_to_dtype(tensor, dtype), tensor)
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

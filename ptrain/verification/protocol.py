@@ -341,16 +341,15 @@ def _verify_and_report(spec: Spec, world: World, exchange: Exchange, options: Ve
     speaks = world.is_first and not options.json
     progress = Progress(sys.stderr if speaks else None)
 
-    def print_stage(name: str, checks: Sequence[Check], seconds: float) -> None:
-        print_screen(stage_text(name, checks, seconds, verbose=options.verbose))
-
     if speaks:
         print_screen(heading)
     elif not options.json:
         announce_node(world.rank, world.size)
     verification = verify_on_ranks(
-        spec, world, exchange, options, speak=print_stage if speaks else None, progress=progress
-    )
+        spec, world, exchange, options, progress=progress,
+        speak=(lambda *stage: print_screen(stage_text(*stage, verbose=options.verbose)))
+        if speaks else None,
+    )  # fmt: skip
     if world.is_first:
         result = as_record(
             spec.name,

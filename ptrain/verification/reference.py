@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -200,10 +200,6 @@ class MicroBatch:
         """Return the micro-batch's share of the global batch's mean loss (0-d)."""
         loss = objective.run(module, self.samples)
         return loss / objective.divisor(self.batch, self.samples)
-
-    def single_sample(self, index: int) -> MicroBatch:
-        """Return one sample as a micro-batch."""
-        return replace(self, samples=self.samples.slice_rows(index, index + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,10 +274,6 @@ class Tolerance:
     updates: float
     losses: float
 
-    def length_at(self, rounding: float) -> float:
-        """Return the length at which `rounding` reaches `updates`; 0.0 if `updates` is 0."""
-        return rounding / self.updates if self.updates else 0.0
-
 
 # fp64 and fp32: the limits allow sums over the same addends in another order. `updates` allow for
 # three steps of Adam, which may turn the rounding of one element into a full step of it.

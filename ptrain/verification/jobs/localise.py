@@ -313,7 +313,17 @@ class ModuleInquiry:
             for path, side, size, number, is_reordered in its:
                 row = (rank, size, number, is_reordered)
                 table.setdefault((path, TensorSide(side)), []).append(row)
-        done = {(p, s) for its in self.ranks.gather(_forced_places(forces)) for p, s in its}
+        forced_places = [
+            (path, side)
+            for (path, _), forced in forces.items()
+            for side, has in zip(
+                TensorSide,
+                (forced.given, forced.output is not None, forced.upstream is not None),
+                strict=True,
+            )
+            if has
+        ]  # fmt: skip
+        done = {(p, s) for its in self.ranks.gather(forced_places) for p, s in its}
         known = [place for place in self._order if place in table and place not in done]
         wrong = {
             place: [row for row in table[place] if row[1] > self._limit(place[1])]
@@ -576,16 +586,3 @@ class ModuleInquiry:
     @property
     def _over(self) -> str:
         return f" (over {self._axis})" if self._axis else ""
-
-
-def _forced_places(forces: Mapping[tuple[str, int], ForcedValues]) -> list[Place]:
-    return [
-        (path, side)
-        for (path, _), forced in forces.items()
-        for side, has in zip(
-            TensorSide,
-            (forced.given, forced.output is not None, forced.upstream is not None),
-            strict=True,
-        )
-        if has
-    ]  # fmt: skip

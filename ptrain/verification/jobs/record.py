@@ -18,7 +18,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ptrain.internals.autograd import is_in_backward
 from ptrain.models.ledger import local_tensor
@@ -177,7 +177,9 @@ class StepRecorder(UpdateRecorder):
                     for name, shard in self.holds.items()
                     if shard.flat_index is None  # FSDP1 has all-gathered its flat parameter
                 }
-            kept_args, kept_kwargs = tree_map(_copy_leaf, (args, kwargs))
+            kept_args, kept_kwargs = tree_map_only(
+                Tensor, lambda its: its.detach().clone(), (args, kwargs)
+            )
             self.calls.append(ForwardCall(kept_args, kept_kwargs, dtype))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -218,10 +220,6 @@ def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor | None) -> No
 def is_recorded_forward() -> bool:
     """Return True in a forward pass that records gradients and is no recomputation."""
     return torch.is_grad_enabled() and not is_in_backward()
-
-
-def _copy_leaf(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 _SURE = 10  # times the gradient tolerance: below this share of its mean size, noise may decide
@@ -305,7 +303,8 @@ def relative_to_move(
     The larger of both lengths counts. `roundings` is the number of roundings in the dtype of `own`
     that are allowed.
     """
-    rounding = limit.length_at(roundings * torch.finfo(own.dtype).eps * norm(right))
+    rounding = roundings * torch.finfo(own.dtype).eps * norm(right)
+    rounding = rounding / limit.updates if limit.updates else 0.0
     return difference(own, right, max(way, rounding))
 
 

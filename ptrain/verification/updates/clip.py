@@ -146,7 +146,8 @@ class UpdateCase:
         """Return the difference of these outcomes from the reference's."""
         scratch = self.compare_outcomes(outcomes)
         both = Subject.PARAMETERS, Subject.OPTIMIZER
-        worst = max(scratch.largest_of(Moment.UPDATE, subject) for subject in both)
+        found = [scratch.largest.get((Moment.UPDATE, subject)) for subject in both]
+        worst = max((its.difference for its in found if its), default=0.0)
         return Remainder(len(scratch.mismatches), worst)
 
     def compare_outcomes(self, outcomes: Mapping[str, UpdateOutcome]) -> Differences:

@@ -402,7 +402,9 @@ class UpdateRecorder(ExitStack):
         for master in masters:
             for name in left:
                 shard = self.holds[name]
-                if shard.flat_index is None and _rounds_to(master, shard.parameter):
+                own, other = local_cpu(master), local_cpu(shard.parameter)
+                is_equal = own.shape == other.shape and torch.equal(own.to(other.dtype), other)
+                if shard.flat_index is None and is_equal:
                     left.remove(name)
                     yield name, replace(shard, parameter=master)
                     break
@@ -411,12 +413,6 @@ class UpdateRecorder(ExitStack):
 def piece_shape(shard: ParameterShard) -> torch.Size:
     """Return the shape of this rank's piece; [n] for a piece inside a flat parameter."""
     return local_cpu(shard.parameter).shape if shard.flat_index is None else shard.value().shape
-
-
-def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
-    """Return True if a tensor, rounded to the parameter's dtype, equals the parameter."""
-    own, other = local_cpu(master), local_cpu(parameter)
-    return own.shape == other.shape and torch.equal(own.to(other.dtype), other)
 
 
 def _read_gradient(optimizer: Optimizer, shard: ParameterShard) -> Tensor | None:
