@@ -323,11 +323,7 @@ class _Operators:
         has_gradient += experts.values()
         inputs = {} if step.is_naive else self._shared_inputs(columns, Role.WHOLE_INPUT)
         inputs |= self._shared_inputs(latents, Role.LATENT_INPUT) | experts
-        alone = {  # column operators that share their input with no other operator
-            name: width
-            for name, width in columns.items()
-            if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
-        }
+        alone = self._unshared_inputs(columns, inputs)
         heads = [shape[::-1] for shape in self._weights[Role.HEAD].values()]
         if self._has_role(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
@@ -357,9 +353,22 @@ class _Operators:
         is_cut = self._has_role(Role.HEAD) or self._has_role(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None
+        self.summed = self._count_summed(step, facts)
+
+    @staticmethod
+    def _unshared_inputs(columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:
+        """Return the column operators that share their input with no other operator."""
+        return {
+            name: width
+            for name, width in columns.items()
+            if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
+        }
+
+    def _count_summed(self, step: Parallelize, facts: ModelFacts) -> Counter[int]:
+        """Count, by size, the replicated tensors whose gradients are summed over tp."""
         norms = (Role.NORM, Role.LAST_NORM) if step.is_sequence else ()
         shared, of_tensor = {Role.SHARED, Role.LATENT, *norms}, self._modules.of_tensor
-        self.summed = Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
+        return Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
 
     def _by_role(self, facts: ModelFacts) -> dict[Role, dict[str, tuple[int, ...]]]:
         """Return the shapes of weights, by role and module."""

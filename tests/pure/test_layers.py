@@ -118,7 +118,7 @@ MUTUAL_IMPORTS: set[tuple[str, str]] = set()
 # Names that classes of two or more modules bear: one noun, one class. This list only shrinks too.
 REPEATED_CLASSES = {"Run"}
 # Where an axis is named: elsewhere a room is asked, or a notion that another axis may join.
-NAMING_CONTEXT = r"ptrain\.axes\.context\..*|ptrain\.spec\.placement|ptrain\.traces\.work_tables"
+NAMING_CONTEXT = r"ptrain\.axes\.context\..*|ptrain\.spec\.placement|ptrain\.traces\.settings"
 FILLED = {"ptrain.report.finding"}  # `told` is a key of its record
 
 MAX_FILE, MAX_FUNCTION = 600, 60
