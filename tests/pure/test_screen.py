@@ -182,7 +182,7 @@ def test_progress_that_is_over_soon_imports_no_rich():
     code = (
         "import sys, ptrain.cli.progress as p\n"
         "sys.stderr.isatty = lambda: True\n"
-        "with p.progress('x') as step: step(1, 2)\n"
+        "with p.show_progress('x') as step: step(1, 2)\n"
         "print('rich' in sys.modules)"
     )
     found = subprocess.run(
