@@ -19,7 +19,7 @@ from ptrain.errors import SpecError
 from ptrain.models import compiled
 from ptrain.models.initialize import build, initialize
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.plan.lower import own_facts
+from ptrain.plan.lower import built_in_facts
 from ptrain.runtime.world import World, fake_world
 from ptrain.spec.dials import Compiled
 from ptrain.spec.load import load
@@ -77,7 +77,7 @@ def _copied(loss: torch.Tensor) -> torch.Tensor:
 
 def _on_device(spec: Spec, device: torch.device) -> nn.Module:
     """Return the spec's model with parameters in their dtype; buffers keep theirs."""
-    model = build(spec.model, sequence=spec.batch.sequence)
+    model = build_model(spec.model, sequence=spec.batch.sequence)
     initialize(model, spec.train.seed)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(TORCH_DTYPES[spec.precision.layout.parameters])
@@ -134,7 +134,7 @@ def _measure_case(case: StepCase, world: World, *, is_dry: bool) -> dict[str, An
     measured = _take_turns(steps, world.device, turns, count)
     assert isinstance(first.model, ModelShape), "the cases have built-in models"
     sequence = first.batch.sequence
-    operations = token_operations(first.model, own_facts(first), sequence, is_causal=False)
+    operations = token_operations(first.model, built_in_facts(first), sequence, is_causal=False)
     tokens = first.batch.micro * sequence
     return {"operations": operations * tokens, "runs": measured}
 

@@ -295,7 +295,7 @@ def _pace(tables: Tables) -> MeasuredPace:
     for key, table in tables.items():
         leaf = section_keys(Rates)[key][1]
         assert isinstance(leaf, Leaf), "a table"
-        rows[key] = leaf.take(table)
+        rows[key] = leaf.convert(table)
     cluster = Cluster(kind="cuda", devices=1, device_memory=1, intra_node_bandwidth=1.0)
     return MeasuredPace(cluster, Rates(**rows), 1)
 

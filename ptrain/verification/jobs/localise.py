@@ -316,13 +316,9 @@ class ModuleInquiry:
         forced_places = [
             (path, side)
             for (path, _), forced in forces.items()
-            for side, has in zip(
-                TensorSide,
-                (forced.given, forced.output is not None, forced.upstream is not None),
-                strict=True,
-            )
-            if has
-        ]  # fmt: skip
+            for side, value in enumerate((forced.given or None, forced.output, forced.upstream))
+            if value is not None
+        ]
         done = {(p, s) for its in self.ranks.gather(forced_places) for p, s in its}
         known = [place for place in self._order if place in table and place not in done]
         wrong = {
