@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51710,
+    "ptrain": 51690,
     "ptrain/activations": 390,
     "ptrain/algebra": 280,
     "ptrain/axes": 160,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 460,
     "ptrain/traces": 2160,
     "ptrain/train": 3140,
-    "ptrain/verification": 6120,
+    "ptrain/verification": 6100,
 }
 ONE_IMPORTER = 50  # modules that exactly one other imports
 SMALL_MODULES = 46  # modules with fewer lines than SMALL
