@@ -17,7 +17,7 @@ from torch.distributed import GradBucket
 
 from ptrain.errors import SpecError
 from ptrain.models import compiled
-from ptrain.models.initialize import build, initialize
+from ptrain.models.initialize import build_model, initialize
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.lower import built_in_facts
 from ptrain.runtime.world import World, fake_world
