@@ -383,7 +383,7 @@ class _GatheredAttention(torch.autograd.Function):
             q_sum += q_part
             k_sum[..., part, :] = k_part
             v_sum[..., part, :] = v_part
-        return q_sum, *core.summed(k_sum, v_sum), None, None
+        return q_sum, *core.sum_kv_gradients(k_sum, v_sum), None, None
 
 
 def _key_blocks(
