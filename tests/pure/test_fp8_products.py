@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, find_unsupported
 from ptrain.errors import SpecError
 from ptrain.facts.float8 import products_of
 from ptrain.plan.lower import lower
-from ptrain.plan.show import show
+from ptrain.plan.show import format_plan
 from ptrain.rates.pace import with_fp8
 from ptrain.selection.job import searched_job
 from ptrain.selection.recompute import resolve_auto
@@ -33,10 +33,10 @@ H100 = (
 def test_where_a_scale_would_not_be_of_a_full_matrix_fp8_is_rejected_by_name(
     name, overrides, finding
 ):
-    (fault,) = executed(load(name, [*overrides, TENSORWISE]).spec)
+    (fault,) = find_unsupported(load(name, [*overrides, TENSORWISE]).spec)
     assert fault.place == "precision.matmul" and finding in fault.finding
     assert fault.remedy == "Use `precision.matmul=none`."
-    assert not executed(load(name, [*overrides, "precision.matmul=none"]).spec)
+    assert not find_unsupported(load(name, [*overrides, "precision.matmul=none"]).spec)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_illegal_fp8_products_are_rejected_with_a_fix(overrides, finding, remedy
 
 def test_a_plan_lists_the_layers_that_are_left_out():
     spec = load("ep", [TENSORWISE]).spec
-    text = show(spec, lower(spec))
+    text = format_plan(spec, lower(spec))
     assert "attention.output, mlp.shared.gate" in text and "left out, the head: head" in text
     assert "left out, experts: mlp.experts" in text and "left out, routers: mlp.router" in text
     assert set(lower(spec).quantize.linears) == set(products_of(spec.model).scaled)
