@@ -149,7 +149,7 @@ class StageParts(NamedTuple):
         known: dict[tuple[int, ...], Passes] = {}
         micro_batches = []
         for rows in received:
-            numbers = tuple(of_layer.received for of_layer in rows)
+            numbers = tuple(of_layer.num_received for of_layer in rows)
             micro_batches.append(known.setdefault(numbers, formula.at_rows(numbers)))
         return tuple(micro_batches)
 

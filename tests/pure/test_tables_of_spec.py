@@ -244,7 +244,7 @@ def test_models_and_clusters_have_the_documented_defaults():
     }  # fmt: skip
     by_family = [name for name in options if name in model.FAMILIES[model.Family.GPT]]
     assert by_family == ["tied", "norm", "activation", "bias", "positions"]
-    said = {spot.name: spot.type.__metadata__[0].about for spot in fields(block.BlockOptions)}
+    said = {spot.name: spot.type.__metadata__[0].description for spot in fields(block.BlockOptions)}
     for name, value in options.items():
         word = str(value).lower().removesuffix(".0").replace("e-0", "e-")
         assert f"Default: {word}" in said[name] or value is None, name
