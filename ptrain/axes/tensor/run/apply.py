@@ -147,6 +147,7 @@ class FusedOrder:
     def reorder(self, path: str, module: nn.Module) -> None:
         """Put the tensors of a fused projection, which are whole, into the order of the ranks."""
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            # `.data` keeps the Parameter object, which may have several names and hooks.
             parameter.data = self._permute(name, parameter.data, back=False)
 
     def _permute(self, name: str, tensor: torch.Tensor, *, back: bool) -> torch.Tensor:
@@ -224,10 +225,14 @@ class RankRandomness:
         return partial(self._enter, self._num_modules - 1)
 
     def _enter(self, number: int, module: nn.Module, *_: object) -> None:
+        # A module with separate numbers may contain another one. The outer one restores the state.
         if not module.training or self._common is not None:
             return
         default = self._default_generator()
         self._common = default.get_state()
+        # A digest of the common state, and not a sum of state and rank: sums of neighbouring seeds
+        # and ranks would coincide. The state is restored before a recomputation, which therefore
+        # draws the same mask.
         place = f"{number} {self.index} ".encode() + self._common.numpy().tobytes()
         digest = hashlib.blake2b(place, digest_size=_SEED_BYTES).digest()
         default.manual_seed(int.from_bytes(digest, "big"))
@@ -247,6 +252,8 @@ class _NoTracker:
     """A no-op replacement for torch's tracker of DTensor random numbers. torch's tracker draws the
     same numbers on all ranks, starts with a broadcast and warns on CPUs."""
 
+    # torch's dispatch reads this attribute before it enters `_distribute_region`
+    # (torch/distributed/tensor/_dispatch.py, 2.13).
     distribute_region_enabled = False
 
     def _distribute_region(self, *_: object, **__: object) -> AbstractContextManager[None]:
@@ -275,6 +282,8 @@ class TransposedRow(RowwiseParallel):
     """A row layer: of its weight the first dimension is cut, and its bias is whole."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # RowwiseParallel sets this in its own `_apply`, which accepts only nn.Linear and
+        # nn.Embedding (torch/distributed/tensor/parallel/style.py, 2.13).
         self.desired_input_layouts = (Shard(-1),)
         return _distribute_module(
             self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()}
@@ -324,6 +333,8 @@ class LocalCounts:
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
         for column in columns:
+            # First among the hooks, because the hook of the column's style makes a DTensor of its
+            # input, which must be the full one.
             column.register_forward_pre_hook(self._restore_input, prepend=True)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -335,6 +346,7 @@ class LocalCounts:
         return self._narrow
 
     def _restore_input(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
+        # Any other tensor would be replaced by the wrong one without a message.
         assert args and args[0] is self._narrow, "a column takes what its sub-block is given"
         return (self._whole, *args[1:])
 
@@ -346,6 +358,7 @@ def parallelize(
     model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: TagRegistry
 ) -> None:
     """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
+    # Read before the styles: each of them registers a new Parameter under one name only.
     tied = _tied_names(model)
     order = FusedOrder(step, device_mesh.size())
     alone = standing_alone(_modules_with_roles(model, step))
@@ -355,9 +368,12 @@ def parallelize(
     for name, role in _modules_with_roles(model, step):
         module = model.get_submodule(name)
         if role in COLUMNS:
+            # Before the style, which takes consecutive rows for each rank.
             order.reorder(name, module)
         between = Shard(SEQUENCE) if is_within(name, routing) else _activation_placement(step)
         for style in _parallel_styles(step, role, registry, between, is_alone=name in alone):
+            # All ranks have equal tensors already. With a source rank, torch would scatter each
+            # tensor from it.
             parallelize_module(module, device_mesh, style, src_data_rank=None)
     _tie_again(model, tied)
     _count_for_itself(model, step, device_mesh.size())
@@ -486,6 +502,8 @@ def _parallel_styles(
             if not step.is_naive:
                 yield FullInput(between, regathers=step.is_saved_cut)
         case Role.COLUMN | Role.TRANSPOSED_COLUMN:
+            # In the paired plan the sub-block has all-gathered its input already. A column that
+            # stands alone gathers it itself.
             layout = between if step.is_naive or is_alone else Replicate()
             style = ColwiseParallel if role is Role.COLUMN else TransposedColumn
             yield style(input_layouts=layout)
@@ -538,6 +556,7 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
         for name in others:
             path, _, attribute = name.rpartition(".")
             is_cut = isinstance(model.get_parameter(name), DTensor), isinstance(kept, DTensor)
+            # One of the two names would otherwise compute with a tensor that is not trained.
             assert is_cut[0] is is_cut[1], (
                 f"{first} and {name} are the same tensor, but only one is sharded"
             )

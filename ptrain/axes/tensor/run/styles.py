@@ -97,6 +97,7 @@ class _GradientLikeParameter(torch.autograd.Function):
     def backward(ctx: Any, gradient: DTensor) -> tuple[torch.Tensor, None]:
         if gradient.placements == ctx.placements:
             return gradient, None
+        # Tagged before the collective, which the meters classify by the tag of its input.
         ctx.registry.tag(gradient._local_tensor, State.GRADIENTS)
         kept = gradient.redistribute(placements=ctx.placements)
         if isinstance(ctx.placements[0], Shard):
@@ -152,6 +153,8 @@ class _SavedTensor:
     kept off the device."""
 
     def __init__(self, saved: torch.Tensor, outer: Hooks) -> None:
+        # saved_tensors_hooks do not nest: only the innermost pair is called. So this pair calls the
+        # outer one, which may offload or recompute.
         pack, self._unpack = outer
         self._packed = pack(saved)
 
@@ -173,6 +176,7 @@ class _GatherSource:
     def gather_full(self, saved: _SavedTensor) -> DTensor:
         """Return the whole tensor for one of the saved views; the last one lets it go."""
         if self._whole is None:
+            # The first use all-gathers once for all saved views.
             self._whole = DTensor.from_local(
                 saved.tensor(), self.device_mesh, [Shard(self.dim)], run_check=False
             ).redistribute(placements=[Replicate()])
@@ -198,11 +202,13 @@ class Regather:
     def enter(self) -> None:
         self._outer = innermost_saved_tensor_hooks() or _NONE
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        # Entered and left by two hooks of the module, since a `with` block cannot span them.
         self._hooks.__enter__()
 
     def record_gather(self, part: torch.Tensor, gathered: DTensor) -> None:
         """Record that `gathered` was all-gathered from `part`."""
         self._source = _GatherSource(self.device_mesh, self.dim)
+        # Without its graph, so that saving the part does not keep earlier activations alive.
         self._part = part.detach()
         # The address of the StorageImpl: autograd saves views of it, not `gathered` itself.
         self._key = gathered.to_local().untyped_storage()._cdata
@@ -271,6 +277,8 @@ class FullInput(_TokenStyle):
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         if regather is not None:
+            # always_call: after an exception the pair of hooks would otherwise stay active for all
+            # later modules.
             module.register_forward_hook(lambda *_: regather.leave(), always_call=True)
         return module
 
@@ -283,6 +291,8 @@ class LocalFullInput(FullInput):
         super()._apply(module, device_mesh)
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Declared as a partial sum, the gradient is reduced once, by the backward of the
+            # all-gather. By default DTensor would take each rank's part for the full gradient.
             return with_first(args, kwargs, lambda x: x.to_local(grad_placements=[Partial()]))
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -379,6 +389,7 @@ class HeadParallel(ColwiseParallel):
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
+        # A loss in the head returns a plain scalar, which has no vocabulary dimension to shard.
         if not isinstance(outputs, DTensor):
             return outputs
         return ColwiseParallel._prepare_output_fn(
@@ -399,6 +410,7 @@ class ReplicateParallel(ParallelStyle):
 
 def replace_parameters(module: nn.Module, make: Callable[[str, torch.Tensor], DTensor]) -> None:
     """Give a module what `make` makes of its own parameters, by name, in place of them."""
+    # A list, because registering changes the dictionary that is iterated.
     for name, parameter in list(module.named_parameters(recurse=False)):
         own = nn.Parameter(make(name, parameter), parameter.requires_grad)
         module.register_parameter(name, own)
