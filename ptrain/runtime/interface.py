@@ -57,6 +57,7 @@ class PendingResult(Generic[T]):
             self._work.wait()
         if self._finish is not None:
             self._finish()
+        # The buffer is freed here, also if the caller keeps this object.
         self._work = self._finish = self._buffer = None
         return self._result
 

@@ -217,6 +217,7 @@ class TorchRuntime:
         if all(tensor.dtype == to for tensor in tensors):
             return tensors
         converted = [tag_like(torch.empty_like(tensor, dtype=to), tensor) for tensor in tensors]
+        # One call for all tensors: a GPU launches a few kernels instead of one per tensor.
         torch._foreach_copy_(converted, tensors)
         return converted
 
@@ -251,6 +252,7 @@ class TorchRuntime:
 
     def permute(self, tensor: torch.Tensor, shape: Shape, order: Sequence[int]) -> torch.Tensor:
         seen = tensor.view(shape).permute(tuple(order))
+        # `clone` alone would preserve the permuted strides.
         lying = tag_like(seen.clone(memory_format=torch.contiguous_format), tensor)
         return self._copy_tag(lying.view(-1), tensor)
 
@@ -265,6 +267,8 @@ class TorchRuntime:
         return is_same_memory(tensor, other)
 
     def free_storage(self, tensor: torch.Tensor) -> None:
+        # The tensor and all its views stay valid objects, so that parameters, hooks and the
+        # optimizer keep referring to them.
         tensor.untyped_storage().resize_(0)
 
     def allocate_storage(self, tensor: torch.Tensor) -> None:
