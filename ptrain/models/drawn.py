@@ -145,6 +145,7 @@ class _RecordedCall:
         def real(value: Any) -> Any:
             if isinstance(value, torch.Generator) and repeats:
                 assert self.state is not None
+                # A new generator, because the recorded one has advanced.
                 return torch.Generator().set_state(self.state)
             return value.apply_to(flat) if isinstance(value, _ParameterView) else value
 
@@ -190,10 +191,13 @@ class _Recorder(OperatorMode):
         """
         if self.is_tracked(parameter) or not has_memory(parameter):
             return
+        # Such code may write to the memory later, and nothing would record it.
         if storage_key(parameter) in self._exposed:
             raise NeedsValuesError("its constructor passes the memory of a parameter to other code")
         base = None
         if self._blank.pop(storage_key(parameter), None) is None:
+            # The tensor had values before it became a parameter, for example from a file, which no
+            # recorded operator reproduces.
             base = self._store_values(parameter.detach().clone())
             base = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
         empty_parameter(parameter)
@@ -238,6 +242,7 @@ class _Recorder(OperatorMode):
         if function in _FILLING and written[0].numel() * target.dtype.itemsize == (
             target.storage.nbytes()
         ):
+            # All elements are overwritten, so earlier writes cannot matter.
             target.base, target.calls = None, []
         target.calls.append(call)
         if not is_random:
@@ -288,6 +293,7 @@ class _Recorder(OperatorMode):
                 if not has_memory(value):  # torch makes a number that is assigned a meta tensor
                     raise NeedsValuesError("its constructor assigns values from the meta device")
                 return self._store_values(value.detach().clone())
+            # A copy of the history: the source may be written to after this call.
             source = None if key == target else history.snapshot()
             return _ParameterView(
                 tuple(value.shape), value.stride(), value.storage_offset(), source

@@ -54,6 +54,7 @@ def build_on_meta(build: Build) -> nn.Module:
         raise NeedsValuesError("its constructor draws from a custom random generator")
     if draws.of_values:
         with without_values():
+            # With another seed: equal results show that no kept value depends on the drawn numbers.
             other = run_constructor(build, 1)
         if not _are_equal(_left_by(module), _left_by(other)):
             raise NeedsValuesError(
@@ -69,6 +70,7 @@ def empty_parameter(parameter: nn.Parameter) -> None:
         return
     bare = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     vars(bare).update(vars(parameter))
+    # Swapped and not replaced, because the constructor may keep other references to the object.
     swap_tensors(parameter, bare)
 
 

@@ -355,6 +355,7 @@ MOST_MAPPED = 2**24  # bytes of a file that are mapped at once
 POSITIONS = "positions.weight"
 _PLACE = "model.pretrained"
 _AS_IT_IS = "Remove the size keys of the model, or use a folder with weights of these sizes."
+# A bare name, so that an index cannot make ptrain read files outside of its folder.
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _PREFIXES = ("model.", "transformer.")
 # Tables that older versions saved; they are computed, not learned.

@@ -211,6 +211,7 @@ def kv_repeats(ulysses: int, kv_heads: int) -> int:
 
     The result is 1 if the degree divides them. `kv_heads` are those of a rank of tp.
     """
+    # The least number of repetitions for which the degree divides the heads.
     return ulysses // gcd(ulysses, kv_heads)
 
 

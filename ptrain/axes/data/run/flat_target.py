@@ -370,6 +370,7 @@ def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     rows = ceil_div(tensor.shape[0], mesh.size())
     start = min(rows * mesh.get_local_rank(), tensor.shape[0])
     return DTensor.from_local(
+        # A clone, because the view would keep the full tensor alive.
         tensor[start : start + rows].clone(),
         mesh,
         [Shard(0)],
@@ -419,6 +420,7 @@ class ZeroRedundancyUpdate:
             [target.parameter for target in targets],
             lambda parameters: build_optimizer(spec.name, parameters, spec, stands_in=stands_in),
             process_group=mesh.get_group(),
+            # One broadcast per owner instead of one per tensor.
             parameters_as_bucket_view=True,
         )
         owners = zero_redundancy.owner_ranks(self.optimizer)
