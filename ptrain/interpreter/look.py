@@ -92,7 +92,7 @@ def build_module_on_meta(
         The module, and its initial weights.
 
     Raises:
-        NeedsValues: It cannot be built without values.
+        NeedsValuesError: It cannot be built without values.
         SpecError: It cannot be built, or the folder does not belong to this model.
     """
     folder = spec.model.pretrained
@@ -352,7 +352,7 @@ def build_and_inspect(
         allow_import: Allow the spec to import the user's code.
 
     Raises:
-        SpecError: See `look_at`; or the model cannot be built, or its folder cannot be read.
+        SpecError: See `inspect_module`; or the model cannot be built, or its folder cannot be read.
     """
     because = ""
     if not isinstance(spec.model, ModelShape) and detect_fake_mode() is None:
@@ -365,7 +365,7 @@ def build_and_inspect(
 
 
 def full_build_reason(spec: Spec, *, allow_import: bool = False, looks: bool = True) -> str:
-    """Return the reason why `look_at_built` builds the model with all weights, "" if it does not.
+    """Return the reason why `build_and_inspect` builds all weights, "" if it does not.
 
     Large tensors are not drawn, and small ones are drawn from other seeds.
 
@@ -400,10 +400,10 @@ def _inspect_without_values(
     Args:
         spec: The spec.
         allow_import: Allow the spec to import the user's code.
-        draws: See `build_hollow`.
+        draws: See `build_drawn`.
 
     Raises:
-        NeedsValues: It cannot be built without values.
+        NeedsValuesError: It cannot be built without values.
         _RejectedError: The inspection rejects it.
     """
     module, weights = build_module_on_meta(spec, allow_import=allow_import, draws=draws)

@@ -377,7 +377,7 @@ class Loss:
         return output
 
     def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
-        """Return the loss, like `run`, from the output of `forward`."""
+        """Return the loss, like `compute_loss`, from the output of `forward`."""
         return output if self._inside else local_loss(self.objective.of_forward(output, samples))
 
 

@@ -133,7 +133,7 @@ class FlexCore(SdpaCore):
 def attention_core(shape: ModelShape, layer: int) -> SdpaCore:
     """Return the attention module of a layer.
 
-    No kernel behind torch's `scaled_dot_product_attention` caps scores, so models that cap them use
+    No kernel of torch's `scaled_dot_product_attention` caps scores, so models that cap them use
     `EagerCore`.
 
     Args:

@@ -187,9 +187,9 @@ class LayerFlow:
 
 
 class FlowWatch:
-    """The hooks that record a Flow during one forward pass with gradients.
+    """The hooks that record a LayerFlow during one forward pass with gradients.
 
-    Call the model within `watching`, then pass its output to `end`.
+    Call the model within `watch`, then pass its output to `finish`.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:

@@ -3,8 +3,8 @@
 The constructor runs once without memory for its parameters. Every operator that writes to a
 parameter is recorded with the state of its generator. Random operators run on a scratch tensor, so
 that the generators advance as with real parameters. `DrawnWeights` then replays the record of one
-parameter, bit for bit. A constructor that cannot be recorded raises NeedsValues, and the model is
-built with real parameters instead.
+parameter, bit for bit. A constructor that cannot be recorded raises NeedsValuesError, and the model
+is built with real parameters instead.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ class _Recorder(OperatorMode):
         """Move a parameter to meta as soon as a module registers it, and start its history.
 
         Raises:
-            NeedsValues: Other code has the parameter's memory, or too many values must be stored.
+            NeedsValuesError: Other code has the parameter's memory, or too many values must be
+                stored.
         """
         if self.is_tracked(parameter) or not has_memory(parameter):
             return
@@ -223,7 +224,7 @@ class _Recorder(OperatorMode):
         An operator that fills the full storage replaces the previous history.
 
         Raises:
-            NeedsValues: The write cannot be replayed.
+            NeedsValuesError: The write cannot be replayed.
         """
         written = [*written_tensors(function, args, kwargs)]
         keys = {storage_key(tensor) for tensor in written}
@@ -312,7 +313,11 @@ class _Recorder(OperatorMode):
         return _RecordedCall(function, own_args, own_kwargs, state)
 
     def _store_values(self, values: Tensor) -> Tensor:
-        """Return values that must be stored; raise NeedsValues above `MOST_KEPT` bytes in total."""
+        """Return values that must be stored.
+
+        Raises:
+            NeedsValuesError: The stored values exceed `MOST_KEPT` bytes in total.
+        """
         self._kept += values.nbytes
         if self._kept > MOST_KEPT:
             raise NeedsValuesError(
@@ -432,7 +437,7 @@ def build_drawn(build: Build, *, draws: bool = True) -> tuple[nn.Module, DrawnWe
         draws: Whether random operators run. Without, the weights are drawn from other seeds.
 
     Raises:
-        NeedsValues: The constructor needs real parameters, or raises.
+        NeedsValuesError: The constructor needs real parameters, or raises.
     """
     recorder = _Recorder(draws=draws)
     with recorder.record():

@@ -57,7 +57,7 @@ _KINDS = {
 }
 _BASE = "transformers.modeling_utils.PreTrainedModel"
 _IS_PLAIN = "_gives_logits"  # attribute of subclasses created here
-PACKED = "find_packed_sequence_indices"  # a function of `masks()`
+PACKED = "find_packed_sequence_indices"  # a function of `masks_module()`
 _FIELD = re.compile(r"field '(\w+)'")  # in errors of strict dataclasses (newer versions)
 # Fields of a config with which a class adds a term to its loss. It does so only if it is given
 # labels; ptrain gives none, and computes the loss of the logits.

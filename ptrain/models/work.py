@@ -235,7 +235,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
     """
     name = function._schema.name.split("::")[-1]
     if "c10d" in function.namespace:
-        return []  # collectives are recorded by `sent`, and waiting is no work
+        return []  # collectives are recorded by `find_collective`, and waiting is no work
     if is_free(function._schema.name):
         return [VIEW]
     if of_products := matrix_products(name, args, result):

@@ -3,8 +3,9 @@
 A move is one copy of equal dtypes between storages on different tiers, which the traffic meter
 counts. A cast stays on one tier.
 
-The kernel reads a file's pages ahead and writes them back later; `ahead` announces the tensor that
-is needed next. Files are unlinked once mapped, so none is left when the process ends in any way.
+The kernel reads a file's pages ahead and writes them back later; `prefetch` announces the tensor
+that is needed next. Files are unlinked once mapped, so none is left when the process ends in any
+way.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class TorchRuntime:
     def new_empty(
         self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
     ) -> torch.Tensor:
-        """Return an uninitialized tensor; see `Room.new`.
+        """Return an uninitialized tensor; see `TensorRuntime.new_empty`.
 
         Raises:
             SpecError: The folder of the file tier cannot hold it.

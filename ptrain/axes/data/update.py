@@ -449,7 +449,7 @@ class Gradients(Generic[T]):
         """Bring gradients into the layout of the update.
 
         Partial sums are reduced first, so that later moves are small. Then the axes that the update
-        needs full are gathered, except the axes of `working`.
+        needs full are gathered, except the axes that `update_gradient` gathers.
         """
         room, held = self.room, self.whole if self.kept is None else self.kept
         if held is None:

@@ -264,8 +264,8 @@ def balanced_routing(rows: int, ranks: int, own: int, rank: int) -> RoutedRowCou
     """Return an even routing, for ranks without data.
 
     Each expert receives an equal number of rows from each rank. A rank sends the remaining rows one
-    by one to an expert of its own rank, then of the next rank, and so on, so that all ranks receive
-    the same number of rows.
+    by one to an expert of its rank, then of the next rank, and so on, so that all ranks receive the
+    same number of rows.
 
     Args:
         rows: Rows of each rank.

@@ -277,7 +277,7 @@ class PassCallbacks:
 
     Attributes:
         forward: Runs a stage, given the model to call and the samples.
-        given: Returns the context of the last stage's forward pass.
+        batch_context: Returns the context of the last stage's forward pass.
         loss: Returns the loss of the last stage's output; `evaluation_loss` is for evaluations.
         seed: Returns the gradient of the loss, None for 1.
         enter: Called with the phase and micro-batch of every pass.

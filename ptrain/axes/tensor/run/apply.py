@@ -1,19 +1,20 @@
 """Apply a placement on the tensor axis to a module: torch's parallel styles by role, before any
 data axis wraps the module.
 
-Between sub-blocks a rank has all tokens (A = R) or its slice of them (A = S, S*: sequence
+Between sub-blocks a rank has all tokens (A = R) or its shard of them (A = S, S*: sequence
 parallelism). A sub-block's input is all-gathered once for all its column operators, so that their
 gradients are summed once: Megatron's two sums forward and two backward per block.
 
-torch's styles lack three things. Sub-blocks whose code counts features or heads by attributes or by
-the input's width see the rank's numbers; dropout inside a sub-block uses a mask per rank and one
-common mask outside; and layers whose weight is stored inputs by outputs (transformers' Conv1D) are
-sharded.
+This module adds three things to torch's styles:
 
-Several projections can be fused in one tensor, one after the other, and a rank has its slice of
-each. A DTensor knows slices of one piece only, so such a tensor is held with its rows in another
-order: the first rank's slices of all projections before the second rank's. Whoever takes it off a
-program gets it in the model's order.
+- Sub-blocks whose code counts features or heads get the rank's numbers.
+- Dropout uses a separate mask per rank inside a sub-block, and a common mask outside.
+- Layers whose weight is stored inputs by outputs (transformers' Conv1D) are sharded.
+
+Several projections can be fused in one tensor, one after the other, and a rank has a shard of each.
+A DTensor has only contiguous shards. Such a tensor is therefore stored with its rows in rank order:
+the first rank's shards of all projections, then the second rank's. Checkpoints have the model's
+order.
 """
 
 from __future__ import annotations
@@ -79,8 +80,7 @@ from ptrain.units import grouped
 
 
 def held_order(lengths: Sequence[int], degree: int) -> list[int]:
-    """Return the features of projections of these lengths in the order in which `degree` ranks hold
-    them."""
+    """Return the features of projections of these lengths in the order of the ranks."""
     return list(_fused_order(lengths, degree))
 
 
@@ -103,15 +103,17 @@ def _consecutive_runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class FusedOrder:
-    """The order in which the tensors of fused projections are held, by their names in the model."""
+    """The order in which the tensors of fused projections are stored, by their names in the model.
+
+    Without a `step`, no projection is fused and all tensors stay in the model's order.
+    """
 
     def __init__(self, step: Parallelize | None = None, degree: int = 1) -> None:
         self.step = step
         self.degree = degree
 
     def to_model_order(self, named: Named) -> Named:
-        """Return tensors in the model's order, cut as they were. Collective over the ranks that
-        have parts of them."""
+        """Return tensors in the model's order, with their placements. Collective."""
         return {name: self._permute(name, tensor, back=True) for name, tensor in named.items()}
 
     def to_rank_order(self, named: Mapping[str, torch.Tensor]) -> Named:
@@ -129,8 +131,10 @@ class FusedOrder:
     def model_windows(
         self, name: str, shape: Sequence[int], window: Window, part: torch.Tensor
     ) -> Iterator[tuple[Window, torch.Tensor]]:
-        """Yield the windows in the model's order that make up a window of a tensor as it is held,
-        each with its place in `part`."""
+        """Yield the windows in the model's order that make up a window of a stored tensor.
+
+        `part` has the elements of `window`; each result has its view of `part`.
+        """
         lengths, place = self._lengths(name), 0
         if not lengths or self.step is None or not shape:
             yield window, part
@@ -145,7 +149,7 @@ class FusedOrder:
 
     @torch.no_grad()
     def reorder(self, path: str, module: nn.Module) -> None:
-        """Put the tensors of a fused projection, which are whole, into the order of the ranks."""
+        """Bring the full tensors of a fused projection into rank order, in place."""
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
             # `.data` keeps the Parameter object, which may have several names and hooks.
             parameter.data = self._permute(name, parameter.data, back=False)
@@ -272,14 +276,14 @@ def drawn_by_rank() -> AbstractContextManager[None]:
 
 
 class TransposedColumn(ColwiseParallel):
-    """A column layer: of its weight the second dimension is cut, of its bias the only one."""
+    """A column layer, whose weight is sharded by its second dimension. Its bias is sharded too."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _distribute_module(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
 
 
 class TransposedRow(RowwiseParallel):
-    """A row layer: of its weight the first dimension is cut, and its bias is whole."""
+    """A row layer, whose weight is sharded by its first dimension. Its bias is replicated."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # RowwiseParallel sets this in its own `_apply`, which accepts only nn.Linear and
@@ -325,8 +329,10 @@ class LocalCounts:
     def register(
         self, module: nn.Module, attributes: Iterable[str], columns: list[nn.Module]
     ) -> None:
-        """Register the hooks. Call it after the styles of the columns are applied, so that these
-        run first."""
+        """Register the hooks, and divide the counting `attributes` by the degree.
+
+        Call it after the styles of the columns are applied.
+        """
         for attribute in attributes:
             setattr(module, attribute, getattr(module, attribute) // self.degree)
         if columns:
@@ -357,7 +363,14 @@ class LocalCounts:
 def parallelize(
     model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: TagRegistry
 ) -> None:
-    """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
+    """Shard the operators of a model by the roles of the plan, in place.
+
+    Args:
+        model: The model or stage. Its tensors may be on meta.
+        step: The roles of its modules.
+        device_mesh: The 1-d mesh of tp.
+        registry: Receives the tags of gradients.
+    """
     # Read before the styles: each of them registers a new Parameter under one name only.
     tied = _tied_names(model)
     order = FusedOrder(step, device_mesh.size())
@@ -416,7 +429,7 @@ def _count_for_itself(model: nn.Module, step: Parallelize, degree: int) -> None:
 
 
 def _draw_for_itself(model: nn.Module, step: Parallelize, device_mesh: DeviceMesh) -> None:
-    """Let a rank draw masks of its own for what only it has."""
+    """Draw a separate dropout mask per rank for sharded tensors."""
     # One for all sub-blocks: of two with one seed, the masks of every layer would be alike.
     own = RankRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
     for name, role in _modules_with_roles(model, step):
@@ -429,9 +442,18 @@ def _draw_for_itself(model: nn.Module, step: Parallelize, device_mesh: DeviceMes
 
 
 def require_rows(model: nn.Module, degree: int, shards: int) -> None:
-    """Raises SpecError where `degree` ranks, in each of which rows are cut again into `shards`,
-    have no rows or other numbers of them: of a model that is not built in the algebra does not
-    know the sizes."""
+    """Require that every rank has rows of each tensor, and equally many for each data shard.
+
+    The algebra checks this for built-in models only, because it does not have the sizes of others.
+
+    Args:
+        model: The sharded model.
+        degree: Number of tp ranks.
+        shards: Number of data ranks that shard the rows again.
+
+    Raises:
+        SpecError: A rank has no rows, or the shards differ.
+    """
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
             continue
@@ -453,13 +475,15 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
 
 
 def local_loss(loss: torch.Tensor) -> torch.Tensor:
-    """A loss that every rank has, as a plain tensor."""
+    """Return a replicated loss as a plain tensor."""
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInHead:
-    """Return the function that computes the loss of a slice of the tokens. If logits do not stay
-    sharded over the vocabulary, those of the slice are all-gathered."""
+    """Return the function that computes the loss of a chunk of tokens in the head.
+
+    The logits of a chunk are all-gathered, unless they stay sharded over the vocabulary.
+    """
     if tensor is None or tensor.loss_parallel:
         return LossInHead(step)
 
@@ -482,8 +506,8 @@ def _activation_placement(step: Parallelize) -> Placement:
 def _parallel_styles(
     step: Parallelize, role: Role, registry: TagRegistry, between: Placement, *, is_alone: bool
 ) -> Iterator[ParallelStyle]:
-    """`between`: what a rank has of the tokens around the module; `is_alone`: no sub-block makes
-    the module's input whole."""
+    """Yield a role's parallel styles in the order of application. `between` is the placement of
+    tokens outside of sub-blocks; `is_alone`: no sub-block gathers the input."""
     has_positions = any(role is Role.POSITIONS for _, role in step.roles)
     match role:
         case Role.VOCABULARY if step.has_whole_ends:
@@ -550,7 +574,10 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
-    """Register one parameter under all names of a tensor: each module that was cut got its own."""
+    """Register one parameter under all names of a tensor.
+
+    Each style registered a separate parameter.
+    """
     for first, *others in tied:
         kept = model.get_parameter(first)
         for name in others:
